@@ -1,0 +1,1 @@
+"""Conversion, recording, spectra, memory, reports and the command line."""

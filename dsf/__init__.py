@@ -1,0 +1,1 @@
+"""Write a recurrence as its paper does; compile, check and analyse it."""

@@ -1,0 +1,1 @@
+"""Numerics: tensors in, tensors out."""
