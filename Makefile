@@ -1,0 +1,47 @@
+# Everything starts from a bare clone: the first target asked for makes .venv, later ones find it ready.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+READY := $(VENV)/.ready
+ROOMS := kernels mixers analysis
+
+# One thread a process: the tests run in two processes, and more threads than cores only slow torch down.
+test: export OMP_NUM_THREADS := 1
+
+.PHONY: run test lint types bench clean
+run: $(READY)  ## the main job: compare the zoo, write report/compare.html and report/compare.json
+	$(BIN)/dsf compare --out report
+
+test: lint  ## all checks, on the installed package
+	$(BIN)/pytest -n 2
+
+lint: $(READY) types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy knows packages by their place on disk, so it gets the tree as installed, made of links; sed names the real files.
+types: $(READY)
+	rm -rf build/types
+	mkdir -p build/types/dsf
+	ln -s $(CURDIR)/dsf/* $(addprefix $(CURDIR)/,$(ROOMS)) build/types/dsf/
+	cd build/types && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p dsf \
+	  | sed -E 's#^dsf/($(subst $() ,|,$(ROOMS)))/#\1/#'
+
+bench: $(READY)
+	$(BIN)/python benchmarks/cpu.py
+
+clean:
+	rm -rf $(VENV) build dist report *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The constraints apply to every install: an unconstrained torch may be another release, or another build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	  --editable '.[cli,plots,convert,test,dev]'
+	touch $@

@@ -1,0 +1,37 @@
+"""What every test runs under: the Hypothesis profile, a seeded torch, and the rule for tests of the GPU."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+# No deadline: the first call of a form compiles. CI draws the same examples on every run; elsewhere they are
+# random, and a failure prints the blob that reproduces it.
+hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("local"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "local")
+
+
+class _TorchRandom:
+    """Torch's global generator, in the shape by which Hypothesis seeds it before every example."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_TORCH_RANDOM = _TorchRandom()  # Hypothesis holds only a weak reference
+hypothesis.register_random(_TORCH_RANDOM)
+
+
+@pytest.fixture(autouse=True)
+def seeded_torch() -> None:
+    """Every test starts from the same seed, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu` where there is no CUDA GPU."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
