@@ -12,19 +12,17 @@ ROOMS := kernels mixers analysis
 # One thread a process: the tests run in two processes, and more threads than cores only slow torch down.
 test: export OMP_NUM_THREADS := 1
 
-.PHONY: run test lint types bench clean
+.PHONY: run test lint bench clean
 run: $(READY)  ## the main job: compare the zoo, write report/compare.html and report/compare.json
 	$(BIN)/dsf compare --out report
 
 test: lint  ## all checks, on the installed package
 	$(BIN)/pytest -n 2
 
-lint: $(READY) types
+# mypy knows packages by their place on disk, so it gets the tree as installed, made of links; sed names the real files.
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-# mypy knows packages by their place on disk, so it gets the tree as installed, made of links; sed names the real files.
-types: $(READY)
 	rm -rf build/types
 	mkdir -p build/types/dsf
 	ln -s $(CURDIR)/dsf/* $(addprefix $(CURDIR)/,$(ROOMS)) build/types/dsf/

@@ -48,7 +48,7 @@ def short(path: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy: a build in the tree leaves stale files behind that enter the next one."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source)
     for room in MAY_IMPORT:
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -102,7 +102,8 @@ def dist_info(wheel: Path, name: str) -> str:
     return archive.read(f"{folder}/{name}").decode()
 
 
-def test_the_wheel_carries_its_licence_and_its_command(wheel: Path) -> None:
+def test_the_wheel_carries_its_readme_licence_and_command(wheel: Path) -> None:
+    assert (ROOT / "README.md").read_text().strip() in dist_info(wheel, "METADATA")
     assert dist_info(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
     assert "dsf = dsf.analysis.cli:main" in dist_info(wheel, "entry_points.txt")
 
