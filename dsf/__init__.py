@@ -1,1 +1,68 @@
-"""Write a recurrence as its paper does; compile, check and analyse it."""
+"""dsf: sequence mixers declared as dynamical systems S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t.
+
+Declare a recurrence with @dsf.recurrence, call it on tensors, compare its forms with dsf.check, see docs/language.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dsf.annotations import Key, Param, Scalar, Steps, Value
+from dsf.errors import DsfError, FormError, InputError, TraceError
+from dsf.expr import Expr
+from dsf.kernels.attention import KVCache
+from dsf.operator import I, Operator, diag, outer
+from dsf.plan import Plan
+from dsf.primitives import (
+    N,
+    P,
+    abs,
+    dot,
+    elu1,
+    exp,
+    exp_features,
+    expm1,
+    l2norm,
+    log,
+    log1p,
+    logsigmoid,
+    maximum,
+    minimum,
+    relu,
+    rsqrt,
+    sigmoid,
+    silu,
+    softplus,
+    sqrt,
+    sum_key,
+    sum_value,
+    tanh,
+    taylor_features,
+    where,
+)
+from dsf.recurrence import Recurrence, recurrence
+from dsf.spec import Spec
+from dsf.system import System, compose, ratio
+from dsf.trajectory import Trajectory
+
+__version__ = "0.1.0"
+
+# Rooms and tools that load only when used: attribute -> module.
+_LAZY = {"check": "dsf.check", "testing": "dsf.testing", "mixers": "dsf.mixers", "analysis": "dsf.analysis"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'dsf' has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    return getattr(module, name) if name == "check" else module
+
+
+__all__ = [
+    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "N", "Operator", "P", "Param", "Plan",
+    "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs", "compose",
+    "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid", "maximum",
+    "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key",
+    "sum_value", "tanh", "taylor_features", "where",
+]  # fmt: skip

@@ -1,0 +1,224 @@
+"""Binding: the tensors of one call against the declaration. All input errors are raised here, at the public edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.annotations import Kind
+from dsf.errors import InputError
+from dsf.expr import KEY, VALUE, Expr
+from dsf.spec import Spec
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """B, T, H; keys: entries of Key inputs; n: entries of the state's Key axis (features count); p: channels."""
+
+    batch: int
+    tokens: int
+    heads: int
+    keys: int
+    n: int
+    p: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One call's inputs, checked: tensors by name as given, the sizes, the input and the computing dtype."""
+
+    tensors: Mapping[str, Tensor]
+    sizes: Sizes
+    dtype: torch.dtype
+    compute: torch.dtype
+    device: torch.device
+
+
+def bind(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
+    """Check one call's inputs. Raises InputError naming recurrence, argument, expected and given."""
+    given = _match(spec, args, kwargs)
+    for entry in spec.inputs:
+        _check_tensor(spec, entry.name, entry.kind, given[entry.name])
+    timed = {i.name: i.kind for i in spec.inputs if i.kind.time}
+    if not timed:
+        raise InputError(f"{spec.name}: no input has a token axis, so there is no sequence to run over")
+    sizes = _sizes(spec, given)
+    dtype = _dtype(spec, given, timed)
+    device = _device(spec, given)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    return Bound(given, sizes, dtype, compute, device)
+
+
+def _match(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    names = [i.name for i in spec.inputs]
+    if len(args) > len(names):
+        raise InputError(f"{spec.name}: expected {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    for name, x in kwargs.items():
+        if name not in names:
+            raise InputError(f"{spec.name}: no input is called `{name}`; inputs are {', '.join(names)}")
+        if name in given:
+            raise InputError(f"{spec.name}: input `{name}` is given twice")
+        given[name] = x
+    missing = [n for n in names if n not in given]
+    if missing:
+        raise InputError(f"{spec.name}: missing input{'s' * (len(missing) > 1)} {', '.join(f'`{m}`' for m in missing)}")
+    return given
+
+
+def _check_tensor(spec: Spec, name: str, kind: Kind, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{spec.name}: `{name}` must be a tensor {kind.layout()}, got {type(x).__name__}")
+    expected = 2 * kind.time + (kind.steps is not None) + 1 + len(kind.axes)
+    if x.dim() != expected:
+        raise InputError(
+            f"{spec.name}: `{name}` is {kind}, expected {expected} axes {kind.layout()}, got shape {list(x.shape)}"
+        )
+    if x.dtype not in FLOATS:
+        raise InputError(f"{spec.name}: `{name}` must be floating point, got {x.dtype}")
+    if kind.steps is not None and x.shape[2] != kind.steps:
+        raise InputError(
+            f"{spec.name}: `{name}` is {kind}, expected {kind.steps} micro-steps in axis 2, got {x.shape[2]}"
+        )
+
+
+def _sizes(spec: Spec, given: Mapping[str, Tensor]) -> Sizes:
+    """Every size, each fixed by the first input that has it; the others must agree."""
+    found: dict[str, tuple[int, str]] = {}
+
+    def agree(axis: str, size: int, name: str) -> None:
+        known, owner = found.setdefault(axis, (size, name))
+        if known != size:
+            raise InputError(
+                f"{spec.name}: `{name}` has {axis} = {size}, but `{owner}` has {axis} = {known}; "
+                f"`{name}` has shape {list(given[name].shape)}"
+            )
+
+    heads = max((_heads(i.kind, given[i.name]), i.name) for i in spec.inputs)
+    for entry in spec.inputs:
+        x, name, kind = given[entry.name], entry.name, entry.kind
+        if kind.time:
+            agree("B", x.shape[0], name)
+            agree("T", x.shape[1], name)
+        mine = _heads(kind, x)
+        if mine < 1 or heads[0] % mine or (not kind.time and mine != heads[0]):
+            need = f"a divisor of {heads[0]}" if kind.time else str(heads[0])
+            raise InputError(
+                f"{spec.name}: `{name}` has {mine} heads, expected {need} (`{heads[1]}` has {heads[0]} heads); "
+                f"`{name}` has shape {list(x.shape)}"
+            )
+        if KEY in kind.axes:
+            agree("N", x.shape[-1 - (VALUE in kind.axes)], name)
+        if VALUE in kind.axes:
+            agree("P", x.shape[-1], name)
+    sizes = {axis: size for axis, (size, _) in found.items()}
+    for axis, (size, name) in found.items():
+        if size < 1:
+            raise InputError(
+                f"{spec.name}: `{name}` has {axis} = 0, at least 1 is needed; shape {list(given[name].shape)}"
+            )
+    keys = sizes.get("N", 1)
+    return Sizes(sizes["B"], sizes["T"], heads[0], keys, state_keys(spec, keys), sizes.get("P", 1))
+
+
+def _heads(kind: Kind, x: Tensor) -> int:
+    return x.shape[x.dim() - 1 - len(kind.axes)]
+
+
+def state_keys(spec: Spec, keys: int) -> int:
+    """Entries of the state's Key axis for Key inputs of `keys` entries."""
+    if not spec.has_key:
+        return 1
+    if spec.features is not None and spec.features.startswith("taylor"):
+        return sum(keys**p for p in range(int(spec.features.removeprefix("taylor")) + 1))
+    return keys
+
+
+def _dtype(spec: Spec, given: Mapping[str, Tensor], timed: Mapping[str, Kind]) -> torch.dtype:
+    owner = next(iter(timed))
+    dtype = given[owner].dtype
+    for entry in spec.inputs:
+        x = given[entry.name]
+        if x.dtype == dtype or (not entry.kind.time and x.dtype == torch.float32 and dtype != torch.float64):
+            continue
+        allowed = str(dtype) if entry.kind.time else f"{dtype} or torch.float32"
+        raise InputError(f"{spec.name}: `{entry.name}` has dtype {x.dtype}, expected {allowed} (`{owner}` has {dtype})")
+    return dtype
+
+
+def _device(spec: Spec, given: Mapping[str, Tensor]) -> torch.device:
+    owner = spec.inputs[0].name
+    device = given[owner].device
+    for name, x in given.items():
+        if x.device != device:
+            raise InputError(f"{spec.name}: `{name}` is on {x.device}, but `{owner}` is on {device}")
+    return device
+
+
+def check_state(spec: Spec, state: Any, expected: tuple[int, ...], bound: Bound) -> None:
+    """Raise InputError unless state is a tensor of the expected shape, the state dtype and the inputs' device."""
+    if not isinstance(state, Tensor):
+        raise InputError(f"{spec.name}: initial_state must be a tensor {list(expected)}, got {type(state).__name__}")
+    if tuple(state.shape) != expected:
+        raise InputError(
+            f"{spec.name}: initial_state has shape {list(state.shape)}, expected {list(expected)} "
+            "([B or sequences, H, N, columns], see state_shape())"
+        )
+    if state.dtype != bound.compute:
+        raise InputError(
+            f"{spec.name}: initial_state has dtype {state.dtype}, expected {bound.compute} (states are float32, "
+            "or float64 for float64 inputs)"
+        )
+    if state.device != bound.device:
+        raise InputError(f"{spec.name}: initial_state is on {state.device}, but the inputs are on {bound.device}")
+
+
+def check_cu_seqlens(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> list[int]:
+    """The boundaries as a list. Raises InputError unless B = 1 and they increase strictly from 0 to T."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+        raise InputError(f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
+    if sizes.batch != 1:
+        raise InputError(f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {sizes.batch}")
+    bounds = cu_seqlens.tolist()
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != sizes.tokens:
+        raise InputError(f"{spec.name}: cu_seqlens must begin with 0 and end with T = {sizes.tokens}, got {bounds}")
+    if any(later <= earlier for earlier, later in pairwise(bounds)):
+        raise InputError(f"{spec.name}: cu_seqlens must increase strictly, got {bounds}")
+    return bounds
+
+
+def environment(spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = None) -> dict[Expr, Tensor]:
+    """Input nodes -> tensors [B, T, H, n, p] in the computing dtype (size one where an axis is absent).
+
+    timed: replaces the per-token tensors (a slice or a repacking of them); the sizes B, T then follow from it.
+    """
+    env: dict[Expr, Tensor] = {}
+    for entry in spec.inputs:
+        x = bound.tensors[entry.name] if timed is None else timed.get(entry.name, bound.tensors[entry.name])
+        x = x.to(bound.compute)
+        pieces = x.unbind(2) if entry.kind.steps is not None else (x,)
+        for step, piece in enumerate(pieces):
+            node = Expr("input", (), (entry.name, step if entry.kind.steps is not None else None), entry.kind.axes)
+            env[node] = _named_axes(entry.kind, piece, bound.sizes.heads)
+    return env
+
+
+def _named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
+    if not kind.time:
+        x = x[None, None]
+    if KEY not in kind.axes:
+        x = x.unsqueeze(3)
+    if VALUE not in kind.axes:
+        x = x.unsqueeze(4)
+    if x.shape[2] == heads:
+        return x
+    if x.shape[2] == 1:
+        return x.expand(-1, -1, heads, -1, -1)
+    return x.repeat_interleave(heads // x.shape[2], dim=2)

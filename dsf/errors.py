@@ -1,0 +1,19 @@
+"""The errors users see. Each says what was expected and what was given, in the user's words."""
+
+from __future__ import annotations
+
+
+class DsfError(ValueError):
+    """Base of every error dsf raises on purpose."""
+
+
+class TraceError(DsfError):
+    """A recurrence is declared wrongly: raised by @dsf.recurrence, names the recurrence and the user's line."""
+
+
+class InputError(DsfError):
+    """A call does not fit the declaration: names the recurrence, the argument, expected and given."""
+
+
+class FormError(DsfError):
+    """A form or backend was asked for that the structure does not have."""

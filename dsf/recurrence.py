@@ -1,0 +1,183 @@
+"""`@recurrence`: a declared recurrence, callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from dsf.bind import Bound, Sizes, bind, check_cu_seqlens, check_state, state_keys
+from dsf.errors import InputError, TraceError
+from dsf.kernels.attention import KVCache
+from dsf.lower import columns, true_state
+from dsf.plan import Plan, forms_of, make_plan
+from dsf.primitives import taylor_features
+from dsf.run import run, run_packed, run_softmax
+from dsf.spec import Spec
+from dsf.trace import trace
+from dsf.trajectory import Trajectory, record
+
+State = Tensor | KVCache
+
+
+class Recurrence:
+    """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.__name__ = spec.name
+        self.__doc__ = spec.doc
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms this structure has, a subset of naive, recurrent, scan, chunk, kernel."""
+        return forms_of(self.spec)
+
+    def __call__(
+        self,
+        *args: Tensor,
+        initial_state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+        form: str = "auto",
+        backend: str = "auto",
+        **kwargs: Tensor,
+    ) -> Any:
+        """Run the recurrence over T tokens.
+
+        Inputs by position or name: per token [B, T, H, ·] (a divisor of H heads is shared by groups), Steps
+        [B, T, n, H, ·], Param [H, ·]. One dtype for all per-token inputs, Params that or float32.
+        initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention.
+        cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences; states then have S rows.
+        form: naive, recurrent, scan, chunk, kernel or auto. backend: torch or auto.
+
+        Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True.
+        Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
+        """
+        bound = bind(self.spec, args, kwargs)
+        bounds = None if cu_seqlens is None else check_cu_seqlens(self.spec, cu_seqlens, bound.sizes)
+        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend)
+        y, final = self._run(bound, bounds, initial_state, plan)
+        y = y.to(bound.dtype)
+        return (y, final) if return_state else y
+
+    def _run(self, bound: Bound, bounds: list[int] | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
+        rows = bound.sizes.batch if bounds is None else len(bounds) - 1
+        if self.spec.is_softmax:
+            if state is not None:
+                _check_cache(self.spec, state, rows)
+            return run_softmax(self.spec, bound, bounds, state, plan)
+        if state is not None:
+            expected = (rows, bound.sizes.heads, bound.sizes.n, columns(self.spec, bound.sizes.p).total)
+            check_state(self.spec, state, expected, bound)
+        if bounds is None:
+            return run(self.spec, bound, state, plan)
+        return run_packed(self.spec, bound, bounds, state, plan)
+
+    def step(self, state: State | None, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, State]:
+        """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
+
+        Returns y_t [B, H, P] and the new state.
+        """
+        names = [i.name for i in self.spec.inputs]
+        timed = {i.name for i in self.spec.inputs if i.kind.time}
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) > len(names):
+            raise InputError(f"{self.name}: expected {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+        lifted: dict[str, Any] = {
+            name: x.unsqueeze(1) if name in timed and isinstance(x, Tensor) and x.dim() else x
+            for name, x in given.items()
+        }
+        y, state = self(initial_state=state, return_state=True, form="recurrent", **lifted)
+        return y[:, 0], state
+
+    def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
+        """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns."""
+        return state_keys(self.spec, N), columns(self.spec, P).total
+
+    def true_state(self, state: Tensor, P: int) -> Tensor:
+        """The state in the declaration's scale: columns of S and of the normaliser, the running maximum taken out."""
+        return true_state(self.spec, state, P)
+
+    def plan(
+        self,
+        *args: Tensor,
+        B: int = 1,
+        T: int = 2048,
+        H: int = 1,
+        N: int = 64,
+        P: int = 64,
+        dtype: torch.dtype = torch.float32,
+        form: str = "auto",
+        backend: str = "auto",
+        **kwargs: Tensor,
+    ) -> Plan:
+        """What the compiler chooses for these tensors or sizes, and why. Raises FormError as a call would."""
+        if args or kwargs:
+            bound = bind(self.spec, args, kwargs)
+            return make_plan(self.spec, bound.sizes, bound.dtype, form, backend)
+        keys = N if self.spec.has_key else 1
+        sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
+        return make_plan(self.spec, sizes, dtype, form, backend)
+
+    def trajectory(self, *args: Tensor, **kwargs: Tensor) -> Trajectory:
+        """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token."""
+        return record(self.spec, bind(self.spec, args, kwargs))
+
+    def taylor(self, order: int) -> Recurrence:
+        """Softmax attention with its exponential features cut after degree `order`: a finite state.
+
+        Raises TraceError for a recurrence without exponential features.
+        """
+        from dsf.expr import substitute
+        from dsf.operator import I
+        from dsf.system import System
+
+        if not self.spec.is_softmax:
+            raise TraceError(f"{self.name}: only exponential features have a Taylor truncation")
+        if order < 0:
+            raise TraceError(f"{self.name}: the order must be at least 0, got {order}")
+        system = self.spec.system
+        term = self.spec.rows[0].terms[0]
+        swap = {x: taylor_features(x.args[0], order) for x in (system.C, term.key)}
+        cut = System(
+            I,
+            substitute(system.B, swap),
+            substitute(system.C, swap),
+            normalize=system.normalize,
+            drive=system.drive,
+        )
+        return Recurrence(replace(self.spec, name=f"{self.name}_taylor{order}", system=cut))
+
+    def __repr__(self) -> str:
+        return str(self.spec)
+
+
+def _check_cache(spec: Spec, cache: Any, rows: int) -> None:
+    if not isinstance(cache, KVCache):
+        raise InputError(
+            f"{spec.name}: initial_state must be a KVCache (keys and values so far), got {type(cache).__name__}"
+        )
+    if cache.k.shape[0] != rows:
+        raise InputError(f"{spec.name}: the KV cache has {cache.k.shape[0]} rows, expected {rows}")
+
+
+@overload
+def recurrence(function: Callable[..., Any]) -> Recurrence: ...
+@overload
+def recurrence(*, name: str) -> Callable[[Callable[..., Any]], Recurrence]: ...
+def recurrence(function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+    """Declare a recurrence: a function of annotated inputs that returns a System, traced once.
+
+    `@recurrence(name="…")` gives it another name than the function's. Raises TraceError naming the user's line.
+    """
+
+    def wrap(f: Callable[..., Any]) -> Recurrence:
+        spec = trace(f)
+        return Recurrence(replace(spec, name=name) if name else spec)
+
+    return wrap if function is None else wrap(function)

@@ -1,0 +1,210 @@
+"""Running one call: evaluate the spec's expressions, hand the Problem to the chosen form, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dsf import packing
+from dsf.bind import Bound, environment
+from dsf.dense import run_naive
+from dsf.evaluate import Evaluator
+from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads, stepwise, visible
+from dsf.kernels.chunk import chunk, scan_blocks
+from dsf.kernels.matrix import kernel_matrix
+from dsf.kernels.problem import Problem
+from dsf.kernels.recurrent import recurrent
+from dsf.kernels.scan import scan_elementwise
+from dsf.kernels.segments import segments
+from dsf.lower import columns, finish, lower, true_state
+from dsf.plan import Plan
+from dsf.spec import Spec
+
+Timed = Mapping[str, Tensor]
+
+
+def timed_inputs(spec: Spec, bound: Bound) -> dict[str, Tensor]:
+    """The inputs that have a token axis, by name."""
+    return {i.name: bound.tensors[i.name] for i in spec.inputs if i.kind.time}
+
+
+def run(spec: Spec, bound: Bound, state: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
+    """One batch of sequences: y [B, T, H, P] in the computing dtype and the final state."""
+    return _run(spec, bound, timed_inputs(spec, bound), state, None, plan)
+
+
+def run_packed(spec: Spec, bound: Bound, bounds: list[int], state: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Packed sequences: y [1, T, H, P] and one state a sequence."""
+    timed, outputs, finals = timed_inputs(spec, bound), [], []
+    for batch in packing.batches(bounds, bound.device):
+        start = None if state is None else state[batch.rows]
+        y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan)
+        outputs.append((batch, y))
+        finals.append((batch, final))
+    return packing.unpack(outputs), packing.reorder(finals)
+
+
+def _run(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    if plan.form == "naive":
+        return _naive(spec, bound, timed, state, valid)
+    if plan.form == "chunk" and spec.is_elementwise:
+        return _segments(spec, bound, timed, state, valid, plan)
+    values, shape = _evaluator(spec, bound, timed)
+    lowered = lower(spec, values, shape, state, valid)
+    y, final = _solve(lowered.problem, lowered.state, plan)
+    return finish(spec, values, lowered, y, final)
+
+
+def _evaluator(spec: Spec, bound: Bound, timed: Timed) -> tuple[Evaluator, tuple[int, int, int, int]]:
+    first = next(iter(timed.values()))
+    sizes = bound.sizes
+    values = Evaluator(environment(spec, bound, timed), sizes.keys, sizes.p)
+    return values, (first.shape[0], first.shape[1], sizes.heads, sizes.n)
+
+
+def _solve(problem: Problem, state: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
+    if plan.form == "recurrent":
+        return recurrent(problem, state)
+    if plan.form == "kernel":
+        return kernel_matrix(problem, state)
+    if plan.form == "scan":
+        return scan_elementwise(problem, state) if problem.rank == 0 else scan_blocks(problem, state, plan.chunk)
+    return chunk(problem, state, plan.chunk)
+
+
+def _segments(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Elementwise systems, a segment at a time."""
+    names = list(timed)
+    first = next(iter(timed.values()))
+    sizes, layout = bound.sizes, columns(spec, bound.sizes.p)
+    if state is None:
+        state = first.new_zeros(first.shape[0], sizes.heads, sizes.n, layout.total, dtype=bound.compute)
+        if layout.gain:
+            from dsf.lower import EMPTY
+
+            state[..., -layout.gain :] = EMPTY
+
+    def body(start: Tensor, *pieces: Tensor) -> tuple[Tensor, Tensor]:
+        piece = dict(zip(names, pieces, strict=False))
+        values, shape = _evaluator(spec, bound, piece)
+        lowered = lower(spec, values, shape, start, pieces[-1] if valid is not None else None)
+        return finish(spec, values, lowered, *scan_elementwise(lowered.problem, lowered.state))
+
+    inputs = tuple(timed.values()) + (() if valid is None else (valid,))
+    return segments(body, inputs, state, plan.chunk)
+
+
+def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The oracle, in float64 whatever the inputs."""
+    timed64 = {name: x.double() for name, x in timed.items()}
+    whole = {name: x.double() for name, x in bound.tensors.items()}
+    bound64 = Bound(whole, bound.sizes, torch.float64, torch.float64, bound.device)
+    values, shape = _evaluator(spec, bound64, timed64)
+    layout = columns(spec, bound.sizes.p)
+    start = values.full(0.0).new_zeros(shape[0], shape[2], shape[3], layout.p + layout.den)
+    if state is not None:
+        start = true_state(spec, state.double(), layout.p)
+    y, final = run_naive(spec, values, shape, start[..., : layout.p], valid)
+    if spec.ones is not None and spec.rule is not None:
+        den, den_state = run_naive(spec.ones, values, shape, start[..., layout.p :], valid)
+        y = rule_on(spec, values, y, den)
+        final = torch.cat([final, den_state], dim=-1)
+    if layout.gain:
+        final = torch.cat([final, final.new_zeros(*final.shape[:-1], layout.gain)], dim=-1)
+    return y.to(bound.compute), final.to(bound.compute)
+
+
+def rule_on(spec: Spec, values: Evaluator, num: Tensor, den: Tensor) -> Tensor:
+    """normalize in the true scale: num [B, T, H, P], den [B, T, H, P or 1]."""
+    from dsf.system import DEN, NUM, ONE
+
+    assert spec.rule is not None
+    env = dict(values.values) | {NUM: num.unsqueeze(-2), DEN: den.unsqueeze(-2), ONE: values.full(1.0)}
+    return Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
+
+
+def run_softmax(
+    spec: Spec, bound: Bound, bounds: list[int] | None, cache: KVCache | None, plan: Plan
+) -> tuple[Tensor, KVCache]:
+    """Exponential features: y and the extended KV cache."""
+    timed = timed_inputs(spec, bound)
+    if bounds is None:
+        return _softmax(spec, bound, timed, cache, None, plan)
+    outputs, caches = [], []
+    for batch in packing.batches(bounds, bound.device):
+        start = None
+        if cache is not None:
+            rows = torch.tensor(batch.rows, device=bound.device)
+            start = KVCache(cache.k[rows], cache.v[rows], cache.lengths[rows])
+        lengths = torch.tensor(batch.lengths, device=bound.device)
+        y, final = _softmax(spec, bound, batch.take(timed), start, lengths, plan)
+        outputs.append((batch, y))
+        caches.append((batch, final))
+    return packing.unpack(outputs), _merge(caches)
+
+
+def _softmax(
+    spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, lengths: Tensor | None, plan: Plan
+) -> tuple[Tensor, KVCache]:
+    a, k, v = softmax_operands(spec, bound, timed)
+    if lengths is None:
+        lengths = torch.full((a.shape[0],), a.shape[2], dtype=torch.int64, device=a.device)
+    if plan.form == "recurrent":
+        y = stepwise(a, k, v, cache)
+        return y.transpose(1, 2), extend(cache, k, v, lengths)
+    seen = visible(cache, a.shape[2], a.device)
+    whole = extend(cache, k, v, torch.full_like(lengths, a.shape[2])) if cache is not None else KVCache(k, v, lengths)
+    if seen is not None:
+        seen = seen[..., : whole.k.shape[2]]
+    if plan.form == "chunk":
+        y = fused(a, whole.k, whole.v, seen)
+    else:
+        keys, values = spread_heads(whole.k, a.shape[1]), spread_heads(whole.v, a.shape[1])
+        if plan.form == "naive":
+            phi = softmax_matrix(a.double(), keys.double(), seen)
+            y = (phi @ values.double()).to(a.dtype)
+        else:
+            y = softmax_matrix(a, keys, seen) @ values
+    return y.transpose(1, 2), extend(cache, k, v, lengths)
+
+
+def softmax_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor]:
+    """a [B, H, T, N], k [B, Hk, T, N], v [B, Hv, T, P] of C = φ(a), B = φ(k) v; heads as few as the inputs have."""
+    values, (batch, tokens, _, _) = _evaluator(spec, bound, timed)
+    term = spec.rows[0].terms[0]
+    a = values(spec.readout.args[0]).squeeze(-1)
+    k = values(term.key.args[0]).squeeze(-1)
+    v = values(term.value).squeeze(-2)
+    groups = {i.name: bound.tensors[i.name].shape[2] for i in spec.inputs if i.kind.time}
+
+    def layout(x: Tensor, names: set[str]) -> Tensor:
+        heads = max((groups[n] for n in names if n in groups), default=bound.sizes.heads)
+        x = x.expand(batch, tokens, bound.sizes.heads, -1)[:, :, :: bound.sizes.heads // heads]
+        return x.transpose(1, 2)
+
+    from dsf.expr import inputs_of
+
+    def names(e: object) -> set[str]:
+        return {i.attrs[0] for i in inputs_of(e)}  # type: ignore[arg-type]
+
+    return layout(a, {*groups}), layout(k, names(term.key)), layout(v, names(term.value))
+
+
+def _merge(parts: list[tuple[packing.Batch, KVCache]]) -> KVCache:
+    """Caches of every batch, padded to one length, in the order of the sequences."""
+    longest = max(cache.k.shape[2] for _, cache in parts)
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2]))
+
+    return KVCache(
+        packing.reorder([(b, padded(c.k)) for b, c in parts]),
+        packing.reorder([(b, padded(c.v)) for b, c in parts]),
+        packing.reorder([(b, c.lengths) for b, c in parts]),
+    )

@@ -1,0 +1,226 @@
+"""The chunkwise form of every transition whose work is matrix products: decays and rank-one corrections.
+
+Inside a chunk each row writes Σ_g x_g e_gᵀ. Without corrections e is the value. With corrections (WY / UT transform;
+Bischof & Van Loan 1987, Joffrain et al. 2006, Yang et al. arXiv 2406.06484) row i also writes left_r u_rᵀ, where
+u_r = right_rᵀ S_{i-1} depends on the rows before it: a unit lower-triangular system per chunk,
+(I - M) u = R S_0 + M_0 v, solved once for the part that is known and for the part that multiplies the chunk's first
+state. Between chunks S ← total ⊙ S + Xᵀ (E_0 + W S): in order (chunk form), or as an associative scan (scan form).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products
+from dsf.kernels.problem import Problem, fold_state, read, unfold_output, unfold_state
+from dsf.kernels.scan import associative_scan, combine_dense
+
+SUB_ROWS = 16  # rows over which key-diagonal decays are multiplied pair by pair
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Per-chunk tensors, leading axes [B, H, C]; e = known + weight @ (first state of the chunk).
+
+    known: [.., L·G, P]; weight: [.., L·G, N] or None; ends: [.., L·G, N], sources decayed to the chunk's end;
+    total: [.., n, 1], decay over the chunk; scores: [.., Lq, L·G]; starts: [.., Lq, N], queries decayed to its start.
+    """
+
+    known: Tensor
+    weight: Tensor | None
+    ends: Tensor
+    total: Tensor
+    scores: Tensor
+    starts: Tensor
+
+
+def chunk(problem: Problem, state: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """The chunk form: chunks of `length` tokens, states walked in order.
+
+    state: [B, H, N, P] or None. Returns y [B, T, H, P] and the final state.
+    """
+    return _run(problem, state, length, _walk)
+
+
+def scan_blocks(problem: Problem, state: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """The scan form for corrections: blocks of `length` tokens as dense (A, B), combined in O(log) steps."""
+    return _run(problem, state, length, _scan)
+
+
+def _run(problem: Problem, state: Tensor | None, length: int, carry: object) -> tuple[Tensor, Tensor]:
+    if _differs_by_channel(problem):
+        folded = None if state is None else fold_state(state)
+        y, final = _run(problem.fold_channels(), folded, length, carry)
+        return unfold_output(y, problem.p), unfold_state(final, problem.p)
+    initial = problem.zero_state() if state is None else state
+    shifted = (_read_one_later(problem) if problem.before else problem).factored()
+    length = min(length, problem.tokens)
+    if problem.decay.shape[-1] > 1:
+        y, final = _value_diagonal(shifted, initial, min(length, SUB_ROWS))
+    else:
+        chunks = _summarise(shifted, length)
+        states, final = carry(chunks, initial)  # type: ignore[operator]
+        y = _outputs(chunks, states)
+    y = y.flatten(2, 3)[:, :, : problem.tokens].transpose(1, 2)
+    if problem.before:
+        y = torch.cat([read(problem.readout[:, 0], initial).unsqueeze(1), y[:, :-1]], dim=1)
+    return problem.add_skip(y), final
+
+
+def _differs_by_channel(problem: Problem) -> bool:
+    """Corrections that see a Value axis anywhere need one triangular system a channel."""
+    if problem.right is None:
+        return False
+    wide = [problem.decay, problem.right, problem.readout] + ([] if problem.left is None else [problem.left])
+    return problem.p > 1 and any(x.shape[-1] > 1 for x in wide)
+
+
+def _read_one_later(problem: Problem) -> Problem:
+    """Reading S_{t-1} at t is reading S_t with the next token's readout (the first read sees the initial state)."""
+    later = torch.cat([problem.readout[:, 1:], torch.zeros_like(problem.readout[:, :1])], dim=1)
+    return replace(problem, readout=later, before=False)
+
+
+def _blocks(x: Tensor, rows: int, length: int, pad: float = 0.0) -> Tensor:
+    """[B, rows, H, ...] -> [B, H, C, L, ...], the last chunk filled up with `pad`."""
+    missing = -rows % length
+    if x.shape[1] == 1 and rows > 1:
+        if not missing:  # constant in time: one chunk stands for all
+            return x.expand(-1, length, *x.shape[2:]).movedim(1, 2).unsqueeze(2)
+        x = x.expand(-1, rows, *x.shape[2:])
+    if missing:
+        x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), pad)], dim=1)
+    return x.unflatten(1, (-1, length)).movedim(3, 1)
+
+
+def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, int]:
+    """The chunk's decay products, and the number of rows a chunk really has."""
+    rows, micro = problem.tokens * problem.micro, problem.micro
+    one = 0.0 if problem.log else 1.0
+    if problem.decay.shape[-2] == 1:
+        size = length * micro
+        return ScalarDecay(_blocks(problem.decay, rows, size, one), problem.log, micro), size
+    sub = micro * max(1, min(SUB_ROWS // micro, length))
+    size = sub * -(-length * micro // sub)
+    return KeyDecay(_blocks(problem.decay, rows, size, one), problem.log, micro, sub), size
+
+
+def _summarise(problem: Problem, length: int) -> Chunks:
+    assert problem.key is not None and problem.value is not None
+    decay, size = _decay_of(problem, length)
+    rows = problem.tokens * problem.micro
+    queries = _blocks(problem.readout.squeeze(-1), problem.tokens, size // problem.micro)
+    sources = _blocks(problem.key, rows, size)
+    known = _blocks(problem.value, rows, size).flatten(-3, -2)
+    weight = None
+    if problem.right is not None:
+        sources, known, weight = _solve(problem, decay, sources, known, size)
+    return Chunks(
+        known=known,
+        weight=weight,
+        ends=decay.to_end(sources).flatten(-3, -2),
+        total=decay.total,
+        scores=decay.scores(queries, sources),
+        starts=decay.from_start(queries),
+    )
+
+
+def _solve(
+    problem: Problem, decay: ScalarDecay | KeyDecay, sources: Tensor, known: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The triangular system of a chunk: sources and e = known + weight @ S_0 once corrections are written too."""
+    assert problem.right is not None
+    rows, rank = problem.tokens * problem.micro, problem.rank
+    reads = _blocks(problem.right.squeeze(-1), rows, size)
+    if problem.tie is not None:  # left = tie · key: erase and write share their vectors
+        feed = _blocks(problem.tie, rows, size).flatten(-2, -1)  # [.., L·R], R = G
+        mixing = decay.read_scores(reads, sources)
+        system = mixing * feed.unsqueeze(-2)
+    else:
+        assert problem.left is not None
+        lefts = _blocks(problem.left.squeeze(-1), rows, size)
+        feed = None
+        written = decay.read_scores(reads, sources)
+        system = decay.read_scores(reads, lefts)
+        mixing = written
+    rhs = torch.cat([decay.reads_from_start(reads).flatten(-3, -2), mixing @ known], dim=-1)
+    eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    solved = torch.linalg.solve_triangular(eye - system, rhs, upper=False, unitriangular=True)
+    weight, found = solved.split([problem.n, problem.p], dim=-1)
+    if feed is not None:
+        return sources, known + feed.unsqueeze(-1) * found, feed.unsqueeze(-1) * weight
+    return (
+        torch.cat([lefts, sources], dim=-2),
+        _beside(found, known, rank, sources.shape[-2]),
+        _beside(weight, torch.zeros_like(sources.flatten(-3, -2)), rank, sources.shape[-2]),
+    )
+
+
+def _beside(a: Tensor, b: Tensor, rank: int, groups: int) -> Tensor:
+    """Per row the R entries of a, then the G entries of b: [.., L·R, x], [.., L·G, x] -> [.., L·(R+G), x]."""
+    return torch.cat([a.unflatten(-2, (-1, rank)), b.unflatten(-2, (-1, groups))], dim=-2).flatten(-3, -2)
+
+
+def _walk(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """First state of every chunk [B, H, C, N, P] and the final state, in order."""
+    count = chunks.known.shape[2]
+    totals = chunks.total.expand(-1, -1, count, -1, -1).unbind(2)
+    state, starts = initial, []
+    if chunks.weight is None:
+        writes = (chunks.ends.transpose(-1, -2) @ chunks.known).unbind(2)
+        for total, write in zip(totals, writes, strict=True):
+            starts.append(state)
+            state = torch.addcmul(write, total, state)
+        return torch.stack(starts, dim=2), state
+    ends = chunks.ends.transpose(-1, -2).unbind(2)
+    for total, end, known, weight in zip(totals, ends, chunks.known.unbind(2), chunks.weight.unbind(2), strict=True):
+        starts.append(state)
+        state = total * state + end @ (known + weight @ state)
+    return torch.stack(starts, dim=2), state
+
+
+def _scan(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by an associative scan over dense block transitions."""
+    ends = chunks.ends.transpose(-1, -2)
+    n, count = ends.shape[-2], ends.shape[2]
+    moves = torch.diag_embed(chunks.total.squeeze(-1).expand(*ends.shape[:3], n))
+    if chunks.weight is not None:
+        moves = moves + ends @ chunks.weight
+    writes = ends @ chunks.known
+    first = writes[:, :, :1] + moves[:, :, :1] @ initial.unsqueeze(2)
+    writes = torch.cat([first, writes[:, :, 1:]], dim=2)
+    states = associative_scan(combine_dense, moves.transpose(1, 2), writes.transpose(1, 2))[1].transpose(1, 2)
+    return torch.cat([initial.unsqueeze(2), states[:, :, : count - 1]], dim=2), states[:, :, -1]
+
+
+def _outputs(chunks: Chunks, states: Tensor) -> Tensor:
+    """y [B, H, C, Lq, P] from the chunks' first states."""
+    entries = chunks.known if chunks.weight is None else chunks.known + chunks.weight @ states
+    return chunks.starts @ states + chunks.scores @ entries
+
+
+def _value_diagonal(problem: Problem, initial: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Decays that differ by channel: they scale values and outputs, pair by pair inside a short chunk."""
+    assert problem.key is not None and problem.value is not None
+    rows, micro = problem.tokens * problem.micro, problem.micro
+    size = length * micro
+    decay = _blocks(problem.decay, rows, size, 0.0 if problem.log else 1.0).squeeze(-2)  # [B, H, C, L, P]
+    by_channel = decay.transpose(-1, -2)
+    pair = pair_products(by_channel, problem.log)  # [.., P, L, L]
+    prefix = prefix_products(by_channel, pair, problem.log)  # [.., P, L]
+    queries = _blocks(problem.readout.squeeze(-1), problem.tokens, length)
+    keys, values = _blocks(problem.key, rows, size), _blocks(problem.value, rows, size)
+    scores = torch.einsum("...in,...jgn->...ijg", queries, keys)
+    inside = torch.einsum("...ijg,...pij,...jgp->...ip", scores, pair[..., micro - 1 :: micro, :], values)
+    suffix = pair[..., -1, :].transpose(-1, -2).unsqueeze(-2)  # [.., L, 1, P]
+    ends = keys.flatten(-3, -2).transpose(-1, -2) @ (values * suffix).flatten(-3, -2)
+    totals = prefix[..., -1].unsqueeze(-2).expand(-1, -1, ends.shape[2], -1, -1)
+    state, starts = initial, []
+    for total, write in zip(totals.unbind(2), ends.unbind(2), strict=True):
+        starts.append(state)
+        state = torch.addcmul(write, total, state)
+    carried = prefix[..., micro - 1 :: micro].transpose(-1, -2) * (queries @ torch.stack(starts, dim=2))
+    return inside + carried, state

@@ -1,0 +1,177 @@
+"""Products of decays inside a chunk, without a division and without an exponent above zero.
+
+For rows 0 … L-1 of a chunk, with a_r the decay of row r:
+    pair[i, j] = a_i a_{i-1} … a_{j+1}  (i ≥ j; 1 on the diagonal)     weight of row j's write in S_i
+    prefix[i]  = a_i … a_0                                             weight of the chunk's first state in S_i
+    suffix[j]  = a_{L-1} … a_{j+1}                                     weight of row j's write in the last state
+Logarithms are summed over exactly the factors of each product (a difference of two running sums would lose digits
+after a strong decay and be NaN after a zero one). Linear decays are multiplied, so zero and negative values are legal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PairProducts(torch.autograd.Function):
+    """pair[..., i, j] from linear decays a [..., L]; the adjoint multiplies products, it never divides by a."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        """a: [..., L] -> [..., L, L], lower triangular."""
+        length = a.shape[-1]
+        below = torch.ones(length, length, dtype=torch.bool, device=a.device).tril(-1)
+        factors = torch.where(below, a.unsqueeze(-1), a.new_ones(()))
+        pair = factors.cumprod(-2).tril()
+        ctx.save_for_backward(pair)
+        return pair
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor]:
+        """da_r = Σ_{i ≥ r > j} dpair[i, j] pair[i, r] pair[r-1, j]."""
+        (pair,) = ctx.saved_tensors
+        reached = pair.transpose(-1, -2) @ cotangents[0].tril(-1)  # [r, j] = Σ_i pair[i, r] dpair[i, j]
+        da = torch.zeros_like(pair[..., 0])
+        da[..., 1:] = (reached[..., 1:, :] * pair[..., :-1, :]).sum(-1)
+        return (da,)
+
+
+def pair_products(decay: Tensor, log: bool) -> Tensor:
+    """pair [..., L, L] of decays [..., L] (their logarithms when `log`)."""
+    if not log:
+        return PairProducts.apply(decay)
+    length = decay.shape[-1]
+    ones = torch.ones(length, length, dtype=torch.bool, device=decay.device)
+    zero = decay.new_zeros(())
+    sums = torch.where(ones.tril(-1), decay.unsqueeze(-1), zero).cumsum(-2)
+    return torch.where(ones.tril(), sums.exp(), zero)
+
+
+def prefix_products(decay: Tensor, pair: Tensor, log: bool) -> Tensor:
+    """prefix [..., L]: pair[i, 0] · a_0."""
+    first = decay[..., :1]
+    return pair[..., 0] * (first.exp() if log else first)
+
+
+def shift_down(x: Tensor, first: Tensor | float, dim: int) -> Tensor:
+    """x moved one place up along dim, `first` put at place 0 (what row i-1 had, seen from row i)."""
+    head = torch.full_like(x.narrow(dim, 0, 1), first) if isinstance(first, float) else first
+    return torch.cat([head, x.narrow(dim, 0, x.shape[dim] - 1)], dim=dim)
+
+
+class ScalarDecay:
+    """Decays shared by all of a head's state: one multiplication of the score matrix by `pair`."""
+
+    def __init__(self, decay: Tensor, log: bool, stride: int) -> None:
+        """decay: [B, H, C, L, 1, 1]. stride: rows a token; queries sit on every stride-th row."""
+        flat = decay.squeeze(-1).squeeze(-1)
+        self.pair = pair_products(flat, log)
+        self.prefix = prefix_products(flat, self.pair, log).unsqueeze(-1)
+        self.suffix = self.pair[..., -1, :].unsqueeze(-1)
+        self.total = self.prefix[..., -1:, :]  # [B, H, C, 1, 1], scales the state
+        self.stride = stride
+
+    def scores(self, queries: Tensor, sources: Tensor) -> Tensor:
+        """Σ_n q_i[n] pair[i, j] x_j[n]: [.., Lq, N] x [.., L, G, N] -> [.., Lq, L·G]; Lq rows, or one a token."""
+        return self._weigh(queries, sources, self._query_rows(self.pair, queries.shape[-2]))
+
+    def read_scores(self, reads: Tensor, sources: Tensor) -> Tensor:
+        """The same for corrections, which read S_{i-1}: reads [.., L, R, N] -> [.., L·R, L·G], strictly lower."""
+        earlier = shift_down(self.pair, 0.0, -2)
+        return self._weigh(reads.flatten(-3, -2), sources, earlier.repeat_interleave(reads.shape[-2], -2))
+
+    def from_start(self, queries: Tensor) -> Tensor:
+        """q_i decayed back to the chunk's first state: [.., Lq, N]."""
+        return queries * self._query_rows(self.prefix, queries.shape[-2])
+
+    def reads_from_start(self, reads: Tensor) -> Tensor:
+        """The same for corrections (they see S_{i-1}): [.., L, R, N]."""
+        return reads * shift_down(self.prefix, 1.0, -2).unsqueeze(-2)
+
+    def to_end(self, sources: Tensor) -> Tensor:
+        """x_j decayed on to the chunk's last state: [.., L, G, N]."""
+        return sources * self.suffix.unsqueeze(-2)
+
+    def _query_rows(self, x: Tensor, count: int) -> Tensor:
+        return x if x.shape[-2] == count else x[..., self.stride - 1 :: self.stride, :]
+
+    @staticmethod
+    def _weigh(queries: Tensor, sources: Tensor, pair: Tensor) -> Tensor:
+        if sources.shape[-2] > 1:
+            pair = pair.repeat_interleave(sources.shape[-2], -1)
+        return (queries @ sources.flatten(-3, -2).transpose(-1, -2)) * pair
+
+
+class KeyDecay:
+    """Decays that differ along the Key axis.
+
+    The chunk is cut into sub-chunks of `sub` rows. Within one, products are taken pair by pair; between two, a query
+    is decayed back to the start of its own sub-chunk and a source on to the end of its own, so every factor is a
+    product of decays and no exponent exceeds zero (the anchoring of GLA's secondary chunking, arXiv 2312.06635 §4.3).
+    """
+
+    def __init__(self, decay: Tensor, log: bool, stride: int, sub: int) -> None:
+        """decay: [B, H, C, L, N, 1] with L a multiple of sub, sub a multiple of stride."""
+        blocks = decay.squeeze(-1).unflatten(-2, (-1, sub))  # [.., S, sub, N]
+        by_channel = blocks.transpose(-1, -2)  # [.., S, N, sub]
+        self.pair = pair_products(by_channel, log)  # [.., S, N, sub, sub]
+        self.prefix = prefix_products(by_channel, self.pair, log).transpose(-1, -2)  # [.., S, sub, N]
+        self.suffix = self.pair[..., -1, :].transpose(-1, -2)
+        totals = self.prefix[..., -1, :].transpose(-1, -2)  # [.., N, S]
+        between = pair_products(totals, log=False)  # [.., N, S, S]: totals of blocks s'+1 … s
+        self.before = shift_down(between, 0.0, -2).movedim(-3, -1)  # [.., S, S', N]: blocks s'+1 … s-1
+        self.start = shift_down(between[..., 0] * totals[..., :1], 1.0, -1).transpose(-1, -2)  # [.., S, N]
+        self.end = between[..., -1, :].transpose(-1, -2)
+        self.total = (self.start[..., -1, :] * totals[..., -1]).unsqueeze(-1)  # [B, H, C, N, 1]
+        self.stride, self.sub = stride, sub
+
+    def scores(self, queries: Tensor, sources: Tensor) -> Tensor:
+        """As ScalarDecay.scores."""
+        blocks = queries.unflatten(-2, (self.pair.shape[-4], -1))
+        rows = blocks.shape[-2]
+        pair, prefix = self.pair, self.prefix
+        if rows != self.sub:
+            pair, prefix = (
+                pair[..., self.stride - 1 :: self.stride, :],
+                prefix[..., self.stride - 1 :: self.stride, :],
+            )
+        return self._scores(blocks.unsqueeze(-2), sources, pair, prefix)
+
+    def read_scores(self, reads: Tensor, sources: Tensor) -> Tensor:
+        """As ScalarDecay.read_scores."""
+        blocks = reads.unflatten(-3, (-1, self.sub))
+        return self._scores(blocks, sources, shift_down(self.pair, 0.0, -2), shift_down(self.prefix, 1.0, -2))
+
+    def _scores(self, blocks: Tensor, sources: Tensor, pair: Tensor, prefix: Tensor) -> Tensor:
+        """blocks: [.., S, rows, R, N] queries; pair [.., S, N, rows, sub]; prefix [.., S, rows, N]."""
+        xs = sources.unflatten(-3, (-1, self.sub))  # [.., S, sub, G, N]
+        inside = torch.einsum("...irn,...nij,...jgn->...irjg", blocks, pair, xs)
+        anchored = xs * self.suffix.unsqueeze(-2)
+        count = xs.shape[-4]
+        carried = anchored.flatten(-3, -2).unsqueeze(-4) * self.before.unsqueeze(-2)  # [.., S, S', sub·G, N]
+        queries = (blocks * prefix.unsqueeze(-2)).flatten(-3, -2)  # [.., S, rows·R, N]
+        outside = queries @ carried.flatten(-3, -2).transpose(-1, -2)  # [.., S, rows·R, S'·sub·G]
+        outside = outside.unflatten(-1, (count, -1))
+        own = inside.flatten(-2, -1).flatten(-3, -2)  # [.., S, rows·R, sub·G]
+        eye = torch.eye(count, dtype=torch.bool, device=own.device)[:, None, :, None]
+        merged = torch.where(eye, own.unsqueeze(-2), outside)
+        return merged.flatten(-2, -1).flatten(-3, -2)  # [.., Lq·R, L·G]
+
+    def from_start(self, queries: Tensor) -> Tensor:
+        """As ScalarDecay.from_start."""
+        prefix = self.prefix * self.start.unsqueeze(-2)
+        flat = prefix.flatten(-3, -2)
+        return queries * (flat if flat.shape[-2] == queries.shape[-2] else flat[..., self.stride - 1 :: self.stride, :])
+
+    def reads_from_start(self, reads: Tensor) -> Tensor:
+        """As ScalarDecay.reads_from_start."""
+        prefix = shift_down(self.prefix, 1.0, -2) * self.start.unsqueeze(-2)
+        return reads * prefix.flatten(-3, -2).unsqueeze(-2)
+
+    def to_end(self, sources: Tensor) -> Tensor:
+        """As ScalarDecay.to_end."""
+        suffix = self.suffix * self.end.unsqueeze(-2)
+        return sources * suffix.flatten(-3, -2).unsqueeze(-2)

@@ -1,0 +1,24 @@
+"""The naive form, the living definition: dense A_t, one token after another, float64. All is compared with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def naive(
+    a: list[Tensor], b: list[Tensor], c: Tensor, d: Tensor, state: Tensor, read_before: bool
+) -> tuple[Tensor, Tensor]:
+    """S_t = A_t S_{t-1} + B_t for every micro-step in turn; y_t = C_tᵀ S + D_t.
+
+    a: one [B, T, H, P, N, N] a micro-step, an N x N matrix for every channel; b: one [B, T, H, N, P] a micro-step;
+    c: [B, T, H, N, P]; d: [B, T, H, P]; state: [B, H, N, P]. Returns y [B, T, H, P] and the last state.
+    """
+    outputs = []
+    for t in range(c.shape[1]):
+        previous = state
+        for a_m, b_m in zip(a, b, strict=True):
+            state = torch.einsum("bhpnm,bhmp->bhnp", a_m[:, t], state) + b_m[:, t]
+        seen = previous if read_before else state
+        outputs.append((c[:, t] * seen).sum(-2) + d[:, t])
+    return torch.stack(outputs, dim=1), state
