@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dsf.errors import TraceError
 from dsf.expr import KEY, VALUE, Axes, Expr
 
+# Names that Recurrence.__call__ keeps for itself.
+RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "backend"})
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -67,7 +70,7 @@ else:
 
         def __class_getitem__(cls, items: Any) -> Kind:
             *marks, count = items if isinstance(items, tuple) else (items,)
-            if not marks or not isinstance(count, int) or count < 1:
+            if not marks or type(count) is not int or count < 1:
                 raise TraceError(
                     f"Steps takes axes and a positive number of micro-steps, as in Steps[Key, 2]; got {items}"
                 )
@@ -83,6 +86,8 @@ def _axes_of(items: tuple[Any, ...], where: str) -> Axes:
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
     """The kind of every parameter, in order. Raises TraceError for a missing or foreign annotation."""
+    if not inspect.isfunction(function):
+        raise TraceError(f"a recurrence is declared by a function that returns a System, got {function!r}")
     names = {"Key": Key, "Value": Value, "Scalar": Scalar, "Param": Param, "Steps": Steps}
     closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
     scope = {**names, **function.__globals__, **closure}
@@ -90,6 +95,8 @@ def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TraceError(f"{function.__name__}: *{name} is not possible, a recurrence names its inputs")
+        if name in RESERVED:
+            raise TraceError(f"{function.__name__}: no input can be called `{name}`, calls have an option of that name")
         if parameter.default is not parameter.empty:
             raise TraceError(
                 f"{function.__name__}: input `{name}` has a default; inputs are tensors, given at every call"

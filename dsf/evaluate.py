@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsf.expr import _FOLD, KEY, Expr, children_first
+from dsf.expr import ARITHMETIC, KEY, Expr, children_first
 from dsf.primitives import PRIMITIVES
 
 
@@ -36,7 +36,7 @@ class Evaluator:
         if node.op == "size":
             return self.full(float(self.keys if node.attrs[0] == KEY else self.p))
         args: list[Tensor | float] = [self.values[a] for a in node.args]
-        if node.op in _FOLD:  # a literal operand stays a Python number: cheaper, and exact powers
+        if node.op in ARITHMETIC:  # a literal operand stays a Python number: cheaper, and exact powers
             for place in (1,) if node.op == "pow" else (1, 0):
                 other = node.args[1 - place]
                 if (

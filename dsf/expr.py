@@ -7,8 +7,9 @@ equality and a directed acyclic graph costs what it prints. It carries the set o
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from dsf.errors import TraceError
@@ -18,11 +19,18 @@ Axes: TypeAlias = frozenset[str]
 Number: TypeAlias = int | float
 Like: TypeAlias = "Expr | int | float"
 
+
+class OperatorBase:
+    """Base of dsf.operator.Operator: what expressions must know to leave arithmetic with operators to it."""
+
+    __slots__ = ()
+
+
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 
 # Operations that are not elementwise in their arguments' axes.
 REDUCTIONS = {"sum_key": KEY, "sum_value": VALUE}
-COMPARISONS = ("gt", "ge", "lt", "le")
+COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
 
 
 class Expr:
@@ -51,7 +59,7 @@ class Expr:
         """Return the one node with these parts."""
         if axes is None:
             axes = frozenset[str]().union(*(a.axes for a in args))
-        if features is None:
+        if features is None and KEY in axes:
             features = _common_features(args)
         identity = (op, tuple(map(id, args)), attrs, axes, features)
         found = _interned.get(identity)
@@ -92,7 +100,7 @@ class Expr:
     def __rpow__(self, other: Like) -> Any:
         return _binary("pow", other, self)
 
-    def __neg__(self) -> Expr:
+    def __neg__(self) -> Any:
         return _binary("mul", -1.0, self)
 
     def __gt__(self, other: Like) -> Any:
@@ -106,6 +114,13 @@ class Expr:
 
     def __le__(self, other: Like) -> Any:
         return _binary("le", self, other)
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int | float):
+            raise TraceError(f"`{self} == {other}` is not known while the recurrence is declared; compare with > or <")
+        return self is other
 
     def __bool__(self) -> bool:
         raise TraceError(
@@ -137,12 +152,14 @@ def const(number: Number) -> Expr:
 
 
 def as_expr(x: Any) -> Expr:
-    """Numbers become constants; everything that is not an expression is refused."""
+    """Numbers become constants; everything that is not an expression with a number as its value is refused."""
     if isinstance(x, Expr):
+        if x.op in COMPARISONS:
+            raise TraceError(f"the comparison `{x}` has no number as its value; use where({x}, a, b)")
         return x
     if isinstance(x, int | float):
         return const(x)
-    if type(x).__name__ == "Operator":
+    if isinstance(x, OperatorBase):
         raise TraceError(
             f"an operator on the Key axis (`{x}`) stands where an expression is needed; operators add, scale and "
             "multiply with @, and are the A of a System"
@@ -158,24 +175,22 @@ def _common_features(args: tuple[Expr, ...]) -> str | None:
     return kinds.pop() if kinds else None
 
 
-_FOLD = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "pow": lambda a, b: a**b,
+ARITHMETIC: dict[str, Callable[[float, float], float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
 }
 
 
 def _binary(op: str, a: Any, b: Any) -> Any:
-    """Arithmetic with the constant folding that keeps printed expressions readable."""
-    from dsf.operator import Operator  # an operator on either side takes over
-
-    if isinstance(a, Operator) or isinstance(b, Operator):
-        return NotImplemented
+    """Arithmetic and comparisons, with the constant folding that keeps printed expressions readable."""
+    if isinstance(a, OperatorBase) or isinstance(b, OperatorBase):
+        return NotImplemented  # an operator on either side takes over
     a, b = as_expr(a), as_expr(b)
-    if a.is_constant and b.is_constant and op in _FOLD and not (op == "div" and b.value == 0):
-        return const(_FOLD[op](a.value, b.value))
+    if a.is_constant and b.is_constant and op in ARITHMETIC:
+        return const(_fold(op, a.value, b.value))
     if op in ("add", "sub") and b.is_constant and b.value == 0:
         return a
     if op == "add" and a.is_constant and a.value == 0:
@@ -185,6 +200,13 @@ def _binary(op: str, a: Any, b: Any) -> Any:
     if op == "mul" and a.is_constant and a.value == 1:
         return b
     return Expr(op, (a, b))
+
+
+def _fold(op: str, a: float, b: float) -> float:
+    try:
+        return float(ARITHMETIC[op](a, b))
+    except (ArithmeticError, TypeError) as error:  # TypeError: a root of a negative number is complex
+        raise TraceError(f"{a:g} {_SYMBOLS[op]} {b:g} is not a real number") from error
 
 
 def children_first(*roots: Expr) -> list[Expr]:
@@ -220,7 +242,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """The same operation on other operands."""
     if args == node.args:
         return node
-    if node.op in _FOLD or node.op in COMPARISONS:
+    if node.op in ARITHMETIC or node.op in COMPARISONS:
         return _binary(node.op, *args)
     if node.op in REDUCTIONS:
         return reduction(node.op, args[0])
@@ -233,8 +255,7 @@ def reduction(op: str, x: Expr) -> Expr:
     axis = REDUCTIONS[op]
     if axis not in x.axes:
         raise TraceError(f"{op}({x}) sums over the {axis.title()} axis, but its argument does not vary over it")
-    features = None if axis == KEY else x.features
-    return Expr(op, (x,), (), x.axes - {axis}, features)
+    return Expr(op, (x,), (), x.axes - {axis})
 
 
 def inputs_of(*roots: Expr) -> list[Expr]:
@@ -253,22 +274,43 @@ _SYMBOLS = {
     "lt": "<",
     "le": "<=",
 }
-_PRECEDENCE = {"gt": 0, "ge": 0, "lt": 0, "le": 0, "add": 1, "sub": 1, "mul": 2, "div": 2, "pow": 3}
+# How tightly Python binds, and the least tight operands that need no parentheses: op -> (own, left, right).
+_UNARY = 3
+_PRECEDENCE = {
+    **dict.fromkeys(COMPARISONS, (0, 1, 1)),
+    "add": (1, 1, 2),
+    "sub": (1, 1, 2),
+    "mul": (2, 2, 3),
+    "div": (2, 2, 3),
+    "pow": (4, 5, _UNARY),
+}
 
 
-def show(node: Expr, outer: int = -1) -> str:
-    """The expression as the user would write it."""
+def show(node: Expr, outer: int = 0) -> str:
+    """The expression as the user would write it: evaluating the text gives the node back.
+
+    outer: what surrounds it binds this tightly (0 for nothing), so parentheses are put around looser expressions.
+    """
     if node.op == "input":
         name, step = node.attrs
         return name if step is None else f"{name}[{step}]"
     if node.op == "const":
-        return f"{node.value:g}"
+        return _parenthesise(_number(node.value), _UNARY if node.value < 0 else outer, outer)
     if node.op == "size":
         return "N" if node.attrs[0] == KEY else "P"
+    if node.op == "mul" and node.args[0].is_constant and node.args[0].value == -1:
+        return _parenthesise(f"-{show(node.args[1], _UNARY)}", _UNARY, outer)
     if node.op in _SYMBOLS:
-        level = _PRECEDENCE[node.op]
-        left, right = (show(a, level + (i and node.op != "add")) for i, a in enumerate(node.args))
-        text = f"{left} {_SYMBOLS[node.op]} {right}"
-        return f"({text})" if level < outer else text
+        level, left, right = _PRECEDENCE[node.op]
+        text = f"{show(node.args[0], left)} {_SYMBOLS[node.op]} {show(node.args[1], right)}"
+        return _parenthesise(text, level, outer)
     parts = [show(a) for a in node.args] + [f"{a}" for a in node.attrs]
     return f"{node.op}({', '.join(parts)})"
+
+
+def _parenthesise(text: str, level: int, outer: int) -> str:
+    return f"({text})" if level < outer else text
+
+
+def _number(value: float) -> str:
+    return repr(int(value)) if value.is_integer() and abs(value) < 1e16 else repr(value)

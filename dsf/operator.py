@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsf.errors import TraceError
-from dsf.expr import KEY, Expr, Like, as_expr, const, show
+from dsf.expr import KEY, Expr, Like, OperatorBase, as_expr, const, show
 from dsf.primitives import dot
 
 
 @dataclass(frozen=True, eq=False)
-class Operator:
+class Operator(OperatorBase):
     """A linear operator on states, as written.
 
     kind: "identity", "diag" (expr scales the state elementwise), "outer" (left rightᵀ), "sum", "scale" (expr · parts[0]
@@ -57,15 +57,27 @@ class Operator:
         return Operator("product", (as_operator(other), self))
 
     def __repr__(self) -> str:
+        return self._show(0)
+
+    def _show(self, outer: int) -> str:
+        """As the user would write it; outer as in dsf.expr.show (sums bind 1, products and scalings 2)."""
         if self.kind == "identity":
             return "I"
-        if self.kind == "diag":
-            return f"diag({self.exprs[0]})"
-        if self.kind == "outer":
-            return f"outer({self.exprs[0]}, {self.exprs[1]})"
+        if self.kind in ("diag", "outer"):
+            return f"{self.kind}({', '.join(map(show, self.exprs))})"
         if self.kind == "scale":
-            return f"{show(self.exprs[0], 2)} * ({self.parts[0]})"
-        return {"sum": " + ", "product": " @ "}[self.kind].join(f"({p})" for p in self.parts)
+            factor, part = self.exprs[0], self.parts[0]._show(3)
+            text = f"-{part}" if factor is const(-1) else f"{show(factor, 2)} * {part}"
+            return f"({text})" if outer > 2 else text
+        first, *rest = self.parts
+        if self.kind == "product":
+            text = " @ ".join([first._show(2), *(p._show(3) for p in rest)])
+            return f"({text})" if outer > 2 else text
+        text = first._show(1)
+        for part in rest:
+            negative = part.kind == "scale" and part.exprs[0] is const(-1)
+            text += f" - {part.parts[0]._show(2)}" if negative else f" + {part._show(2)}"
+        return f"({text})" if outer > 1 else text
 
 
 I = Operator("identity")
@@ -92,11 +104,11 @@ def as_operator(x: Any) -> Operator:
 
 def _scale(factor: Any, operator: Operator) -> Operator:
     if isinstance(factor, Operator):
-        raise TraceError(f"operators multiply with @, not *: ({factor}) * ({operator})")
+        raise TraceError(f"operators multiply with @, not *: {factor._show(3)} * {operator._show(3)}")
     expr = as_expr(factor)
     if KEY in expr.axes:
         raise TraceError(
-            f"`{expr}` has a Key axis: write diag({expr}) @ ({operator}) or ({operator}) @ diag({expr}), "
+            f"`{expr}` has a Key axis: write diag({expr}) @ {operator._show(3)} or {operator._show(3)} @ diag({expr}), "
             "because scaling rows and scaling columns differ"
         )
     return Operator("scale", (operator,), (expr,))
@@ -154,7 +166,7 @@ def _single(factors: tuple[Normal, ...]) -> Normal:
 
 
 def _scaled(s: Expr, n: Normal) -> Normal:
-    return Normal(_times(s, n.decay), tuple(Correction(_times(s, c.scale), c.left, c.right) for c in n.corrections))
+    return Normal(times(s, n.decay), tuple(Correction(times(s, c.scale), c.left, c.right) for c in n.corrections))
 
 
 def _sum(parts: list[Normal]) -> Normal:
@@ -170,31 +182,27 @@ def _product(later: Normal, earlier: Normal) -> Normal:
     corrections += [_columns(earlier.decay, c) for c in later.corrections]
     for c2 in later.corrections:
         for c1 in earlier.corrections:
-            scale = _times(_times(c2.scale, c1.scale), dot(c2.right, c1.left))
+            scale = times(times(c2.scale, c1.scale), dot(c2.right, c1.left))
             corrections.append(Correction(scale, c2.left, c1.right))
-    return Normal(_times(later.decay, earlier.decay), tuple(corrections))
+    return Normal(times(later.decay, earlier.decay), tuple(corrections))
 
 
 def _rows(decay: Expr, c: Correction) -> Correction:
     if KEY not in decay.axes:
-        return Correction(_times(decay, c.scale), c.left, c.right)
+        return Correction(times(decay, c.scale), c.left, c.right)
     return Correction(c.scale, decay * c.left, c.right)
 
 
 def _columns(decay: Expr, c: Correction) -> Correction:
     if KEY not in decay.axes:
-        return Correction(_times(decay, c.scale), c.left, c.right)
+        return Correction(times(decay, c.scale), c.left, c.right)
     return Correction(c.scale, c.left, decay * c.right)
 
 
-def _times(a: Expr, b: Expr) -> Expr:
-    """a · b with 0 and 1 folded (a decay of exactly zero is a legal constant here)."""
-    for x, y in ((a, b), (b, a)):
-        if x.is_constant and x.value == 0:
-            return x
-        if x.is_constant and x.value == 1:
-            return y
-    return a * b
+def times(a: Expr, b: Expr) -> Expr:
+    """a · b with 0 folded, also where that loses an axis (a decay of exactly zero is a legal constant here)."""
+    zero = const(0)
+    return zero if a is zero or b is zero else a * b
 
 
 def split_scale(x: Expr) -> tuple[Expr, Expr]:
@@ -202,7 +210,7 @@ def split_scale(x: Expr) -> tuple[Expr, Expr]:
     scale, core = const(1), const(1)
     for factor, inverse in factors_of(x):
         where = core if KEY in factor.axes else scale
-        where = where / factor if inverse else _times(where, factor)
+        where = where / factor if inverse else times(where, factor)
         if KEY in factor.axes:
             core = where
         else:

@@ -6,6 +6,7 @@ the sum over axes an operand does not have); `log(node)` rewrites log(node) with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, Like, as_expr, children_first, const, reduction
+from dsf.errors import TraceError
+from dsf.expr import COMPARISONS, KEY, REDUCTIONS, VALUE, Expr, Like, as_expr, children_first, const, reduction
 
 Cotangents = tuple["Expr | None", ...]
 
@@ -115,9 +117,11 @@ def maximum(a: Like, b: Like) -> Expr:
     return _call("maximum", a, b)
 
 
-def where(condition: Like, a: Like, b: Like) -> Expr:
-    """a where condition (a comparison such as x > 0) holds, else b."""
-    return _call("where", condition, a, b)
+def where(condition: Any, a: Like, b: Like) -> Expr:
+    """a where condition (a comparison such as x > 0) holds, else b. Raises TraceError for any other condition."""
+    if not (isinstance(condition, Expr) and condition.op in COMPARISONS):
+        raise TraceError(f"where needs a comparison of expressions (>, >=, <, <=) as its condition, got {condition!r}")
+    return Expr("where", (condition, as_expr(a), as_expr(b)))
 
 
 def sum_key(x: Like) -> Expr:
@@ -142,27 +146,34 @@ def l2norm(x: Like, eps: float = 1e-6) -> Expr:
 
 
 def exp_features(x: Like) -> Expr:
-    """Infinite features with ⟨φ(a), φ(b)⟩ = exp(⟨a, b⟩): all monomials, degree p weighted 1/√p! (DSF Lemma 1)."""
-    return Expr("exp_features", (as_expr(x),), (), as_expr(x).axes, "exp")
+    """Infinite features with ⟨φ(a), φ(b)⟩ = exp(⟨a, b⟩): all monomials, degree p weighted 1/√p! (DSF Lemma 1).
+
+    Raises TraceError unless x has the Key axis alone.
+    """
+    x = _key_vector("exp_features", x)
+    return Expr("exp_features", (x,), (), x.axes, "exp")
 
 
 def taylor_features(x: Like, order: int) -> Expr:
-    """The same, cut after degree `order`: N' = Σ_{p ≤ order} N^p finite features."""
-    return Expr("taylor_features", (as_expr(x),), (int(order),), as_expr(x).axes, f"taylor{int(order)}")
+    """The same, cut after degree `order`: N' = Σ_{p ≤ order} N^p finite features.
+
+    Raises TraceError unless x has the Key axis alone and order is an integer of at least 0.
+    """
+    x = _key_vector("taylor_features", x)
+    if not isinstance(order, int) or order < 0:
+        raise TraceError(f"taylor_features({x}, {order}): the order must be an integer of at least 0")
+    return Expr("taylor_features", (x,), (order,), x.axes, f"taylor{order}")
+
+
+def _key_vector(name: str, x: Like) -> Expr:
+    x = as_expr(x)
+    if x.axes != {KEY} or x.features is not None:
+        raise TraceError(f"{name}({x}): features are made of an expression with the Key axis alone and N entries")
+    return x
 
 
 N = Expr("size", (), (KEY,), frozenset())
 P = Expr("size", (), (VALUE,), frozenset())
-
-
-def _log_of(x: Expr) -> Expr | None:
-    """log x by the table; None where only log(x) itself would do."""
-    if x.is_constant:
-        import math
-
-        return const(math.log(x.value)) if x.value > 0 else None
-    rule = PRIMITIVES[x.op].log if x.op in PRIMITIVES else None
-    return rule(x) if rule else None
 
 
 def log_of(x: Expr) -> Expr | None:
@@ -170,21 +181,24 @@ def log_of(x: Expr) -> Expr | None:
 
     None means: x is not a product of exponentials and sigmoids, may be zero or negative, and is used as it is.
     """
-    return _log_of(x)
+    if x.is_constant:
+        return const(math.log(x.value)) if x.value > 0 else None
+    rule = PRIMITIVES[x.op].log if x.op in PRIMITIVES else None
+    return rule(x) if rule else None
 
 
 def _log_mul(x: Expr) -> Expr | None:
-    a, b = (_log_of(arg) for arg in x.args)
+    a, b = (log_of(arg) for arg in x.args)
     return a + b if a is not None and b is not None else None
 
 
 def _log_div(x: Expr) -> Expr | None:
-    a, b = (_log_of(arg) for arg in x.args)
+    a, b = (log_of(arg) for arg in x.args)
     return a - b if a is not None and b is not None else None
 
 
 def _log_pow(x: Expr) -> Expr | None:
-    base = _log_of(x.args[0])
+    base = log_of(x.args[0])
     return base * x.args[1] if base is not None else None
 
 
@@ -198,7 +212,7 @@ def _log_one_minus(x: Expr) -> Expr | None:
 
 def _scaled_log(scale: float) -> Callable[[Expr], Expr | None]:
     def rule(x: Expr) -> Expr | None:
-        inner = _log_of(x.args[0])
+        inner = log_of(x.args[0])
         return inner * scale if inner is not None else None
 
     return rule
@@ -217,8 +231,10 @@ def _share(first: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr], Cotang
 
 def _grad_pow(x: Expr, ct: Expr) -> Cotangents:
     base, power = x.args
-    slope = ct * power * base ** (power - 1)
-    return slope, None if power.is_constant else ct * x * log(base)
+    if power.is_constant:
+        return ct * power * base ** (power - 1) if power.value else None, None
+    slope = ct * where(abs(power) > 0, power * base ** (power - 1), 0.0)  # x⁰ is flat, at x = 0 too
+    return slope, ct * x * log(where(abs(base) > 0, base, 1.0))  # and so is 0ʸ
 
 
 def _none(count: int) -> Callable[[Expr, Expr], Cotangents]:
@@ -227,6 +243,11 @@ def _none(count: int) -> Callable[[Expr, Expr], Cotangents]:
 
 def _no_features(*_: Any) -> Any:
     raise NotImplementedError("exponential features are differentiated by the form that uses them")
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """torch turns to the identity at 20, which costs float64 half of its digits there."""
+    return F.softplus(x, threshold=40.0)
 
 
 def _taylor(x: Tensor, order: int) -> Tensor:
@@ -253,7 +274,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "rsqrt": Primitive(torch.rsqrt, lambda x, ct: (ct * -0.5 * x * x * x,), _scaled_log(-0.5)),
     "sigmoid": Primitive(torch.sigmoid, lambda x, ct: (ct * x * (1.0 - x),), lambda x: logsigmoid(x.args[0])),
     "logsigmoid": Primitive(F.logsigmoid, lambda x, ct: (ct * sigmoid(-x.args[0]),)),
-    "softplus": Primitive(F.softplus, lambda x, ct: (ct * sigmoid(x.args[0]),)),
+    "softplus": Primitive(_softplus, lambda x, ct: (ct * sigmoid(x.args[0]),)),
     "tanh": Primitive(torch.tanh, lambda x, ct: (ct * (1.0 - x * x),)),
     "abs": Primitive(torch.abs, lambda x, ct: (where(x.args[0] > 0, ct, where(x.args[0] < 0, -ct, 0.0)),)),
     "minimum": Primitive(torch.minimum, _share(lambda a, b: a < b)),
@@ -272,9 +293,13 @@ PRIMITIVES: dict[str, Primitive] = {
 def derivatives(root: Expr, cotangent: Expr, wrt: list[Expr]) -> list[Expr]:
     """Reverse-mode derivative by the table: gradient of Σ cotangent·root in each node of `wrt`, as expressions.
 
-    Each result has the axes of its node (sums over the others are inserted); 0 where root does not depend on it.
+    Each result has no axis that its node lacks (sums over the others are inserted); an axis it lacks itself is one
+    over which it is constant. 0 where root does not depend on the node.
     """
     order = children_first(root)
+    for op, axis in REDUCTIONS.items():
+        if axis in cotangent.axes and axis not in root.axes:
+            cotangent = reduction(op, cotangent)
     adjoint: dict[Expr, Expr] = {root: cotangent}
     for node in reversed(order):
         if node not in adjoint or not node.args:

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from dsf.annotations import Kind
 from dsf.errors import TraceError
-from dsf.expr import KEY, VALUE, Expr, const, inputs_of, show, substitute
-from dsf.operator import Normal, Operator, _times, factors_of, normal_form, split_scale
+from dsf.expr import KEY, VALUE, Expr, as_expr, const, inputs_of, show, substitute
+from dsf.operator import Normal, Operator, factors_of, normal_form, split_scale, times
 from dsf.primitives import log_of
 from dsf.system import DEN, NUM, ONE, System
 
@@ -77,7 +77,7 @@ class Spec:
     def _terms(self, injection: Expr) -> tuple[Term, ...] | None:
         if injection.is_constant and injection.value == 0:
             return ()
-        parts = [self._term(sign, part) for sign, part in _summands(injection)]
+        parts = [self._term(sign, part) for sign, part in summands(injection)]
         return None if None in parts else tuple(p for p in parts if p is not None)
 
     def _term(self, sign: float, part: Expr) -> Term | None:
@@ -89,9 +89,9 @@ class Spec:
             elif factor.axes == {KEY, VALUE}:
                 return None
             elif KEY in factor.axes:
-                key = key / factor if inverse else _times(key, factor)
+                key = key / factor if inverse else times(key, factor)
             else:
-                value = value / factor if inverse else _times(value, factor)
+                value = value / factor if inverse else times(value, factor)
         return Term(key, value, gain)
 
     @cached_property
@@ -118,8 +118,13 @@ class Spec:
     @cached_property
     def has_key(self) -> bool:
         """True when the state has a Key axis (N entries); else it is a vector over channels (N = 1)."""
-        exprs = [self.readout] + [r.dense for r in self.rows if r.dense is not None]
-        exprs += [t.key for r in self.rows for t in r.terms] + [r.normal.decay for r in self.rows]
+        return KEY in self.readout.axes or self.state_has_key
+
+    @cached_property
+    def state_has_key(self) -> bool:
+        """True when A or B gives the state a Key axis, whatever C reads."""
+        exprs = [r.normal.decay for r in self.rows] + [r.dense for r in self.rows if r.dense is not None]
+        exprs += [t.key for r in self.rows for t in r.terms]
         return self.rank > 0 or any(KEY in x.axes for x in exprs)
 
     @cached_property
@@ -151,17 +156,8 @@ class Spec:
     @cached_property
     def is_constant_decay(self) -> bool:
         """True when no decay depends on the token."""
-        return not any(i in self.token_inputs for r in self.rows for i in inputs_of(r.normal.decay))
-
-    @cached_property
-    def token_inputs(self) -> frozenset[Expr]:
-        """Input nodes that have one value a token."""
-        steps = {i.name: i.kind for i in self.inputs}
-        roots = [self.readout, self.system.D]
-        roots += [r.normal.decay for r in self.rows]
-        roots += [e for r in self.rows for c in r.normal.corrections for e in (c.scale, c.left, c.right)]
-        roots += [e for r in self.rows for t in r.terms for e in (t.key, t.value)]
-        return frozenset(i for i in inputs_of(*roots) if i.attrs[0] in steps and steps[i.attrs[0]].time)
+        timed = {i.name for i in self.inputs if i.kind.time}
+        return not any(i.attrs[0] in timed for r in self.rows for i in inputs_of(r.normal.decay))
 
     @cached_property
     def drive(self) -> Expr | None:
@@ -180,8 +176,8 @@ class Spec:
         if len(bare) != 1:
             given = ", ".join(sorted(map(str, bare))) or "none"
             raise TraceError(
-                f"{self.name}: normalize divides by the same system driven by ones, but which input drives it is not "
-                f"clear: expected one bare Value factor in B, found {given}; pass System(..., drive=v)"
+                "normalize divides by the same system driven by ones, but which input drives it is not clear: "
+                f"expected one bare Value factor in B, found {given}; pass System(..., drive=v)"
             )
         return bare.pop()
 
@@ -213,10 +209,8 @@ class Spec:
             return None
         count = len(inspect.signature(rule).parameters)
         if count not in (2, 3):
-            raise TraceError(
-                f"{self.name}: normalize takes rule(num, den) or rule(num, den, one), not {count} arguments"
-            )
-        return rule(*(NUM, DEN, ONE)[:count])
+            raise TraceError(f"normalize takes rule(num, den) or rule(num, den, one), not {count} arguments")
+        return as_expr(rule(*(NUM, DEN, ONE)[:count]))
 
     @cached_property
     def is_stabilised(self) -> bool:
@@ -311,11 +305,12 @@ class Spec:
         return "\n".join(lines)
 
 
-def _summands(x: Expr, sign: float = 1.0) -> list[tuple[float, Expr]]:
+def summands(x: Expr, sign: float = 1.0) -> list[tuple[float, Expr]]:
+    """The terms of a sum or difference, each with its sign."""
     if x.op == "add":
-        return _summands(x.args[0], sign) + _summands(x.args[1], sign)
+        return summands(x.args[0], sign) + summands(x.args[1], sign)
     if x.op == "sub":
-        return _summands(x.args[0], sign) + _summands(x.args[1], -sign)
+        return summands(x.args[0], sign) + summands(x.args[1], -sign)
     return [(sign, x)]
 
 

@@ -51,6 +51,10 @@ class System:
         put(self, "D", _expression("D", self.D))
         if self.read not in ("after", "before"):
             raise TraceError(f'read is "after" or "before", got {self.read!r}')
+        if self.normalize is not None and not callable(self.normalize):
+            raise TraceError(f"normalize is a rule such as dsf.ratio, called with (num, den), got {self.normalize!r}")
+        if self.drive is not None and self.normalize is None:
+            raise TraceError(f"drive = {self.drive} says what normalize replaces by ones, but there is no normalize")
         if KEY in self.D.axes:
             raise TraceError(
                 f"D = {self.D} has a Key axis; the skip is added to y, which has none: contract it with dot"
@@ -91,8 +95,10 @@ def compose(*systems: System) -> System:
         if not isinstance(system, System):
             raise TraceError(f"compose takes Systems, got {type(system).__name__}")
     for system in systems[:-1]:
-        if system.C is not None or system.normalize is not None or system.D is not const(0):
-            raise TraceError("only the last micro-step is read: leave C, D and normalize out of the others")
+        if any(x is not None for x in (system.C, system.normalize, system.gauge)) or system.D is not const(0):
+            raise TraceError("only the last micro-step is read: leave C, D, normalize and gauge out of the others")
+        if system.read != "after":
+            raise TraceError('only the last micro-step is read: read="before" belongs to it, and means before them all')
     flat = tuple(s for system in systems for s in system.micro_steps)
     return replace(systems[-1], earlier=flat[:-1])
 

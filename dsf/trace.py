@@ -7,11 +7,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from dsf.annotations import Kind, kinds_of
 from dsf.errors import TraceError
-from dsf.expr import KEY, Expr, inputs_of
+from dsf.evaluate import Evaluator
+from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of
 from dsf.spec import Input, Spec
-from dsf.system import System
+from dsf.system import DEN, NUM, ONE, System
 
 Function = Callable[..., Any]
 
@@ -22,13 +25,17 @@ def trace(function: Function) -> Spec:
     symbols = {name: _symbol(name, kind) for name, kind in kinds.items()}
     try:
         system = function(**symbols)
+        if not isinstance(system, System):
+            raise TraceError(f"a recurrence returns a System, got {type(system).__name__}")
+        spec = Spec(
+            function.__name__,
+            inspect.getdoc(function) or "",
+            tuple(Input(name, kind) for name, kind in kinds.items()),
+            system,
+        )
+        _check(spec)
     except Exception as error:
         raise TraceError(f"{function.__name__}: {error}{_user_line(function, error)}") from error
-    if not isinstance(system, System):
-        raise TraceError(f"{function.__name__}: a recurrence returns a System, got {type(system).__name__}")
-    inputs = tuple(Input(name, kind) for name, kind in kinds.items())
-    spec = Spec(function.__name__, inspect.getdoc(function) or "", inputs, system)
-    _check(spec)
     return spec
 
 
@@ -39,41 +46,42 @@ def _symbol(name: str, kind: Kind) -> Expr | tuple[Expr, ...]:
 
 
 def _user_line(function: Function, error: BaseException) -> str:
-    """Where in the user's function the error arose."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == function.__code__.co_filename]
+    """Where in the user's function the error arose; the function itself when only the whole System could tell."""
+    code = function.__code__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
     if not frames:
-        return ""
+        return f"\n  {code.co_filename}:{code.co_firstlineno}"
     return f"\n  {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
 
 
 def _check(spec: Spec) -> None:
     """What only the whole System can tell. Raises TraceError."""
     if spec.system.C is None:
-        raise TraceError(f"{spec.name}: System needs a readout C")
+        raise TraceError("System needs a readout C")
+    used = {n.attrs[0] for n in inputs_of(*_roots(spec))}
     for entry in spec.inputs:
-        if not any(n.attrs[0] == entry.name for n in _all_inputs(spec)):
-            raise TraceError(f"{spec.name}: input `{entry.name}` is never used")
+        if entry.name not in used:
+            raise TraceError(f"input `{entry.name}` is never used")
     if not any(i.kind.time for i in spec.inputs):
-        raise TraceError(
-            f"{spec.name}: every input is a Param; a recurrence needs at least one input with a token axis"
-        )
+        raise TraceError("every input is a Param; a recurrence needs at least one input with a token axis")
     if spec.has_key and KEY not in spec.readout.axes:
         raise TraceError(
-            f"{spec.name}: the state has a Key axis but C = {spec.readout} has none, so y would keep it; "
-            "contract it with a Key readout"
+            f"the state has a Key axis but C = {spec.readout} has none, so y would keep it; contract it with a Key "
+            "readout"
         )
+    if KEY in spec.readout.axes and not spec.state_has_key:
+        raise TraceError(f"C = {spec.readout} reads the Key axis, but the state has none: A and B do not vary over it")
     _check_features(spec)
     if spec.rule is not None:
-        _check_rule(spec)
+        _check_rule(spec, spec.rule)
 
 
-def _all_inputs(spec: Spec) -> list[Expr]:
+def _roots(spec: Spec) -> list[Expr]:
+    """Every expression of the System as written."""
     roots = [spec.readout, spec.system.D]
     for step in spec.system.micro_steps:
         roots += [step.B, *_operator_exprs(step.A)]
-    if spec.system.gauge is not None:
-        roots.append(spec.system.gauge)
-    return inputs_of(*roots)
+    return roots + [x for x in (spec.system.gauge, spec.rule) if x is not None]
 
 
 def _operator_exprs(a: Any) -> list[Expr]:
@@ -88,25 +96,54 @@ def _check_features(spec: Spec) -> None:
         kinds |= {c.left.features for c in row.normal.corrections}
     if len(kinds) > 1:
         names = " and ".join(sorted(k or "N entries" for k in kinds))
-        raise TraceError(f"{spec.name}: the state's Key axis holds {names} at once; use the same features everywhere")
-    if "exp" not in kinds:
+        raise TraceError(f"the state's Key axis holds {names} at once; use the same features everywhere")
+    if not any(node.op == "exp_features" for node in children_first(*_roots(spec))):
         return
-    plain = spec.decay_kind == "identity" and spec.rank == 0 and spec.micro == 1 and spec.system.read == "after"
-    terms = spec.rows[0].terms
-    bare = spec.readout.op == "exp_features" and len(terms) == 1 and terms[0].key.op == "exp_features"
-    quotient = spec.rule is not None and spec.rule.op == "div" and spec.rule.args[0].attrs[:1] == ("num",)
-    if not (plain and bare and quotient and spec.system.D.is_constant and spec.system.D.value == 0):
+    if not _has_kernel_trick(spec):
         raise TraceError(
-            f"{spec.name}: exponential features have the kernel trick only as softmax attention, "
+            "exponential features have the kernel trick only as softmax attention, "
             "System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=ratio); cut them with taylor_features "
             "for anything else"
         )
 
 
-def _check_rule(spec: Spec) -> None:
-    rule = spec.rule
-    assert rule is not None
+def _has_kernel_trick(spec: Spec) -> bool:
+    """True for softmax attention: nothing but one bare pair of exponential features, and a quotient."""
+    terms = spec.rows[0].terms
+    bare = [spec.readout, *(t.key for t in terms)]
+    inside = [x for node in bare for x in node.args] + [t.value for t in terms]
+    return (
+        all(node.op == "exp_features" for node in bare)
+        and not any(node.op == "exp_features" for node in children_first(*inside))
+        and len(terms) == 1
+        and (spec.decay_kind, spec.rank, spec.micro, spec.system.read) == ("identity", 0, 1, "after")
+        and spec.rule is NUM / DEN
+        and spec.system.D is const(0)
+    )
+
+
+def _check_rule(spec: Spec, rule: Expr) -> None:
     if KEY in rule.axes:
-        raise TraceError(f"{spec.name}: normalize = {rule} has a Key axis, but y has none")
+        raise TraceError(f"normalize = {rule} has a Key axis, but y has none")
     if spec.drive is not None and not any(spec.drive in inputs_of(s.B) for s in spec.system.micro_steps):
-        raise TraceError(f"{spec.name}: drive = {spec.drive} does not occur in B")
+        raise TraceError(f"drive = {spec.drive} does not occur in B")
+    if spec.is_stabilised and not _is_homogeneous(spec, rule):
+        raise TraceError(
+            f"normalize = {rule} changes when num and den are scaled alike, but exp(…) in B keeps the state at a scale "
+            "of its own; write the rule with (num, den, one), where one is the number 1 at that scale"
+        )
+
+
+def _is_homogeneous(spec: Spec, rule: Expr) -> bool:
+    """rule(c num, c den, c one) == rule(num, den, one), tried on numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(node: Expr) -> torch.Tensor:
+        shape = (64, 1, 1, 2 if KEY in node.axes else 1, 2 if VALUE in node.axes else 1)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    env = {node: numbers(node) for node in {NUM, DEN, ONE, *inputs_of(rule)}}
+    env[ONE] = torch.ones_like(env[ONE])
+    scaled = env | {node: 4 * env[node] for node in (NUM, DEN, ONE)}
+    y, same = (Evaluator(values, 2, 2)(rule) for values in (env, scaled))
+    return torch.allclose(y, same, rtol=1e-9, atol=0, equal_nan=True)
