@@ -1,0 +1,68 @@
+"""DeltaNet: linear attention that overwrites."""
+
+from torch import Tensor, nn
+
+import dsf
+from dsf import I, Key, Scalar, System, Value, outer
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._layers import GatedRMSNorm, l2norm, split_heads
+from dsf.mixers._module import Mixer, Side, Span
+
+
+@dsf.recurrence
+def deltanet(q: Key, k: Key, v: Value, beta: Scalar) -> System:
+    """DeltaNet: erase what is stored at k, write v there.
+
+    Source: Schlag et al. (arXiv 2102.11174), Section 4; Yang et al. (arXiv 2406.06484), Section 2.
+    Symbols: k of unit length; beta in (0, 1), or (0, 2) for eigenvalues in [-1, 1] (arXiv 2411.12537).
+    Objective: one gradient step of 1/2 |S'k_t - v_t|^2 with rate beta_t.
+    """
+    return System(A=I - beta * outer(k, k), B=k * (beta * v), C=q)
+
+
+class DeltaNet(Mixer):
+    """The DeltaNet layer: convolution and SiLU on q, k, v; q and k to unit length; RMSNorm a head; o_proj.
+
+    d_state: width of a head of q, k; headdim: of v (both d_model / n_heads unless given). n_key_heads <
+    n_heads lets groups of value heads share q and k. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+    Queries are scaled by d_state^-0.5. bare: no convolution (and no SiLU).
+    """
+
+    recurrence = deltanet
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        n_key_heads: int | None = None,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        d_conv: int = 4,
+        allow_neg_eigval: bool = False,
+        bare: bool = False,
+    ):
+        super().__init__()
+        n, p = d_state or d_model // n_heads, headdim or d_model // n_heads
+        keys = n_key_heads or n_heads
+        if n_heads % keys:
+            raise ValueError(f"{type(self).__name__}: n_key_heads ({keys}) must divide n_heads ({n_heads})")
+        self.dims = (n_heads, n, p)
+        self.split = (keys, n, keys, n, n_heads, p)
+        self.beta_max = 2.0 if allow_neg_eigval else 1.0
+        channels = 2 * keys * n + n_heads * p
+        self.qkv_proj = nn.Linear(d_model, channels, bias=False)
+        self.b_proj = nn.Linear(d_model, n_heads, bias=False)
+        self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False)
+        self.o_norm = GatedRMSNorm(p)
+        self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+        return self.qkv_proj(x), (x,)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        q, k, v = split_heads(u, *self.split)
+        beta = self.beta_max * self.b_proj(side[0]).sigmoid()
+        return {"q": l2norm(q) * self.dims[1] ** -0.5, "k": l2norm(k), "v": v, "beta": beta}
+
+    def _readout(self, y: Tensor, side: Side) -> Tensor:
+        return self.o_proj(self.o_norm(y).flatten(2))

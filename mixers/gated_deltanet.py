@@ -1,0 +1,62 @@
+"""Gated DeltaNet: the delta rule with forgetting."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dsf
+from dsf import I, Key, Param, Scalar, System, Value, exp, outer, softplus
+from dsf.mixers._layers import log_uniform_dt_bias, undecayed
+from dsf.mixers._module import Side, Span
+from dsf.mixers.deltanet import DeltaNet
+
+
+@dsf.recurrence
+def gated_deltanet(q: Key, k: Key, v: Value, alpha: Scalar, beta: Scalar) -> System:
+    """Gated DeltaNet: decay the state, erase along k, write v.
+
+    Source: Yang et al. (arXiv 2412.06464), equation 10.
+    Symbols: alpha in (0, 1) the decay, beta in (0, 1) or (0, 2) the writing strength, k of unit length.
+    Objective: one gradient step of 1/2 |S'k_t - v_t|^2 with rate beta_t, from S decayed by alpha_t (weight
+    decay).
+    """
+    return System(A=alpha * (I - beta * outer(k, k)), B=k * (beta * v), C=q)
+
+
+@dsf.recurrence
+def gated_deltanet_log(
+    q: Key, k: Key, v: Value, a: Scalar, beta: Scalar, A_log: Param[Scalar], dt_bias: Param[Scalar]
+) -> System:
+    """Gated DeltaNet with its decay alpha = exp(-exp(A_log) softplus(a + dt_bias)) computed inside.
+
+    The same system as `gated_deltanet`; what the layer runs, since an alpha near 1 does not survive rounding
+    to bfloat16 and its pre-activation `a` does.
+    """
+    alpha = exp(-exp(A_log) * softplus(a + dt_bias))
+    return System(A=alpha * (I - beta * outer(k, k)), B=k * (beta * v), C=q)
+
+
+class GatedDeltaNet(DeltaNet):
+    """The Gated DeltaNet layer: `DeltaNet` (same arguments), a Mamba-2 decay, a gate silu(g) after the norm.
+
+    exp(A_log) uniform in [0, 16], softplus(dt_bias) log-uniform in [1e-3, 0.1] at start. bare: neither
+    convolution nor output gate.
+    """
+
+    recurrence = gated_deltanet_log
+
+    def __init__(self, d_model: int, n_heads: int = 4, *, bare: bool = False, **options: Any):
+        super().__init__(d_model, n_heads, bare=bare, **options)
+        self.a_proj = nn.Linear(d_model, n_heads, bias=False)
+        self.A_log = undecayed(torch.empty(n_heads).uniform_(1e-3, 16).log())
+        self.dt_bias = undecayed(log_uniform_dt_bias(n_heads))
+        self.g_proj = None if bare else nn.Linear(d_model, n_heads * self.dims[2], bias=False)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        inputs = super()._arguments(u, side, span)
+        return {**inputs, "a": self.a_proj(side[0]), "A_log": self.A_log, "dt_bias": self.dt_bias}
+
+    def _readout(self, y: Tensor, side: Side) -> Tensor:
+        gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)
+        return self.o_proj(self.o_norm(y, gate).flatten(2))

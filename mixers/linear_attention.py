@@ -1,0 +1,72 @@
+"""Linear attention, normalised and not."""
+
+from torch import Tensor, nn
+
+import dsf
+from dsf import I, Key, System, Value, elu1
+from dsf.mixers._module import Mixer, Side, Span
+
+
+@dsf.recurrence
+def linear_attention(q: Key, k: Key, v: Value) -> System:
+    """Linear attention: never forget, read with positive features, divide by their sum.
+
+    Source: Katharopoulos et al. (arXiv 2006.16236), equations 10-12; DSF (arXiv 2405.15731), equation 15.
+    Symbols: phi = psi = elu + 1; eta_t = phi(q_t)' sum_j psi(k_j) is the same system driven by ones.
+    Objective: one gradient step of -<S' psi(k_t), v_t>.
+    """
+    return System(A=I, B=elu1(k) * v, C=elu1(q), normalize=dsf.ratio)
+
+
+@dsf.recurrence
+def unnormalized_linear_attention(q: Key, k: Key, v: Value) -> System:
+    """Linear attention as recent libraries mean it: identity features and no quotient.
+
+    Source: Schlag et al. (arXiv 2102.11174), "fast weights"; eta = 1 and phi = psi = identity in DSF's
+    equation 15.
+    Objective: one gradient step of -<S' k_t, v_t>.
+    """
+    return System(A=I, B=k * v, C=q)
+
+
+class LinearAttention(Mixer):
+    """Multi-head linear attention.
+
+    d_state: width of a head of q, k; headdim: of v (both d_model / n_heads unless given).
+    normalized=False takes `unnormalized_linear_attention`, with q scaled by d_state^-0.5 as libraries do. It
+    has no convolution and no gate, so `bare` changes nothing. Projections carry a bias, as in the DSF
+    authors' code.
+    """
+
+    recurrence = linear_attention
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        normalized: bool = True,
+        bias: bool = True,
+        bare: bool = False,
+    ):
+        super().__init__()
+        n, p = d_state or d_model // n_heads, headdim or d_model // n_heads
+        self.dims = (n_heads, n, p)
+        self.scale = 1.0 if normalized else n**-0.5
+        self.recurrence = linear_attention if normalized else unnormalized_linear_attention
+        self.q_proj = nn.Linear(d_model, n_heads * n, bias=bias)
+        self.k_proj = nn.Linear(d_model, n_heads * n, bias=bias)
+        self.v_proj = nn.Linear(d_model, n_heads * p, bias=bias)
+        self.o_proj = nn.Linear(n_heads * p, d_model, bias=bias)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        heads, n, p = self.dims
+        return {
+            "q": self.q_proj(u).unflatten(-1, (heads, n)) * self.scale,
+            "k": self.k_proj(u).unflatten(-1, (heads, n)),
+            "v": self.v_proj(u).unflatten(-1, (heads, p)),
+        }
+
+    def _readout(self, y: Tensor, side: Side) -> Tensor:
+        return self.o_proj(y.flatten(2))

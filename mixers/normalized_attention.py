@@ -1,0 +1,78 @@
+"""Normalised attention: linear attention divided by a function of the newest input."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import dsf
+from dsf import I, Key, Scalar, System, Value, exp, sigmoid, softplus
+from dsf.mixers._module import Side, Span
+from dsf.mixers.linear_attention import LinearAttention
+
+
+@dsf.recurrence
+def generalized_linear_attention(q: Key, k: Key, v: Value, eta: Scalar) -> System:
+    """Generalised linear attention: divide by any positive eta(u_t).
+
+    Source: DSF (arXiv 2405.15731), equation 17. Its transition eta_{t-1}/eta_t is a gauge of this system.
+    Objective: one gradient step of -<S' k_t, v_t>.
+    """
+    return System(A=I, B=k * v, C=q / eta, gauge=eta)
+
+
+@dsf.recurrence
+def normalized_attention_exp(q: Key, k: Key, v: Value, eta: Scalar) -> System:
+    """Normalised attention: divide by exp(eta_t), learnt per head.
+
+    Source: DSF (arXiv 2405.15731), equation 22. eta_t = W u_t + b is the pre-activation. Queries are not
+    scaled.
+    Objective: one gradient step of -<S' k_t, v_t>.
+    """
+    return System(A=I, B=k * v, C=q * exp(-eta), gauge=exp(eta))
+
+
+@dsf.recurrence
+def normalized_attention_softplus(q: Key, k: Key, v: Value, eta: Scalar) -> System:
+    """Normalised attention: divide by softplus(eta_t).
+
+    Source: DSF (arXiv 2405.15731), equation 29.
+    Objective: one gradient step of -<S' k_t, v_t>.
+    """
+    return System(A=I, B=k * v, C=q / softplus(eta), gauge=softplus(eta))
+
+
+@dsf.recurrence
+def normalized_attention_sigmoid(q: Key, k: Key, v: Value, eta: Scalar) -> System:
+    """Normalised attention: divide by sigmoid(eta_t).
+
+    Source: DSF (arXiv 2405.15731), equation 30.
+    Objective: one gradient step of -<S' k_t, v_t>.
+    """
+    return System(A=I, B=k * v, C=q / sigmoid(eta), gauge=sigmoid(eta))
+
+
+NORMALIZERS = {
+    "exp": normalized_attention_exp,
+    "softplus": normalized_attention_softplus,
+    "sigmoid": normalized_attention_sigmoid,
+}
+
+
+class NormalizedAttention(LinearAttention):
+    """Multi-head normalised attention; eta is "exp", "softplus" or "sigmoid", the rest as `LinearAttention`.
+
+    As in the DSF authors' code: no 1/sqrt(N), no feature map, no positivity; one eta a head, W_eta with a
+    bias.
+    """
+
+    recurrence = normalized_attention_exp
+
+    def __init__(self, d_model: int, n_heads: int = 4, *, eta: str = "exp", bias: bool = True, **options: Any):
+        super().__init__(d_model, n_heads, bias=bias, **options)
+        if eta not in NORMALIZERS:
+            raise ValueError(f"NormalizedAttention: eta is {eta!r}; it is one of {', '.join(NORMALIZERS)}")
+        self.recurrence = NORMALIZERS[eta]
+        self.eta_proj = nn.Linear(d_model, n_heads, bias=bias)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        return {**super()._arguments(u, side, span), "eta": self.eta_proj(u)}

@@ -1,0 +1,69 @@
+"""qLSTM: the LSTM without its tanh's, whose gates depend on the input alone."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsf
+from dsf import Param, Scalar, System, Value, relu, sigmoid
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._module import Mixer, Side, Span
+
+
+@dsf.recurrence
+def qlstm(x: Value, f: Value, i: Value, o: Value) -> System:
+    """Quasi-LSTM: one number a channel, with forget, input and output gates.
+
+    Source: DSF (arXiv 2405.15731), equation 20; both tanh of the LSTM are dropped so that it is linear in its
+    state.
+    Symbols: f, i, o are gate pre-activations, x is u_t.
+    """
+    return System(A=sigmoid(f), B=sigmoid(i) * x, C=sigmoid(o))
+
+
+@dsf.recurrence
+def modified_qlstm(x: Value, f: Value, i: Value, o: Value, a: Param[Scalar]) -> System:
+    """qLSTM with the reversed sigmoid to a learnt power as forget gate, the form of an SSM's decay.
+
+    Source: DSF (arXiv 2405.15731), equations 23 and 33. The power is relu(a), as in the authors' code.
+    """
+    return System(A=sigmoid(-f) ** relu(a), B=sigmoid(i) * x, C=sigmoid(o))
+
+
+class QLSTM(Mixer):
+    """The qLSTM block: in_proj to (z, x), plain convolution, gates, recurrence, gate gelu(z), out_proj.
+
+    modified=True takes `modified_qlstm`, with one power a for the layer, 1 at start. Weights are normal with
+    standard deviation fan_in^-0.5, as in the DSF authors' code. One head of expand · d_model channels. bare:
+    neither convolution nor z.
+    """
+
+    recurrence = qlstm
+
+    def __init__(self, d_model: int, d_conv: int = 4, expand: int = 2, modified: bool = False, bare: bool = False):
+        super().__init__()
+        d_inner = expand * d_model
+        self.recurrence = modified_qlstm if modified else qlstm
+        self.dims = (1, 1, d_inner)
+        self.in_proj = nn.Linear(d_model, d_inner if bare else 2 * d_inner, bias=False)
+        self.conv1d = None if bare else ShortConv(d_inner, d_conv, activation=None)
+        self.gates = nn.Linear(d_inner, 3 * d_inner)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=False)
+        self.a = nn.Parameter(torch.ones(1)) if modified else None
+        for linear in (self.in_proj, self.gates, self.out_proj):
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+        *side, u = self.in_proj(x).split(self.dims[2], dim=-1)
+        return u, tuple(side)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        f, i, o = self.gates(u).unsqueeze(2).chunk(3, dim=-1)
+        inputs = {"x": u.unsqueeze(2), "f": f, "i": i, "o": o}
+        return inputs if self.a is None else {**inputs, "a": self.a}
+
+    def _readout(self, y: Tensor, side: Side) -> Tensor:
+        y = y.flatten(2)
+        for z in side:
+            y = y * F.gelu(z)
+        return self.out_proj(y)

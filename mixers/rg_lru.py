@@ -1,0 +1,97 @@
+"""RG-LRU, the real-gated linear recurrent unit of Griffin."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsf
+from dsf import Expr, Param, Scalar, System, Value, exp, expm1, maximum, sigmoid, softplus, sqrt, where
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._layers import inverse_softplus, undecayed
+from dsf.mixers._module import Mixer, Side, Span
+
+POWER = 8.0  # the paper's c
+KNEE = 2.5e-7  # below it the slope of sqrt would pass 1000
+
+
+def bounded_sqrt(x: Expr) -> Expr:
+    """sqrt(x) with slope at most 1000: below KNEE its tangent there (off by 2.5e-4 at most, at x = 0)."""
+    return where(x < KNEE, 1000 * x + 1000 * KNEE, sqrt(maximum(x, KNEE)))
+
+
+@dsf.recurrence
+def rg_lru(x: Value, r: Value, i: Value, reset: Scalar, Lambda: Param[Value]) -> System:
+    """RG-LRU (Griffin): one number a channel, decayed by a gated power, at constant variance.
+
+    Source: De et al. (arXiv 2402.19427), equations 1-4; the slope bound of the square root and the reset as
+    in the authors' code.
+    Symbols: r, i are gate pre-activations; log a = -softplus(Lambda) and a_t = a^(8 sigmoid(r)). reset is 1
+    where a sequence begins (there A = 0 and the input enters with factor 1), else 0.
+    """
+    log_a = -POWER * softplus(Lambda) * sigmoid(r)
+    decay = where(reset > 0.5, 0, exp(log_a))
+    scale = where(reset > 0.5, 1, bounded_sqrt(-expm1(2 * log_a)))
+    return System(A=decay, B=scale * (sigmoid(i) * x), C=1)
+
+
+class BlockLinear(nn.Module):
+    """A linear map, block-diagonal over heads. weight: [H, P, P], variance 1/P; bias: [H, P], zeros."""
+
+    def __init__(self, heads: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(heads, width, width) * width**-0.5)
+        self.bias = nn.Parameter(torch.zeros(heads, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, H, P] -> [B, T, H, P]."""
+        y = torch.einsum("bthp,hpo->btho", x, self.weight)
+        return y + self.bias.to(y.dtype)
+
+
+class RGLRU(Mixer):
+    """Griffin's recurrent block: two branches, plain convolution and RG-LRU on one, gelu on the other.
+
+    n_heads blocks in the gates' matrices; expand · d_model channels. Lambda's init is the paper's: a^8
+    uniform in [0.9, 0.999] (recurrentgemma draws a itself there, then raises it to the power 8).
+    bare: neither convolution nor gate branch. `forward` and `step` take reset= [B, T] (step: [B]), nonzero
+    where a sequence begins; without it one begins where no state was given.
+    """
+
+    recurrence = rg_lru
+
+    def __init__(self, d_model: int, n_heads: int = 4, d_conv: int = 4, expand: float = 1, bare: bool = False):
+        super().__init__()
+        d_inner = int(expand * d_model)
+        width = d_inner // n_heads
+        if width * n_heads != d_inner:
+            raise ValueError(f"RGLRU: n_heads ({n_heads}) must divide expand·d_model = {d_inner}")
+        self.dims = (n_heads, 1, width)
+        self.linear_x = nn.Linear(d_model, d_inner)
+        self.linear_y = None if bare else nn.Linear(d_model, d_inner)
+        self.conv1d = None if bare else ShortConv(d_inner, d_conv, activation=None)
+        self.input_gate = BlockLinear(n_heads, width)
+        self.recurrence_gate = BlockLinear(n_heads, width)
+        self.Lambda = undecayed(inverse_softplus(-torch.empty(n_heads, width).uniform_(0.9, 0.999).log() / POWER))
+        self.out_proj = nn.Linear(d_inner, d_model)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+        return self.linear_x(x), () if self.linear_y is None else (self.linear_y(x),)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span, reset: Tensor | None = None) -> dict[str, Tensor]:
+        x = u.unflatten(-1, (self.dims[0], -1))
+        starts = span.starts(u)
+        if reset is not None:
+            starts = torch.maximum(starts, (reset != 0).to(u.dtype))
+        return {
+            "x": x,
+            "r": self.recurrence_gate(x),
+            "i": self.input_gate(x),
+            "reset": starts.unsqueeze(2),
+            "Lambda": self.Lambda,
+        }
+
+    def _readout(self, y: Tensor, side: Side) -> Tensor:
+        y = y.flatten(2)
+        for branch in side:
+            y = y * F.gelu(branch, approximate="tanh")
+        return self.out_proj(y)

@@ -1,0 +1,107 @@
+"""SSD, the state space model of Mamba-2."""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+import dsf
+from dsf import Key, Param, Recurrence, Scalar, System, Value, exp, maximum, minimum, softplus
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._layers import GatedRMSNorm, log_uniform_dt_bias, split_heads, undecayed
+from dsf.mixers._module import Mixer, Side, Span
+
+NO_LIMIT = (0.0, math.inf)
+
+
+@lru_cache
+def ssd_with(dt_limit: tuple[float, float] = NO_LIMIT) -> Recurrence:
+    """The SSD recurrence with its time step clamped to dt_limit."""
+
+    @dsf.recurrence
+    def ssd(
+        x: Value, dt: Scalar, b: Key, c: Key, A_log: Param[Scalar], D: Param[Scalar], dt_bias: Param[Scalar]
+    ) -> System:
+        """SSD (Mamba-2): one decay a head, set by its time step.
+
+        Source: Dao & Gu (arXiv 2405.21060), Section 2; discretised as in the released code (Euler for B).
+        Symbols: dt is the pre-activation of Delta without its bias; a = -exp(A_log) < 0; b, c are shared by a
+        group of heads.
+        Objective: one gradient step of -<S' b_t, Delta_t x_t>, with weight decay on S.
+        """
+        delta = softplus(dt + dt_bias)
+        if dt_limit != NO_LIMIT:
+            delta = minimum(maximum(delta, dt_limit[0]), dt_limit[1])
+        return System(A=exp(-exp(A_log) * delta), B=b * (delta * x), C=c, D=D * x)
+
+    return ssd
+
+
+ssd = ssd_with()
+
+
+class SSD(Mixer):
+    """The Mamba-2 block. Constructor, parameter names, shapes and init as mamba_ssm's `Mamba2`.
+
+    Heads have headdim channels of the expand · d_model inner ones; n_groups of them share b and c. A =
+    -exp(A_log) uniform in [-16, -1], D = 1, Delta log-uniform in [dt_min, dt_max] at start. After the
+    recurrence: gate silu(z), then RMSNorm a group, then out_proj. bare: neither convolution nor z.
+    """
+
+    recurrence = ssd
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        d_conv: int = 4,
+        expand: int = 2,
+        headdim: int = 64,
+        n_groups: int = 1,
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+        dt_limit: tuple[float, float] = NO_LIMIT,
+        bare: bool = False,
+    ):
+        super().__init__()
+        d_inner = expand * d_model
+        heads = d_inner // headdim
+        if heads * headdim != d_inner or heads % n_groups:
+            raise ValueError(
+                f"SSD: headdim ({headdim}) must divide expand·d_model ({d_inner}), "
+                f"and n_groups ({n_groups}) the number of heads"
+            )
+        self.recurrence = ssd_with(dt_limit)
+        self.dims = (heads, d_state, headdim)
+        self.n_groups = n_groups
+        channels = d_inner + 2 * n_groups * d_state
+        self.widths = [0 if bare else d_inner, channels, heads]  # z, what is convolved (x, b, c), dt
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.conv1d = None if bare else ShortConv(channels, d_conv)
+        self.dt_bias = undecayed(log_uniform_dt_bias(heads, dt_min, dt_max))
+        self.A_log = undecayed(torch.empty(heads).uniform_(1, 16).log())
+        self.D = undecayed(torch.ones(heads))
+        self.norm = GatedRMSNorm(d_inner, groups=n_groups, gate_first=True)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=False)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+        z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
+        return u, (dt, z)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        heads, n, p = self.dims
+        x, b, c = split_heads(u, heads, p, self.n_groups, n, self.n_groups, n)
+        return {
+            "x": x,
+            "dt": side[0],
+            "b": b,
+            "c": c,
+            "A_log": self.A_log,
+            "D": self.D,
+            "dt_bias": self.dt_bias,
+        }
+
+    def _readout(self, y: Tensor, side: Side) -> Tensor:
+        z = side[1]
+        return self.out_proj(self.norm(y.flatten(2), z if z.shape[-1] else None))

@@ -1,0 +1,188 @@
+"""Laws of every mixer module; the modules come from the zoo's list."""
+
+import inspect
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dsf import mixers
+
+# Fewer key heads than value heads wherever a constructor has the choice.
+SMALL = {
+    "d_model": 8,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "n_key_heads": 1,
+    "n_groups": 2,
+    "d_state": 3,
+    "headdim": 4,
+    "d_conv": 3,
+}
+LAYERS = pytest.mark.parametrize("entry", [e for e in mixers.ZOO if e.module], ids=lambda e: e.name)
+LENGTHS = (3, 1, 5)
+
+
+def small(entry, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    bases = inspect.unwrap(entry.module).__mro__
+    accepted = {name for base in bases for name in inspect.signature(base.__init__).parameters}
+    module = entry.module(**{k: v for k, v in SMALL.items() if k in accepted}, **options)
+    with torch.no_grad():  # move biases, norms and skips off the values at which mistakes do not show
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module.to(dtype)
+
+
+def tokens(batch, length, seed=1, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, SMALL["d_model"], generator=generator, dtype=torch.float64).to(dtype)
+
+
+def numbers(state):
+    """The floating tensors of a state (a KV cache also counts its tokens)."""
+    return [x for x in tree_leaves(state) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def assert_same(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def assert_same_state(got, expected):
+    for a, b in zip(numbers(got), numbers(expected), strict=True):
+        assert_same(a, b)
+
+
+@LAYERS
+@pytest.mark.parametrize("length, cut", [(2, 1), (9, 4), (11, 10)])
+@pytest.mark.parametrize("bare", [False, True])
+def test_whole_equals_pieces(entry, length, cut, bare):
+    module, x = small(entry, bare=bare), tokens(2, length)
+    whole, last = module(x)
+    first, middle = module(x[:, :cut])
+    second, end = module(x[:, cut:], middle)
+    assert_same(torch.cat([first, second], 1), whole)
+    assert_same_state(end, last)
+
+
+@LAYERS
+@pytest.mark.parametrize("length", [1, 7])
+def test_whole_equals_token_by_token(entry, length):
+    module, x = small(entry), tokens(2, length)
+    whole, last = module(x)
+    state, outputs = None, []
+    for t in range(length):
+        y, state = module.step(x[:, t], state)
+        outputs.append(y)
+    assert_same(torch.stack(outputs, 1), whole)
+    assert_same_state(state, last)
+
+
+@LAYERS
+def test_packed_equals_separate_twice_in_a_row(entry):
+    module = small(entry)
+    cuts = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    packed, alone = None, [None] * len(LENGTHS)
+    for call in range(2):  # the second call starts from the packed state of the first
+        x = tokens(1, sum(LENGTHS), seed=call)
+        y, packed = module(x, packed, cu_seqlens=cuts)
+        runs = [module(part, s) for part, s in zip(x.split(LENGTHS, 1), alone, strict=True)]
+        assert_same(y, torch.cat([run[0] for run in runs], 1))
+        alone = [run[1] for run in runs]
+    step, _ = module.step(tokens(3, 1)[:, 0], packed)  # and decoding goes on from it
+    assert_same(step, torch.cat([module.step(tokens(3, 1)[i : i + 1, 0], s)[0] for i, s in enumerate(alone)]))
+
+
+@LAYERS
+def test_future_tokens_change_nothing_before_them(entry):
+    module, x = small(entry), tokens(1, 6)
+    changed = torch.cat([x[:, :4], tokens(1, 2, seed=5)], 1)
+    assert_same(module(changed)[0][:, :4], module(x)[0][:, :4])
+
+
+@LAYERS
+@pytest.mark.parametrize("bare", [False, True])
+def test_gradients_reach_every_parameter_and_the_initial_state(entry, bare):
+    module, x = small(entry, bare=bare), tokens(2, 6).requires_grad_()
+    state = module(tokens(2, 3, seed=2))[1]
+    state = tree_map_only(torch.Tensor, lambda s: s.detach().requires_grad_(s.is_floating_point()), state)
+    y, last = module(x, state)
+    loss = y.square().sum() + sum(s.square().sum() for s in numbers(last))
+    wanted = {**dict(module.named_parameters()), "x": x}
+    wanted |= {f"state {i}": s for i, s in enumerate(numbers(state)) if s.numel()}
+    for (name, tensor), grad in zip(wanted.items(), torch.autograd.grad(loss, list(wanted.values())), strict=True):
+        assert grad.isfinite().all(), name
+        assert grad.shape == tensor.shape and grad.abs().max() > 0, name
+
+
+@LAYERS
+@pytest.mark.parametrize("bare", [False, True])
+def test_state_size_counts_the_state(entry, bare):
+    module, length = small(entry, bare=bare), 5
+    state = module(tokens(1, length))[1]
+    assert module.state_size(context=length) == sum(s.numel() for s in numbers(state))
+    assert module.state_size(context=length, conv=False) == sum(s.numel() for s in numbers(state.recurrent))
+
+
+@LAYERS
+def test_bare_has_no_convolution_and_fewer_or_equal_parameters(entry):
+    bare, full = small(entry, bare=True), small(entry)
+    assert bare.conv1d is None and bare(tokens(1, 3))[1].conv is None
+    names = dict(full.named_parameters())
+    assert all(name in names and p.numel() <= names[name].numel() for name, p in bare.named_parameters())
+
+
+@LAYERS
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_low_precision_stays_close(entry, dtype, tolerance):
+    exact, module = small(entry), small(entry, dtype)
+    exact.load_state_dict(module.state_dict())  # the rounded parameters
+    x = tokens(2, 9, dtype=dtype)
+    y, state = module(x)
+    expected = exact(x.double())[0]
+    assert y.dtype is dtype and y.isfinite().all()
+    assert (y - expected).abs().max() <= tolerance * expected.abs().max()
+    again, _ = module.step(x[:, 0], state)
+    assert again.dtype is dtype and again.isfinite().all()
+
+
+@LAYERS
+def test_inputs_are_what_the_recurrence_takes(entry):
+    module, x = small(entry), tokens(2, 4)
+    inputs = module.inputs(x)
+    assert set(inputs) == {i.name for i in module.recurrence.spec.inputs}
+    assert_same(module.recurrence(**inputs), module.recurrence(**module.inputs(x), form="naive"))
+
+
+@LAYERS
+def test_odd_convolutions_and_a_batch_of_one_token(entry):
+    module = small(entry)
+    assert module(tokens(3, 1))[0].shape == (3, 1, SMALL["d_model"])
+
+
+def test_reset_tokens_begin_a_sequence():
+    module, x = small(mixers.get("rg_lru"), bare=True), tokens(1, 7)
+    reset = torch.zeros(1, 7)
+    reset[0, 3] = 1
+    y, _ = module(x, reset=reset)
+    assert_same(y, torch.cat([module(x[:, :3])[0], module(x[:, 3:])[0]], 1))
+
+
+def test_wrong_sizes_are_refused_by_name():
+    with pytest.raises(ValueError, match="SSD: headdim"):
+        mixers.SSD(8, headdim=5)
+    with pytest.raises(ValueError, match="GatedDeltaNet: n_key_heads"):
+        mixers.GatedDeltaNet(8, 3, n_key_heads=2)
+    with pytest.raises(ValueError, match="RGLRU: n_heads"):
+        mixers.RGLRU(8, 3)
+    with pytest.raises(ValueError, match="eta is 'tanh'"):
+        mixers.NormalizedAttention(8, eta="tanh")
+
+
+def test_import_pulls_in_nothing_heavy():
+    heavy = "transformers", "matplotlib", "rich", "typer"
+    code = f"import sys, dsf.mixers; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
