@@ -44,7 +44,7 @@ class ShortConv(nn.Conv1d):
             padded = torch.cat([state.to(x.dtype), x], dim=2)
             y, state = super().forward(padded), padded[..., padded.shape[2] - past :]
         else:
-            y, state = self._packed(x, state.to(x.dtype), cu_seqlens.long())
+            y, state = self._packed(x, state.to(x.dtype), cu_seqlens.to(x.device, torch.long))
         y = y.transpose(1, 2)
         return (y if self.activation is None else self.activation(y)), state
 

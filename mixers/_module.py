@@ -37,7 +37,7 @@ class Span(NamedTuple):
         if not self.fresh:
             return mask[:, :tokens]
         first = mask.new_zeros(1, dtype=torch.long) if self.cu_seqlens is None else self.cu_seqlens[:-1]
-        return mask.index_fill(1, first.long(), 1.0)[:, :tokens]
+        return mask.index_fill(1, first.to(like.device, torch.long), 1.0)[:, :tokens]
 
 
 class Mixer(nn.Module):

@@ -40,7 +40,7 @@ def gated_deltanet_log(
 class GatedDeltaNet(DeltaNet):
     """The Gated DeltaNet layer: `DeltaNet` (same arguments), a Mamba-2 decay, a gate silu(g) after the norm.
 
-    exp(A_log) uniform in [0, 16], softplus(dt_bias) log-uniform in [1e-3, 0.1] at start. bare: neither
+    exp(A_log) uniform in (0, 16), softplus(dt_bias) log-uniform in [1e-3, 0.1] at start. bare: neither
     convolution nor output gate.
     """
 
