@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from dsf.errors import TraceError
 from dsf.expr import KEY, VALUE, Axes, Expr
@@ -36,8 +36,17 @@ class Kind:
 
 
 if TYPE_CHECKING:
-    Key = Value = Scalar = Expr
-    Param = Steps = Annotated
+    from typing import Annotated as Steps  # a tuple of Expr; no type can be written Steps[Key, 2]
+
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Axis = TypeVarTuple("Axis")
+    Key: TypeAlias = Expr
+    Value: TypeAlias = Expr
+    Scalar: TypeAlias = Expr
+
+    class Param(Expr, Generic[Unpack[Axis]]):
+        """An expression of an input without the token axis."""
 else:
 
     class _Marker:

@@ -66,8 +66,8 @@ class Operator(OperatorBase):
         if self.kind in ("diag", "outer"):
             return f"{self.kind}({', '.join(map(show, self.exprs))})"
         if self.kind == "scale":
-            factor, part = self.exprs[0], self.parts[0]._show(3)
-            text = f"-{part}" if factor is const(-1) else f"{show(factor, 2)} * {part}"
+            factor, scaled = self.exprs[0], self.parts[0]._show(3)
+            text = f"-{scaled}" if factor is const(-1) else f"{show(factor, 2)} * {scaled}"
             return f"({text})" if outer > 2 else text
         first, *rest = self.parts
         if self.kind == "product":
