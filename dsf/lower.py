@@ -76,7 +76,7 @@ def lower(
     """
     batch, tokens, heads, n = shape
     layout = columns(spec, values.p)
-    decay, log = _decays(spec, values)
+    decay, log = _decays(spec, values, tokens)
     readout = values(spec.readout).expand(batch, tokens, heads, -1, -1)
     key, value, gain = _injections(spec, values, shape, layout)
     dense = _dense(spec, values, shape, layout)
@@ -98,11 +98,14 @@ def lower(
     return _stabilise(spec, values, problem, layout, gain, state)
 
 
-def _decays(spec: Spec, values: Evaluator) -> tuple[Tensor, bool]:
+def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
     """Decays of all rows [B|1, rows|1, H|1, n, p], in logarithms where the table derives them."""
     logs = spec.log_decays
     exprs = logs if logs is not None else tuple(r.normal.decay for r in spec.rows)
-    return _stack([values(e) for e in exprs]), logs is not None
+    rows = [values(e) for e in exprs]
+    if len(rows) > 1:  # constant micro-steps alternate, so every token needs rows of its own
+        rows = [x.expand(-1, tokens, -1, -1, -1) for x in rows]
+    return _stack(rows), logs is not None
 
 
 def _stack(rows: list[Tensor]) -> Tensor:

@@ -124,9 +124,12 @@ class Recurrence:
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
         return make_plan(self.spec, sizes, dtype, form, backend)
 
-    def trajectory(self, *args: Tensor, **kwargs: Tensor) -> Trajectory:
-        """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token."""
-        return record(self.spec, bind(self.spec, args, kwargs))
+    def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
+        """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.
+
+        initial_state: as a call takes it; only the trajectory's states depend on it.
+        """
+        return record(self.spec, bind(self.spec, args, kwargs), initial_state)
 
     def taylor(self, order: int) -> Recurrence:
         """Softmax attention with its exponential features cut after degree `order`: a finite state.

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dsf.bind import Bound, environment
-from dsf.errors import FormError
+from dsf.drive import Drive, drive_of
+from dsf.errors import FormError, InputError
 from dsf.evaluate import Evaluator
-from dsf.kernels.attention import softmax_matrix, spread_heads
-from dsf.kernels.matrix import weights
+from dsf.expr import Expr
+from dsf.kernels.attention import spread_heads
+from dsf.kernels.matrix import attention_matrix, injection_row, response, weights
 from dsf.kernels.operators import Transition
 from dsf.kernels.problem import Problem
-from dsf.lower import lower
+from dsf.lower import Lowered, lower, true_state
 from dsf.run import softmax_operands, timed_inputs
 from dsf.spec import Spec
+from dsf.system import DEN, NUM, ONE
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention's operands: a [B, H, T, N] scaled queries, k [B, G, S, N], v [B, G, S, P].
+
+    seen: bool [B|1, H|1, T, S], True where a query sees a key, or None for plain causal attention (S = T).
+    bias: added to the scores, [B|1, H|1, T, S] (ALiBi), or None. sink: [H] score of a key without value, or None.
+    """
+
+    a: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor | None = None
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+
+    def matrix(self) -> Tensor:
+        """The attention matrix [B, H, T, S]; rows sum to 1, or to less where a sink takes its share."""
+        return attention_matrix(self.a, spread_heads(self.k, self.a.shape[1]), self.seen, self.bias, self.sink)
 
 
 @dataclass(frozen=True)
@@ -25,13 +49,40 @@ class Trajectory:
 
     spec: the recurrence. problem: the tensors (kernels.Problem), rows = tokens x micro-steps, None for softmax.
     gauge: [B, T, H] η_t or None: the framework paper's state is S_t / η_t, so its transition is (η_{t-1}/η_t) A_t.
-    attention: for softmax, (a [B, H, T, N], k, v): queries with scale, keys, values.
+    attention: for softmax, its operands. drive: [B, rows, H, P] the input u that the system is linear in, or None
+    where it cannot be told. unit: the system with u = 1, whose injection and skip are the paper's B_t and D_t.
+    scale: for quotients, (factor on unit's output, the true scale's 1), [B, T, H, p] or None each.
+    initial_state: [B, H, N, P] the state before the first token, None for zeros.
     """
 
     spec: Spec
     problem: Problem | None
     gauge: Tensor | None
-    attention: tuple[Tensor, Tensor, Tensor] | None = None
+    attention: Attention | None = None
+    drive: Tensor | None = None
+    unit: Problem | None = None
+    scale: tuple[Tensor | None, Tensor | None] = (None, None)
+    initial_state: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.attention.a.shape[0] if self.attention is not None else self._finite().leading[0]
+
+    @property
+    def state_size(self) -> tuple[int, int]:
+        """(N, P) of one head's state."""
+        return self._finite().n, self._finite().p
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.attention.a.shape[2] if self.attention is not None else self._finite().tokens
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.attention.a.shape[1] if self.attention is not None else self._finite().leading[1]
 
     @property
     def transition(self) -> Transition:
@@ -39,22 +90,30 @@ class Trajectory:
         return self._finite().transition()
 
     @property
-    def paper_transition(self) -> Transition:
-        """A in the framework paper's gauge, (η_{t-1}/η_t) A_t (DSF eqs. 15, 22); equal to transition without a gauge.
+    def token_transition(self) -> Transition:
+        """Structured A of every token: the micro-steps of a token multiplied out, ranks added."""
+        a, micro = self.transition, self._finite().micro
+        if micro == 1:
+            return a
+        rows = self._finite().tokens * micro
+        whole = _expand_rows(a, rows)
+        steps = [_rows(whole, slice(m, None, micro)) for m in range(micro)]
+        out = steps[0]
+        for step in steps[1:]:
+            out = step.compose(out)
+        return out
 
-        The first token has no predecessor: its factor is 1.
+    @property
+    def paper_transition(self) -> Transition:
+        """token_transition in the framework paper's gauge, (η_{t-1}/η_t) A_t (DSF eqs. 15, 22).
+
+        The first token has no predecessor: its factor is 1. Equal to token_transition without a gauge.
         """
-        a = self.transition
+        a = self.token_transition
         if self.gauge is None:
             return a
-        micro = self._finite().micro
         eta = self.gauge
-        factor = torch.cat([torch.ones_like(eta[:, :1]), eta[:, :-1] / eta[:, 1:]], dim=1)
-        if micro > 1:  # the gauge changes once a token, with its last micro-step
-            rows = torch.ones(*factor.shape[:2], micro, factor.shape[2], dtype=factor.dtype, device=factor.device)
-            rows[:, :, -1] = factor
-            factor = rows.flatten(1, 2)
-        factor = factor[..., None, None]
+        factor = torch.cat([torch.ones_like(eta[:, :1]), eta[:, :-1] / eta[:, 1:]], dim=1)[..., None, None]
         left = None if a.left is None else a.left * factor.unsqueeze(-3)
         return Transition(a.decay * factor, left, a.right)
 
@@ -81,26 +140,77 @@ class Trajectory:
         return dense.expand(batch, problem.tokens * problem.micro, heads, -1, -1, -1)
 
     def kernel_matrix(self) -> Tensor:
-        """Phi [B, H, T, rows·G, p] with y = Phi applied to the written values (DSF eq. 12, D left out).
+        """Phi [B, H, T, rows, p] with y = Phi · u for the driving input u (DSF eq. 12, D on its diagonal).
 
-        For softmax, the attention matrix [B, H, T, T, 1]; for normalised systems the matrix of num / den weights when
-        den is shared by the channels. p = 1 where channels agree.
+        Exact for every system, quotients included: with a micro-step per token, Phi[..., i, j, p] is what u_j weighs
+        in y_i. For softmax, the attention matrix [B, H, T, S, 1]. p = 1 where channels agree. Where no input drives
+        the system (`drive` is None) Phi refers to the written values and leaves D out, with B's groups as columns.
         """
         if self.attention is not None:
-            a, k, _ = self.attention
-            return softmax_matrix(a, spread_heads(k, a.shape[1]), None).unsqueeze(-1)
-        return weights(self._finite())[0]
+            return self.attention.matrix().unsqueeze(-1)
+        if self.unit is None:
+            return weights(self._finite())[0]
+        phi = response(self.unit)
+        rescale, one = (None if x is None else x.transpose(1, 2).unsqueeze(3) for x in self.scale)
+        if rescale is not None:
+            phi = phi * rescale
+        if self.unit.skip is not None:
+            last = torch.arange(1, self.tokens + 1, device=phi.device) * self.unit.micro - 1
+            own = self.unit.skip.transpose(1, 2).unsqueeze(3)
+            place = torch.nn.functional.one_hot(last, phi.shape[3]).to(phi.dtype)[..., None]
+            phi = phi + place * own
+        if self.spec.rule is None:
+            return phi
+        den = phi.sum(3, keepdim=True)
+        one = torch.ones_like(den) if one is None else one
+        env: dict[Expr, Tensor] = {NUM: torch.ones_like(den), DEN: den, ONE: one}
+        return phi * Evaluator(env, self.unit.n, self.unit.p)(self.spec.rule)
+
+    def walk(self) -> Iterator[Tensor]:
+        """S_t [B, H, N, P] after every token in turn, holding one state at a time."""
+        problem = self._finite()
+        a = self.transition
+        state = problem.zero_state() if self.initial_state is None else self.initial_state
+        for row in range(problem.tokens * problem.micro):
+            state = _row(a, row).apply(state) + injection_row(problem, row)
+            if (row + 1) % problem.micro == 0:
+                yield state
 
     def states(self) -> Tensor:
         """S_t after every token [B, T, H, N, P]: walks the recurrence."""
-        problem = self._finite()
-        a, injections = self.transition, problem.injection()
-        state, out = problem.zero_state(), []
-        for row in range(problem.tokens * problem.micro):
-            state = _row(a, row).apply(state) + injections[:, row]
-            if (row + 1) % problem.micro == 0:
-                out.append(state)
-        return torch.stack(out, dim=1)
+        return torch.stack(list(self.walk()), dim=1)
+
+    def select(
+        self,
+        batch: slice | None = None,
+        tokens: slice | None = None,
+        heads: slice | None = None,
+        channels: slice | None = None,
+    ) -> Trajectory:
+        """Part of the trajectory, as views. A later start forgets the state before it unless nothing is cut off."""
+        parts = [slice(None) if s is None else s for s in (batch, tokens, heads, channels)]
+        if any(s.step not in (None, 1) for s in parts):
+            raise InputError(f"{self.spec.name}: select takes slices without a step")
+        if self.attention is not None:
+            return replace(self, attention=_select_attention(self.attention, parts))
+        micro = self._finite().micro
+        rows = slice(*(None if x is None else x * micro for x in (parts[1].start, parts[1].stop)))
+        b, t, h, p = parts
+
+        def at(x: Tensor | None, row: slice, channel: slice | None = None) -> Tensor | None:
+            return None if x is None else cut(x, b, row, h, channel)
+
+        start = self.initial_state
+        keep = start is not None and parts[1].start in (None, 0)
+        return replace(
+            self,
+            problem=_select_problem(self._finite(), b, rows, t, h, p),
+            unit=None if self.unit is None else _select_problem(self.unit, b, rows, t, h, p),
+            drive=at(self.drive, rows, p),
+            gauge=at(self.gauge, t),
+            scale=(at(self.scale[0], t, p), at(self.scale[1], t, p)),
+            initial_state=start[b, h, :, p] if keep and start is not None else None,
+        )
 
     def _finite(self) -> Problem:
         if self.problem is None:
@@ -112,25 +222,145 @@ class Trajectory:
 
 
 def _row(a: Transition, row: int) -> Transition:
+    return _rows(a, row) if a.decay.shape[1] > 1 or a.left is not None else Transition(a.decay[:, 0])
+
+
+def _rows(a: Transition, rows: int | slice) -> Transition:
     def at(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:, row if x.shape[1] > 1 else 0]
+        if x is None:
+            return None
+        return x[:, rows] if x.shape[1] > 1 else x[:, 0] if isinstance(rows, int) else x
 
     decay = at(a.decay)
     assert decay is not None
     return Transition(decay, at(a.left), at(a.right))
 
 
-def record(spec: Spec, bound: Bound) -> Trajectory:
-    """The trajectory of `spec` on one call's inputs."""
+def _expand_rows(a: Transition, rows: int) -> Transition:
+    def at(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.expand(x.shape[0], rows, *x.shape[2:])
+
+    decay = at(a.decay)
+    assert decay is not None
+    return Transition(decay, at(a.left), at(a.right))
+
+
+def cut(x: Tensor, batch: slice, rows: slice, heads: slice, channels: slice | None = None) -> Tensor:
+    """Slices of [B|1, rows|1, H|1, ..., P|1]; axes of size one are shared and stay."""
+    for axis, part in ((0, batch), (1, rows), (2, heads), (-1, channels)):
+        if part is not None and x.shape[axis] > 1:
+            x = x[(slice(None),) * (axis % x.dim()) + (part,)]
+    return x
+
+
+def _select_problem(problem: Problem, b: slice, rows: slice, t: slice, h: slice, p: slice) -> Problem:
+    def at(x: Tensor | None, rows: slice, channel: slice | None) -> Tensor | None:
+        return None if x is None else cut(x, b, rows, h, channel)
+
+    count = len(range(problem.p)[p]) if problem.p > 1 else 1
+    decay, readout = at(problem.decay, rows, p), at(problem.readout, t, p)
+    assert decay is not None and readout is not None
+    return replace(
+        problem, p=count, decay=decay, readout=readout,
+        key=at(problem.key, rows, None), value=at(problem.value, rows, p), dense=at(problem.dense, rows, p),
+        left=at(problem.left, rows, p), right=at(problem.right, rows, p), tie=at(problem.tie, rows, None),
+        skip=at(problem.skip, t, p),
+    )  # fmt: skip
+
+
+def _select_attention(attention: Attention, parts: list[slice]) -> Attention:
+    """Query rows [t], all keys; heads are spread over groups first."""
+    b, t, h, p = parts
+    heads = attention.a.shape[1]
+    k, v = spread_heads(attention.k, heads), spread_heads(attention.v, heads)
+    seen = attention.seen
+    if seen is None and t != slice(None):
+        tokens, places = attention.a.shape[2], k.shape[2]
+        seen = torch.ones(1, 1, tokens, places, dtype=torch.bool, device=k.device).tril(places - tokens)
+
+    def at(x: Tensor | None) -> Tensor | None:
+        return None if x is None else cut(x, b, h, t)
+
+    return Attention(
+        attention.a[b, h, t], k[b, h], v[b, h, :, p], at(seen), at(attention.bias),
+        None if attention.sink is None else attention.sink[h],
+    )  # fmt: skip
+
+
+def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Trajectory:
+    """The trajectory of `spec` on one call's inputs. initial_state: [B, H, N, columns] as a call takes it."""
     timed = timed_inputs(spec, bound)
     if spec.is_softmax:
-        return Trajectory(spec, None, None, softmax_operands(spec, bound, timed))
+        return Trajectory(spec, None, None, Attention(*softmax_operands(spec, bound, timed)))
     sizes = bound.sizes
     values = Evaluator(environment(spec, bound), sizes.keys, sizes.p)
     shape = (sizes.batch, sizes.tokens, sizes.heads, sizes.n)
-    plain = spec.unnormalised
-    problem = lower(plain, values, shape, None, None).problem
+    problem = lower(spec.unnormalised, values, shape, None, None).problem
     gauge = None
     if spec.system.gauge is not None:
         gauge = values(spec.system.gauge).squeeze(-1).squeeze(-1).expand(shape[:3])
-    return Trajectory(spec, problem, gauge)
+    start = None if initial_state is None else true_state(spec, initial_state, sizes.p)[..., : sizes.p]
+    found = drive_of(spec)
+    if found is None:
+        return Trajectory(spec, problem, gauge, initial_state=start)
+    drive = _driving(found, values, shape)
+    if spec.rule is None:
+        return Trajectory(spec, problem, gauge, None, drive, _unit(found, values, problem, shape), initial_state=start)
+    lowered = lower(spec, values, shape, None, None)
+    scale = _den(lowered.rescale, lowered), lowered.one
+    return Trajectory(spec, problem, gauge, None, drive, _quotient_unit(lowered), scale, start)
+
+
+def _driving(found: Drive, values: Evaluator, shape: tuple[int, int, int, int]) -> Tensor:
+    """u [B, rows, H, P]; zero in rows that write nothing."""
+    rows = [values.full(0.0) if node is None else values(node) for node in found.inputs]
+    spread = [x.squeeze(-2).expand(*shape[:3], values.p) for x in rows]
+    return torch.stack(spread, dim=2).flatten(1, 2)
+
+
+def _unit(found: Drive, values: Evaluator, problem: Problem, shape: tuple[int, int, int, int]) -> Problem:
+    """The system with u = 1."""
+    if problem.dense is not None:
+        rows = []
+        for gain, keys in zip(found.dense, found.gains, strict=True):
+            assert gain is not None or not keys
+            rows.append(values.full(0.0) if gain is None else values(gain))
+        dense = torch.stack([x.expand(*shape, values.p) for x in rows], dim=2).flatten(1, 2)
+        changed = replace(problem, dense=dense)
+    else:
+        assert problem.key is not None
+        groups = problem.key.shape[3]
+        rows = [
+            torch.stack([_gain(found.gains[r], g, values, shape) for g in range(groups)], dim=3)
+            for r in range(len(found.gains))
+        ]
+        value = torch.stack(torch.broadcast_tensors(*rows), dim=2).flatten(1, 2)
+        changed = replace(problem, value=value, p=value.shape[-1])
+    if problem.skip is None:
+        return changed
+    own = values(found.skip).squeeze(-2)
+    return replace(changed, skip=own.expand(*shape[:3], own.shape[-1]))
+
+
+def _gain(gains: tuple[Expr, ...], group: int, values: Evaluator, shape: tuple[int, int, int, int]) -> Tensor:
+    """A term's value with u = 1, [B, T, H, P or 1]; zero for a term the row does not have."""
+    x = values(gains[group]) if group < len(gains) else values.full(0.0)
+    x = x.squeeze(-2)
+    return x.expand(*shape[:3], x.shape[-1])
+
+
+def _quotient_unit(lowered: Lowered) -> Problem:
+    """The normaliser's columns of the lowered system: num with u = 1 in the gauge of the running maximum."""
+    problem = lowered.problem
+    skip = problem.skip if lowered.skip is None else lowered.skip
+    changes = {name: _den(getattr(problem, name), lowered) for name in ("decay", "readout", "left", "right", "dense")}
+    value = None if problem.value is None else problem.value[..., lowered.columns.p :]
+    own = None if skip is None else skip.expand(*problem.readout.shape[:3], -1)[..., lowered.columns.p :]
+    return replace(problem, p=lowered.columns.den, value=value, skip=own, **changes)  # type: ignore[arg-type]
+
+
+def _den(x: Tensor | None, lowered: Lowered) -> Tensor | None:
+    """The normaliser's columns of a tensor that has those of num and den side by side, or one for both."""
+    if x is None or x.shape[-1] == 1:
+        return x
+    return x[..., lowered.columns.p :]

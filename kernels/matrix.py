@@ -36,6 +36,63 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.stack(out, dim=2), live
 
 
+def response(problem: Problem) -> Tensor:
+    """Phi [B, H, T, rows, p]: output i of a system whose row j alone writes its injection B_j. D is left out.
+
+    problem: the system driven by ones, p channels (1 where they agree); then Phi · u is its output for an input u.
+    """
+    whole = problem.transition()
+    rows = problem.tokens * problem.micro
+    channels = problem.p if problem.readout.shape[-1] == 1 else max(problem.p, problem.readout.shape[-1])
+    channels = max(channels, whole.decay.shape[-1], 1 if whole.left is None else whole.left.shape[-1])
+    batch, heads = problem.leading
+    live = problem.readout.new_zeros(batch, heads, problem.n, rows, channels)  # A_i … A_{j+1} B_j, columns j
+    phi = problem.readout.new_zeros(batch, heads, problem.tokens, rows, channels)
+    for t in range(problem.tokens):
+        if problem.before:
+            phi[:, :, t] = (problem.readout[:, t].unsqueeze(-2) * live).sum(2)
+        for row in range(t * problem.micro, (t + 1) * problem.micro):
+            live[..., :row, :] = _advance(_row(whole, row), live[..., :row, :])
+            live[..., row, :] = injection_row(problem, row)
+        if not problem.before:
+            seen = live[..., : row + 1, :]
+            phi[:, :, t, : row + 1] = (problem.readout[:, t].unsqueeze(-2) * seen).sum(2)
+    return phi
+
+
+def injection_row(problem: Problem, row: int) -> Tensor:
+    """B of one row, dense [B, H, N, P], without forming that of the others."""
+    if problem.dense is not None:
+        return problem.dense[:, row]
+    assert problem.key is not None and problem.value is not None
+    return problem.key[:, row].transpose(-1, -2) @ problem.value[:, row]
+
+
+def attention_matrix(
+    a: Tensor, k: Tensor, seen: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None
+) -> Tensor:
+    """Softmax weights [B, H, T, S]. a: [B, H, T, N] scaled queries, k: [B, H, S, N].
+
+    seen: bool [B|1, H|1, T, S], None for causal attention. bias: added to the scores. sink: [H], the score of a key
+    without a value, which takes its share of every row (gpt-oss). A row that sees nothing is zero.
+    """
+    scores = a @ k.transpose(-1, -2)
+    scores = scores if bias is None else scores + bias
+    if seen is None:
+        tokens, places = scores.shape[-2:]
+        seen = torch.ones(tokens, places, dtype=torch.bool, device=a.device).tril(places - tokens)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    own = None if sink is None else sink[:, None, None].to(scores.dtype)
+    if own is not None:
+        top = torch.maximum(top, own)
+    weights = (scores - top.clamp(min=torch.finfo(scores.dtype).min)).exp()
+    total = weights.sum(-1, keepdim=True)
+    if own is not None:
+        total = total + (own - top).exp()
+    return weights / torch.where(total == 0, 1.0, total)
+
+
 def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run the recurrence as one lower-triangular matrix. Returns y [B, T, H, P] and the final state."""
     initial = problem.zero_state() if state is None else state

@@ -1,0 +1,296 @@
+"""Every measure equals its closed form, or a dense float64 computation, on random trajectories of every structure."""
+
+import math
+import time
+
+import mixer_inputs
+import pytest
+import torch
+
+from dsf import FormError, InputError, mixers
+from dsf.analysis import measures as m
+
+ZOO = [e.recurrence for e in mixers.ZOO]
+FINITE = [r for r in ZOO if not r.spec.is_softmax]
+EVERY = pytest.mark.parametrize("r", ZOO, ids=lambda r: r.name)
+EVERY_FINITE = pytest.mark.parametrize("r", FINITE, ids=lambda r: r.name)
+CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+
+
+def trajectory(r, tokens=6, **options):
+    return r.trajectory(**mixer_inputs.sample(r, tokens=tokens, **options))
+
+
+def dense(t):
+    """A of every token [B, T, H, p, N, N], micro-steps multiplied out."""
+    rows, micro = t.dense(), t.problem.micro
+    steps = rows.unflatten(1, (-1, micro)).unbind(2)
+    out = steps[0]
+    for step in steps[1:]:
+        out = step @ out
+    return out
+
+
+@EVERY_FINITE
+def test_eigenvalues_are_those_of_the_dense_transition(r):
+    t = trajectory(r)
+    values = m.eigenvalues(t)
+    expected = torch.linalg.eigvals(dense(t)).movedim(-1, -2)
+    values = values.expand(expected.shape)
+    assert values.shape[:3] == (2, 6, 2)
+    # power sums characterise the set of eigenvalues, whatever its order
+    for power in range(1, expected.shape[-2] + 1):
+        torch.testing.assert_close((values.to(torch.complex128) ** power).sum(-2), (expected**power).sum(-2), **CLOSE)
+    torch.testing.assert_close(
+        m.spectral_radius(t).expand(expected.abs().amax(-2).shape), expected.abs().amax(-2), **CLOSE
+    )
+
+
+@EVERY_FINITE
+def test_transition_and_propagator_norms_are_the_dense_ones(r):
+    t = trajectory(r)
+    matrices = dense(t)
+    expected = torch.linalg.matrix_norm(matrices, 2)
+    torch.testing.assert_close(m.transition_norm(t).expand(expected.shape), expected, **CLOSE)
+    product = matrices[:, 2]
+    for i, norm in enumerate(m.propagator_norm(t, start=2).unbind(1)):
+        product = product if i == 0 else matrices[:, 2 + i] @ product
+        expected = torch.linalg.matrix_norm(product, 2)
+        torch.testing.assert_close(norm.expand(expected.shape), expected, **CLOSE)
+
+
+@EVERY_FINITE
+def test_lyapunov_exponents_add_up_to_the_log_determinant(r):
+    t = trajectory(r, tokens=5)
+    exponents = m.lyapunov_exponents(t)
+    logs = torch.linalg.slogdet(dense(t)).logabsdet.mean(1)
+    finite = logs.isfinite()
+    torch.testing.assert_close(exponents.sum(-2).expand(logs.shape)[finite], logs[finite], **CLOSE)
+    assert (exponents.diff(dim=-2) <= 0).all() | (exponents == -math.inf).any()
+
+
+def test_lyapunov_exponents_of_one_repeated_matrix_tend_to_its_log_eigenvalues():
+    tokens, k = 400, torch.nn.functional.normalize(torch.randn(1, 1, 1, 3, dtype=torch.float64), dim=-1)
+    shape = (1, tokens, 1, 3)
+    t = mixers.kda.trajectory(
+        q=torch.randn(shape, dtype=torch.float64), k=k.expand(shape), v=torch.randn(shape, dtype=torch.float64),
+        g=torch.tensor([-0.1, -0.5, -1.0], dtype=torch.float64).expand(shape),
+        beta=torch.full((1, tokens, 1), 0.7, dtype=torch.float64),
+    )  # fmt: skip
+    expected = m.eigenvalues(t)[0, 0, 0, :, 0].abs().log().sort(descending=True).values
+    torch.testing.assert_close(m.lyapunov_exponents(t)[0, 0, :, 0], expected, rtol=1e-2, atol=1e-2)
+
+
+def test_closed_forms_of_the_delta_family():
+    inputs = mixer_inputs.sample(mixers.gated_deltanet)
+    t = mixers.gated_deltanet.trajectory(**inputs)
+    k2 = (inputs["k"] ** 2).sum(-1)
+    alpha, beta = inputs["alpha"], inputs["beta"]
+    values = m.eigenvalues(t).squeeze(-1)
+    torch.testing.assert_close(values[..., 0], alpha * (1 - beta * k2), **CLOSE)
+    torch.testing.assert_close(values[..., 1:], alpha.unsqueeze(-1).expand(*alpha.shape, 2), **CLOSE)
+    gates = m.gate_strengths(t)
+    torch.testing.assert_close(gates.decay, alpha, **CLOSE)
+    torch.testing.assert_close(gates.erase, beta * k2, **CLOSE)
+    torch.testing.assert_close(gates.write, beta * k2.sqrt() * inputs["v"].norm(dim=-1), **CLOSE)
+    half = m.half_life(t)[..., 0, 0]
+    torch.testing.assert_close(half, math.log(0.5) / alpha.log().mean(1), **CLOSE)
+    torch.testing.assert_close(m.horizon(t, 0.25)[..., 0, 0], 2 * half, **CLOSE)
+    torch.testing.assert_close(m.cumulative_decay(t)[..., 0, 0], alpha.cumprod(1), **CLOSE)
+
+
+def test_normalised_attention_in_the_papers_form_has_the_ratio_of_etas():
+    inputs = mixer_inputs.sample(mixers.normalized_attention_softplus)
+    t = mixers.normalized_attention_softplus.trajectory(**inputs)
+    eta = torch.nn.functional.softplus(inputs["eta"])
+    values = m.eigenvalues(t, paper=True)[..., 0]
+    torch.testing.assert_close(values[:, 1:], (eta[:, :-1] / eta[:, 1:]).unsqueeze(-1).expand(-1, -1, -1, 3), **CLOSE)
+    assert (m.eigenvalues(t) == 1).all()
+
+
+@EVERY
+def test_phi_times_the_input_is_the_output(r):
+    inputs = mixer_inputs.sample(r)
+    torch.testing.assert_close(m.output(r.trajectory(**inputs)), r(**inputs, form="naive"), **CLOSE)
+
+
+@EVERY
+def test_phi_is_causal_and_its_pictures_are_normalised(r):
+    t = trajectory(r)
+    phi = m.kernel_matrix(t)
+    micro = phi.shape[3] // 6
+    later = torch.arange(6)[:, None] < torch.arange(6 * micro)[None] // micro
+    assert (phi[:, :, later] == 0).all()
+    rows = m.attention_map(t).sum(-1)
+    torch.testing.assert_close(rows[rows > 0], torch.ones_like(rows[rows > 0]))
+
+
+def test_mean_distance_of_a_fixed_decay_is_the_geometric_mean_age():
+    one = torch.ones(1, 200, 1, 1, dtype=torch.float64)
+    t = mixers.retnet.trajectory(q=one, k=one, v=one, slope=torch.full((1,), 0.2, dtype=torch.float64))
+    gamma = math.exp(-0.2)
+    assert m.mean_distance(t)[0, 0, -1, 0].item() == pytest.approx(gamma / (1 - gamma), rel=1e-8)
+
+
+@EVERY_FINITE
+def test_effective_state_size_is_at_most_the_states_rows(r):
+    t = trajectory(r, tokens=12)
+    size = m.effective_state_size(t, at=[3, 6], tolerance=1e-9)
+    assert size.tolerance.shape[2] == 2
+    if r.spec.rule is None:
+        assert size.tolerance.max() <= t.state_size[0]
+    assert (size.entropy <= size.tolerance.clamp(min=1) * 1.001 + 1e-6).all()
+
+
+def test_effective_state_size_of_a_lag_is_its_length():
+    taps, tokens = 4, 20
+    phi = sum(torch.diag(torch.full((tokens - j,), 1.0 + j, dtype=torch.float64), -j) for j in range(taps))
+    sigma = torch.linalg.svdvals(phi[10:, :10])
+    assert int((sigma > 1e-9).sum()) == taps - 1
+    assert m.entropy_rank(torch.ones(5)).item() == pytest.approx(5)
+    assert m.entropy_rank(torch.zeros(5)).item() == 0
+
+
+@EVERY_FINITE
+def test_state_statistics_are_those_of_the_unrolled_states(r):
+    t = trajectory(r)
+    states = t.states()
+    torch.testing.assert_close(m.state_norms(t), states.flatten(3).norm(dim=-1), **CLOSE)
+    change = (states.diff(dim=1).flatten(3).norm(dim=-1)) / states[:, :-1].flatten(3).norm(dim=-1)
+    torch.testing.assert_close(m.state_change(t), change, **CLOSE)
+    ranks = m.effective_rank(t, every=2)
+    assert ranks.shape == (2, 3, 2) and (ranks >= 1 - 1e-9).all()
+
+
+def test_effective_rank_counts_equal_directions():
+    eye = torch.eye(3, dtype=torch.float64)[None, :, None]
+    t = mixers.unnormalized_linear_attention.trajectory(q=eye, k=eye, v=eye)
+    torch.testing.assert_close(m.effective_rank(t)[0, :, 0], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+
+@EVERY_FINITE
+def test_gates_agree_with_the_dense_system(r):
+    t = trajectory(r)
+    gates = m.gate_strengths(t)
+    written = t.injection.flatten(3).norm(dim=-1).unflatten(1, (6, -1)).sum(2)
+    torch.testing.assert_close(gates.write, written.expand(gates.write.shape), **CLOSE)
+    if t.transition.left is None:
+        assert (gates.erase == 0).all()
+    if t.transition.left is not None and t.transition.left.shape[-1] == 1 and t.transition.decay.shape[-1] == 1:
+        n = t.state_size[0]
+        base = t.token_transition.decay.expand(2, 6, 2, n, 1).prod(-2).squeeze(-1)
+        kept = (torch.linalg.det(dense(t)).squeeze(-1) / base).abs()
+        torch.testing.assert_close(gates.erase, 1 - kept, **CLOSE)
+
+
+SIZES = [
+    ("softmax_attention", {"heads": 16, "N": 128, "P": 128, "context": 4096}, 2 * 4096 * 16 * 128),
+    ("softmax_attention", {"heads": 16, "N": 128, "P": 128, "context": 4096, "window": 512}, 2 * 512 * 16 * 128),
+    ("softmax_attention", {"heads": 16, "N": 128, "P": 128, "context": 10, "key_heads": 4}, 2 * 10 * 4 * 128),
+    ("gated_deltanet", {"heads": 16, "N": 128, "P": 64, "context": 9999}, 16 * 128 * 64),
+    ("s6", {"heads": 1, "N": 16, "P": 4096}, 65536),
+    ("qlstm", {"heads": 1, "P": 2048}, 2048),
+    ("rg_lru", {"heads": 4, "P": 512, "conv": 2048 * 3}, 2048 * 4),
+]
+
+
+@pytest.mark.parametrize("name, sizes, numbers", SIZES)
+def test_state_sizes_are_the_tables(name, sizes, numbers):
+    found = m.state_size(mixers.get(name).recurrence, **sizes)
+    assert found.numbers == numbers and found.bytes == 4 * numbers
+
+
+@EVERY
+def test_costs_name_every_form(r):
+    found = m.costs(r, T=256, heads=2, N=8, P=8)
+    assert [c.form for c in found] == list(r.forms)
+    assert all(c.flops > 0 and c.bytes > 0 for c in found)
+
+
+def test_parameters_are_counted_once():
+    assert m.parameter_count(torch.nn.Linear(3, 4)) == 16
+
+
+def test_gated_deltanet_at_alpha_one_is_deltanet():
+    inputs = mixer_inputs.sample(mixers.deltanet)
+    translate = lambda x: {**x, "alpha": torch.ones_like(x["beta"])}  # noqa: E731
+    assert m.special_case(mixers.gated_deltanet, mixers.deltanet, inputs, translate) < 1e-14
+    half = lambda x: {**x, "alpha": torch.full_like(x["beta"], 0.5)}  # noqa: E731
+    assert m.special_case(mixers.gated_deltanet, mixers.deltanet, inputs, half) > 1e-2
+    a, b = mixers.deltanet.trajectory(**inputs), mixers.gated_deltanet.trajectory(**translate(inputs))
+    assert m.phi_distance(a, b).max() < 1e-14
+    assert m.phi_distance(a, mixers.gated_deltanet.trajectory(**half(inputs))).min() > 1e-2
+
+
+@pytest.mark.parametrize("r", [r for r in FINITE if not r.spec.rank], ids=lambda r: r.name)
+def test_a_small_state_embeds_in_a_larger_one(r):
+    t = trajectory(r)
+    wide = m.embed(t, 7)
+    assert wide.state_size[0] == 7
+    torch.testing.assert_close(m.kernel_matrix(wide), m.kernel_matrix(t), **CLOSE)
+    assert (wide.states()[..., 3:, :] != 0).any()
+    with pytest.raises(InputError, match="cannot be embedded in 0 rows"):
+        m.embed(t, 0)
+
+
+def test_taylor_error_is_that_of_the_finite_system_and_vanishes():
+    inputs = mixer_inputs.sample(mixers.softmax_attention)
+    t = mixers.softmax_attention.trajectory(**inputs)
+    errors = m.taylor_error(t, [0, 1, 2, 12])
+    exact = mixers.softmax_attention(**inputs)
+    for order, error in zip((0, 1, 2), errors, strict=False):
+        y = mixers.softmax_attention.taylor(order)(**inputs)
+        expected = (y - exact).abs().max() / (exact.max() - exact.min())
+        assert error == pytest.approx(expected.item(), rel=1e-8)
+    assert errors[-1] < 1e-6 < errors[2] < errors[0]
+
+
+@EVERY
+def test_a_selection_is_the_same_system_on_fewer_heads_and_tokens(r):
+    t = trajectory(r)
+    part = t.select(batch=slice(1, 2), heads=slice(1, 2), tokens=slice(0, 4))
+    phi = m.kernel_matrix(t)
+    columns = phi.shape[3] // 6 * 4 if t.attention is None else 6
+    torch.testing.assert_close(m.kernel_matrix(part), phi[1:2, 1:2, :4, :columns], **CLOSE)
+    if t.attention is None:
+        torch.testing.assert_close(part.states(), t.states()[1:2, :4, 1:2], **CLOSE)
+
+
+def test_states_start_from_the_state_that_was_given():
+    inputs = mixer_inputs.sample(mixers.gated_deltanet)
+    whole = mixers.gated_deltanet.trajectory(**inputs).states()
+    head = {n: x[:, :3] for n, x in inputs.items()}
+    tail = {n: x[:, 3:] for n, x in inputs.items()}
+    _, state = mixers.gated_deltanet(**head, return_state=True)
+    rest = mixers.gated_deltanet.trajectory(**tail, initial_state=state).states()
+    torch.testing.assert_close(rest, whole[:, 3:], **CLOSE)
+
+
+def test_long_gated_deltanet_spectrum_is_quick():
+    shape = (1, 2048, 16)
+    q, k, v = (torch.randn(*shape, 128) for _ in range(3))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    t = mixers.gated_deltanet.trajectory(q, k, v, torch.rand(shape), torch.rand(shape))
+    start = time.perf_counter()
+    assert m.eigenvalues(t).shape == (1, 2048, 16, 128, 1)
+    assert time.perf_counter() - start < 5
+
+
+def test_bad_requests_say_what_is_wrong():
+    t = trajectory(mixers.gated_deltanet)
+    with pytest.raises(InputError, match="0 < eps < 1, got 2"):
+        m.horizon(t, 2)
+    with pytest.raises(InputError, match="token 6 has no past or no future"):
+        m.effective_state_size(t, at=[6])
+    with pytest.raises(InputError, match="plain softmax attention"):
+        m.taylor_error(t, [1])
+    with pytest.raises(FormError, match="features are infinite"):
+        m.eigenvalues(trajectory(mixers.softmax_attention))
+    big = {n: torch.rand(1, 2, 1, 300) for n in ("q", "k", "v", "g")}
+    with pytest.raises(InputError, match="the limit is N = 256"):
+        m.lyapunov_exponents(mixers.kda.trajectory(**big, beta=torch.rand(1, 2, 1)))
+
+
+def test_percentiles_keep_infinities():
+    x = torch.tensor([1.0, 2.0, 3.0, math.inf])
+    assert m.percentiles(x, (0, 50, 100)).tolist() == [1.0, 3.0, math.inf]
