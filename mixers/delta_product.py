@@ -1,11 +1,12 @@
 """DeltaProduct: several delta rules a token."""
 
 from functools import lru_cache
+from typing import Any
 
 import dsf
 from dsf import Expr, I, Key, Recurrence, Scalar, Steps, System, Value, compose, outer
 
-Exprs = tuple[Expr, ...]
+Exprs = Any  # a tuple of expressions; type checkers take Steps[...] for one of them
 
 
 @lru_cache
