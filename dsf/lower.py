@@ -17,6 +17,7 @@ from torch import Tensor
 from dsf.evaluate import Evaluator
 from dsf.expr import Expr, const
 from dsf.kernels.problem import Problem
+from dsf.operator import split_scale
 from dsf.spec import Row, Spec, Term
 from dsf.system import DEN, NUM, ONE
 
@@ -132,10 +133,15 @@ def _injections(
             term = row.terms[g] if g < len(row.terms) else Term(const(1), const(0))
             row_keys.append(values(term.key).squeeze(-1).expand(batch, tokens, heads, n))
             row_values.append(_value(spec, values, (index, g), term, layout).expand(batch, tokens, heads, -1))
-        keys.append(torch.stack(row_keys, dim=3) if groups > 1 else row_keys[0].unsqueeze(3))
-        vals.append(torch.stack(row_values, dim=3) if groups > 1 else row_values[0].unsqueeze(3))
+        keys.append(_side_by_side(row_keys))
+        vals.append(_side_by_side(row_values))
     gain = None if gains[0] is None else _stack([g for g in gains if g is not None])
     return _stack(keys), _stack(vals), gain
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Stack along axis 3; a single part is only looked at, not copied."""
+    return parts[0].unsqueeze(3) if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts), dim=3)
 
 
 def _value(spec: Spec, values: Evaluator, place: tuple[int, int], term: Term, layout: Columns) -> Tensor:
@@ -196,13 +202,15 @@ def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]
         while len(right) < groups:
             left.append(values.full(0.0))
             right.append(nothing)
-        full = [x.expand(batch, tokens, heads, 1 if tied else n, -1) for x in left]
-        lefts.append(torch.stack(torch.broadcast_tensors(*full), dim=3))
-        rights.append(torch.stack(torch.broadcast_tensors(*right), dim=3))
-    right_rows = _stack(rights)
-    if tied:
-        return {"right": right_rows, "tie": _stack(lefts).squeeze(-1).squeeze(-1)}
-    return {"right": right_rows, "left": _stack(lefts)}
+        lefts.append(_side_by_side([x.expand(batch, tokens, heads, 1 if tied else n, -1) for x in left]))
+        rights.append(_side_by_side(right))
+    if not tied:
+        return {"right": _stack(rights), "left": _stack(lefts)}
+    own = all(
+        c.right is split_scale(t.key)[1] for r in spec.rows for c, t in zip(r.normal.corrections, r.terms, strict=False)
+    )
+    right = None if own and spec.rank == groups else _stack(rights)
+    return {"right": right, "tie": _stack(lefts).squeeze(-1).squeeze(-1)}
 
 
 def _widen(problem: Problem, layout: Columns) -> Problem:

@@ -9,6 +9,7 @@ state. Between chunks S ← total ⊙ S + Xᵀ (E_0 + W S): in order (chunk form
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products
 from dsf.kernels.problem import Problem, fold_state, read, unfold_output, unfold_state
 from dsf.kernels.scan import associative_scan, combine_dense
+from dsf.kernels.walk import UnitLowerSolve, Walk
 
 SUB_ROWS = 16  # rows over which key-diagonal decays are multiplied pair by pair
 
@@ -37,20 +39,23 @@ class Chunks:
     starts: Tensor
 
 
+Carry = Callable[[Chunks, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
 def chunk(problem: Problem, state: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
     """The chunk form: chunks of `length` tokens, states walked in order.
 
     state: [B, H, N, P] or None. Returns y [B, T, H, P] and the final state.
     """
-    return _run(problem, state, length, _walk)
+    return _run(problem, state, length, _in_order)
 
 
 def scan_blocks(problem: Problem, state: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
     """The scan form for corrections: blocks of `length` tokens as dense (A, B), combined in O(log) steps."""
-    return _run(problem, state, length, _scan)
+    return _run(problem, state, length, _as_scan)
 
 
-def _run(problem: Problem, state: Tensor | None, length: int, carry: object) -> tuple[Tensor, Tensor]:
+def _run(problem: Problem, state: Tensor | None, length: int, carry: Carry) -> tuple[Tensor, Tensor]:
     if _differs_by_channel(problem):
         folded = None if state is None else fold_state(state)
         y, final = _run(problem.fold_channels(), folded, length, carry)
@@ -62,8 +67,8 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: object) -> 
         y, final = _value_diagonal(shifted, initial, min(length, SUB_ROWS))
     else:
         chunks = _summarise(shifted, length)
-        states, final = carry(chunks, initial)  # type: ignore[operator]
-        y = _outputs(chunks, states)
+        starts, entries, final = carry(chunks, initial)
+        y = chunks.starts @ starts + chunks.scores @ entries
     y = y.flatten(2, 3)[:, :, : problem.tokens].transpose(1, 2)
     if problem.before:
         y = torch.cat([read(problem.readout[:, 0], initial).unsqueeze(1), y[:, :-1]], dim=1)
@@ -72,10 +77,10 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: object) -> 
 
 def _differs_by_channel(problem: Problem) -> bool:
     """Corrections that see a Value axis anywhere need one triangular system a channel."""
-    if problem.right is None:
+    if not problem.rank or problem.p == 1:
         return False
-    wide = [problem.decay, problem.right, problem.readout] + ([] if problem.left is None else [problem.left])
-    return problem.p > 1 and any(x.shape[-1] > 1 for x in wide)
+    wide = (problem.decay, problem.readout, problem.left, problem.right)
+    return any(x.shape[-1] > 1 for x in wide if x is not None)
 
 
 def _read_one_later(problem: Problem) -> Problem:
@@ -93,7 +98,7 @@ def _blocks(x: Tensor, rows: int, length: int, pad: float = 0.0) -> Tensor:
         x = x.expand(-1, rows, *x.shape[2:])
     if missing:
         x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), pad)], dim=1)
-    return x.unflatten(1, (-1, length)).movedim(3, 1)
+    return x.unflatten(1, (-1, length)).movedim(3, 1).contiguous()  # once here, or at every product below
 
 
 def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, int]:
@@ -116,7 +121,7 @@ def _summarise(problem: Problem, length: int) -> Chunks:
     sources = _blocks(problem.key, rows, size)
     known = _blocks(problem.value, rows, size).flatten(-3, -2)
     weight = None
-    if problem.right is not None:
+    if problem.rank:
         sources, known, weight = _solve(problem, decay, sources, known, size)
     return Chunks(
         known=known,
@@ -132,31 +137,22 @@ def _solve(
     problem: Problem, decay: ScalarDecay | KeyDecay, sources: Tensor, known: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The triangular system of a chunk: sources and e = known + weight @ S_0 once corrections are written too."""
-    assert problem.right is not None
-    rows, rank = problem.tokens * problem.micro, problem.rank
-    reads = _blocks(problem.right.squeeze(-1), rows, size)
-    if problem.tie is not None:  # left = tie · key: erase and write share their vectors
-        feed = _blocks(problem.tie, rows, size).flatten(-2, -1)  # [.., L·R], R = G
-        mixing = decay.read_scores(reads, sources)
-        system = mixing * feed.unsqueeze(-2)
-    else:
-        assert problem.left is not None
-        lefts = _blocks(problem.left.squeeze(-1), rows, size)
-        feed = None
-        written = decay.read_scores(reads, sources)
-        system = decay.read_scores(reads, lefts)
-        mixing = written
-    rhs = torch.cat([decay.reads_from_start(reads).flatten(-3, -2), mixing @ known], dim=-1)
-    eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-    solved = torch.linalg.solve_triangular(eye - system, rhs, upper=False, unitriangular=True)
-    weight, found = solved.split([problem.n, problem.p], dim=-1)
-    if feed is not None:
-        return sources, known + feed.unsqueeze(-1) * found, feed.unsqueeze(-1) * weight
-    return (
-        torch.cat([lefts, sources], dim=-2),
-        _beside(found, known, rank, sources.shape[-2]),
-        _beside(weight, torch.zeros_like(sources.flatten(-3, -2)), rank, sources.shape[-2]),
-    )
+    rows = problem.tokens * problem.micro
+    reads = sources if problem.right is None else _blocks(problem.right.squeeze(-1), rows, size)
+    mixing = decay.read_scores(reads, sources)
+    from_start = decay.reads_from_start(reads)
+    if problem.tie is not None:  # erase and write share their vectors: e = v + tie (reads S_0 + mixing e)
+        feed = _blocks(problem.tie, rows, size)  # [.., L, R], R = G
+        system = mixing * feed.flatten(-2, -1).unsqueeze(-1)
+        fed = (from_start * feed.unsqueeze(-1)).flatten(-3, -2)
+        return sources, *UnitLowerSolve.apply(system, known, fed)
+    assert problem.left is not None
+    lefts = _blocks(problem.left.squeeze(-1), rows, size)
+    system = decay.read_scores(reads, lefts)
+    found, weight = UnitLowerSolve.apply(system, mixing @ known, from_start.flatten(-3, -2))
+    sizes = problem.rank, sources.shape[-2]
+    nothing = torch.zeros_like(sources.flatten(-3, -2))
+    return torch.cat([lefts, sources], dim=-2), _beside(found, known, *sizes), _beside(weight, nothing, *sizes)
 
 
 def _beside(a: Tensor, b: Tensor, rank: int, groups: int) -> Tensor:
@@ -164,25 +160,12 @@ def _beside(a: Tensor, b: Tensor, rank: int, groups: int) -> Tensor:
     return torch.cat([a.unflatten(-2, (-1, rank)), b.unflatten(-2, (-1, groups))], dim=-2).flatten(-3, -2)
 
 
-def _walk(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """First state of every chunk [B, H, C, N, P] and the final state, in order."""
-    count = chunks.known.shape[2]
-    totals = chunks.total.expand(-1, -1, count, -1, -1).unbind(2)
-    state, starts = initial, []
-    if chunks.weight is None:
-        writes = (chunks.ends.transpose(-1, -2) @ chunks.known).unbind(2)
-        for total, write in zip(totals, writes, strict=True):
-            starts.append(state)
-            state = torch.addcmul(write, total, state)
-        return torch.stack(starts, dim=2), state
-    ends = chunks.ends.transpose(-1, -2).unbind(2)
-    for total, end, known, weight in zip(totals, ends, chunks.known.unbind(2), chunks.weight.unbind(2), strict=True):
-        starts.append(state)
-        state = total * state + end @ (known + weight @ state)
-    return torch.stack(starts, dim=2), state
+def _in_order(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First state of every chunk [B, H, C, N, P], entries [B, H, C, L·G, P] and the final state, in order."""
+    return Walk.apply(chunks.total, chunks.ends, chunks.known, chunks.weight, initial)
 
 
-def _scan(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor]:
+def _as_scan(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same by an associative scan over dense block transitions."""
     ends = chunks.ends.transpose(-1, -2)
     n, count = ends.shape[-2], ends.shape[2]
@@ -193,13 +176,9 @@ def _scan(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor]:
     first = writes[:, :, :1] + moves[:, :, :1] @ initial.unsqueeze(2)
     writes = torch.cat([first, writes[:, :, 1:]], dim=2)
     states = associative_scan(combine_dense, moves.transpose(1, 2), writes.transpose(1, 2))[1].transpose(1, 2)
-    return torch.cat([initial.unsqueeze(2), states[:, :, : count - 1]], dim=2), states[:, :, -1]
-
-
-def _outputs(chunks: Chunks, states: Tensor) -> Tensor:
-    """y [B, H, C, Lq, P] from the chunks' first states."""
-    entries = chunks.known if chunks.weight is None else chunks.known + chunks.weight @ states
-    return chunks.starts @ states + chunks.scores @ entries
+    starts = torch.cat([initial.unsqueeze(2), states[:, :, : count - 1]], dim=2)
+    entries = chunks.known if chunks.weight is None else chunks.known + chunks.weight @ starts
+    return starts, entries, states[:, :, -1]
 
 
 def _value_diagonal(problem: Problem, initial: Tensor, length: int) -> tuple[Tensor, Tensor]:

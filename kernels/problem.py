@@ -21,7 +21,7 @@ class Problem:
 
     decay: [B, rows, H, n, p]; its logarithm when `log` is true. n in {1, N}, p in {1, P}.
     left, right: [B, rows, H, R, N, p] corrections, or None.
-    tie: [B, rows, H, R]: the delta family, where left_r = tie_r · key_r is not stored (left is None, right is not).
+    tie: [B, rows, H, R]: the delta family, where left_r = tie_r · key_r is not stored; right is None if it is key too.
     key, value: [B, rows, H, G, n], [B, rows, H, G, P]: injection Σ_g key_g value_gᵀ (n = N, or 1 without a Key axis).
     dense: [B, rows, H, N, P] instead of key and value when the injection does not factor.
     readout: [B, T, H, n, p]: y[p] = Σ_n C[n, p] S[n, p].
@@ -51,7 +51,8 @@ class Problem:
     @property
     def rank(self) -> int:
         """Number of corrections R a row."""
-        return 0 if self.right is None else self.right.shape[3]
+        vectors = self.right if self.right is not None else self.tie
+        return 0 if vectors is None else vectors.shape[3]
 
     @property
     def leading(self) -> tuple[int, int]:
@@ -61,9 +62,9 @@ class Problem:
     def transition(self) -> Transition:
         """The structured A of every row, leading axes [B, rows, H]."""
         decay = self.decay.exp() if self.log else self.decay
-        if self.right is None:
+        if not self.rank:
             return Transition(decay)
-        return Transition(decay, self.full_left(), self.right)
+        return Transition(decay, self.full_left(), self.full_right())
 
     def full_left(self) -> Tensor:
         """left, also when it is tied to key: [B, rows, H, R, N, p]."""
@@ -72,6 +73,13 @@ class Problem:
             return self.left
         assert self.key is not None
         return (self.tie.unsqueeze(-1) * self.key).unsqueeze(-1)
+
+    def full_right(self) -> Tensor:
+        """right, also when it is key: [B, rows, H, R, N, p]."""
+        if self.right is not None:
+            return self.right
+        assert self.key is not None
+        return self.key.unsqueeze(-1)
 
     def injection(self) -> Tensor:
         """B of every row, dense: [B, rows, H, N, P]."""
