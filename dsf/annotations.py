@@ -28,11 +28,12 @@ class Kind:
             return f"Steps[{names}, {self.steps}]"
         return names if self.time else f"Param[{names}]"
 
-    def layout(self) -> str:
-        """The tensor's shape, in words."""
-        axes = [{KEY: "N", VALUE: "P"}[a] for a in (KEY, VALUE) if a in self.axes]
-        lead = (["B", "T"] + (["n"] if self.steps is not None else []) + ["H"]) if self.time else ["H"]
-        return "[" + ", ".join(lead + axes) + "]"
+    def layout(self, one_token: bool = False) -> tuple[str, ...]:
+        """The names of the tensor's axes; one_token: as Recurrence.step takes it, without T."""
+        lead = ("B", "T") if self.time else ()
+        steps = ("n",) if self.steps is not None else ()
+        last = tuple({KEY: "N", VALUE: "P"}[a] for a in (KEY, VALUE) if a in self.axes)
+        return tuple(x for x in (*lead, *steps, "H", *last) if not (one_token and x == "T"))
 
 
 if TYPE_CHECKING:

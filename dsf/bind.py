@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -12,15 +13,20 @@ from torch import Tensor
 
 from dsf.annotations import Kind
 from dsf.errors import InputError
-from dsf.expr import KEY, VALUE, Expr
+from dsf.expr import KEY, VALUE, Expr, inputs_of
+from dsf.kernels.attention import KVCache
 from dsf.spec import Spec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """B, T, H; keys: entries of Key inputs; n: entries of the state's Key axis (features count); p: channels."""
+    """B, T, H; keys: entries of Key inputs; n: entries of the state's Key axis (features count); p: channels.
+
+    groups: the heads of every input that has fewer than H.
+    """
 
     batch: int
     tokens: int
@@ -28,6 +34,11 @@ class Sizes:
     keys: int
     n: int
     p: int
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+    def heads_of(self, *exprs: Expr) -> int:
+        """How many heads differ in expressions: the fewest of which each serves H / heads consecutive ones."""
+        return math.lcm(*(self.groups.get(i.attrs[0], self.heads) for i in inputs_of(*exprs)))
 
 
 @dataclass(frozen=True)
@@ -41,15 +52,19 @@ class Bound:
     device: torch.device
 
 
-def bind(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
-    """Check one call's inputs. Raises InputError naming recurrence, argument, expected and given."""
+def bind(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], one_token: bool = False) -> Bound:
+    """Check one call's inputs. Raises InputError naming recurrence, argument, expected and given.
+
+    one_token: the inputs have no token axis (Recurrence.step); it is put in.
+    """
     given = _match(spec, args, kwargs)
     for entry in spec.inputs:
-        _check_tensor(spec, entry.name, entry.kind, given[entry.name])
+        _check_tensor(spec, entry.name, entry.kind, given[entry.name], one_token)
+    shapes = {name: list(x.shape) for name, x in given.items()}
     timed = {i.name: i.kind for i in spec.inputs if i.kind.time}
-    if not timed:
-        raise InputError(f"{spec.name}: no input has a token axis, so there is no sequence to run over")
-    sizes = _sizes(spec, given)
+    if one_token:
+        given |= {name: given[name].unsqueeze(1) for name in timed}
+    sizes = _sizes(spec, given, shapes)
     dtype = _dtype(spec, given, timed)
     device = _device(spec, given)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -73,24 +88,25 @@ def _match(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
     return given
 
 
-def _check_tensor(spec: Spec, name: str, kind: Kind, x: Any) -> None:
+def _check_tensor(spec: Spec, name: str, kind: Kind, x: Any, one_token: bool) -> None:
+    layout = kind.layout(one_token)
+    shown = f"[{', '.join(layout)}]"
     if not isinstance(x, Tensor):
-        raise InputError(f"{spec.name}: `{name}` must be a tensor {kind.layout()}, got {type(x).__name__}")
-    expected = 2 * kind.time + (kind.steps is not None) + 1 + len(kind.axes)
-    if x.dim() != expected:
+        raise InputError(f"{spec.name}: `{name}` must be a tensor {shown}, got {type(x).__name__}")
+    if x.dim() != len(layout):
         raise InputError(
-            f"{spec.name}: `{name}` is {kind}, expected {expected} axes {kind.layout()}, got shape {list(x.shape)}"
+            f"{spec.name}: `{name}` is {kind}, expected {len(layout)} axes {shown}, got shape {list(x.shape)}"
         )
     if x.dtype not in FLOATS:
         raise InputError(f"{spec.name}: `{name}` must be floating point, got {x.dtype}")
-    if kind.steps is not None and x.shape[2] != kind.steps:
+    if kind.steps is not None and x.shape[layout.index("n")] != kind.steps:
         raise InputError(
-            f"{spec.name}: `{name}` is {kind}, expected {kind.steps} micro-steps in axis 2, got {x.shape[2]}"
+            f"{spec.name}: `{name}` is {kind}, expected n = {kind.steps} micro-steps {shown}, got shape {list(x.shape)}"
         )
 
 
-def _sizes(spec: Spec, given: Mapping[str, Tensor]) -> Sizes:
-    """Every size, each fixed by the first input that has it; the others must agree."""
+def _sizes(spec: Spec, given: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Sizes:
+    """Every size, each fixed by the first input that has it; the others must agree. shapes: as the user gave them."""
     found: dict[str, tuple[int, str]] = {}
 
     def agree(axis: str, size: int, name: str) -> None:
@@ -98,38 +114,28 @@ def _sizes(spec: Spec, given: Mapping[str, Tensor]) -> Sizes:
         if known != size:
             raise InputError(
                 f"{spec.name}: `{name}` has {axis} = {size}, but `{owner}` has {axis} = {known}; "
-                f"`{name}` has shape {list(given[name].shape)}"
+                f"`{name}` has shape {shapes[name]}"
             )
-
-    heads = max((_heads(i.kind, given[i.name]), i.name) for i in spec.inputs)
-    for entry in spec.inputs:
-        x, name, kind = given[entry.name], entry.name, entry.kind
-        if kind.time:
-            agree("B", x.shape[0], name)
-            agree("T", x.shape[1], name)
-        mine = _heads(kind, x)
-        if mine < 1 or heads[0] % mine or (not kind.time and mine != heads[0]):
-            need = f"a divisor of {heads[0]}" if kind.time else str(heads[0])
-            raise InputError(
-                f"{spec.name}: `{name}` has {mine} heads, expected {need} (`{heads[1]}` has {heads[0]} heads); "
-                f"`{name}` has shape {list(x.shape)}"
-            )
-        if KEY in kind.axes:
-            agree("N", x.shape[-1 - (VALUE in kind.axes)], name)
-        if VALUE in kind.axes:
-            agree("P", x.shape[-1], name)
-    sizes = {axis: size for axis, (size, _) in found.items()}
-    for axis, (size, name) in found.items():
         if size < 1:
+            raise InputError(f"{spec.name}: `{name}` has {axis} = 0, at least 1 is needed; shape {shapes[name]}")
+
+    counts = {i.name: given[i.name].shape[i.kind.layout().index("H")] for i in spec.inputs}
+    heads, widest = max((counts[i.name], i.name) for i in spec.inputs if i.kind.time)
+    for entry in spec.inputs:
+        name, axes = entry.name, dict(zip(entry.kind.layout(), given[entry.name].shape, strict=True))
+        mine = axes.pop("H")
+        for axis in axes.keys() - {"n"}:
+            agree(axis, axes[axis], name)
+        if mine < 1 or (heads % mine if entry.kind.time else mine != heads):
+            need = f"a divisor of {heads}" if entry.kind.time and heads else str(max(heads, 1))
             raise InputError(
-                f"{spec.name}: `{name}` has {axis} = 0, at least 1 is needed; shape {list(given[name].shape)}"
+                f"{spec.name}: `{name}` has {mine} heads, expected {need} (`{widest}` has {heads} heads); "
+                f"`{name}` has shape {shapes[name]}"
             )
+    sizes = {axis: size for axis, (size, _) in found.items()}
     keys = sizes.get("N", 1)
-    return Sizes(sizes["B"], sizes["T"], heads[0], keys, state_keys(spec, keys), sizes.get("P", 1))
-
-
-def _heads(kind: Kind, x: Tensor) -> int:
-    return x.shape[x.dim() - 1 - len(kind.axes)]
+    groups = {name: count for name, count in counts.items() if count != heads}
+    return Sizes(sizes["B"], sizes["T"], heads, keys, state_keys(spec, keys), sizes.get("P", 1), groups)
 
 
 def state_keys(spec: Spec, keys: int) -> int:
@@ -180,9 +186,42 @@ def check_state(spec: Spec, state: Any, expected: tuple[int, ...], bound: Bound)
         raise InputError(f"{spec.name}: initial_state is on {state.device}, but the inputs are on {bound.device}")
 
 
+def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
+    """Raise InputError unless cache is a KVCache of `rows` rows that continues these inputs."""
+    if not isinstance(cache, KVCache):
+        raise InputError(
+            f"{spec.name}: initial_state must be a KVCache (keys and values so far), got {type(cache).__name__}"
+        )
+    places = cache.k.shape[2] if cache.k.dim() == 4 else 0
+    heads = cache_heads(spec, bound.sizes)
+    expected = {
+        "k": ((rows, heads[0], places, bound.sizes.keys), bound.compute),
+        "v": ((rows, heads[1], places, bound.sizes.p), bound.compute),
+        "lengths": ((rows,), torch.int64),
+    }
+    for name, (shape, dtype) in expected.items():
+        x = getattr(cache, name)
+        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, bound.device):
+            raise InputError(
+                f"{spec.name}: {name} of the KV cache is {list(x.shape)}, {x.dtype}, on {x.device}; expected "
+                f"{list(shape)}, {dtype}, on {bound.device}"
+            )
+    if bound.device.type != "meta" and not all(0 <= n <= places for n in cache.lengths.tolist()):
+        raise InputError(
+            f"{spec.name}: lengths of the KV cache are {cache.lengths.tolist()}, expected from 0 to {places}, "
+            "the places of its k and v"
+        )
+
+
+def cache_heads(spec: Spec, sizes: Sizes) -> tuple[int, int]:
+    """Heads of the keys and of the values of softmax attention's cache: as few as the inputs have."""
+    term = spec.rows[0].terms[0]
+    return sizes.heads_of(term.key), sizes.heads_of(term.value)
+
+
 def check_cu_seqlens(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> list[int]:
     """The boundaries as a list. Raises InputError unless B = 1 and they increase strictly from 0 to T."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
         raise InputError(f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
     if sizes.batch != 1:
         raise InputError(f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {sizes.batch}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
-from dsf.bind import Sizes
+from dsf.bind import Sizes, cache_heads
 from dsf.errors import FormError
 from dsf.lower import columns
 from dsf.spec import Spec
@@ -24,9 +25,9 @@ class Plan:
     """The choice for one recurrence on one set of shapes.
 
     structure: row of the compiler's table. forms: all forms it has. form, backend, kernel: what runs; chunk: tokens a
-    chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns]; state_bytes: of one call's
-    state. flops: multiplications and additions of one forward call. bytes: inputs read and outputs written once.
-    reason: the choice in a sentence.
+    chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T, numbers a token] of
+    a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one forward call. bytes:
+    inputs read and outputs written once. reason: the choice in a sentence.
     """
 
     recurrence: str
@@ -62,7 +63,7 @@ def forms_of(spec: Spec) -> tuple[str, ...]:
     return tuple(f for f in FORMS if f != "scan") if spec.is_softmax else FORMS
 
 
-def make_plan(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, packed: bool = False) -> Plan:
+def make_plan(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str) -> Plan:
     """Choose form and kernel.
 
     The ladder, first match wins; explicit `form` and `backend` are honoured or refused:
@@ -88,16 +89,13 @@ def make_plan(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: 
     kernel, chunk = _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
     if spec.is_softmax:
-        shape: tuple[int, ...] = (sizes.batch, sizes.heads, sizes.tokens, sizes.keys + sizes.p)
-        width = torch.empty((), dtype=dtype).element_size()
+        k_heads, v_heads = cache_heads(spec, sizes)
+        shape: tuple[int, ...] = (sizes.batch, sizes.tokens, k_heads * sizes.keys + v_heads * sizes.p)
     else:
         shape = (sizes.batch, sizes.heads, sizes.n, layout.total)
-        width = 8 if dtype == torch.float64 else 4
-    numbers = 1
-    for size in shape:
-        numbers *= size
+    width = 8 if dtype == torch.float64 else 4
     return Plan(
-        spec.name, spec.structure, forms, chosen, "torch", kernel, chunk, shape, numbers * width,
+        spec.name, spec.structure, forms, chosen, "torch", kernel, chunk, shape, math.prod(shape) * width,
         flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
     )  # fmt: skip
 
@@ -173,12 +171,12 @@ def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
 
 
 def io_bytes(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> int:
-    """Bytes of all inputs read once and y written once (inputs counted with all heads)."""
+    """Bytes of all inputs read once and y written once."""
     width = torch.empty((), dtype=dtype).element_size()
     sides = {"key": sizes.keys, "value": sizes.p}
     total = sizes.batch * sizes.tokens * sizes.heads * sizes.p
     for entry in spec.inputs:
-        numbers = sizes.heads * (entry.kind.steps or 1)
+        numbers = sizes.groups.get(entry.name, sizes.heads) * (entry.kind.steps or 1)
         for axis in entry.kind.axes:
             numbers *= sides[axis]
         total += numbers * (sizes.batch * sizes.tokens if entry.kind.time else 1)

@@ -9,14 +9,17 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from dsf.bind import Bound, Sizes, bind, check_cu_seqlens, check_state, state_keys
-from dsf.errors import InputError, TraceError
+from dsf.bind import Bound, Sizes, bind, check_cache, check_cu_seqlens, check_state, state_keys
+from dsf.errors import FormError, TraceError
+from dsf.expr import substitute
 from dsf.kernels.attention import KVCache
 from dsf.lower import columns, true_state
+from dsf.operator import I
 from dsf.plan import Plan, forms_of, make_plan
 from dsf.primitives import taylor_features
 from dsf.run import run, run_packed, run_softmax
 from dsf.spec import Spec
+from dsf.system import System
 from dsf.trace import trace
 from dsf.trajectory import Trajectory, record
 
@@ -39,6 +42,7 @@ class Recurrence:
 
     def __call__(
         self,
+        /,
         *args: Tensor,
         initial_state: State | None = None,
         cu_seqlens: Tensor | None = None,
@@ -66,10 +70,15 @@ class Recurrence:
         return (y, final) if return_state else y
 
     def _run(self, bound: Bound, bounds: list[int] | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
+        """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside."""
+        device = bound.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._run(bound, bounds, state, plan)
         rows = bound.sizes.batch if bounds is None else len(bounds) - 1
         if self.spec.is_softmax:
             if state is not None:
-                _check_cache(self.spec, state, rows)
+                check_cache(self.spec, state, rows, bound)
             return run_softmax(self.spec, bound, bounds, state, plan)
         if state is not None:
             expected = (rows, bound.sizes.heads, bound.sizes.n, columns(self.spec, bound.sizes.p).total)
@@ -78,25 +87,23 @@ class Recurrence:
             return run(self.spec, bound, state, plan)
         return run_packed(self.spec, bound, bounds, state, plan)
 
-    def step(self, state: State | None, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, State]:
+    def step(self, state: State | None, /, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, State]:
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
 
-        Returns y_t [B, H, P] and the new state.
+        Returns y_t [B, H, P] and the new state. Raises InputError as a call does.
         """
-        names = [i.name for i in self.spec.inputs]
-        timed = {i.name for i in self.spec.inputs if i.kind.time}
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if len(args) > len(names):
-            raise InputError(f"{self.name}: expected {len(names)} inputs ({', '.join(names)}), got {len(args)}")
-        lifted: dict[str, Any] = {
-            name: x.unsqueeze(1) if name in timed and isinstance(x, Tensor) and x.dim() else x
-            for name, x in given.items()
-        }
-        y, state = self(initial_state=state, return_state=True, form="recurrent", **lifted)
-        return y[:, 0], state
+        bound = bind(self.spec, args, kwargs, one_token=True)
+        plan = make_plan(self.spec, bound.sizes, bound.dtype, "recurrent", "auto")
+        y, final = self._run(bound, None, state, plan)
+        return y[:, 0].to(bound.dtype), final
 
     def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
-        """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns."""
+        """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns.
+
+        Raises FormError for softmax attention, whose KV cache grows with the tokens.
+        """
+        if self.spec.is_softmax:
+            raise FormError(f"{self.name}: its state is a KV cache, N + P numbers a token and head")
         return state_keys(self.spec, N), columns(self.spec, P).total
 
     def true_state(self, state: Tensor, P: int) -> Tensor:
@@ -136,10 +143,6 @@ class Recurrence:
 
         Raises TraceError for a recurrence without exponential features.
         """
-        from dsf.expr import substitute
-        from dsf.operator import I
-        from dsf.system import System
-
         if not self.spec.is_softmax:
             raise TraceError(f"{self.name}: only exponential features have a Taylor truncation")
         if order < 0:
@@ -158,15 +161,6 @@ class Recurrence:
 
     def __repr__(self) -> str:
         return str(self.spec)
-
-
-def _check_cache(spec: Spec, cache: Any, rows: int) -> None:
-    if not isinstance(cache, KVCache):
-        raise InputError(
-            f"{spec.name}: initial_state must be a KVCache (keys and values so far), got {type(cache).__name__}"
-        )
-    if cache.k.shape[0] != rows:
-        raise InputError(f"{spec.name}: the KV cache has {cache.k.shape[0]} rows, expected {rows}")
 
 
 @overload

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dsf import packing
-from dsf.bind import Bound, environment
+from dsf.bind import Bound, cache_heads, environment
 from dsf.dense import run_naive
 from dsf.evaluate import Evaluator
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads, stepwise, visible
@@ -18,9 +19,10 @@ from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent
 from dsf.kernels.scan import scan_elementwise
 from dsf.kernels.segments import segments
-from dsf.lower import columns, finish, lower, true_state
+from dsf.lower import EMPTY, columns, finish, lower, true_state
 from dsf.plan import Plan
 from dsf.spec import Spec
+from dsf.system import DEN, NUM, ONE
 
 Timed = Mapping[str, Tensor]
 
@@ -86,8 +88,6 @@ def _segments(
     if state is None:
         state = first.new_zeros(first.shape[0], sizes.heads, sizes.n, layout.total, dtype=bound.compute)
         if layout.gain:
-            from dsf.lower import EMPTY
-
             state[..., -layout.gain :] = EMPTY
 
     def body(start: Tensor, *pieces: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,10 +102,7 @@ def _segments(
 
 def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """The oracle, in float64 whatever the inputs."""
-    timed64 = {name: x.double() for name, x in timed.items()}
-    whole = {name: x.double() for name, x in bound.tensors.items()}
-    bound64 = Bound(whole, bound.sizes, torch.float64, torch.float64, bound.device)
-    values, shape = _evaluator(spec, bound64, timed64)
+    values, shape = _evaluator(spec, replace(bound, compute=torch.float64), timed)
     layout = columns(spec, bound.sizes.p)
     start = values.full(0.0).new_zeros(shape[0], shape[2], shape[3], layout.p + layout.den)
     if state is not None:
@@ -122,8 +119,6 @@ def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: 
 
 def rule_on(spec: Spec, values: Evaluator, num: Tensor, den: Tensor) -> Tensor:
     """normalize in the true scale: num [B, T, H, P], den [B, T, H, P or 1]."""
-    from dsf.system import DEN, NUM, ONE
-
     assert spec.rule is not None
     env = dict(values.values) | {NUM: num.unsqueeze(-2), DEN: den.unsqueeze(-2), ONE: values.full(1.0)}
     return Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
@@ -133,6 +128,10 @@ def run_softmax(
     spec: Spec, bound: Bound, bounds: list[int] | None, cache: KVCache | None, plan: Plan
 ) -> tuple[Tensor, KVCache]:
     """Exponential features: y and the extended KV cache."""
+    if plan.form == "naive" and bound.compute != torch.float64:
+        wide = replace(bound, compute=torch.float64)
+        y, final = run_softmax(spec, wide, bounds, None if cache is None else cache.to(torch.float64), plan)
+        return y.to(bound.compute), final.to(bound.compute)
     timed = timed_inputs(spec, bound)
     if bounds is None:
         return _softmax(spec, bound, timed, cache, None, plan)
@@ -166,34 +165,23 @@ def _softmax(
         y = fused(a, whole.k, whole.v, seen)
     else:
         keys, values = spread_heads(whole.k, a.shape[1]), spread_heads(whole.v, a.shape[1])
-        if plan.form == "naive":
-            phi = softmax_matrix(a.double(), keys.double(), seen)
-            y = (phi @ values.double()).to(a.dtype)
-        else:
-            y = softmax_matrix(a, keys, seen) @ values
+        y = softmax_matrix(a, keys, seen) @ values
     return y.transpose(1, 2), extend(cache, k, v, lengths)
 
 
 def softmax_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor]:
     """a [B, H, T, N], k [B, Hk, T, N], v [B, Hv, T, P] of C = φ(a), B = φ(k) v; heads as few as the inputs have."""
-    values, (batch, tokens, _, _) = _evaluator(spec, bound, timed)
+    values, (batch, tokens, heads, _) = _evaluator(spec, bound, timed)
     term = spec.rows[0].terms[0]
+
+    def layout(x: Tensor, fewer: int) -> Tensor:
+        return x.expand(batch, tokens, heads, -1)[:, :, :: heads // fewer].transpose(1, 2)
+
     a = values(spec.readout.args[0]).squeeze(-1)
     k = values(term.key.args[0]).squeeze(-1)
     v = values(term.value).squeeze(-2)
-    groups = {i.name: bound.tensors[i.name].shape[2] for i in spec.inputs if i.kind.time}
-
-    def layout(x: Tensor, names: set[str]) -> Tensor:
-        heads = max((groups[n] for n in names if n in groups), default=bound.sizes.heads)
-        x = x.expand(batch, tokens, bound.sizes.heads, -1)[:, :, :: bound.sizes.heads // heads]
-        return x.transpose(1, 2)
-
-    from dsf.expr import inputs_of
-
-    def names(e: object) -> set[str]:
-        return {i.attrs[0] for i in inputs_of(e)}  # type: ignore[arg-type]
-
-    return layout(a, {*groups}), layout(k, names(term.key)), layout(v, names(term.value))
+    k_heads, v_heads = cache_heads(spec, bound.sizes)
+    return layout(a, heads), layout(k, k_heads), layout(v.expand(*v.shape[:-1], bound.sizes.p), v_heads)
 
 
 def _merge(parts: list[tuple[packing.Batch, KVCache]]) -> KVCache:

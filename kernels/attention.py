@@ -22,6 +22,10 @@ class KVCache(NamedTuple):
     v: Tensor
     lengths: Tensor
 
+    def to(self, dtype: torch.dtype) -> KVCache:
+        """The same keys and values in another type."""
+        return KVCache(self.k.to(dtype), self.v.to(dtype), self.lengths)
+
     def numel(self) -> int:
         """Numbers stored."""
         return self.k.numel() + self.v.numel()
