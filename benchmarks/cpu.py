@@ -4,7 +4,7 @@
 
 Every case runs forward and backward of ours and of each peer on the same float32 inputs, alternating, in this process;
 the median of several runs counts. Outputs are compared with the float64 oracle first: a fast wrong answer is no result.
-Peak memory is each side's highest resident set above what it held before the first run, in a process of its own.
+Peak memory is the tensors alive at once above the inputs, followed allocation by allocation.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import json
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from dsf import mixers
 
@@ -179,7 +180,7 @@ def measure(case: Case) -> dict[str, object]:
             if turn or case.repeats == 1:
                 times[name].append(took)
     seconds = {name: statistics.median(t) for name, t in times.items()}
-    memory = {name: peak_memory(case.name, name) for name in sides}
+    memory = {name: peak_memory(run, inputs, weight) for name, run in sides.items()}
     ratio = {name: seconds[name] / seconds["dsf"] for name in case.peers}
     return {
         "case": case.name, "shape": case.shape, "seconds": seconds, "peak_mib": memory, "error": errors,
@@ -187,31 +188,13 @@ def measure(case: Case) -> dict[str, object]:
     }  # fmt: skip
 
 
-def peak_memory(case: str, side: str) -> float:
-    """MiB above the resident set before the run, measured in a process of its own."""
-    command = [sys.executable, __file__, "--case", case, "--memory", side, "--threads", str(torch.get_num_threads())]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-
-
-def report_memory(case: Case, side: str) -> None:
-    """Print the MiB that one forward and backward adds to this process's peak."""
-    inputs = fresh(case)
-    weight = torch.ones(())
-    run = {"dsf": case.ours, **case.peers}[side]
-    small = {
-        n: x.detach()[:, :16].requires_grad_() if x.dim() > 2 and x.shape[1] > 16 else x for n, x in inputs.items()
-    }
-    once(run, small, weight)  # code paths, thread pools and library buffers are not counted
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far (Linux)
-    before = resident("VmRSS")
-    once(run, inputs, weight)
-    print(resident("VmHWM") - before)
-
-
-def resident(field: str) -> float:
-    """MiB of this process: VmRSS now, VmHWM at its highest."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) / 1024
+def peak_memory(run: Run, inputs: dict[str, Tensor], weight: Tensor) -> float:
+    """MiB of tensors alive at once during forward and backward, above the inputs: every allocation is followed."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        once(run, inputs, weight)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    alive = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(alive) / 2**20
 
 
 def machine() -> dict[str, object]:
@@ -231,12 +214,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--memory", metavar="SIDE", help="only print one side's peak memory")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.memory:
-        report_memory(CASES[args.case](), args.memory)
-        return
     results = [measure(CASES[name]()) for name in ([args.case] if args.case else CASES)]
     for r in results:
         print(f"{r['case']:16} {r['shape']}")

@@ -43,14 +43,34 @@ def _interleave(even: Tensor, odd: Tensor) -> Tensor:
     return paired if even.shape[1] == odd.shape[1] else torch.cat([paired, even[:, -1:]], dim=1)
 
 
-def combine_elementwise(earlier: Pair, later: Pair) -> Pair:
-    """(a2 a1, a2 b1 + b2)."""
-    return later[0] * earlier[0], torch.addcmul(later[1], later[0], earlier[1])
-
-
 def combine_dense(earlier: Pair, later: Pair) -> Pair:
     """(A2 A1, A2 B1 + B2) with matrices A [..., N, N]."""
     return later[0] @ earlier[0], later[0] @ earlier[1] + later[1]
+
+
+def scan_forward_(a: Tensor, b: Tensor) -> None:
+    """b_t ← a_t b_{t-1} + b_t along axis 1, in place, as a tree. a may have size-one axes after axis 1."""
+    pairs, odd = b.shape[1] // 2, b[:, 1::2]
+    if not pairs:
+        return
+    even = slice(0, 2 * pairs, 2)
+    odd.addcmul_(a[:, 1::2], b[:, even])
+    if pairs > 1:
+        scan_forward_(a[:, 1::2] * a[:, even], odd)
+    b[:, 2::2].addcmul_(a[:, 2::2], b[:, 1:-1:2])
+
+
+def scan_backward_(a: Tensor, b: Tensor) -> None:
+    """b_t ← a_t b_{t+1} + b_t along axis 1, in place: the same tree, seen from the other end."""
+    length = b.shape[1]
+    if length == 1:
+        return
+    early, late = slice(length % 2, length - 1, 2), slice(length % 2 + 1, length, 2)
+    b[:, early].addcmul_(a[:, early], b[:, late])
+    if length > 3:
+        scan_backward_(a[:, early] * a[:, late], b[:, early])
+    rest = slice((length + 1) % 2, length - 2, 2)
+    b[:, rest].addcmul_(a[:, rest], b[:, (length + 1) % 2 + 1 : length - 1 : 2])
 
 
 class AffineScan(torch.autograd.Function):
@@ -59,8 +79,9 @@ class AffineScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
         """a, b: [B, T, ...] (a may have size-one axes after T), initial: [B, ...]. Returns h [B, T, ...]."""
-        first = torch.addcmul(b[:, :1], a[:, :1], initial.unsqueeze(1))
-        states = associative_scan(combine_elementwise, a, torch.cat([first, b[:, 1:]], dim=1))[1]
+        states = b.clone(memory_format=torch.contiguous_format)
+        states[:, 0].addcmul_(a[:, 0], initial)
+        scan_forward_(a, states)
         ctx.save_for_backward(a, states, initial)
         return states
 
@@ -68,10 +89,12 @@ class AffineScan(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """G_t = dy_t + a_{t+1} G_{t+1};  db = G,  da_t = ⟨G_t, h_{t-1}⟩,  dh_0 = a_1 G_1."""
         a, states, initial = ctx.saved_tensors
-        following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
-        adjoint = associative_scan(combine_elementwise, following.flip(1), cotangents[0].flip(1))[1].flip(1)
-        da = reduce_to(adjoint * states_before(states, initial), a.shape)
-        return da, adjoint, a[:, 0] * adjoint[:, 0]
+        adjoint = cotangents[0].clone(memory_format=torch.contiguous_format)
+        scan_backward_(a.roll(-1, 1), adjoint)  # the last entry, a_1, multiplies nothing
+        da = torch.empty_like(adjoint)
+        torch.mul(adjoint[:, 1:], states[:, :-1], out=da[:, 1:])
+        torch.mul(adjoint[:, 0], initial, out=da[:, 0])
+        return reduce_to(da, a.shape), adjoint, a[:, 0] * adjoint[:, 0]
 
 
 def affine_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
