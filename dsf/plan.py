@@ -17,7 +17,7 @@ BACKENDS = ("torch",)
 SHORT = 8  # tokens up to which walking the recurrence beats setting up chunks
 MATRIX_CHUNK = 64
 SCAN_BLOCK = 16
-SEGMENT_NUMBERS = 1 << 18  # state numbers a segment may hold: a few tensors of this size stay in a CPU's cache
+SEGMENT_NUMBERS = 1 << 20  # state numbers a segment may hold (4 MiB a tensor): small beside a sequence, large beside a call
 
 
 @dataclass(frozen=True)
