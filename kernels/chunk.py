@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products
+from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
 from dsf.kernels.problem import Problem, fold_state, read, unfold_output, unfold_state
 from dsf.kernels.scan import associative_scan, combine_dense
 from dsf.kernels.walk import UnitLowerSolve, Walk
@@ -101,6 +101,11 @@ def _blocks(x: Tensor, rows: int, length: int, pad: float = 0.0) -> Tensor:
     return x.unflatten(1, (-1, length)).movedim(3, 1).contiguous()  # once here, or at every product below
 
 
+def _shared(x: Tensor) -> Tensor:
+    """One head for all where the heads are views of one (a key shared by a whole group): [B, rows, 1, ...]."""
+    return x[:, :, :1] if x.stride(2) == 0 else x
+
+
 def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, int]:
     """The chunk's decay products, and the number of rows a chunk really has."""
     rows, micro = problem.tokens * problem.micro, problem.micro
@@ -117,8 +122,11 @@ def _summarise(problem: Problem, length: int) -> Chunks:
     assert problem.key is not None and problem.value is not None
     decay, size = _decay_of(problem, length)
     rows = problem.tokens * problem.micro
-    queries = _blocks(problem.readout.squeeze(-1), problem.tokens, size // problem.micro)
-    sources = _blocks(problem.key, rows, size)
+    readout, key = problem.readout, problem.key
+    if not problem.rank:
+        readout, key = _shared(readout), _shared(key)
+    queries = _blocks(readout.squeeze(-1), problem.tokens, size // problem.micro)
+    sources = _blocks(key, rows, size)
     known = _blocks(problem.value, rows, size).flatten(-3, -2)
     weight = None
     if problem.rank:
@@ -126,7 +134,7 @@ def _summarise(problem: Problem, length: int) -> Chunks:
     return Chunks(
         known=known,
         weight=weight,
-        ends=decay.to_end(sources).flatten(-3, -2),
+        ends=decay.to_end(sources).flatten(-3, -2).expand(-1, known.shape[1], -1, -1, -1),
         total=decay.total,
         scores=decay.scores(queries, sources),
         starts=decay.from_start(queries),
@@ -194,7 +202,7 @@ def _value_diagonal(problem: Problem, initial: Tensor, length: int) -> tuple[Ten
     keys, values = _blocks(problem.key, rows, size), _blocks(problem.value, rows, size)
     scores = torch.einsum("...in,...jgn->...ijg", queries, keys)
     inside = torch.einsum("...ijg,...pij,...jgp->...ip", scores, pair[..., micro - 1 :: micro, :], values)
-    suffix = pair[..., -1, :].transpose(-1, -2).unsqueeze(-2)  # [.., L, 1, P]
+    suffix = suffix_products(by_channel, pair, problem.log).transpose(-1, -2).unsqueeze(-2)  # [.., L, 1, P]
     ends = keys.flatten(-3, -2).transpose(-1, -2) @ (values * suffix).flatten(-3, -2)
     totals = prefix[..., -1].unsqueeze(-2).expand(-1, -1, ends.shape[2], -1, -1)
     state, starts = initial, []

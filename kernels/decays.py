@@ -39,21 +39,43 @@ class PairProducts(torch.autograd.Function):
         return (da,)
 
 
+class LogPairProducts(torch.autograd.Function):
+    """pair[..., i, j] from the logarithms d [..., L] of the decays."""
+
+    @staticmethod
+    def forward(ctx: Any, d: Tensor) -> Tensor:
+        """d: [..., L] -> [..., L, L], lower triangular."""
+        length = d.shape[-1]
+        below = torch.ones(length, length, dtype=torch.bool, device=d.device).tril(-1)
+        pair = torch.where(below, d.unsqueeze(-1), d.new_zeros(())).cumsum_(-2).exp_().tril_()
+        ctx.save_for_backward(pair)
+        return pair
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor]:
+        """dd_r = Σ_{i ≥ r > j} dpair[i, j] pair[i, j]: what enters from row i on, less what has left by column j."""
+        (pair,) = ctx.saved_tensors
+        weight = (pair * cotangents[0]).tril_(-1)
+        crossing = weight.sum(-1) - weight.sum(-2)
+        return (crossing.flip(-1).cumsum_(-1).flip(-1),)
+
+
 def pair_products(decay: Tensor, log: bool) -> Tensor:
     """pair [..., L, L] of decays [..., L] (their logarithms when `log`)."""
-    if not log:
-        return PairProducts.apply(decay)
-    length = decay.shape[-1]
-    ones = torch.ones(length, length, dtype=torch.bool, device=decay.device)
-    zero = decay.new_zeros(())
-    sums = torch.where(ones.tril(-1), decay.unsqueeze(-1), zero).cumsum(-2)
-    return torch.where(ones.tril(), sums.exp(), zero)
+    return (LogPairProducts if log else PairProducts).apply(decay)
 
 
 def prefix_products(decay: Tensor, pair: Tensor, log: bool) -> Tensor:
-    """prefix [..., L]: pair[i, 0] · a_0."""
-    first = decay[..., :1]
-    return pair[..., 0] * (first.exp() if log else first)
+    """prefix [..., L]."""
+    return decay.cumsum(-1).exp() if log else pair[..., 0] * decay[..., :1]
+
+
+def suffix_products(decay: Tensor, pair: Tensor, log: bool) -> Tensor:
+    """suffix [..., L]."""
+    if not log:
+        return pair[..., -1, :]
+    later = torch.cat([decay[..., 1:], torch.zeros_like(decay[..., :1])], dim=-1)
+    return later.flip(-1).cumsum(-1).flip(-1).exp()
 
 
 def shift_down(x: Tensor, first: Tensor | float, dim: int) -> Tensor:
@@ -70,7 +92,7 @@ class ScalarDecay:
         flat = decay.squeeze(-1).squeeze(-1)
         self.pair = pair_products(flat, log)
         self.prefix = prefix_products(flat, self.pair, log).unsqueeze(-1)
-        self.suffix = self.pair[..., -1, :].unsqueeze(-1)
+        self.suffix = suffix_products(flat, self.pair, log).unsqueeze(-1)
         self.total = self.prefix[..., -1:, :]  # [B, H, C, 1, 1], scales the state
         self.stride = stride
 
@@ -119,7 +141,7 @@ class KeyDecay:
         by_channel = blocks.transpose(-1, -2)  # [.., S, N, sub]
         self.pair = pair_products(by_channel, log)  # [.., S, N, sub, sub]
         self.prefix = prefix_products(by_channel, self.pair, log).transpose(-1, -2)  # [.., S, sub, N]
-        self.suffix = self.pair[..., -1, :].transpose(-1, -2)
+        self.suffix = suffix_products(by_channel, self.pair, log).transpose(-1, -2)
         totals = self.prefix[..., -1, :].transpose(-1, -2)  # [.., N, S]
         between = pair_products(totals, log=False)  # [.., N, S, S]: totals of blocks s'+1 … s
         self.before = shift_down(between, 0.0, -2).movedim(-3, -1)  # [.., S, S', N]: blocks s'+1 … s-1
