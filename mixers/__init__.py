@@ -20,6 +20,7 @@ from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
 from dsf.mixers.mingru import mingru
 from dsf.mixers.mlstm import mlstm
 from dsf.mixers.normalized_attention import (
+    GeneralizedLinearAttention,
     NormalizedAttention,
     generalized_linear_attention,
     normalized_attention_exp,
@@ -79,7 +80,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(softmax_attention, SoftmaxAttention),
     Entry(linear_attention, LinearAttention),
     Entry(unnormalized_linear_attention, _variant(LinearAttention, normalized=False)),
-    Entry(generalized_linear_attention),
+    Entry(generalized_linear_attention, GeneralizedLinearAttention),
     Entry(normalized_attention_exp, NormalizedAttention),
     Entry(normalized_attention_softplus, _variant(NormalizedAttention, eta="softplus")),
     Entry(normalized_attention_sigmoid, _variant(NormalizedAttention, eta="sigmoid")),
@@ -122,6 +123,7 @@ __all__ = [
     "DeltaNet",
     "Entry",
     "GatedDeltaNet",
+    "GeneralizedLinearAttention",
     "LinearAttention",
     "Longhorn",
     "Mixer",

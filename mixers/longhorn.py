@@ -4,8 +4,8 @@ from torch import Tensor
 
 import dsf
 from dsf import I, Key, Param, System, Value, dot, outer
+from dsf.mixers._mamba import MambaBlock
 from dsf.mixers._module import Side, Span
-from dsf.mixers.s6 import MambaBlock
 
 
 @dsf.recurrence

@@ -51,6 +51,24 @@ def normalized_attention_sigmoid(q: Key, k: Key, v: Value, eta: Scalar) -> Syste
     return System(A=I, B=k * v, C=q / sigmoid(eta), gauge=sigmoid(eta))
 
 
+class GeneralizedLinearAttention(LinearAttention):
+    """Multi-head generalised linear attention: eta is any module [B, T, d_model] -> [B, T, n_heads].
+
+    By default a small network of the token with a softplus behind it, so that eta is positive.
+    """
+
+    recurrence = generalized_linear_attention
+
+    def __init__(self, d_model: int, n_heads: int = 4, *, eta: nn.Module | None = None, **options: Any):
+        super().__init__(d_model, n_heads, **options)
+        self.recurrence = generalized_linear_attention
+        layers = nn.Linear(d_model, d_model), nn.SiLU(), nn.Linear(d_model, n_heads), nn.Softplus()
+        self.eta = eta or nn.Sequential(*layers)
+
+    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        return {**super()._arguments(u, side, span), "eta": self.eta(u)}
+
+
 NORMALIZERS = {
     "exp": normalized_attention_exp,
     "softplus": normalized_attention_softplus,

@@ -68,10 +68,7 @@ class SSD(Mixer):
         d_inner = expand * d_model
         heads = d_inner // headdim
         if heads * headdim != d_inner or heads % n_groups:
-            raise ValueError(
-                f"SSD: headdim ({headdim}) must divide expand·d_model ({d_inner}), "
-                f"and n_groups ({n_groups}) the number of heads"
-            )
+            raise ValueError(f"SSD: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
         self.recurrence = ssd_with(dt_limit)
         self.dims = (heads, d_state, headdim)
         self.n_groups = n_groups
@@ -92,15 +89,7 @@ class SSD(Mixer):
     def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims
         x, b, c = split_heads(u, heads, p, self.n_groups, n, self.n_groups, n)
-        return {
-            "x": x,
-            "dt": side[0],
-            "b": b,
-            "c": c,
-            "A_log": self.A_log,
-            "D": self.D,
-            "dt_bias": self.dt_bias,
-        }
+        return {"x": x, "dt": side[0], "b": b, "c": c, "A_log": self.A_log, "D": self.D, "dt_bias": self.dt_bias}
 
     def _readout(self, y: Tensor, side: Side) -> Tensor:
         z = side[1]
