@@ -257,7 +257,8 @@ def _named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
     if VALUE not in kind.axes:
         x = x.unsqueeze(4)
     if x.shape[2] == heads:
-        return x
+        # Heads that are views of one are how the forms know a shared key: only views made here may look like that.
+        return x.contiguous() if heads > 1 and x.stride(2) == 0 else x
     if x.shape[2] == 1:
         return x.expand(-1, -1, heads, -1, -1)
     return x.repeat_interleave(heads // x.shape[2], dim=2)

@@ -102,7 +102,10 @@ def _blocks(x: Tensor, rows: int, length: int, pad: float = 0.0) -> Tensor:
 
 
 def _shared(x: Tensor) -> Tensor:
-    """One head for all where the heads are views of one (a key shared by a whole group): [B, rows, 1, ...]."""
+    """One head for all where the heads are views of one (a key shared by a whole group): [B, rows, 1, ...].
+
+    The cotangent then enters the view at its first head, which is the same to the tensor behind the view.
+    """
     return x[:, :, :1] if x.stride(2) == 0 else x
 
 

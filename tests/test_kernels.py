@@ -1,0 +1,250 @@
+"""The numerics of the chunk and scan forms, each against the loop or the dense product that defines it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import dsf
+from dsf import mixers
+from dsf.kernels.chunk import chunk, scan_blocks
+from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
+from dsf.kernels.problem import Problem
+from dsf.kernels.recurrent import recurrent
+from dsf.kernels.scan import affine_scan, associative_scan, combine_dense, scan_backward_, scan_forward_
+from dsf.kernels.segments import segments
+from dsf.kernels.walk import UnitLowerSolve, Walk, unit_lower_inverse
+
+F64 = torch.float64
+LENGTHS = [1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 64]
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=F64)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tree_scans_equal_the_loop_in_both_directions(length: int) -> None:
+    a, b = rand(2, length, 3), rand(2, length, 3)
+    forward, backward = b.clone(), b.clone()
+    scan_forward_(a, forward)
+    scan_backward_(a, backward)
+    want_forward, want_backward = b.clone(), b.clone()
+    for t in range(1, length):
+        want_forward[:, t] += a[:, t] * want_forward[:, t - 1]
+        want_backward[:, -1 - t] += a[:, -1 - t] * want_backward[:, -t]
+    torch.testing.assert_close(forward, want_forward)
+    torch.testing.assert_close(backward, want_backward)
+
+
+def test_tree_scan_takes_logarithmically_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = Tensor.addcmul_
+    monkeypatch.setattr(Tensor, "addcmul_", lambda *args, **kw: calls.append(1) or original(*args, **kw))
+    scan_forward_(rand(1, 1024, 1), rand(1, 1024, 1))
+    assert len(calls) <= 2 * 10
+
+
+def test_affine_scan_does_not_write_into_its_inputs() -> None:
+    a, b, initial = rand(1, 9, 2), rand(1, 9, 2), rand(1, 2)
+    kept = a.clone(), b.clone(), initial.clone()
+    affine_scan(a, b, initial)
+    for x, y in zip((a, b, initial), kept, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 6])
+@pytest.mark.parametrize("shape", [(2, 3), (1, 3), (2, 1), (1, 1)])
+def test_affine_scan_has_every_gradient(length: int, shape: tuple[int, int]) -> None:
+    a = rand(2, length, *shape).requires_grad_()
+    b, initial = rand(2, length, 2, 3).requires_grad_(), rand(2, 2, 3).requires_grad_()
+    assert gradcheck(affine_scan, (a, b, initial))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_associative_scan_of_matrices_equals_the_loop(length: int) -> None:
+    a, b = rand(2, length, 3, 3), rand(2, length, 3, 2)
+    products, states = associative_scan(combine_dense, a, b)
+    product, state = a[:, 0], b[:, 0]
+    for t in range(1, length):
+        product, state = a[:, t] @ product, a[:, t] @ state + b[:, t]
+        torch.testing.assert_close(products[:, t], product)
+        torch.testing.assert_close(states[:, t], state)
+
+
+DECAYS = {
+    "in (0, 1)": lambda: torch.rand(6, dtype=F64),
+    "negative": lambda: -torch.rand(6, dtype=F64),
+    "with zeros": lambda: torch.tensor([0.5, 0.0, 0.3, 0.0, 0.0, 0.9], dtype=F64),
+    "tiny": lambda: torch.full((6,), 1e-30, dtype=F64),
+    "one": lambda: torch.ones(6, dtype=F64),
+}
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_decay_products_are_the_products_of_their_factors(name: str) -> None:
+    a = DECAYS[name]()
+    pair = pair_products(a, log=False)
+    for i in range(6):
+        for j in range(6):
+            want = a[j + 1 : i + 1].prod() if i >= j else torch.zeros((), dtype=F64)
+            torch.testing.assert_close(pair[i, j], want)
+    torch.testing.assert_close(prefix_products(a, pair, False), a.cumprod(0))
+    torch.testing.assert_close(suffix_products(a, pair, False), pair[-1])
+
+
+@pytest.mark.parametrize("name", ["in (0, 1)", "with zeros", "tiny", "one"])
+def test_logarithms_give_the_same_products_and_nothing_is_nan(name: str) -> None:
+    a = DECAYS[name]()
+    pair = pair_products(a.log(), log=True)
+    torch.testing.assert_close(pair, pair_products(a, log=False))
+    torch.testing.assert_close(suffix_products(a.log(), pair, True), pair[-1])
+    torch.testing.assert_close(prefix_products(a.log(), pair, True), a.cumprod(0))
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("name", ["in (0, 1)", "one"])
+def test_pair_products_have_their_gradient(name: str, log: bool) -> None:
+    a = DECAYS[name]()
+    a = (a.log() if log else a).requires_grad_()
+    assert gradcheck(lambda x: pair_products(x, log), (a,))
+
+
+@pytest.mark.parametrize("name", ["negative", "with zeros", "tiny"])
+def test_pair_products_of_linear_decays_have_their_gradient_at_zero_too(name: str) -> None:
+    a = DECAYS[name]().requires_grad_()
+    assert gradcheck(lambda x: pair_products(x, False), (a,))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("log", [False, True])
+def test_key_decay_and_scalar_decay_agree_where_all_keys_decay_alike(log: bool, stride: int) -> None:
+    length, n = 8, 3
+    decay = torch.rand(1, 1, 2, length, 1, 1, dtype=F64)
+    decay = decay.log() if log else decay
+    scalar = ScalarDecay(decay, log, stride)
+    key = KeyDecay(decay.expand(-1, -1, -1, -1, n, -1), log, stride, sub=4)
+    queries, sources, reads = (
+        rand(1, 1, 2, length // stride, n),
+        rand(1, 1, 2, length, 2, n),
+        rand(1, 1, 2, length, 1, n),
+    )
+    for have, want in [
+        (key.scores(queries, sources), scalar.scores(queries, sources)),
+        (key.read_scores(reads, sources), scalar.read_scores(reads, sources)),
+        (key.from_start(queries), scalar.from_start(queries)),
+        (key.reads_from_start(reads), scalar.reads_from_start(reads)),
+        (key.to_end(sources), scalar.to_end(sources)),
+        (key.total, scalar.total.expand_as(key.total)),
+    ]:
+        torch.testing.assert_close(have, want)
+
+
+def test_key_decay_never_takes_an_exponential_above_one() -> None:
+    decay = torch.full((1, 1, 1, 64, 2, 1), -200.0)
+    for factor in vars(KeyDecay(decay, True, 1, 16)).values():
+        if isinstance(factor, Tensor):
+            assert factor.isfinite().all() and factor.abs().max() <= 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 24, 33, 64])
+def test_unit_lower_inverse_inverts(length: int) -> None:
+    system = rand(3, length, length).tril(-1) / length
+    eye = torch.eye(length, dtype=F64)
+    torch.testing.assert_close(unit_lower_inverse(system) @ (eye - system), eye.expand(3, -1, -1))
+
+
+def test_unit_lower_inverse_stays_bounded_for_repeated_keys_with_beta_two() -> None:
+    system = torch.full((64, 64), -2.0).tril(-1)
+    assert unit_lower_inverse(system).abs().max() <= 2
+
+
+def test_the_triangular_system_has_every_gradient() -> None:
+    system, first, second = rand(2, 5, 5).tril(-1), rand(2, 5, 3), rand(2, 5, 2)
+    inputs = tuple(x.requires_grad_() for x in (system, first, second))
+    assert gradcheck(lambda m, r, s: UnitLowerSolve.apply(m.tril(-1), r, s), inputs)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("shared_total", [False, True])
+def test_the_walk_has_every_gradient(corrected: bool, shared_total: bool) -> None:
+    total = rand(1, 1, 1, 1, 1) if shared_total else rand(1, 2, 3, 4, 1)
+    ends, known, weight = rand(1, 2, 3, 5, 4), rand(1, 2, 3, 5, 2), rand(1, 2, 3, 5, 4)
+    inputs = tuple(x.requires_grad_() for x in (total, ends, known, weight, rand(1, 2, 4, 2)))
+
+    def walk(total: Tensor, ends: Tensor, known: Tensor, weight: Tensor, initial: Tensor) -> tuple[Tensor, ...]:
+        return Walk.apply(total, ends, known, weight if corrected else None, initial)
+
+    checked = inputs if corrected else (*inputs[:3], inputs[3].detach(), inputs[4])
+    assert gradcheck(walk, checked)
+
+
+def problem(
+    rows: int, shared_key: bool, rank: int, key_decay: bool, micro: int
+) -> tuple[Problem, tuple[Tensor, Tensor]]:
+    """A random Problem of two heads (views of one where shared_key), and the leaves behind its key and readout."""
+    n, p, tokens = 3, 2, rows // micro
+    heads = 1 if shared_key else 2
+    key = (0.5 * rand(1, rows, heads, 1, n)).requires_grad_()
+    readout = rand(1, tokens, heads, n, 1).requires_grad_()
+    leaves = key, readout
+    key, readout = key.expand(1, rows, 2, 1, n), readout.expand(1, tokens, 2, n, 1)
+    low = {}
+    if rank:
+        low = {"left": 0.3 * rand(1, rows, 2, rank, n, 1), "right": 0.3 * rand(1, rows, 2, rank, n, 1)}
+    given = Problem(
+        decay=torch.rand(1, rows, 2, n if key_decay else 1, 1, dtype=F64), log=False, readout=readout, n=n, p=p,
+        key=key, value=rand(1, rows, 2, 1, p), skip=rand(1, tokens, 2, p), micro=micro, **low,
+    )  # fmt: skip
+    return given, leaves
+
+
+@pytest.mark.parametrize("form", [chunk, scan_blocks])
+@pytest.mark.parametrize("shared_key", [False, True])
+@pytest.mark.parametrize(("rank", "key_decay", "micro"), [(0, False, 1), (0, True, 1), (2, False, 1), (1, True, 2)])
+def test_many_chunks_equal_the_recurrence(form, shared_key: bool, rank: int, key_decay: bool, micro: int) -> None:
+    given, leaves = problem(150, shared_key, rank, key_decay, micro)
+    state = rand(1, 2, 3, 2)
+    want_y, want_state = recurrent(given, state)
+    y, final = form(given, state, 16)
+    torch.testing.assert_close(y, want_y)
+    torch.testing.assert_close(final, want_state)
+    want = torch.autograd.grad(want_y.square().sum() + want_state.sum(), leaves)
+    have = torch.autograd.grad(y.square().sum() + final.sum(), leaves)
+    for x, z in zip(have, want, strict=True):
+        torch.testing.assert_close(x, z)
+
+
+def test_segments_hand_their_state_on_and_recompute_for_the_gradient() -> None:
+    x = rand(1, 10, 2).requires_grad_()
+    calls = []
+
+    def body(state: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(piece.shape[1])
+        y = state.unsqueeze(1) + piece.square().cumsum(1)
+        return y, y[:, -1]
+
+    y, state = segments(body, (x,), torch.zeros(1, 2, dtype=F64), 4)
+    torch.testing.assert_close(y, x.square().cumsum(1))
+    assert calls == [4, 4, 2]
+    torch.testing.assert_close(torch.autograd.grad((y * y).sum() + state.sum(), x)[0], _cumsum_gradient(x))
+    assert len(calls) == 6
+
+
+def _cumsum_gradient(x: Tensor) -> Tensor:
+    y = x.square().cumsum(1)
+    return torch.autograd.grad((y * y).sum() + y[:, -1].sum(), x)[0]
+
+
+def test_heads_that_the_caller_made_views_of_one_keep_a_gradient_of_their_own() -> None:
+    import dsf
+    from dsf import mixers
+
+    rule: dsf.Recurrence = mixers.get("retnet").recurrence
+    q, k, v, slope = rand(1, 9, 2, 3), rand(1, 9, 1, 3).expand(1, 9, 2, 3), rand(1, 9, 2, 2), rand(2).exp()
+    k.requires_grad_()
+    want = torch.autograd.grad(rule(q, k, v, slope, form="naive").square().sum(), k)[0]
+    have = torch.autograd.grad(rule(q, k, v, slope, form="chunk").square().sum(), k)[0]
+    torch.testing.assert_close(have, want)
