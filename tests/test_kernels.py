@@ -239,8 +239,6 @@ def _cumsum_gradient(x: Tensor) -> Tensor:
 
 
 def test_heads_that_the_caller_made_views_of_one_keep_a_gradient_of_their_own() -> None:
-    import dsf
-    from dsf import mixers
 
     rule: dsf.Recurrence = mixers.get("retnet").recurrence
     q, k, v, slope = rand(1, 9, 2, 3), rand(1, 9, 1, 3).expand(1, 9, 2, 3), rand(1, 9, 2, 2), rand(2).exp()
