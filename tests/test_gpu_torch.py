@@ -24,7 +24,7 @@ def run(r, inputs: dict[str, Tensor], form: str, **options) -> list[Tensor]:
 
 
 def worst(have: Tensor, want: Tensor) -> float:
-    """Worst error over blocks of tokens and heads, relative to the block, or to 1e-3 of the tensor where that is more."""
+    """Worst error over blocks of tokens, relative to the block (or to 1e-3 of the tensor's mean where that is more)."""
     floor = 1e-3 * want.norm() / want.numel() ** 0.5
     blocks = zip(have.split(BLOCK, 1), want.split(BLOCK, 1), strict=True) if want.dim() > 2 else [(have, want)]
     return max(float((h - w).norm() / (w.norm() + floor * w.numel() ** 0.5)) for h, w in blocks)
