@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from dsf import gpu
 from dsf.bind import Sizes, cache_heads
 from dsf.errors import FormError
 from dsf.lower import columns
 from dsf.spec import Spec
 
 FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "triton")
 SHORT = 8  # tokens up to which walking the recurrence beats setting up chunks
 MATRIX_CHUNK = 64
 SCAN_BLOCK = 16
-SEGMENT_NUMBERS = 1 << 20  # state numbers a segment may hold (4 MiB a tensor): small beside a sequence, large beside a call
+SEGMENT_NUMBERS = (
+    1 << 20
+)  # state numbers a segment may hold (4 MiB a tensor): small beside a sequence, large beside a call
+
+KEEP_NUMBERS = 1 << 23  # states of a whole sequence up to which segments keep what the backward pass needs (64 MiB)
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,13 @@ def forms_of(spec: Spec) -> tuple[str, ...]:
     return tuple(f for f in FORMS if f != "scan") if spec.is_softmax else FORMS
 
 
-def make_plan(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str) -> Plan:
-    """Choose form and kernel.
+CPU = torch.device("cpu")
+
+
+def make_plan(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device = CPU
+) -> Plan:
+    """Choose form, backend and kernel.
 
     The ladder, first match wins; explicit `form` and `backend` are honoured or refused:
 
@@ -76,7 +86,10 @@ def make_plan(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: 
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
 
-    Raises FormError for a form the structure does not have, or a backend that does not exist.
+    On CUDA tensors the chunk form of identity, constant and scalar decays, with or without the delta rule, runs on the
+    triton backend; everything else, and everything on a CPU, on torch.
+
+    Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
     forms = forms_of(spec)
     if form not in ("auto", *FORMS):
@@ -85,8 +98,14 @@ def make_plan(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: 
         raise FormError(f"{spec.name}: {spec.structure} has no {form} form; it has {', '.join(forms)}")
     if backend not in ("auto", *BACKENDS):
         raise FormError(f"{spec.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto")
-    chosen, reason = (form, f"form={form!r} was asked for") if form != "auto" else _choose(spec, sizes)
-    kernel, chunk = _kernel(spec, sizes, chosen)
+    on_gpu = _use_triton(spec, sizes, dtype, form, backend, device)
+    if form != "auto":
+        chosen, reason = form, f"form={form!r} was asked for"
+    elif on_gpu:
+        chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
+    else:
+        chosen, reason = _choose(spec, sizes)
+    kernel, chunk = gpu.kernel_of(spec, sizes, dtype) if on_gpu else _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
     if spec.is_softmax:
         k_heads, v_heads = cache_heads(spec, sizes)
@@ -95,9 +114,20 @@ def make_plan(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: 
         shape = (sizes.batch, sizes.heads, sizes.n, layout.total)
     width = 8 if dtype == torch.float64 else 4
     return Plan(
-        spec.name, spec.structure, forms, chosen, "torch", kernel, chunk, shape, math.prod(shape) * width,
+        spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape, math.prod(shape) * width,
         flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
     )  # fmt: skip
+
+
+def _use_triton(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device
+) -> bool:
+    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or sizes.tokens <= SHORT)):
+        return False
+    refused = gpu.refusal(spec, sizes, dtype, form, device)
+    if refused is not None and backend == "triton":
+        raise FormError(f"{spec.name}: backend='triton' was asked for, but {refused}")
+    return refused is None
 
 
 def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:

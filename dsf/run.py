@@ -12,6 +12,7 @@ from dsf import packing
 from dsf.bind import Bound, cache_heads, environment
 from dsf.dense import run_naive
 from dsf.evaluate import Evaluator
+from dsf.gpu import run_gpu
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads, stepwise, visible
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.matrix import kernel_matrix
@@ -20,7 +21,7 @@ from dsf.kernels.recurrent import recurrent
 from dsf.kernels.scan import scan_elementwise
 from dsf.kernels.segments import segments
 from dsf.lower import EMPTY, columns, finish, lower, true_state
-from dsf.plan import Plan
+from dsf.plan import KEEP_NUMBERS, Plan
 from dsf.spec import Spec
 from dsf.system import DEN, NUM, ONE
 
@@ -51,6 +52,8 @@ def run_packed(spec: Spec, bound: Bound, bounds: list[int], state: Tensor | None
 def _run(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
+    if plan.backend == "triton":
+        return run_gpu(spec, bound, timed, state, valid)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
     if plan.form == "chunk" and spec.is_elementwise:
@@ -97,7 +100,8 @@ def _segments(
         return finish(spec, values, lowered, *scan_elementwise(lowered.problem, lowered.state))
 
     inputs = tuple(timed.values()) + (() if valid is None else (valid,))
-    return segments(body, inputs, state, plan.chunk)
+    keep = state.numel() * first.shape[1] <= KEEP_NUMBERS
+    return segments(body, inputs, state, plan.chunk, keep)
 
 
 def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -158,13 +158,3 @@ def unfold_state(state: Tensor, p: int) -> Tensor:
 def unfold_output(y: Tensor, p: int) -> Tensor:
     """[B, T, H·P, 1] -> [B, T, H, P]."""
     return y.squeeze(-1).unflatten(2, (-1, p))
-
-
-def last_micro(x: Tensor, micro: int) -> Tensor:
-    """Rows [B, T·M, ...] -> the last micro-step of every token [B, T, ...]."""
-    return x if micro == 1 else x[:, micro - 1 :: micro]
-
-
-def states_before(states: Tensor, initial: Tensor) -> Tensor:
-    """S_{t-1} for every t, given S_t [B, T, H, N, P] and S_0 [B, H, N, P]."""
-    return torch.cat([initial.unsqueeze(1), states[:, :-1]], dim=1)

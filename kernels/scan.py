@@ -8,13 +8,14 @@ The tree is work-efficient (odd-even reduction): 2 log2 T steps, fewer than 2T c
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsf.kernels.operators import reduce_to
-from dsf.kernels.problem import Problem, read, states_before
+from dsf.kernels.problem import Problem, read
 
 Pair = tuple[Tensor, Tensor]
 
@@ -73,43 +74,104 @@ def scan_backward_(a: Tensor, b: Tensor) -> None:
     b[:, rest].addcmul_(a[:, rest], b[:, (length + 1) % 2 + 1 : length - 1 : 2])
 
 
-class AffineScan(torch.autograd.Function):
-    """h_t = a_t h_{t-1} + b_t along axis 1 as a tree, with its adjoint: the same scan backwards in time."""
+@dataclass(frozen=True)
+class Reads:
+    """Which rows are read: after the last, or before the first, of every token's `micro` rows."""
+
+    before: bool
+    micro: int
+
+    @property
+    def every_row(self) -> bool:
+        """True when token t reads row t."""
+        return not self.before and self.micro == 1
+
+    @property
+    def first(self) -> int:
+        """First token that reads one of the rows (a first read before any row sees the initial state)."""
+        return int(self.before)
+
+    @property
+    def rows(self) -> slice:
+        """The rows read by the tokens from `first` on."""
+        return slice(self.micro - 1, -self.micro if self.before else None, self.micro)
+
+
+class ReadScan(torch.autograd.Function):
+    """y_t = Σ_n C h with h_r = a_r h_{r-1} + key_r value_rᵀ as a tree; its adjoint is the same tree backwards in time.
+
+    Injection, scan and readout are one step, so that states are written once and read in place.
+    """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
-        """a, b: [B, T, ...] (a may have size-one axes after T), initial: [B, ...]. Returns h [B, T, ...]."""
-        states = b.clone(memory_format=torch.contiguous_format)
+    def forward(
+        ctx: Any, decay: Tensor, log: bool, key: Tensor, value: Tensor, c: Tensor, initial: Tensor, reads: Reads
+    ) -> tuple[Tensor, Tensor]:
+        """decay [B|1, R|1, H|1, n, p] (its logarithm when `log`), key [B, R, H, n, 1], value [B, R, H, 1|n, P].
+
+        c: [B, T, H, n, p]; initial: [B, H, N, P]. Returns y [B, T, H, P] and the last state [B, H, N, P].
+        """
+        a = decay.exp() if log else decay
+        states = key * value
         states[:, 0].addcmul_(a[:, 0], initial)
-        scan_forward_(a, states)
-        ctx.save_for_backward(a, states, initial)
-        return states
+        scan_forward_(a.expand(-1, states.shape[1], -1, -1, -1), states)
+        ctx.save_for_backward(a, key, value, c, initial, states)
+        ctx.shape, ctx.log, ctx.reads = decay.shape, log, reads
+        y = states.new_empty(*c.shape[:3], states.shape[-1])
+        if reads.before:
+            y[:, 0] = read(c[:, 0], initial)
+        y[:, reads.first :] = read(c[:, reads.first :], states[:, reads.rows])
+        return y, states[:, -1].clone()
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """G_t = dy_t + a_{t+1} G_{t+1};  db = G,  da_t = ⟨G_t, h_{t-1}⟩,  dh_0 = a_1 G_1."""
-        a, states, initial = ctx.saved_tensors
-        adjoint = cotangents[0].clone(memory_format=torch.contiguous_format)
-        scan_backward_(a.roll(-1, 1), adjoint)  # the last entry, a_1, multiplies nothing
-        da = torch.empty_like(adjoint)
-        torch.mul(adjoint[:, 1:], states[:, :-1], out=da[:, 1:])
-        torch.mul(adjoint[:, 0], initial, out=da[:, 0])
-        return reduce_to(da, a.shape), adjoint, a[:, 0] * adjoint[:, 0]
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """G_r = C dyᵀ + a_{r+1} G_{r+1};  da_r = ⟨G_r, h_{r-1}⟩, dkey = G value, dvalue = keyᵀ G, dC = h dy."""
+        a, key, value, c, initial, states = ctx.saved_tensors
+        dy, dfinal = cotangents[0].unsqueeze(-2), cotangents[1]
+        reads: Reads = ctx.reads
+        if reads.every_row:
+            adjoint = (c * dy).expand_as(states).contiguous()
+        else:
+            adjoint = torch.zeros_like(states)
+            adjoint[:, reads.rows] = c[:, reads.first :] * dy[:, reads.first :]
+        adjoint[:, -1] += dfinal
+        full = a.expand(-1, states.shape[1], -1, -1, -1)
+        scan_backward_(full.roll(-1, 1), adjoint)  # the last entry, a_1, multiplies nothing
+        dinitial = full[:, 0] * adjoint[:, 0]
+        dc = c.new_empty(c.shape)
+        dc[:, reads.first :] = _contract(states[:, reads.rows], dy[:, reads.first :], c.shape)
+        if reads.before:
+            dinitial = dinitial + c[:, 0] * dy[:, 0]
+            dc[:, 0] = _contract(initial, dy[:, 0], c.shape[:1] + c.shape[2:])
+        dkey = _contract(adjoint, value, key.shape) if ctx.needs_input_grad[2] else None
+        dvalue = key.transpose(-1, -2) @ adjoint if value.shape[-2] == 1 else reduce_to(adjoint * key, value.shape)
+        return _decay_gradient(a, adjoint, states, initial, ctx), None, dkey, dvalue, dc, dinitial, None
 
 
-def affine_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
-    """All states of h_t = a_t h_{t-1} + b_t: a [B, T, ...] broadcastable to b [B, T, ...], initial [B, ...]."""
-    a = a.expand(*b.shape[:2], *a.shape[2:])
-    return AffineScan.apply(a, b, initial)
+def _contract(states: Tensor, row: Tensor, shape: torch.Size) -> Tensor:
+    """states ⊙ row summed to [..., n, p] = shape: states [..., N, P], row [..., 1|N, P]."""
+    if shape[-1] == 1 and row.shape[-2] == 1 and shape[-2] == states.shape[-2]:
+        return states @ row.transpose(-1, -2)
+    return reduce_to(states * row, torch.Size((*states.shape[:-2], *shape[-2:])))
+
+
+def _decay_gradient(a: Tensor, adjoint: Tensor, states: Tensor, initial: Tensor, ctx: Any) -> Tensor:
+    """⟨G_r, h_{r-1}⟩, times a where the decay came as its logarithm."""
+    da = torch.empty_like(adjoint)
+    torch.mul(adjoint[:, 1:], states[:, :-1], out=da[:, 1:])
+    torch.mul(adjoint[:, 0], initial, out=da[:, 0])
+    return reduce_to(da.mul_(a) if ctx.log else da, ctx.shape)
 
 
 def scan_elementwise(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scan form of every transition without corrections. Returns y [B, T, H, P] and the final state."""
     initial = problem.zero_state() if state is None else state
-    states = affine_scan(problem.transition().decay, problem.injection(), initial)
-    final = states[:, -1]
-    if problem.micro > 1:
-        states = states[:, problem.micro - 1 :: problem.micro]
-    if problem.before:
-        states = states_before(states, initial)
-    return problem.add_skip(read(problem.readout, states)), final
+    if problem.dense is None and problem.key is not None and problem.key.shape[3] == 1:
+        assert problem.value is not None
+        key, value = problem.key.transpose(-1, -2), problem.value
+    else:  # several terms, or an injection that does not factor: written out
+        value = problem.injection()
+        key = value.new_ones(()).expand(*value.shape[:-1], 1)
+    reads = Reads(problem.before, problem.micro)
+    y, final = ReadScan.apply(problem.decay, problem.log, key, value, problem.readout, initial, reads)
+    return problem.add_skip(y), final

@@ -16,14 +16,20 @@ from torch.utils.checkpoint import checkpoint
 Body = Callable[..., tuple[Tensor, Tensor]]
 
 
-def segments(body: Body, inputs: tuple[Tensor, ...], state: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def segments(
+    body: Body, inputs: tuple[Tensor, ...], state: Tensor, length: int, keep: bool = False
+) -> tuple[Tensor, Tensor]:
     """Run segment after segment.
 
     body: (state, *pieces) -> (y, state) on slices [B, ≤length, ...] of `inputs`, each [B, T, ...].
+    keep: store what the backward pass needs instead of computing it again, for sequences where it is little.
     Returns y of all segments, joined along axis 1, and the last state.
     """
     outputs = []
     for pieces in zip(*(x.split(length, dim=1) for x in inputs), strict=True):
-        y, state = checkpoint(body, state, *pieces, use_reentrant=False, preserve_rng_state=False)
+        if keep:
+            y, state = body(state, *pieces)
+        else:
+            y, state = checkpoint(body, state, *pieces, use_reentrant=False, preserve_rng_state=False)
         outputs.append(y)
     return torch.cat(outputs, dim=1), state

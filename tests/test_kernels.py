@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
 from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent
-from dsf.kernels.scan import affine_scan, associative_scan, combine_dense, scan_backward_, scan_forward_
+from dsf.kernels.scan import associative_scan, combine_dense, scan_backward_, scan_elementwise, scan_forward_
 from dsf.kernels.segments import segments
 from dsf.kernels.walk import UnitLowerSolve, Walk, unit_lower_inverse
 
@@ -47,20 +49,60 @@ def test_tree_scan_takes_logarithmically_many_steps(monkeypatch: pytest.MonkeyPa
     assert len(calls) <= 2 * 10
 
 
-def test_affine_scan_does_not_write_into_its_inputs() -> None:
-    a, b, initial = rand(1, 9, 2), rand(1, 9, 2), rand(1, 2)
-    kept = a.clone(), b.clone(), initial.clone()
-    affine_scan(a, b, initial)
-    for x, y in zip((a, b, initial), kept, strict=True):
+def elementwise(
+    tokens: int, decay: tuple[int, int], readout: tuple[int, int], micro: int, **changes: object
+) -> Problem:
+    """A random elementwise Problem, N = 2, P = 3; decay and readout have the given axes."""
+    rows = tokens * micro
+    return Problem(
+        decay=rand(1, rows, 2, *decay), log=False, readout=rand(1, tokens, 2, *readout), n=2, p=3,
+        key=rand(1, rows, 2, 1, 2), value=rand(1, rows, 2, 1, 3), micro=micro, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("decay", [(2, 3), (1, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize("readout", [(2, 1), (2, 3)])
+@pytest.mark.parametrize(("before", "micro"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_the_read_scan_equals_the_recurrence(tokens, decay, readout, before: bool, micro: int) -> None:
+    given, state = elementwise(tokens, decay, readout, micro, before=before), rand(1, 2, 2, 3).requires_grad_()
+    leaves = [given.decay, given.readout, given.key, given.value]
+    for x in leaves:
+        x.requires_grad_()
+    results = []
+    for form in (scan_elementwise, recurrent):
+        y, final = form(given, state)
+        results.append((y, final, *torch.autograd.grad(y.square().sum() + final.cos().sum(), [*leaves, state])))
+    for have, want in zip(*results, strict=True):
+        torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_the_read_scan_has_every_gradient(log: bool) -> None:
+    given, state = elementwise(5, (2, 3), (2, 1), 1, skip=rand(1, 5, 2, 3)), rand(1, 2, 2, 3)
+    inputs = tuple(x.requires_grad_() for x in (given.decay, given.key, given.value, given.readout, state))
+
+    def run(decay: Tensor, key: Tensor, value: Tensor, c: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        return scan_elementwise(replace(given, decay=decay, log=log, key=key, value=value, readout=c), initial)
+
+    assert gradcheck(run, inputs)
+
+
+def test_scans_do_not_write_into_their_inputs() -> None:
+    given, state = elementwise(9, (2, 3), (2, 1), 1), rand(1, 2, 2, 3)
+    kept = [x.clone() for x in (given.decay, given.key, given.value, given.readout, state)]
+    scan_elementwise(given, state)
+    for x, y in zip((given.decay, given.key, given.value, given.readout, state), kept, strict=True):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 6])
-@pytest.mark.parametrize("shape", [(2, 3), (1, 3), (2, 1), (1, 1)])
-def test_affine_scan_has_every_gradient(length: int, shape: tuple[int, int]) -> None:
-    a = rand(2, length, *shape).requires_grad_()
-    b, initial = rand(2, length, 2, 3).requires_grad_(), rand(2, 2, 3).requires_grad_()
-    assert gradcheck(affine_scan, (a, b, initial))
+@pytest.mark.parametrize("terms", [1, 2])
+def test_an_injection_of_several_terms_is_their_sum(terms: int) -> None:
+    given = replace(elementwise(5, (2, 3), (2, 1), 1), key=rand(1, 5, 2, terms, 2), value=rand(1, 5, 2, terms, 3))
+    dense = replace(given, key=None, value=None, dense=given.injection())
+    want = recurrent(given, None)
+    for have in (scan_elementwise(given, None), scan_elementwise(dense, None)):
+        torch.testing.assert_close(have, want)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -231,6 +273,9 @@ def test_segments_hand_their_state_on_and_recompute_for_the_gradient() -> None:
     assert calls == [4, 4, 2]
     torch.testing.assert_close(torch.autograd.grad((y * y).sum() + state.sum(), x)[0], _cumsum_gradient(x))
     assert len(calls) == 6
+    y, state = segments(body, (x,), torch.zeros(1, 2, dtype=F64), 4, keep=True)
+    torch.testing.assert_close(torch.autograd.grad((y * y).sum() + state.sum(), x)[0], _cumsum_gradient(x))
+    assert len(calls) == 9
 
 
 def _cumsum_gradient(x: Tensor) -> Tensor:
