@@ -125,12 +125,16 @@ def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
 def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
     """Mean log-decay per token (at most 0 for a stable system), nats, [B, H, N or 1, p].
 
-    of="decay": the decays alone, what forgetting does without erasure (cheap, any size). of="transition": the
-    Lyapunov exponents, erasure included.
+    of="decay": the decays alone, what forgetting does without erasure (cheap, any size); tokens that clear an entry
+    (decay 0, a reset) are left out of its mean unless all do. of="transition": the Lyapunov exponents, erasure and
+    resets included.
     """
     if of == "transition":
         return lyapunov_exponents(trajectory)
-    return _full(trajectory.token_transition, trajectory).decay.abs().log().mean(1)
+    logs = _full(trajectory.token_transition, trajectory).decay.abs().log()
+    kept = logs > -math.inf
+    mean = torch.where(kept, logs, 0).sum(1) / kept.sum(1)
+    return torch.where(kept.any(1), mean, -math.inf)
 
 
 def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "transition"] = "decay") -> Tensor:

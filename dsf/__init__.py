@@ -49,14 +49,20 @@ from dsf.trajectory import Trajectory
 __version__ = "0.1.0"
 
 # Rooms and tools that load only when used: attribute -> module.
-_LAZY = {"check": "dsf.check", "testing": "dsf.testing", "mixers": "dsf.mixers", "analysis": "dsf.analysis"}
+_LAZY = {
+    "check": "dsf.check",
+    "convert": "dsf.analysis.convert",
+    "testing": "dsf.testing",
+    "mixers": "dsf.mixers",
+    "analysis": "dsf.analysis",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'dsf' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    return getattr(module, name) if name == "check" else module
+    return getattr(module, name) if name in ("check", "convert") else module
 
 
 __all__ = [

@@ -1,0 +1,103 @@
+"""Finding the sequence mixers of a model, known and unknown."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+
+from torch import nn
+
+from dsf.analysis.convert.cores import CORES, Core
+from dsf.analysis.convert.forwards import FORWARDS, Forward
+
+LOOKS_LIKE_A_MIXER = re.compile(r"(Attention|Mixer|SSM|Mamba|DeltaNet|Rwkv|Retention|Recurrent|LSTM|GRU|RNN)\d*$")
+NONLINEAR = (nn.LSTM, nn.GRU, nn.RNN)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A mixer and how it is converted: through its core functions, its forward, attention, or a convolution."""
+
+    name: str
+    module: nn.Module
+    how: Core | Forward | str
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A module that may mix tokens and was not converted, and why."""
+
+    name: str
+    type: str
+    why: str
+
+
+def names_used(cls: type[nn.Module]) -> dict[str, ModuleType]:
+    """Global names that the methods of a module class use -> the file in which they are looked up."""
+    found: dict[str, ModuleType] = {}
+    for klass in cls.__mro__:
+        if klass is nn.Module or klass.__module__ == "transformers.modeling_utils":
+            break
+        file = sys.modules.get(klass.__module__)
+        for member in vars(klass).values():
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            if code is not None and file is not None:
+                found.update(dict.fromkeys((n for n in _names(code) if hasattr(file, n)), file))
+    return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
+
+
+def find(model: nn.Module) -> tuple[list[Found], list[LeftAlone]]:
+    """Every mixer of the model in the order of its modules, and what looks like one but is not known."""
+    found: list[Found] = []
+    left: list[LeftAlone] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        how = _how(module)
+        if how is not None:
+            found.append(Found(name, module, how))
+            inside.update(id(m) for m in module.modules())
+    for name, module in model.named_modules():
+        if id(module) in inside or any(id(m) in inside for m in module.modules()):
+            continue
+        why = _why_not(module)
+        if why is not None:
+            left.append(LeftAlone(name, type(module).__name__, why))
+            inside.update(id(m) for m in module.modules())
+    return found, left
+
+
+def _how(module: nn.Module) -> Core | Forward | str | None:
+    cls = type(module)
+    own = FORWARDS.get(cls) or FORWARDS.get(cls.__name__)
+    if own is not None:
+        return own
+    names = names_used(cls)
+    for core in CORES:
+        if any(f in names for f in core.functions):
+            return core
+    if "causal_conv1d_fn" in names:
+        return "FIR"
+    return "softmax" if "ALL_ATTENTION_FUNCTIONS" in names else None
+
+
+def _why_not(module: nn.Module) -> str | None:
+    if isinstance(module, NONLINEAR):
+        return "its recurrence is nonlinear in its state"
+    if isinstance(module, nn.MultiheadAttention):
+        return "torch's fused attention: its core cannot be reached; register a forward for it"
+    if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+        return "a convolution whose padding and state are not known; register a forward for it"
+    if LOOKS_LIKE_A_MIXER.search(type(module).__name__) and any(True for _ in module.parameters()):
+        return "an unknown mixer; register(…) a forward that runs its recurrence"
+    return None

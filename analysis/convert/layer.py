@@ -1,0 +1,178 @@
+"""`Layer`: one converted mixer of a model, and the runs of its recurrence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsf.kernels.attention import KVCache
+from dsf.recurrence import Recurrence
+from dsf.trajectory import Attention, Trajectory
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer's recurrence on real inputs: what a recorder is shown.
+
+    inputs: the recurrence's, by name; state: what it started from; attention: for softmax, its operands instead.
+    part: which of several runs in one call of the layer (Zamba's heads).
+    """
+
+    recurrence: Recurrence
+    inputs: Mapping[str, Tensor]
+    state: Tensor | KVCache | None
+    part: int
+    attention: Attention | None = None
+
+    def trajectory(self) -> Trajectory:
+        """The trajectory of this run, structured; without gradients."""
+        with torch.no_grad():
+            if self.attention is not None:
+                return Trajectory(self.recurrence.spec, None, None, self.attention)
+            given: dict[str, Any] = {n: x.detach() for n, x in self.inputs.items()}
+            # A clone: the model writes the next state into the same memory.
+            start = self.state.detach().clone() if isinstance(self.state, Tensor) else None
+            return self.recurrence.trajectory(**given, initial_state=start)
+
+
+Listener = Callable[["Layer", Run], None]
+
+
+@dataclass(eq=False)
+class Layer:
+    """A mixer that dsf runs.
+
+    name: its path in the model. module: the original module, whose projections are still used. kind: the core, in
+    words. recurrence: what runs in place of it. notes: where the original differs from the system it stands for.
+    conv: numbers a short convolution in front keeps for a sequence. state: (heads, N, P) once it has run, key_heads:
+    those of a KV cache, window: the tokens it keeps. shared: what the model was called with.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    recurrence: Recurrence
+    notes: tuple[str, ...] = ()
+    conv: int = 0
+    state: tuple[int, int, int] | None = None
+    key_heads: int | None = None
+    window: int | None = None
+    shared: ModelCall = field(default_factory=lambda: ModelCall(), repr=False)
+    listeners: list[Listener] = field(default_factory=list, repr=False)
+    call: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def enter(self, arguments: Mapping[str, Any]) -> None:
+        """Begin one call of the module: keep the arguments that its core is not given."""
+        self.call = {
+            "runs": 0,
+            "arguments": arguments,
+            "cu_seqlens": boundaries({**arguments, **self.shared.arguments}),
+        }
+        # Read now: during the call the cache is told about the new tokens before the core runs.
+        self.call["cached"] = recurrent_state_of(self.cache, getattr(self.module, "layer_idx", None))
+
+    @property
+    def cache(self) -> Any:
+        """The cache of this call, whatever its argument is called, or None."""
+        arguments = self.call["arguments"]
+        return arguments.get("cache_params", arguments.get("past_key_values"))
+
+    def padding(self, tokens: int) -> Tensor | None:
+        """bool [B, tokens], True where the call's tokens are padding; None when none is."""
+        return self.shared.padding(tokens)
+
+    @property
+    def cached_state(self) -> Tensor | None:
+        """The recurrent state in the model's cache when the call began, in the model's layout."""
+        return self.call.get("cached")
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """Boundaries of packed sequences in this call, or None."""
+        return self.call.get("cu_seqlens")
+
+    def run(self, recurrence: Recurrence, state: Tensor | None = None, **inputs: Tensor) -> tuple[Tensor, Any]:
+        """Run `recurrence` in its own layout ([B, T, H, ·], state [B, H, N, P]); returns y and the final state.
+
+        Packed sequences of the call are kept apart. Inputs go to one floating type, float32 unless all is float64.
+        """
+        wide = any(inputs[i.name].dtype == torch.float64 for i in recurrence.spec.inputs if i.kind.time)
+        dtype = torch.float64 if wide else torch.float32
+        given: dict[str, Any] = {name: x.to(dtype) for name, x in inputs.items()}
+        state = None if state is None else state.to(dtype)
+        bounds = self.cu_seqlens if state is None else None
+        y, final = recurrence(**given, initial_state=state, cu_seqlens=bounds, return_state=True)
+        self.state = (y.shape[2], final.shape[-2], y.shape[-1])
+        self.show(Run(recurrence, given, state, self.call.get("runs", 0)))
+        if bounds is not None:
+            final = final[-1:]  # a cache continues the last of the packed sequences
+        return y, final
+
+    def show(self, run: Run) -> None:
+        """Tell recorders about a run."""
+        self.call["runs"] = run.part + 1
+        for listener in self.listeners:
+            listener(self, run)
+
+
+class ModelCall:
+    """The arguments of the model's own forward, which its mixers see only in part."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {}
+
+    def mask(self, tokens: int) -> Tensor | None:
+        """bool [B, tokens], False where the newest tokens are padding, from the 2-D attention mask; None without."""
+        mask = self.arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] < tokens:
+            return None
+        return mask[:, mask.shape[1] - tokens :] != 0
+
+    def padding(self, tokens: int) -> Tensor | None:
+        """bool [B, tokens], True where the newest tokens are padding; None when none is."""
+        mask = self.mask(tokens)
+        return None if mask is None or bool(mask.all()) else ~mask
+
+
+def trailing_padding(pads: Tensor) -> Tensor:
+    """How many padding tokens end each row of pads [B, T]: [B]."""
+    return pads.flip(-1).long().cumprod(-1).sum(-1)
+
+
+def recurrent_state_of(cache: Any, index: int | None) -> Tensor | None:
+    """What a transformers cache holds for a recurrent layer, None before its first call."""
+    if index is None or not hasattr(cache, "get_recurrent_state"):
+        return None
+    try:
+        return cache.get_recurrent_state(index)
+    except (ValueError, IndexError):  # the layer has no recurrent state in this cache
+        return None
+
+
+def boundaries(arguments: Mapping[str, Any]) -> Tensor | None:
+    """cu_seqlens of a call's keyword arguments: from cu_seq_lens_q or from seq_idx [1, T]; None when not packed."""
+    given = arguments.get("cu_seq_lens_q")
+    if given is None and arguments.get("seq_idx") is not None:
+        index = arguments["seq_idx"][0]
+        starts = torch.nonzero(index[1:] != index[:-1]).flatten() + 1
+        ends = torch.tensor([0, len(index)], device=index.device)
+        given = torch.cat([ends[:1], starts, ends[1:]])
+    return given if given is None or len(given) > 2 else None
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Layer] = []
+
+
+ACTIVE = _Active()
+
+
+def current() -> Layer | None:
+    """The converted layer whose forward is running in this thread, if any."""
+    return ACTIVE.stack[-1] if ACTIVE.stack else None

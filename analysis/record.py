@@ -1,0 +1,216 @@
+"""Recording what converted layers do: one Trajectory for each run, structured, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.analysis.convert import Converted, Layer, Run
+from dsf.errors import DsfError
+from dsf.trajectory import Trajectory
+
+GIB = 1 << 30
+
+
+class RecordingError(DsfError):
+    """A recording that would not fit, or a request for something that was not recorded."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of one layer. call: number of the layer's call; part: which run in that call (Zamba has several)."""
+
+    layer: Layer
+    call: int
+    part: int
+    trajectory: Trajectory
+
+
+@dataclass
+class Recording:
+    """The trajectories of a forward, in the order in which the layers ran.
+
+    bytes: numbers held, in memory. `trajectory(layer)` finds one; iterate for all.
+    """
+
+    limit: int
+    entries: list[Entry] = field(default_factory=list)
+    bytes: int = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the recorded layers, each once."""
+        return tuple(dict.fromkeys(e.layer.name for e in self.entries))
+
+    def trajectory(self, layer: str, call: int = 0, part: int = 0) -> Trajectory:
+        """The trajectory of a layer's call. Raises RecordingError if there is none, naming what there is."""
+        for entry in self.entries:
+            if (entry.layer.name, entry.call, entry.part) == (layer, call, part):
+                return entry.trajectory
+        what = ", ".join(self.layers) or "nothing; was the model called inside the block?"
+        raise RecordingError(f"no recording of {layer!r}, call {call}, part {part}; recorded: {what}")
+
+
+@contextmanager
+def record(
+    converted: Converted,
+    layers: Iterable[str] | Callable[[Layer], bool] | None = None,
+    heads: slice | None = None,
+    tokens: int | None = None,
+    batch: slice | None = None,
+    limit: int = 4 * GIB,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Recording]:
+    """Record the trajectories of a converted model's layers.
+
+        with dsf.analysis.record(converted) as rec:
+            converted.model(ids)
+        dsf.analysis.measures.half_life(rec.trajectory("model.layers.0.linear_attn"))
+
+    layers: names, or a predicate on a Layer (default all). heads, batch: slices. tokens: at most so many of each call,
+    from its first. dtype: store in this floating type (float64 to measure precisely). limit: bytes; a recording that
+    would pass it is refused with RecordingError, which names the size, before the memory is taken.
+    Trajectories stay structured (A is never made dense) and carry no gradients.
+    """
+    known = {layer.name: layer for layer in converted.layers}
+    if layers is None:
+        chosen = list(known.values())
+    elif callable(layers):
+        chosen = [layer for layer in known.values() if layers(layer)]
+    else:
+        names = list(layers)
+        unknown = [n for n in names if n not in known]
+        if unknown:
+            raise RecordingError(f"no converted layer is called {unknown[0]!r}; they are {', '.join(known)}")
+        chosen = [known[n] for n in names]
+    recording, calls = Recording(limit), dict.fromkeys(known, -1)
+
+    def listen(layer: Layer, run: Run) -> None:
+        calls[layer.name] += run.part == 0
+        part = _bounded(run, batch, tokens)
+        _check_size(recording, layer, part, heads, dtype)
+        trajectory = part.trajectory() if dtype is None else _cast(part, dtype).trajectory()
+        trajectory = _owned(trajectory.select(heads=heads))
+        recording.bytes += size_of(trajectory)
+        recording.entries.append(Entry(layer, calls[layer.name], run.part, trajectory))
+
+    for layer in chosen:
+        layer.listeners.append(listen)
+    try:
+        yield recording
+    finally:
+        for layer in chosen:
+            layer.listeners.remove(listen)
+
+
+def size_of(trajectory: Trajectory) -> int:
+    """Bytes that a trajectory holds; tensors that share memory count once."""
+    return sum(x.nbytes for x in {x.data_ptr(): x for x in _storages(trajectory)}.values())
+
+
+def _bounded(run: Run, batch: slice | None, tokens: int | None) -> Run:
+    """The run on fewer sequences and tokens, as views."""
+    rows, first = batch or slice(None), slice(0, tokens)
+    if run.attention is not None:
+        t = run.attention
+        keep = first if tokens is not None else slice(None)
+        whole = Trajectory(run.recurrence.spec, None, None, t)
+        return Run(run.recurrence, {}, None, run.part, whole.select(batch=rows, tokens=keep).attention)
+    timed = {i.name for i in run.recurrence.spec.inputs if i.kind.time}
+    inputs = {n: x[rows, first] if n in timed else x for n, x in run.inputs.items()}
+    state = run.state[rows] if isinstance(run.state, Tensor) else None
+    return Run(run.recurrence, inputs, state, run.part)
+
+
+def _check_size(
+    recording: Recording, layer: Layer, run: Run, heads: slice | None, dtype: torch.dtype | None
+) -> None:  # fmt: skip
+    """Refuse before anything is computed: inputs, and what the system computes from them, at most twice as much."""
+    given = list(run.inputs.values()) if run.attention is None else _tensors(run.attention)
+    share = 1.0
+    if heads is not None and layer.state is not None:
+        share = len(range(layer.state[0])[heads]) / layer.state[0]
+    width = 1 if dtype is None else torch.empty((), dtype=dtype).element_size() / given[0].element_size()
+    need = int(2 * share * width * sum(x.nbytes for x in given))
+    if run.attention is None and run.recurrence.spec.decay_kind == "hadamard":
+        _, n, p = layer.state or (1, 1, 1)
+        x = next(iter(run.inputs.values()))
+        need += int(width * x.element_size() * x.shape[0] * x.shape[1] * n * p)
+    if recording.bytes + need > recording.limit:
+        raise RecordingError(
+            f"recording {layer.name} needs about {need / GIB:.2f} GiB on top of {recording.bytes / GIB:.2f} GiB, more "
+            f"than the limit of {recording.limit / GIB:.2f} GiB; record fewer layers, heads or tokens, or raise limit="
+        )
+
+
+def _cast(run: Run, dtype: torch.dtype) -> Run:
+    def to(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    attention = None
+    if run.attention is not None:
+        attention = type(run.attention)(**{k: to(v) for k, v in vars(run.attention).items()})
+    return Run(run.recurrence, {n: to(x) for n, x in run.inputs.items()}, to(run.state), run.part, attention)
+
+
+def _owned(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with memory of its own where it was cut out of something larger or shared with the model."""
+    seen: dict[tuple[Any, ...], Tensor] = {}  # the system and its unit-driven twin share most tensors
+
+    def own(x: Tensor) -> Tensor:
+        key = (x.data_ptr(), x.shape, x.stride())
+        if key not in seen:
+            seen[key] = _compact(x)
+        return seen[key]
+
+    return _mapped(trajectory, own)
+
+
+def _compact(x: Tensor) -> Tensor:
+    """A detached copy that stores axes of stride zero (broadcast ones) once."""
+    x = x.detach()
+    spread = [axis for axis in range(x.dim()) if x.stride(axis) == 0 and x.shape[axis] > 1]
+    core = x
+    for axis in spread:
+        core = core.narrow(axis, 0, 1)
+    return core.clone().expand(x.shape)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """value with function applied to every tensor in it (dataclasses and tuples are walked)."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(v, function) for v in value)
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__name__ != "Spec":
+        changes = {f.name: _mapped(getattr(value, f.name), function) for f in fields(value)}
+        return replace(value, **changes)
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+    return found
+
+
+def _storages(trajectory: Trajectory) -> list[Tensor]:
+    """Every tensor with its broadcast axes narrowed to what is stored."""
+    out = []
+    for x in _tensors(trajectory):
+        for axis in range(x.dim()):
+            if x.stride(axis) == 0 and x.shape[axis] > 1:
+                x = x.narrow(axis, 0, 1)
+        out.append(x)
+    return out

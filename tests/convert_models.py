@@ -1,0 +1,142 @@
+"""Tiny random models of every convertible type, whose decays are slow enough for a wrong transition to show."""
+
+import torch
+from torch import nn
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 16}
+GDN = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "head_dim": 8, **HEADS,
+}  # fmt: skip
+LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
+TWO = {"num_hidden_layers": 2}
+
+CONFIGS = {
+    "mamba": {**SMALL, **TWO, "state_size": 8, "use_bias": True},
+    "falcon_mamba": {**SMALL, **TWO, "state_size": 8},
+    "jamba": {
+        **SMALL, **HEADS, "num_hidden_layers": 4, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_dt_rank": 4,
+    },
+    "zamba": {
+        **SMALL, **HEADS, "num_key_value_heads": 4, "num_hidden_layers": 6, "mamba_d_state": 8, "n_mamba_heads": 2,
+        "mamba_dt_rank": 4, "attn_layer_period": 3, "attn_layer_offset": 2,
+    },
+    "mamba2": {
+        **SMALL, **TWO, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8, "expand": 2,
+        "time_step_limit": (0.0, 0.4),
+    },
+    "bamba": {
+        **SMALL, **HEADS, **TWO, "attn_layer_indices": [1], "mamba_d_state": 8, "mamba_n_heads": 8,
+        "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8,
+    },
+    "zamba2": {
+        **SMALL, **HEADS, "num_key_value_heads": 4, "num_hidden_layers": 4, "mamba_d_state": 8, "n_mamba_heads": 8,
+        "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8, "hybrid_layer_ids": [1, 3],
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1,
+    },
+    "nemotron_h": {
+        **SMALL, **HEADS, "head_dim": 8, "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8,
+        "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "granitemoehybrid": {
+        **SMALL, **HEADS, **TWO, "layer_types": ["mamba", "attention"], "mamba_d_state": 8, "mamba_n_heads": 8,
+        "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "shared_intermediate_size": 16,
+    },
+    "falcon_h1": {
+        **SMALL, **HEADS, **TWO, "head_dim": 8, "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8,
+        "mamba_d_ssm": 64, "mamba_n_groups": 2, "mamba_chunk_size": 8,
+    },
+    "qwen3_next": {**SMALL, **GDN, **TWO, **SHARED, "layer_types": LINEAR_THEN_FULL},
+    "qwen3_5_text": {**SMALL, **GDN, **TWO, "layer_types": LINEAR_THEN_FULL},
+    "qwen3_5_moe_text": {**SMALL, **GDN, **TWO, **SHARED, "layer_types": LINEAR_THEN_FULL},
+    "olmo_hybrid": {**SMALL, **GDN, **TWO, "layer_types": LINEAR_THEN_FULL, "linear_allow_neg_eigval": True},
+    "kimi_linear": {
+        **SMALL, **HEADS, **TWO, **EXPERTS, "num_key_value_heads": 4, "layer_types": LINEAR_THEN_FULL,
+        "linear_num_heads": 4, "linear_head_dim": 8, "head_dim": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 8, "num_local_experts": 2,
+    },
+    "minimax": {
+        **SMALL, **HEADS, **TWO, **LOCAL_EXPERTS, "head_dim": 8, "layer_types": LINEAR_THEN_FULL, "block_size": 8,
+    },
+    "recurrent_gemma": {
+        **SMALL, **HEADS, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 6, "num_key_value_heads": 1,
+        "head_dim": 8,
+    },
+    "rwkv": {**SMALL, **TWO, "attention_hidden_size": 32, "context_length": 64},
+    "xlstm": {**SMALL, **TWO, "hidden_size": 128, "num_blocks": 2, "num_heads": 4, "chunk_size": 8, "eps": 1e-14},
+    "lfm2": {
+        **SMALL, **HEADS, **TWO, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "block_multiple_of": 8,
+    },
+    "gpt2": {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {**SMALL, **HEADS, **TWO},
+    "llama": {**SMALL, **HEADS, **TWO},
+    "qwen2": {**SMALL, **HEADS, **TWO},
+    "mistral": {**SMALL, **HEADS, **TWO, "sliding_window": 6, "head_dim": 8},
+    "gpt_oss": {**SMALL, **HEADS, **TWO, **LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 6},
+}  # fmt: skip
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A random model in eval mode: decays near one, norms and mixing rates off their init."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    config._experts_implementation = "eager"  # the grouped product has no float64
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf in ("A_log", "dt_bias", "dt_proj_bias") or name.endswith("dt_proj.bias"):
+                p.copy_(torch.rand_like(p) * 2 - (2 if leaf == "A_log" else 3))
+            elif leaf in ("time_decay", "time_first", "sinks", "recurrent_param"):
+                p.copy_(torch.randn_like(p) * 0.7 - 1)
+            elif leaf.startswith("time_mix"):
+                p.copy_(torch.rand_like(p))
+            elif "norm" in name and p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.2)
+            elif "igate" in name or "fgate" in name:
+                p.copy_(torch.randn_like(p) * 0.5 + ("fgate" in name and leaf == "bias"))
+            elif p.dim() >= 2 and "embed" not in name:
+                p.mul_(3)
+    return model
+
+
+CACHE = {
+    "mamba": "cache_params",
+    "mamba2": "cache_params",
+    "falcon_mamba": "cache_params",
+    "xlstm": "cache_params",
+    "rwkv": "state",
+}
+
+
+def in_pieces(model: nn.Module, ids: torch.Tensor, cuts: list[int], **first: torch.Tensor) -> torch.Tensor:
+    """Logits of ids [B, T] from calls of `cuts` tokens each, with the model's own cache in between."""
+    from transformers import DynamicCache
+
+    name = CACHE.get(model.config.model_type, "past_key_values")
+    cache, out, start = None, [], 0
+    if model.config.model_type == "recurrent_gemma":
+        model.model._setup_cache(model.config, ids.shape[0], ids.device, model.dtype)
+        cache = DynamicCache(config=model.config)  # its output carries none
+    for length in cuts:
+        given = {} if cache is None else {name: cache}
+        given |= {
+            k: v[:, : start + length] if k == "attention_mask" else v[:, start : start + length]
+            for k, v in first.items()
+        }
+        result = model(input_ids=ids[:, start : start + length], use_cache=True, **given)
+        cache = cache if model.config.model_type == "recurrent_gemma" else result[name]
+        out.append(result.logits)
+        start += length
+    return torch.cat(out, dim=1)

@@ -1,0 +1,303 @@
+"""Converted models say what the originals say, in every way of calling them; where those are wrong, ours are right."""
+
+import inspect
+from contextlib import contextmanager
+
+import convert_models as zoo
+import pytest
+import torch
+from torch import nn
+
+import dsf
+from dsf.analysis import convert as conversion
+from dsf.analysis.convert import ConversionError, fir, fir_inputs
+
+pytest.importorskip("transformers")
+
+TYPES = list(zoo.CONFIGS)
+EVERY = pytest.mark.parametrize("name", TYPES)
+TOKENS = 13
+FIXED_STATE = ["mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm"]  # nothing but recurrences
+# A window of key places, counted with the padding between: out of the reach of a mask.
+WINDOWED = ["mistral", "gpt_oss", "recurrent_gemma", "lfm3"]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 64, (2, TOKENS))
+
+
+@contextmanager
+def float64_throughout():
+    """transformers computes its cores in float32 whatever the model's dtype; here it means float64 by that."""
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
+
+    single, cast = torch.float32, torch.Tensor.float
+    RecurrentGemmaRglru._rnn_scan.__defaults__ = (torch.float64,)  # acc_dtype
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.float32, torch.Tensor.float = single, cast
+        RecurrentGemmaRglru._rnn_scan.__defaults__ = (single,)
+        torch.set_default_dtype(single)
+
+
+def off(got, expected):
+    """Largest deviation over the range of the logits."""
+    return float((got - expected).abs().max() / (expected.max() - expected.min()))
+
+
+def takes_positions(model):
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+@EVERY
+def test_logits_stay_and_undo_restores(name, ids):
+    model = zoo.build(name)
+    expected = model(input_ids=ids).logits
+    converted = dsf.convert(model)
+    assert off(model(input_ids=ids).logits, expected) < 1e-4
+    assert converted.model is model and not converted.left_alone
+    converted.undo()
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+@EVERY
+def test_float64_logits_stay(name, ids):
+    with float64_throughout():
+        model = zoo.build(name, torch.float64)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.double() if buffer.is_floating_point() else buffer.data
+        expected = model(input_ids=ids).logits
+        dsf.convert(model)
+        assert off(model(input_ids=ids).logits, expected) < 1e-9
+        assert off(zoo.in_pieces(model, ids, [4, 1, 8]), expected) < 1e-9
+
+
+@EVERY
+@pytest.mark.parametrize("cuts", [[5, 8], [4, 1, 5, 3], [1] * TOKENS], ids=str)
+def test_pieces_with_a_cache_say_what_the_whole_says(name, cuts, ids):
+    model = zoo.build(name)
+    expected = model(input_ids=ids).logits
+    dsf.convert(model)
+    assert off(zoo.in_pieces(model, ids, cuts), expected) < 1e-4
+
+
+@EVERY
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(name, side, ids):
+    model = zoo.build(name)
+    dsf.convert(model)
+    lengths = (TOKENS, 9)
+    places = [slice(TOKENS - n, TOKENS) if side == "left" else slice(0, n) for n in lengths]
+    padded, mask, positions = (torch.zeros_like(ids) for _ in range(3))
+    for row, (n, place) in enumerate(zip(lengths, places, strict=True)):
+        padded[row, place], mask[row, place], positions[row, place] = ids[row, :n], 1, torch.arange(n)
+    given = {"position_ids": positions} if takes_positions(model) else {}
+    logits = model(input_ids=padded, attention_mask=mask, **given).logits
+    for row, (n, place) in enumerate(zip(lengths, places, strict=True)):
+        alone = model(input_ids=ids[row : row + 1, :n]).logits[0]
+        assert off(logits[row, place], alone) < 1e-4
+
+
+@pytest.mark.parametrize("name", [t for t in TYPES if t not in WINDOWED])
+def test_padding_at_the_end_stays_out_of_the_cache(name, ids):
+    """The originals decay their states and shift their convolutions by it."""
+    model = zoo.build(name)
+    dsf.convert(model)
+    whole = torch.cat([ids, ids], dim=1)
+    lengths, begun, extra = (8, 5), 8, 5
+    padded, positions = (torch.zeros(2, begun + extra, dtype=torch.long) for _ in range(2))
+    mask = torch.ones_like(padded)
+    for row, n in enumerate(lengths):
+        padded[row, :n], padded[row, begun:] = whole[row, :n], whole[row, n : n + extra]
+        positions[row, :n], positions[row, begun:] = torch.arange(n), torch.arange(n, n + extra)
+        mask[row, n:begun] = 0
+    given = {"position_ids": positions} if takes_positions(model) else {}
+    for cuts in ([8, 5], [8, 1, 1, 3]):
+        logits = zoo.in_pieces(model, padded, cuts, attention_mask=mask, **given)
+        for row, n in enumerate(lengths):
+            alone = model(input_ids=whole[row : row + 1, : n + extra]).logits[0]
+            assert off(logits[row, begun:], alone[n:]) < 1e-4
+
+
+@EVERY
+def test_packed_sequences_are_kept_apart(name, ids):
+    model = zoo.build(name)
+    dsf.convert(model)
+    cut, row = 6, ids[:1]
+    bounds = torch.tensor([0, cut, TOKENS], dtype=torch.int32)
+    positions = torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)])[None]
+    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    given |= {"position_ids": positions} if takes_positions(model) else {}
+    logits = model(input_ids=row, use_cache=False, **given).logits
+    apart = [model(input_ids=x).logits for x in (row[:, :cut], row[:, cut:])]
+    assert off(logits, torch.cat(apart, dim=1)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "lfm2", "minimax", "llama"])
+def test_gradients_stay(name, ids):
+    model = zoo.build(name)
+
+    def gradients():
+        with torch.enable_grad():
+            model.zero_grad()
+            model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    dsf.convert(model)
+    got = gradients()
+    assert got.keys() == expected.keys()
+    for key, grad in expected.items():
+        assert (got[key] - grad).abs().max() <= 2e-4 * grad.abs().max() + 1e-7, key
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "recurrent_gemma", "llama", "lfm2"])
+def test_generation_says_what_the_original_says(name, ids):
+    model = zoo.build(name)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    # Without a cache: with one, mamba2's original forgets its limit on the step size.
+    expected = model.generate(ids, use_cache=False, **options)
+    dsf.convert(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("name", FIXED_STATE)
+def test_the_cache_of_a_recurrent_model_does_not_grow(name, ids):
+    model = zoo.build(name)
+    converted = dsf.convert(model)
+    key = zoo.CACHE[name]
+
+    def numbers(cache):
+        return sum(x.numel() for x in _tensors(cache))
+
+    first = model(input_ids=ids, use_cache=True)[key]
+    size = numbers(first)
+    later = model(input_ids=ids, use_cache=True, **{key: first})[key]
+    assert size == numbers(later) > 0
+    assert all(layer.state is not None for layer in converted.layers)
+
+
+def _tensors(x):
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, dict):
+        return [t for v in x.values() for t in _tensors(v)]
+    if isinstance(x, (list, tuple)):
+        return [t for v in x for t in _tensors(v)]
+    return _tensors(vars(x)) if hasattr(x, "__dict__") and type(x).__module__.startswith("transformers") else []
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "rwkv", "xlstm", "llama"])
+def test_a_cache_from_before_the_conversion_goes_on(name, ids):
+    model = zoo.build(name)
+    key = zoo.CACHE.get(name, "past_key_values")
+    expected = model(input_ids=ids).logits
+    cache = model(input_ids=ids[:, :7], use_cache=True)[key]
+    dsf.convert(model)
+    rest = model(input_ids=ids[:, 7:], use_cache=True, **{key: cache}).logits
+    assert off(rest, expected[:, 7:]) < 1e-4
+
+
+def test_two_models_of_a_type_are_converted_one_by_one(ids):
+    one, other = zoo.build("mamba"), zoo.build("mamba")
+    converted = dsf.convert(one)
+    with dsf.analysis.record(converted) as recording:
+        other(input_ids=ids)
+    assert len(recording) == 0
+    again = dsf.convert(other)
+    converted.undo()
+    with dsf.analysis.record(again) as recording:
+        one(input_ids=ids)
+        assert len(recording) == 0
+        other(input_ids=ids)
+    assert len(recording) == 2
+
+
+def test_the_report_names_layers_notes_and_what_is_left(ids):
+    model = zoo.build("jamba")
+    model.extra = nn.LSTM(4, 4)
+    report = str(dsf.convert(model))
+    assert "model.layers.0.mamba: S6 -> s6 (Hadamard)" in report
+    assert "model.layers.1.self_attn: softmax -> softmax_attention" in report
+    assert "a cached call of several tokens starts from the cached state" in report
+    assert "left alone: extra (LSTM), because its recurrence is nonlinear in its state" in report
+
+
+def test_layers_know_their_state():
+    model = zoo.build("mamba2")
+    converted = dsf.convert(model)
+    model(input_ids=torch.randint(3, 64, (1, 5)))
+    layer = converted["backbone.layers.0.mixer"]
+    assert layer.state == (8, 8, 8) and layer.conv == (64 + 2 * 2 * 8) * 3
+    with pytest.raises(KeyError, match=r"no converted layer is called 'x'; they are backbone.layers.0.mixer"):
+        converted["x"]
+
+
+class Retention(nn.Module):
+    """A mixer that nobody has heard of."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out((q @ k.mT).tril() @ v)
+
+
+def test_a_user_teaches_a_mixer_in_a_few_lines():
+    recurrence = dsf.mixers.unnormalized_linear_attention
+    model = nn.Sequential(nn.Linear(8, 8), Retention())
+    with pytest.raises(ConversionError, match=r"1 \(Retention\): an unknown mixer"):
+        dsf.convert(model)
+    x = torch.randn(2, 6, 8)
+    expected = model(x)
+
+    @conversion.register(Retention, recurrence)
+    def retention(layer, module, x):
+        q, k, v = (part.unsqueeze(2) for part in module.qkv(x).chunk(3, dim=-1))
+        y, _ = layer.run(recurrence, q=q, k=k, v=v)
+        return module.out(y.squeeze(2))
+
+    with dsf.convert(model) as converted, dsf.analysis.record(converted) as recording:
+        torch.testing.assert_close(model(x), expected)
+        assert recording.layers == ("1",)
+    assert torch.equal(model(x), expected)
+    del conversion.FORWARDS[Retention]
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4, 7])
+def test_the_convolutions_system_is_the_convolution(taps):
+    x, weight = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(5, taps, dtype=torch.float64)
+    expected = nn.functional.conv1d(nn.functional.pad(x.mT, (taps - 1, 0)), weight.unsqueeze(1), groups=5).mT
+    y = fir(taps)(**fir_inputs(x, weight))
+    torch.testing.assert_close(y.squeeze(2), expected, rtol=1e-10, atol=1e-10)
+    trajectory = fir(taps).trajectory(**fir_inputs(x, weight))
+    assert (dsf.analysis.measures.eigenvalues(trajectory).abs() < 1e-12).all()
+    size = dsf.analysis.measures.effective_state_size(trajectory, tolerance=1e-9).tolerance
+    assert size.max() == min(taps - 1, 4)
+
+
+def test_bad_models_are_refused_with_the_reason():
+    with pytest.raises(ConversionError, match="takes a torch module, got str"):
+        dsf.convert("mamba")
+    with pytest.raises(ConversionError, match="nothing mixes tokens"):
+        dsf.convert(nn.Linear(3, 3))
+    with pytest.raises(ConversionError, match=r"meta device \(weight\): load its weights first"):
+        dsf.convert(nn.Linear(3, 3, device="meta"))
+    with pytest.raises(ConversionError, match=r"\(LSTM\): its recurrence is nonlinear"):
+        dsf.convert(nn.Sequential(nn.LSTM(3, 3)))
+    model = zoo.build("llama")
+    dsf.convert(model)
+    with pytest.raises(ConversionError, match="converted already"):
+        dsf.convert(model)

@@ -1,0 +1,111 @@
+"""A recording is the system that ran: Phi applied to its inputs is what the layer computed, in bounded memory."""
+
+import convert_models as zoo
+import pytest
+import torch
+
+import dsf
+from dsf.analysis import measures, record
+from dsf.analysis.convert import Layer
+from dsf.analysis.record import RecordingError, size_of
+
+pytest.importorskip("transformers")
+EVERY = pytest.mark.parametrize("name", list(zoo.CONFIGS))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@EVERY
+def test_phi_times_the_inputs_is_what_the_layer_computed(name, monkeypatch):
+    outputs = []
+    run = Layer.run
+
+    def spy(layer, recurrence, state=None, **inputs):
+        y, final = run(layer, recurrence, state, **inputs)
+        outputs.append(y.double())
+        return y, final
+
+    monkeypatch.setattr(Layer, "run", spy)
+    model = zoo.build(name)
+    converted = dsf.convert(model)
+    with record(converted, dtype=torch.float64) as recording:
+        model(input_ids=torch.randint(3, 64, (2, 11)))
+    assert recording.layers == tuple(dict.fromkeys(recording.layers))
+    assert set(recording.layers) == {layer.name for layer in converted.layers}
+    mine = [e for e in recording if e.layer.kind not in ("softmax", "FIR")]
+    assert len(mine) == len(outputs)
+    for entry, y in zip(mine, outputs, strict=True):
+        got = measures.output(entry.trajectory)
+        assert (got - y).abs().max() <= 1e-5 * y.abs().max()
+    for entry in recording:
+        if entry.layer.kind == "softmax":
+            assert (measures.kernel_matrix(entry.trajectory) >= 0).all()
+        else:
+            assert measures.eigenvalues(entry.trajectory).abs().max() <= 1 + 1e-6
+
+
+def build(name="mamba2"):
+    model = zoo.build(name)
+    return model, dsf.convert(model), torch.randint(3, 64, (2, 11))
+
+
+def test_layers_heads_tokens_and_sequences_bound_the_recording():
+    model, converted, ids = build()
+    with record(converted) as everything:
+        model(input_ids=ids)
+    one = {"layers": ["backbone.layers.1.mixer"], "heads": slice(2, 4), "tokens": 5, "batch": slice(0, 1)}
+    with record(converted, **one) as part:
+        model(input_ids=ids)
+    assert part.layers == ("backbone.layers.1.mixer",)
+    small, whole = part.trajectory(part.layers[0]), everything.trajectory(part.layers[0])
+    assert (small.batch, small.tokens, small.heads) == (1, 5, 2)
+    expected = measures.kernel_matrix(whole)[:1, 2:4, :5, :5]
+    torch.testing.assert_close(measures.kernel_matrix(small), expected)
+    assert part.bytes == size_of(small) < size_of(whole)
+    with record(converted, layers=lambda layer: layer.name.endswith("0.mixer")) as chosen:
+        model(input_ids=ids)
+    assert chosen.layers == ("backbone.layers.0.mixer",)
+
+
+@pytest.mark.parametrize("name", ["mamba", "gpt_oss"])
+def test_a_recording_larger_than_its_limit_is_refused_with_its_size(name):
+    model, converted, ids = build(name)
+    refused = pytest.raises(RecordingError, match=r"needs about \d+\.\d\d GiB .* record fewer layers")
+    with refused, record(converted, limit=1000):
+        model(input_ids=ids)
+    assert not converted.layers[0].listeners
+
+
+def test_what_is_not_there_is_named():
+    model, converted, ids = build()
+    unknown = pytest.raises(RecordingError, match=r"no converted layer is called 'x'; they are backbone.layers.0.mixer")
+    with unknown, record(converted, layers=["x"]):
+        pass
+    with record(converted) as recording:
+        pass
+    with pytest.raises(RecordingError, match="was the model called inside the block"):
+        recording.trajectory("backbone.layers.0.mixer")
+
+
+def test_cached_calls_are_recorded_one_by_one_and_states_go_on():
+    model, converted, ids = build()
+    name = "backbone.layers.1.mixer"
+    with record(converted) as whole:
+        model(input_ids=ids)
+    with record(converted) as pieces:
+        zoo.in_pieces(model, ids, [4, 1, 6])
+    states = torch.cat([pieces.trajectory(name, call=i).states() for i in range(3)], dim=1)
+    torch.testing.assert_close(states, whole.trajectory(name).states(), rtol=1e-4, atol=1e-5)
+
+
+def test_recordings_stay_structured_and_detached():
+    model, converted, ids = build("qwen3_next")
+    with record(converted) as recording:
+        model(input_ids=ids)
+    t = recording.trajectory("model.layers.0.linear_attn")
+    assert t.transition.rank == 1 and t.transition.decay.shape[-2:] == (1, 1)
+    assert not t.problem.value.requires_grad
