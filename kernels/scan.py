@@ -61,17 +61,21 @@ def scan_forward_(a: Tensor, b: Tensor) -> None:
     b[:, 2::2].addcmul_(a[:, 2::2], b[:, 1:-1:2])
 
 
-def scan_backward_(a: Tensor, b: Tensor) -> None:
-    """b_t ← a_t b_{t+1} + b_t along axis 1, in place: the same tree, seen from the other end."""
+def scan_backward_(links: Tensor, b: Tensor) -> None:
+    """b_t ← links_t b_{t+1} + b_t along axis 1, in place: the same tree, seen from the other end.
+
+    links has one entry fewer than b.
+    """
     length = b.shape[1]
     if length == 1:
         return
-    early, late = slice(length % 2, length - 1, 2), slice(length % 2 + 1, length, 2)
-    b[:, early].addcmul_(a[:, early], b[:, late])
+    first = length % 2
+    early, late = slice(first, length - 1, 2), slice(first + 1, length, 2)
+    b[:, early].addcmul_(links[:, early], b[:, late])
     if length > 3:
-        scan_backward_(a[:, early] * a[:, late], b[:, early])
-    rest = slice((length + 1) % 2, length - 2, 2)
-    b[:, rest].addcmul_(a[:, rest], b[:, (length + 1) % 2 + 1 : length - 1 : 2])
+        scan_backward_(links[:, early][:, :-1] * links[:, first + 1 : length - 1 : 2], b[:, early])
+    rest = slice(1 - first, length - 2, 2)
+    b[:, rest].addcmul_(links[:, rest], b[:, 2 - first : length - 1 : 2])
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class ReadScan(torch.autograd.Function):
             adjoint[:, reads.rows] = c[:, reads.first :] * dy[:, reads.first :]
         adjoint[:, -1] += dfinal
         full = a.expand(-1, states.shape[1], -1, -1, -1)
-        scan_backward_(full.roll(-1, 1), adjoint)  # the last entry, a_1, multiplies nothing
+        scan_backward_(full[:, 1:], adjoint)
         dinitial = full[:, 0] * adjoint[:, 0]
         dc = c.new_empty(c.shape)
         dc[:, reads.first :] = _contract(states[:, reads.rows], dy[:, reads.first :], c.shape)
