@@ -15,7 +15,7 @@ Rule = Callable[..., Expr]
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """One step of a recurrence (EQUATIONS.md in the docs lists every mixer's).
+    """One step of a recurrence (docs/equations.md lists every mixer's).
 
     A: an Operator; a bare expression scales the state elementwise; a number scales it all.
     B: the injection, axes {Key, Value} (a product `k * v` is the outer product), or {Value} without a Key axis.
