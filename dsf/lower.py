@@ -8,6 +8,7 @@ m is a choice, not a quantity of the model: y and the true state do not depend o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from dsf.evaluate import Evaluator
-from dsf.expr import Expr, const
+from dsf.expr import KEY, VALUE, Expr, const
 from dsf.kernels.problem import Problem
 from dsf.operator import split_scale
+from dsf.primitives import exp
 from dsf.spec import Row, Spec, Term
 from dsf.system import DEN, NUM, ONE
 
@@ -42,7 +44,7 @@ class Columns:
 def columns(spec: Spec, p: int) -> Columns:
     """How many columns of each kind the state of `spec` has for P = p channels."""
     den = 0 if spec.ones is None else (p if spec.den_has_channels else 1)
-    gain = 0 if not spec.is_stabilised else (p if "value" in spec.gain_axes else 1)
+    gain = 0 if not spec.is_stabilised else (p if VALUE in spec.gain_axes else 1)
     return Columns(p, den, gain)
 
 
@@ -180,7 +182,8 @@ def _whole(row: Row) -> Expr:
         return row.dense
     total: Expr = const(0)
     for term in row.terms:
-        total = total + term.key * term.value
+        product = term.key * term.value
+        total = total + (product if term.gain is None else product * exp(term.gain))
     return total
 
 
@@ -188,7 +191,7 @@ def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]
     """right [B, rows, H, R, N, p] and either tie [B, rows, H, R] (delta) or left [B, rows, H, R, N, p]."""
     batch, tokens, heads, n = shape
     tied = spec.is_delta and all(
-        c.scale.axes == frozenset() and c.right.axes <= {"key"} for r in spec.rows for c in r.normal.corrections
+        c.scale.axes == frozenset() and c.right.axes <= {KEY} for r in spec.rows for c in r.normal.corrections
     )
     groups = max(max(len(r.terms) for r in spec.rows), spec.rank) if tied else spec.rank
     lefts, rights = [], []
@@ -273,7 +276,7 @@ def _gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int, int, i
     found = values.full(EMPTY)
     for term in row.terms:
         exponent = values(term.gain if term.gain is not None else const(0)).detach()
-        for axis, dim in (("key", -2), ("value", -1)):
+        for axis, dim in ((KEY, -2), (VALUE, -1)):
             if axis not in spec.gain_axes:
                 exponent = exponent.amax(dim, keepdim=True)
         found = torch.maximum(found, exponent)
@@ -290,17 +293,18 @@ def _stabilise(
 ) -> Lowered:
     """Change of gauge S → e^{-m} S with the running maximum m."""
     first, start = _initial_maximum(layout, gain, state)
-    before, after = _running_maximum(problem, layout, gain, first)
+    before, after = _running_maximum(spec, problem, layout, gain, first)
     widened = [_tile(m, layout) for m in (before, after)]
     moved = widened[0] - widened[1]
     decay = problem.decay + moved if problem.log else problem.decay * moved.exp()
     changes: dict[str, Tensor | None] = {"decay": decay}
+    changes |= _gauged_corrections(spec, problem, moved)
     changes |= _gauged_injection(spec, values, problem, layout, after)
     micro = spec.micro
     seen = before[:, ::micro] if problem.before else after[:, micro - 1 :: micro]  # [B, T, H, n, p]
     top = seen.amax(-2, keepdim=True)
     if seen.shape[-2] > 1:
-        changes["readout"] = problem.readout * (seen - top).exp()
+        changes["readout"] = problem.readout * _tile((seen - top).exp(), layout)
     top = top.squeeze(-2)
     skip_gain = spec.skip_term.gain
     level = top
@@ -328,11 +332,15 @@ def _initial_maximum(layout: Columns, gain: Tensor, state: Tensor | None) -> tup
     return first, plain * _tile(own - first, layout).exp()
 
 
-def _running_maximum(problem: Problem, layout: Columns, gain: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+def _running_maximum(
+    spec: Spec, problem: Problem, layout: Columns, gain: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
     """m_{r-1} and m_r of every row, m_r = max(m_{r-1} + log decay_r, gain_r), as cumulative sums and maxima."""
     decay = problem.decay.detach()
     log = decay if problem.log else decay.abs().log()
     log = log[..., : layout.p].clamp(min=FLOOR)  # the den columns repeat the num columns
+    if KEY not in spec.gain_axes:
+        log = log.amax(-2, keepdim=True)
     gain = gain.expand(*torch.broadcast_shapes(gain.shape, log.shape))
     drift = log.expand_as(gain).cumsum(1)
     first = first.expand_as(gain[:, 0])
@@ -340,31 +348,41 @@ def _running_maximum(problem: Problem, layout: Columns, gain: Tensor, first: Ten
     return torch.cat([first.unsqueeze(1), after[:, :-1]], dim=1), after
 
 
+def _gauged_corrections(spec: Spec, problem: Problem, moved: Tensor) -> dict[str, Tensor | None]:
+    """left times e^{m before - m after}, moved [B, rows, H, 1, p]; still tied to key where the key stays as it is."""
+    if not problem.rank:
+        return {}
+    keys_move = any(t.gain is not None and KEY in t.gain.axes for r in spec.rows for t in r.terms)
+    if problem.tie is not None and moved.shape[-1] == 1 and not keys_move:
+        return {"tie": problem.tie * moved.squeeze(-1).exp()}
+    left = problem.full_left() * moved.unsqueeze(-3).exp()
+    return {"left": left, "right": problem.full_right(), "tie": None}
+
+
 def _gauged_injection(
     spec: Spec, values: Evaluator, problem: Problem, layout: Columns, after: Tensor
 ) -> dict[str, Tensor | None]:
-    """Keys and values times e^{gain - m}; factors with a Key axis go to the key, the others to the value."""
+    """Terms times e^{gain - m}: on the values where it has no Key axis, else on the keys, or both multiplied out."""
     assert problem.key is not None and problem.value is not None
-    keys, vals = [], []
+    scale = torch.stack(_exponents(spec, values, problem, after), dim=3).exp()  # [B, rows, H, G, n, p]
+    if scale.shape[-2] == 1:
+        return {"value": problem.value * _tile(scale, layout).squeeze(-2)}
+    if scale.shape[-1] == 1:
+        return {"key": problem.key * scale.squeeze(-1)}
+    full = problem.key.unsqueeze(-1) * problem.value.unsqueeze(-2) * _tile(scale, layout)
+    return {"key": None, "value": None, "dense": full.sum(3)}  # the system is elementwise: nothing needs the factors
+
+
+def _exponents(spec: Spec, values: Evaluator, problem: Problem, after: Tensor) -> list[Tensor]:
+    """gain - m of every term, each [B, rows, H, n, p]."""
+    assert problem.key is not None
     batch, rows, heads, groups, _ = problem.key.shape
+    found = []
     for g in range(groups):
-        exponents = []
-        for row in spec.rows:
-            gain = row.terms[g].gain if g < len(row.terms) else None
-            own = values(gain if gain is not None else const(0))
-            exponents.append(own.expand(batch, rows // spec.micro, heads, -1, -1))
-        scale = (_stack(exponents) - after).exp()  # [B, rows, H, n, p]
-        if scale.shape[-1] == 1:
-            keys.append(problem.key[:, :, :, g] * scale.squeeze(-1))
-            vals.append(problem.value[:, :, :, g])
-        elif scale.shape[-2] == 1:
-            keys.append(problem.key[:, :, :, g])
-            vals.append(problem.value[:, :, :, g] * _tile(scale, layout).squeeze(-2))
-        else:  # an elementwise system: write the product out
-            full = problem.key[:, :, :, g].unsqueeze(-1) * problem.value[:, :, :, g].unsqueeze(-2)
-            total = full * _tile(scale, layout)
-            return {"key": None, "value": None, "dense": total}
-    return {"key": torch.stack(keys, dim=3), "value": torch.stack(vals, dim=3)}
+        gains = [row.terms[g].gain if g < len(row.terms) else None for row in spec.rows]
+        own = [values(gain if gain is not None else const(0)) for gain in gains]
+        found.append(_stack([x.expand(batch, rows // spec.micro, heads, -1, -1) for x in own]) - after)
+    return list(torch.broadcast_tensors(*found))
 
 
 def _gauged_skip(spec: Spec, values: Evaluator, layout: Columns, level: Tensor) -> Tensor | None:
@@ -404,4 +422,6 @@ def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
     if not layout.gain:
         return state
     plain, gain = state.split([layout.p + layout.den, layout.gain], dim=-1)
-    return plain * torch.where(plain == 0, 0.0, _tile(gain, layout)).exp()
+    gain = _tile(gain, layout)
+    overflows = gain > math.log(torch.finfo(gain.dtype).max)  # a zero stays zero there, elsewhere it has its slope
+    return plain * torch.where((plain == 0) & overflows, 0.0, gain).exp()

@@ -214,14 +214,17 @@ class Spec:
 
     @cached_property
     def is_stabilised(self) -> bool:
-        """True when exponential gains of B are kept in range by a running maximum."""
-        return any(t.gain is not None for r in self.rows for t in r.terms)
+        """True when exponential gains of B are kept in range by a running maximum; B has to factor for that."""
+        return all(r.dense is None for r in self.rows) and any(t.gain is not None for r in self.rows for t in r.terms)
 
     @cached_property
     def gain_axes(self) -> frozenset[str]:
-        """Axes of the running maximum: the decay's, so that rescaling never changes the structure."""
+        """Axes of the running maximum: the decay's, so that rescaling never changes the structure.
+
+        Corrections mix the entries of the Key axis, which therefore share one maximum.
+        """
         if not self.is_elementwise:
-            return self.decay_axes
+            return self.decay_axes - {KEY} if self.rank else self.decay_axes
         gains = [t.gain.axes for r in self.rows for t in r.terms if t.gain is not None]
         return self.decay_axes.union(*gains)
 
