@@ -245,11 +245,12 @@ def environment(spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = N
         pieces = x.unbind(2) if entry.kind.steps is not None else (x,)
         for step, piece in enumerate(pieces):
             node = Expr("input", (), (entry.name, step if entry.kind.steps is not None else None), entry.kind.axes)
-            env[node] = _named_axes(entry.kind, piece, bound.sizes.heads)
+            env[node] = named_axes(entry.kind, piece, bound.sizes.heads)
     return env
 
 
-def _named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
+def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
+    """An input as the forms see it: [B|1, T|1, H, n, p], size one where it lacks an axis, shared heads spread."""
     if not kind.time:
         x = x[None, None]
     if KEY not in kind.axes:

@@ -57,14 +57,14 @@ class Recurrence:
         [B, T, n, H, ·], Param [H, ·]. One dtype for all per-token inputs, Params that or float32.
         initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention.
         cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences; states then have S rows.
-        form: naive, recurrent, scan, chunk, kernel or auto. backend: torch or auto.
+        form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
 
         Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
         bound = bind(self.spec, args, kwargs)
         bounds = None if cu_seqlens is None else check_cu_seqlens(self.spec, cu_seqlens, bound.sizes)
-        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend)
+        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
         y, final = self._run(bound, bounds, initial_state, plan)
         y = y.to(bound.dtype)
         return (y, final) if return_state else y
@@ -126,7 +126,7 @@ class Recurrence:
         """What the compiler chooses for these tensors or sizes, and why. Raises FormError as a call would."""
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
-            return make_plan(self.spec, bound.sizes, bound.dtype, form, backend)
+            return make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
         keys = N if self.spec.has_key else 1
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
         return make_plan(self.spec, sizes, dtype, form, backend)

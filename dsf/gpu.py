@@ -1,0 +1,66 @@
+"""Which calls run on the Triton kernels, and handing them over: the `triton` backend's front door."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from dsf import gpu_matrix, gpu_scan
+from dsf.bind import Bound, Sizes
+from dsf.gpu_matrix import Timed
+from dsf.spec import Spec
+
+
+def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device) -> str | None:
+    """Why the triton backend cannot run this call, in the user's words; None when it can."""
+    if form not in ("auto", *forms_of(spec)):
+        return f"the {form} form of {spec.structure} runs on torch only"
+    if not _installed():
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"its kernels need CUDA tensors and the inputs are on {device.type}"
+    room = gpu_scan if is_scan(spec) else gpu_matrix
+    return room.refusal(spec, sizes, dtype)
+
+
+def is_scan(spec: Spec) -> bool:
+    """True for the fused scan's recurrences; the others have matrix products to gain."""
+    return spec.is_elementwise
+
+
+def forms_of(spec: Spec) -> tuple[str, ...]:
+    """The forms that run on the GPU kernels. The fused scan walks tokens in segments, so it is three forms at once."""
+    return ("recurrent", "scan", "chunk") if is_scan(spec) else ("chunk",)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """True when Triton's interpreter is on (TRITON_INTERPRET=1), so that kernels run on CPU tensors, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
+    """Name of the kernel, with its tiles, and its chunk length in tokens."""
+    return gpu_scan.kernel_of(sizes) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype)
+
+
+def source(spec: Spec) -> str:
+    """The source printed for this spec; empty where the kernels take no generated code."""
+    return gpu_scan.source_of(spec).text if is_scan(spec) else ""
+
+
+def run_gpu(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, P] and the final state, as the torch forms return them."""
+    if is_scan(spec):
+        return gpu_scan.fused_scan(spec, bound, timed, state, valid)
+    return gpu_matrix.run_matrix(spec, bound, timed, state, valid)

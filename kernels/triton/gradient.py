@@ -1,0 +1,172 @@
+"""Gradients of one chunk from its first state S and the gradient G of its last one; all chunks in parallel.
+
+With e the entries written (e = s v without the delta rule), and f = dL/de (EQUATIONS: f_t = G_tᵀ k_t):
+    dq_i = c_i (prefix_i S dy_i + Σ_{j ≤ i} M_ij (dy_i·e_j) k_j)
+    z_t  = G_t x_t, x = e (delta) or v
+         = suffix_t G x_t + Σ_{i ≥ t} c_i M_it (dy_i·x_t) q_i - Σ_{i > t} b_i M_it (f_i·x_t) k_i
+    d_t  = S_{t-1} decayed to t, times f_t = prefix_t S f_t + Σ_{j < t} M_tj (f_t·e_j) k_j
+    dk = z - b d (delta) or s z;  db = -k·d;  ds = v·f;  dv = s f;  dc = q·dq / c
+    dlog decay_t = Σ over every product of decays that contains row t: pairs i ≥ t > j, reads of S at i ≥ t, writes
+    into the last state at j < t, and S carried through. Each such term is computed and summed, none is the difference
+    of two larger ones, so decays near zero keep their digits.
+Transposed score matrices are products of their own: no accumulator is transposed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.tiles import (
+    ERASE,
+    READ,
+    SOURCE,
+    TINY,
+    between,
+    load_rows,
+    prefix_of,
+    store_rows,
+    suffix_of,
+    total_of,
+)
+
+
+@triton.jit
+def chunk_gradient(
+    q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, dg, ds, db, dc,
+    tokens, heads, length, plane, batches,
+    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one chunk, head and sequence: dv of a slice of P, and that slice's part of all the others.
+
+    dv [B, T, H, P]; dq, dk [slices, B, T, H, N] and the scalars' [slices, B, T, H], to be summed over the slices.
+    """
+    chunk, lane, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, head = lane // heads, lane % heads
+    q += batch * q_b + head // q_group * q_h
+    k += batch * k_b + head // k_group * k_h
+    v += batch * v_b + head // v_group * v_h
+    scalars += lane * length
+    flat = batch * tokens * heads + head
+    at_state = (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    rows = chunk * L + local
+    before = local[:, None] <= local[None, :]
+    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+    given = load_rows(dy + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+    if DELTA:
+        written = load_rows(entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+    else:
+        written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+    place = keys[:, None] * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    part = flat + piece.to(tl.int64) * batches * tokens * heads
+    at = part + rows.to(tl.int64) * heads
+
+    # dq, and the rows' shares of products of decays that end in a read
+    state = tl.load(states + at_state + place, mask=inside, other=0.0).to(KIND)
+    grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
+    if DECAY:
+        grad_q *= prefix_of(scalars, plane, rows, DECAY)[:, None]
+        reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
+        if READ_SCALED:
+            reads *= tl.load(scalars + READ * plane + rows)
+    yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
+    yx = _weigh(yx, scalars, plane, rows, local[:, None] >= local[None, :], False, DECAY)
+    if SCALED and not DELTA:
+        yx *= tl.load(scalars + SOURCE * plane + rows)[None, :]
+    grad_q += tl.dot(yx.to(KIND), rows_k, input_precision=PRECISION)
+    if DECAY:
+        pairs = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * yx
+        if READ_SCALED:
+            pairs *= tl.load(scalars + READ * plane + rows)[:, None]
+        grad = _spanning(pairs, local, KIND, PRECISION)
+    if READ_SCALED:
+        tl.store(dc + at, tl.sum(grad_q * rows_q.to(tl.float32), axis=1), mask=rows < tokens)
+        grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
+    store_rows(dq + part * N, heads * N, rows, tokens, keys, N, BN, grad_q)
+
+    if DELTA:  # what the erasing of each row read, S_{t-1} decayed, times f; db
+        f = load_rows(adjoint_entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+        d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
+        erase = tl.load(scalars + ERASE * plane + rows)
+        fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
+        fx = _weigh(fx, scalars, plane, rows, local[:, None] > local[None, :], False, DECAY)
+        if DECAY:
+            d *= prefix_of(scalars, plane, rows, DECAY)[:, None]
+            reads -= erase * tl.sum(d * rows_k.to(tl.float32), axis=1)
+            pairs = erase[:, None] * tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
+            grad -= _spanning(pairs, local, KIND, PRECISION)
+        d += tl.dot(fx.to(KIND), rows_k, input_precision=PRECISION)
+        tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
+
+    # z = G x, from the last state and from the reads of later rows; dk
+    adjoint = tl.load(adjoints + at_state + place, mask=inside, other=0.0).to(KIND)
+    z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
+    if DECAY:
+        z *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
+        writes = tl.sum(z * rows_k.to(tl.float32), axis=1)
+        if SCALED and not DELTA:
+            writes *= tl.load(scalars + SOURCE * plane + rows)
+        # read again: kept in registers since dq, it would spill
+        again = tl.load(states + at_state + place, mask=inside, other=0.0)
+        carried = tl.sum(again.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk, L, DECAY)
+        grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1) + carried
+    xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
+    xy = _weigh(xy, scalars, plane, rows, before, True, DECAY)
+    if READ_SCALED:
+        xy *= tl.load(scalars + READ * plane + rows)[None, :]
+    z += tl.dot(xy.to(KIND), rows_q, input_precision=PRECISION)
+    if DELTA:
+        xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
+        xf = _weigh(xf, scalars, plane, rows, local[:, None] < local[None, :], True, DECAY) * erase[None, :]
+        z -= tl.dot(xf.to(KIND), rows_k, input_precision=PRECISION)
+        z -= erase[:, None] * d
+        grad_v = f.to(tl.float32)
+        if SCALED:
+            values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
+            tl.store(ds + at, tl.sum(grad_v * values, axis=1), mask=rows < tokens)
+    else:
+        if SCALED:
+            tl.store(ds + at, tl.sum(z * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
+            z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+        grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
+        if DECAY:
+            grad_v *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
+        scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
+        scores = _weigh(scores, scalars, plane, rows, before, True, DECAY)
+        if READ_SCALED:
+            scores *= tl.load(scalars + READ * plane + rows)[None, :]
+        grad_v += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
+    store_rows(dk + part * N, heads * N, rows, tokens, keys, N, BN, z)
+    if SCALED:
+        grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    store_rows(dv + flat * P, heads * P, rows, tokens, columns, P, BP, grad_v)
+
+    if DECAY:
+        grad += tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
+        if DECAY == 2:
+            decay = tl.load(g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, mask=rows < tokens, other=1.0)
+            grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
+        tl.store(dg + at, grad, mask=rows < tokens)
+
+
+@triton.jit
+def _spanning(pairs, local, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """[t]: the sum of pairs [i, j] with i ≥ t > j, whose product of decays contains row t's."""
+    later = local[:, None] > local[None, :]
+    after = tl.where(local[:, None] <= local[None, :], 1.0, 0.0).to(KIND)  # [t, i]
+    gathered = tl.dot(after, tl.where(later, pairs, 0.0).to(KIND), input_precision=PRECISION)
+    return tl.sum(tl.where(later, gathered, 0.0), axis=1)
+
+
+@triton.jit
+def _weigh(x, scalars, plane, rows, seen, transposed: tl.constexpr, DECAY: tl.constexpr):
+    """x times the decays between its rows and columns, 0 where not `seen`."""
+    if DECAY:
+        return x * between(scalars, plane, rows, seen, transposed, DECAY)
+    return tl.where(seen, x, 0.0)

@@ -1,0 +1,306 @@
+"""Chunkwise matrix families on the GPU as two custom ops: identity or scalar decay, with or without the delta rule.
+
+S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
+q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
+float32 [B, T, H] or absent; states [B, H, N, P] float32. The backward pass keeps no state: it walks forwards for the
+chunks' first states, backwards for the gradients of their last ones, then computes all chunks' gradients in parallel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.gradient import chunk_gradient
+from dsf.kernels.triton.table import Tiles, segments, tiles
+from dsf.kernels.triton.tiles import prepare
+from dsf.kernels.triton.transform import delta_transform
+from dsf.kernels.triton.walk import combine_segments, forward_walk, reverse_walk
+
+
+class _Call:
+    """What every launch of one call shares: sizes, tiles, strides, switches, and the prepared scalars."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
+        heads: int, log: bool,
+    ) -> None:  # fmt: skip
+        self.batch, self.tokens, _, self.n = q.shape
+        self.heads, self.p = heads, v.shape[-1]
+        self.q, self.k, self.v, self.g = q, k, v, g
+        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, g is not None, b is not None)
+        self.chunks = -(-self.tokens // self.tiles.chunk)
+        self.lanes, self.length = self.batch * heads, self.chunks * self.tiles.chunk
+        self.plane = self.lanes * self.length
+        self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.decay = 0 if g is None else (1 if log else 2)
+        self.delta, self.scaled, self.read = b is not None, s is not None, c is not None
+        kind, precision = _arithmetic(q.dtype)
+        self.sizes = {
+            "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
+            "PRECISION": precision,
+        }  # fmt: skip
+        self.scalars = self._prepare(g, s, b, c)
+
+    def _prepare(self, *given: Tensor | None) -> Tensor:
+        """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk."""
+        if all(x is None for x in given):
+            return self.q
+        planes = self.empty(5, self.plane, dtype=torch.float32)
+        xs = [self.q if x is None else x for x in given]
+        prepare[(self.chunks, self.lanes)](
+            *xs, planes, self.plane, self.tokens, self.heads, self.length, *(x.stride(i) for x in xs for i in range(3)),
+            L=self.tiles.chunk, DECAY=self.decay, SCALED=self.scaled, DELTA=self.delta, READ_SCALED=self.read,
+            num_warps=1,
+        )  # fmt: skip
+        return planes
+
+    def rows(self, x: Tensor) -> tuple[int, int, int, int]:
+        """Strides of batch, token and head, and how many heads share one of x's."""
+        return x.stride(0), x.stride(1), x.stride(2), self.heads // x.shape[2]
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised memory on the call's device."""
+        return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
+
+    def states(self, *lead: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised states [B, H, *lead, N, P]."""
+        return self.empty(self.batch, self.heads, *lead, self.n, self.p, dtype=dtype)
+
+    def cut(self) -> tuple[int, int]:
+        """(segments, chunks a segment). Delta systems are walked whole: their segments are not scalar multiples."""
+        count = 1 if self.delta else segments(self.chunks, self.lanes * -(-self.p // self.tiles.piece))
+        span = -(-self.chunks // count)
+        return -(-self.chunks // span), span
+
+
+def _arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
+    """What products are computed in: float16 as tf32, which has its digits and float32's range for the states."""
+    import triton.language as tl
+
+    if dtype == torch.bfloat16:
+        return tl.bfloat16, "tf32"
+    return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
+
+
+def _forward(
+    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: bool, saved: tuple[Tensor, Tensor] | None
+) -> Tensor | None:
+    """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill. Returns S_T."""
+    count, span = call.cut()
+    if count > 1:
+        local = call.states(count)
+        _forward_launch(call, solve, None, None, local, None, count, span)
+        start = _segment_starts(call, local, start, span, False)
+    last = call.states(count) if final else None
+    _forward_launch(call, solve, start, y, last, saved, count, span)
+    return None if last is None else last[:, :, -1].contiguous()
+
+
+def _forward_launch(
+    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None, count: int, span: int,
+) -> None:  # fmt: skip
+    t, unused = call.tiles, call.q
+    entries, states = saved or (unused, unused)
+    forward_walk[(-(-call.p // t.piece), call.lanes, count)](
+        call.q, call.k, call.v, call.scalars, solve,
+        unused if y is None else y, entries, states, unused if start is None else start,
+        unused if final is None else final,
+        call.tokens, call.heads, count, span, call.length, call.plane,
+        *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
+        BP=t.piece, DECAY=call.decay, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        START=start is not None, OUTPUT=y is not None, STATES=saved is not None, FINAL=final is not None,
+        STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
+    )  # fmt: skip
+
+
+def _reverse(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, adjoint_entries: Tensor, adjoints: Tensor, first: bool
+) -> Tensor | None:
+    """Run the reverse walk; fills adjoint_entries (delta) and adjoints. Returns the gradient of S_0 when `first`."""
+    count, span = call.cut()
+    if count > 1:
+        local = call.states(count)
+        _reverse_launch(call, dy, solve, None, None, adjoint_entries, local, count, span)
+        start = _segment_starts(call, local, start, span, True)
+    last = call.states(count) if first else None
+    _reverse_launch(call, dy, solve, start, adjoints, adjoint_entries, last, count, span)
+    return None if last is None else last[:, :, 0].contiguous()
+
+
+def _reverse_launch(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, adjoints: Tensor | None, adjoint_entries: Tensor,
+    final: Tensor | None, count: int, span: int,
+) -> None:  # fmt: skip
+    t, unused = call.tiles, call.q
+    reverse_walk[(-(-call.p // t.piece), call.lanes, count)](
+        call.q, call.k, dy, call.scalars, solve,
+        adjoint_entries, unused if adjoints is None else adjoints, unused if start is None else start,
+        unused if final is None else final,
+        call.tokens, call.heads, count, span, call.length, call.plane, *call.rows(call.q), *call.rows(call.k),
+        BP=t.piece, DECAY=call.decay, DELTA=call.delta, READ_SCALED=call.read,
+        START=start is not None, STATES=adjoints is not None, FINAL=final is not None,
+        STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
+    )  # fmt: skip
+
+
+def _segment_starts(call: _Call, local: Tensor, start: Tensor | None, span: int, reverse: bool) -> Tensor:
+    """First state of every segment [B, H, S, N, P] from what each adds on its own (local) and S_0.
+
+    reverse: the walk runs backwards, so that a segment starts from those after it.
+    """
+    starts, size = torch.empty_like(local), call.n * call.p
+    combine_segments[(-(-size // 512), call.lanes)](
+        local, local if start is None else start, starts, call.scalars, local.shape[2], span, call.chunks,
+        call.length, call.plane, size,
+        BLOCK=512, L=call.tiles.chunk, DECAY=call.decay, START=start is not None, REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
+    return starts
+
+
+def _sum_pieces(x: Tensor) -> Tensor:
+    """Gradients [slices, ...] that were computed slice by slice."""
+    return x[0] if x.shape[0] == 1 else x.sum(0)
+
+
+def _transform(call: _Call) -> Tensor:
+    """The delta rule's triangular inverses [B, T, H, L]."""
+    t = call.tiles
+    solve = call.empty(call.batch, call.tokens, call.heads, t.chunk)
+    sizes = {name: x for name, x in call.sizes.items() if name != "P"}
+    delta_transform[(call.chunks, call.lanes)](
+        call.k, call.scalars, solve, call.tokens, call.heads, call.length, call.plane, *call.rows(call.k),
+        LEVELS=t.chunk.bit_length() - 1, DECAY=call.decay, TERMS=t.transform_terms,
+        num_warps=t.transform_warps, **sizes,
+    )  # fmt: skip
+    return solve
+
+
+def _chunk_matrix(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
+    read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward."""
+    call = _Call(q, k, v, decay, source, erase, read, heads, log)
+    y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
+    solve = _transform(call) if erase is not None else call.empty(0)
+    last = _forward(call, solve, state, y, final, None)
+    return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
+
+
+def _chunk_matrix_shapes(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
+    read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, tokens, _, n = q.shape
+    p = v.shape[-1]
+    shape = (batch, heads, n, p) if final else (0,)
+    stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    chunk = tiles(n, p, q.dtype, decay is not None, erase is not None).chunk
+    solve = (0,) if erase is None else (batch, tokens, heads, chunk)
+    return (
+        q.new_empty(batch, tokens, heads, p),
+        q.new_empty(shape, dtype=torch.float32),
+        q.new_empty(solve, dtype=stored),
+    )
+
+
+def _chunk_matrix_backward(
+    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
+    source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
+    heads: int, log: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent."""
+    call = _Call(q, k, v, decay, source, erase, read, heads, log)
+    t, lead = call.tiles, (call.batch, call.tokens, heads)
+    dy = dy.contiguous()
+    delta = erase is not None
+    entries, adjoint_entries = (call.empty(*lead, call.p) if delta else q for _ in range(2))
+    states, adjoints = (call.states(call.chunks, dtype=call.stored) for _ in range(2))
+    _forward(call, solve, state, None, False, (entries, states))
+    start = None if final_gradient is None else final_gradient.contiguous()
+    first = _reverse(call, dy, solve, start, adjoint_entries, adjoints, state is not None)
+    pieces = -(-call.p // t.gradient_piece)
+    parts = (pieces, *lead)
+    dq, dk = (call.empty(*parts, call.n, dtype=q.dtype if pieces == 1 else torch.float32) for _ in range(2))
+    dv = call.empty(*lead, call.p, dtype=q.dtype)
+    scalars = [
+        call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32) for x in (decay, source, erase, read)
+    ]
+    given = q if decay is None else decay
+    chunk_gradient[(call.chunks, call.lanes, pieces)](
+        q, k, v, dy, given, call.scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, *scalars,
+        call.tokens, heads, call.length, call.plane, call.batch,
+        *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
+        BP=t.gradient_piece, DECAY=call.decay, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+    )  # fmt: skip
+    dq, dk = (_sum_pieces(x).to(q.dtype) for x in (dq, dk))
+    outs = [_sum_pieces(x) for x in scalars]
+    first = call.empty(0, dtype=torch.float32) if first is None else first
+    return dq, dk, dv, outs[0], outs[1], outs[2], outs[3], first
+
+
+def _chunk_matrix_backward_shapes(
+    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
+    source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
+    heads: int, log: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, tokens, _, n = q.shape
+    p = v.shape[-1]
+
+    def scalar(x: Tensor | None) -> Tensor:
+        return q.new_empty((0,) if x is None else (batch, tokens, heads), dtype=torch.float32)
+
+    first = q.new_empty((0,) if state is None else (batch, heads, n, p), dtype=torch.float32)
+    return (
+        q.new_empty(batch, tokens, heads, n), q.new_empty(batch, tokens, heads, n),
+        q.new_empty(batch, tokens, heads, p), scalar(decay), scalar(source), scalar(erase), scalar(read), first,
+    )  # fmt: skip
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, decay, source, erase, read, state, heads, log, final, _ = inputs
+    ctx.save_for_backward(q, k, v, decay, source, erase, read, state, output[2])
+    ctx.heads, ctx.log, ctx.final = heads, log, final
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, final_gradient: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, decay, source, erase, read, state, solve = ctx.saved_tensors
+    if dy is None:
+        dy = q.new_zeros(*q.shape[:2], ctx.heads, v.shape[-1])
+    end = final_gradient if ctx.final else None
+    *main, first = torch.ops.dsf.chunk_matrix_backward.default(
+        dy, end, q, k, v, decay, source, erase, read, state, solve, ctx.heads, ctx.log
+    )
+    rows = [_sum_groups(x, like) for x, like in zip(main, (q, k, v), strict=False)]
+    given = (decay, source, erase, read, state)
+    rest = [None if like is None else x for x, like in zip([*main[3:], first], given, strict=True)]
+    return (*rows, *rest, None, None, None, None)
+
+
+def _sum_groups(gradient: Tensor, like: Tensor) -> Tensor:
+    """Sum over the heads that share one of `like`'s."""
+    shared = gradient.shape[2] // like.shape[2]
+    if shared == 1:
+        return gradient
+    return gradient.unflatten(2, (like.shape[2], shared)).sum(3, dtype=torch.float32).to(like.dtype)
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? source, Tensor? erase, Tensor? read, Tensor? state"
+_LIBRARY.define(f"chunk_matrix({_INPUTS}, int heads, bool log, bool final, bool wide) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    f"chunk_matrix_backward(Tensor dy, Tensor? final_gradient, {_INPUTS}, Tensor solve, int heads, bool log) -> "
+    f"({', '.join(['Tensor'] * 8)})"
+)
+_LIBRARY.impl("chunk_matrix", _chunk_matrix, "CompositeExplicitAutograd")
+_LIBRARY.impl("chunk_matrix_backward", _chunk_matrix_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("dsf::chunk_matrix", _chunk_matrix_shapes, lib=_LIBRARY)
+torch.library.register_fake("dsf::chunk_matrix_backward", _chunk_matrix_backward_shapes, lib=_LIBRARY)
+torch.library.register_autograd("dsf::chunk_matrix", _gradients, setup_context=_setup, lib=_LIBRARY)
+chunk_matrix = torch.ops.dsf.chunk_matrix.default

@@ -1,0 +1,56 @@
+"""Tile sizes by structure, sizes and dtype: a table, never a search in the user's process.
+
+Filled from benchmarks/gpu_tiles.py on an H200. Chunks of 64 rows, slices of 64 channels, 4 warps and 3 stages were best
+or within 5 % wherever they fit; wider keys or 4-byte operands need shorter chunks and fewer stages to fit in registers
+and shared memory. Narrow slices never run with one stage: Triton 3.6 was seen to be wrong there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+SEGMENT_CHUNKS = 24  # fewest chunks that are worth a segment of their own
+PROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options."""
+
+    chunk: int
+    keys: int
+    piece: int
+    walk_warps: int
+    walk_stages: int
+    gradient_piece: int
+    gradient_warps: int
+    transform_warps: int = 4
+    transform_terms: int = 1
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that holds `size`."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@lru_cache
+def tiles(n: int, p: int, dtype: torch.dtype, decays: bool, delta: bool) -> Tiles:
+    """The row of the table for states [n, p]."""
+    keys, narrow, wide = padded(n), min(64, padded(p)), min(128, padded(p))
+    if dtype != torch.bfloat16:  # operands are multiplied in float32 (or tf32 for float16)
+        short = min(32, narrow)
+        return Tiles(32, keys, short, 4 if keys <= 128 else 8, 2, min(64, wide), 8)
+    if keys > 128:
+        return Tiles(32, keys, narrow, 8, 2, wide, 8)
+    stages = 2 if decays and delta and keys > 64 else 3
+    return Tiles(64, keys, narrow, 4, stages, wide, 8 if keys > 64 and not decays else 4)
+
+
+def segments(chunks: int, programs: int) -> int:
+    """Into how many segments to cut T when `programs` alone leave processors idle."""
+    if programs >= 0.7 * PROCESSORS:
+        return 1
+    return max(1, min(-(-2 * PROCESSORS // programs), chunks // SEGMENT_CHUNKS))

@@ -1,0 +1,113 @@
+"""Triton pieces that every skeleton uses: a chunk's scalars and decay products, and loads of tiles by rows.
+
+Notation inside the kernels (per head, one chunk of L rows): G the running sum of log decays from the chunk's first row,
+M[i, j] = exp(G_i - G_j) for i ≥ j the decay between two rows, prefix = exp(G_i) seen from the chunk's first state,
+suffix = exp(G_L - G_j) towards its last one. For decays of at most one no exponent exceeds zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG_TINY = tl.constexpr(-55.262042)
+TINY = tl.constexpr(1e-24)  # a decay of zero counts as this: what it forgets is gone, and its gradient keeps its digits
+
+# Planes of `prepare`'s output, each [B·H, chunks · L].
+RUNNING = tl.constexpr(0)
+SIGN = tl.constexpr(1)
+SOURCE = tl.constexpr(2)
+ERASE = tl.constexpr(3)
+READ = tl.constexpr(4)
+
+
+@triton.jit
+def load_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
+    """Rows `rows` < tokens of a matrix of `width` contiguous columns, a block of `padded` of them; zeros beyond."""
+    at = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
+    if width % padded == 0:
+        return tl.load(at, mask=rows[:, None] < tokens, other=0.0).to(kind)
+    return tl.load(at, mask=(rows[:, None] < tokens) & (columns[None, :] < width), other=0.0).to(kind)
+
+
+@triton.jit
+def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x):
+    """Write x where load_rows would read it."""
+    at = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
+    if width % padded == 0:
+        tl.store(at, x.to(base.dtype.element_ty), mask=rows[:, None] < tokens)
+    else:
+        tl.store(at, x.to(base.dtype.element_ty), mask=(rows[:, None] < tokens) & (columns[None, :] < width))
+
+
+@triton.jit
+def prepare(
+    g, s, b, c, planes, plane,
+    tokens, heads, length,
+    g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h,
+    L: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
+):  # fmt: skip
+    """Scalars [B, T, H] of any strides -> planes [B·H, length], contiguous in time and filled up to whole chunks.
+
+    DECAY 1: g holds log decays; 2: decays of any sign, whose running product's sign gets a plane of its own.
+    """
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    rows = chunk * L + tl.arange(0, L)
+    inside = rows < tokens
+    time = rows.to(tl.int64)
+    to = planes + lane * length + rows
+    if DECAY == 1:
+        log = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to, tl.cumsum(tl.maximum(log, LOG_TINY), axis=0))
+    if DECAY == 2:
+        given = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=1.0).to(tl.float32)
+        tl.store(to, tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=0))
+        odd = tl.cumsum((given < 0).to(tl.int32), axis=0) & 1
+        tl.store(to + SIGN * plane, 1.0 - 2.0 * odd.to(tl.float32))
+    if SCALED:
+        x = tl.load(s + batch * s_b + head * s_h + time * s_t, mask=inside, other=0.0)
+        tl.store(to + SOURCE * plane, x.to(tl.float32))
+    if DELTA:
+        x = tl.load(b + batch * b_b + head * b_h + time * b_t, mask=inside, other=0.0)
+        tl.store(to + ERASE * plane, x.to(tl.float32))
+    if READ_SCALED:
+        x = tl.load(c + batch * c_b + head * c_h + time * c_t, mask=inside, other=0.0)
+        tl.store(to + READ * plane, x.to(tl.float32))
+
+
+@triton.jit
+def prefix_of(scalars, plane, rows, DECAY: tl.constexpr):
+    """exp(G) with its sign; [L]."""
+    prefix = tl.exp(tl.load(scalars + rows))
+    if DECAY == 2:
+        prefix *= tl.load(scalars + SIGN * plane + rows)
+    return prefix
+
+
+@triton.jit
+def total_of(scalars, plane, chunk, L: tl.constexpr, DECAY: tl.constexpr):
+    """The product of a whole chunk's decays."""
+    return prefix_of(scalars, plane, chunk * L + L - 1, DECAY)
+
+
+@triton.jit
+def suffix_of(scalars, plane, chunk, rows, L: tl.constexpr, DECAY: tl.constexpr):
+    """exp(G_L - G) with its sign."""
+    last = chunk * L + L - 1
+    suffix = tl.exp(tl.load(scalars + last) - tl.load(scalars + rows))
+    if DECAY == 2:
+        suffix *= tl.load(scalars + SIGN * plane + rows) * tl.load(scalars + SIGN * plane + last)
+    return suffix
+
+
+@triton.jit
+def between(scalars, plane, rows, seen, transposed: tl.constexpr, DECAY: tl.constexpr):
+    """Decay between two rows where `seen`, else 0: M with rows down and sources across [L, L], or Mᵀ."""
+    running = tl.load(scalars + rows)
+    gap = running[:, None] - running[None, :]
+    products = tl.where(seen, tl.exp(-gap if transposed else gap), 0.0)
+    if DECAY == 2:
+        sign = tl.load(scalars + SIGN * plane + rows)
+        products *= sign[:, None] * sign[None, :]
+    return products

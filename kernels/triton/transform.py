@@ -1,0 +1,62 @@
+"""The triangular inverse of the delta rule, one chunk a program (WY / UT transform, arXiv 2406.06484 §3).
+
+(I + X)^-1 with X = b ⊙ strict(K Kᵀ ⊙ M) by block doubling: with D the inverse of the diagonal blocks of size m,
+D - D X_m D, X_m the blocks of X just below them, is the inverse of the blocks of size 2m. Unlike a product of powers of
+X it stays as well conditioned as forward substitution when keys repeat.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.tiles import ERASE, between, load_rows
+
+
+@triton.jit
+def delta_transform(
+    k, scalars, solve,
+    tokens, heads, length, plane,
+    k_b, k_t, k_h, k_group,
+    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
+    DECAY: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Write the inverse [B, T, H, L]; rows beyond the sequence are those of the identity."""
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    k += batch * k_b + head // k_group * k_h
+    scalars += lane * length
+    solve += (batch * tokens * heads + head) * L
+    keys, local = tl.arange(0, BN), tl.arange(0, L)
+    rows = chunk * L + local
+    strict = local[:, None] > local[None, :]
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+    system = (
+        tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * tl.load(scalars + ERASE * plane + rows)[:, None]
+    )
+    if DECAY:
+        system *= between(scalars, plane, rows, strict, False, DECAY)
+    else:
+        system = tl.where(strict, system, 0.0)
+    # blocks of size one have inverse 1, so the first doubling needs no product
+    apart = local[:, None] ^ local[None, :]  # its highest bit: the size of the block in which two rows meet
+    inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, system, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        below = tl.where((apart >> level) == 1, system, 0.0)
+        step = _product(inverse, below, KIND, PRECISION, TERMS)
+        inverse -= _product(step, inverse, KIND, PRECISION, TERMS)
+    store_rows_to = solve + rows[:, None].to(tl.int64) * heads * L + local[None, :]
+    tl.store(store_rows_to, inverse.to(solve.dtype.element_ty), mask=rows[:, None] < tokens)
+
+
+@triton.jit
+def _product(a, b, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
+    """a b of float32 matrices; bfloat16 operands are split into a leading part and (TERMS 3) what it leaves."""
+    if KIND == tl.float32:
+        return tl.dot(a, b, input_precision=PRECISION)
+    a_main, b_main = a.to(KIND), b.to(KIND)
+    out = tl.dot(a_main, b_main)
+    if TERMS == 3:
+        out += tl.dot(a_main, (b - b_main.to(tl.float32)).to(KIND))
+        out += tl.dot((a - a_main.to(tl.float32)).to(KIND), b_main)
+    return out

@@ -1,0 +1,210 @@
+"""The two walks: states forwards with outputs, and the adjoint states backwards.
+
+One program per (slice of P, sequence and head, segment of T) keeps its state [N, slice] in registers and walks chunks
+of L rows. Rows write k_j e_jᵀ: e_j = s_j v_j in decay systems; with the delta rule e solves, per chunk,
+(I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse `solve` was made by the transform.
+Grouped heads are read by dividing the head's index; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.tiles import (
+    ERASE,
+    READ,
+    SOURCE,
+    between,
+    load_rows,
+    prefix_of,
+    store_rows,
+    suffix_of,
+    total_of,
+)
+
+
+@triton.jit
+def forward_walk(
+    q, k, v, scalars, solve, y, entries, states, start, final,
+    tokens, heads, segments, per_segment, length, plane,
+    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL)."""
+    piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, head = lane // heads, lane % heads
+    q += batch * q_b + head // q_group * q_h
+    k += batch * k_b + head // k_group * k_h
+    v += batch * v_b + head // v_group * v_h
+    scalars += lane * length
+    solve += (batch * tokens * heads + head) * L
+    flat = (batch * tokens * heads + head) * P
+    y += flat
+    entries += flat
+    chunks = tl.cdiv(tokens, L)
+    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    causal = local[:, None] >= local[None, :]
+    place = keys[:, None].to(tl.int64) * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    ends = (lane * segments + segment) * N * P
+    if START:
+        state = tl.load(start + ends + place, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BN, BP], tl.float32)
+    first = segment * per_segment
+    for chunk in tl.range(first, tl.minimum(first + per_segment, chunks), num_stages=STAGES):
+        rows = chunk * L + local
+        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+        write = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+        if STATES:
+            tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
+        seen = state.to(KIND)
+        if DELTA:
+            known = tl.dot(rows_k, seen, input_precision=PRECISION)
+            erase = tl.load(scalars + ERASE * plane + rows)
+            if DECAY:
+                erase *= prefix_of(scalars, plane, rows, DECAY)
+            if SCALED:
+                known = (
+                    write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None] - known * erase[:, None]
+                )
+            else:
+                known = write.to(tl.float32) - known * erase[:, None]
+            inverse = load_rows(solve, heads * L, rows, tokens, local, L, L, KIND)
+            entry = tl.dot(inverse, known.to(KIND), input_precision=PRECISION)
+            write = entry.to(KIND)
+            if STATES:
+                store_rows(entries, heads * P, rows, tokens, columns, P, BP, write)
+        if OUTPUT:
+            rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+            out = tl.dot(rows_q, seen, input_precision=PRECISION)
+            scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
+            if DECAY:
+                out *= prefix_of(scalars, plane, rows, DECAY)[:, None]
+                scores *= between(scalars, plane, rows, causal, False, DECAY)
+            else:
+                scores = tl.where(causal, scores, 0.0)
+            if SCALED and not DELTA:
+                scores *= tl.load(scalars + SOURCE * plane + rows)[None, :]
+            out += tl.dot(scores.to(KIND), write, input_precision=PRECISION)
+            if READ_SCALED:
+                out *= tl.load(scalars + READ * plane + rows)[:, None]
+            store_rows(y, heads * P, rows, tokens, columns, P, BP, out)
+        if DECAY:
+            scale = suffix_of(scalars, plane, chunk, rows, L, DECAY)
+            if SCALED and not DELTA:
+                scale *= tl.load(scalars + SOURCE * plane + rows)
+            write = (write.to(tl.float32) * scale[:, None]).to(KIND)
+            state *= total_of(scalars, plane, chunk, L, DECAY)
+        elif SCALED and not DELTA:
+            write = (write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]).to(KIND)
+        state += tl.dot(tl.trans(rows_k), write, input_precision=PRECISION)
+    if FINAL:
+        tl.store(final + ends + place, state, mask=inside)
+
+
+@triton.jit
+def reverse_walk(
+    q, k, dy, scalars, solve, adjoint_entries, adjoints, start, final,
+    tokens, heads, segments, per_segment, length, plane,
+    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
+    START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL)."""
+    piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, head = lane // heads, lane % heads
+    q += batch * q_b + head // q_group * q_h
+    k += batch * k_b + head // k_group * k_h
+    scalars += lane * length
+    solve += (batch * tokens * heads + head) * L
+    flat = (batch * tokens * heads + head) * P
+    dy += flat
+    adjoint_entries += flat
+    chunks = tl.cdiv(tokens, L)
+    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    causal = local[:, None] <= local[None, :]  # sources down, rows across
+    place = keys[:, None].to(tl.int64) * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    ends = (lane * segments + segment) * N * P
+    if START:
+        state = tl.load(start + ends + place, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BN, BP], tl.float32)
+    first = segment * per_segment
+    stop = tl.minimum(first + per_segment, chunks)
+    for step in tl.range(0, stop - first, num_stages=STAGES):
+        chunk = stop - 1 - step
+        rows = chunk * L + local
+        rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+        given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
+        if STATES:
+            tl.store(
+                adjoints + (lane * chunks + chunk) * N * P + place, state.to(adjoints.dtype.element_ty), mask=inside
+            )
+        if DELTA:
+            rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+            carried = tl.dot(rows_k, state.to(KIND), input_precision=PRECISION)
+            scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
+            if DECAY:
+                carried *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
+                scores *= between(scalars, plane, rows, causal, True, DECAY)
+            else:
+                scores = tl.where(causal, scores, 0.0)
+            if READ_SCALED:
+                scores *= tl.load(scalars + READ * plane + rows)[None, :]
+            carried += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
+            inverse = load_rows(solve, heads * L, rows, tokens, local, L, L, KIND)
+            adjoint = tl.dot(tl.trans(inverse), carried.to(KIND), input_precision=PRECISION)
+            if STATES:
+                store_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, adjoint)
+            erase = tl.load(scalars + ERASE * plane + rows)
+            if DECAY:
+                erase *= prefix_of(scalars, plane, rows, DECAY)
+            adjoint *= erase[:, None]
+        if READ_SCALED:
+            scale = tl.load(scalars + READ * plane + rows)
+            if DECAY:
+                scale *= prefix_of(scalars, plane, rows, DECAY)
+            given = (given.to(tl.float32) * scale[:, None]).to(KIND)
+        elif DECAY:
+            given = (given.to(tl.float32) * prefix_of(scalars, plane, rows, DECAY)[:, None]).to(KIND)
+        if DECAY:
+            state *= total_of(scalars, plane, chunk, L, DECAY)
+        state += tl.dot(tl.trans(rows_q), given, input_precision=PRECISION)
+        if DELTA:
+            state -= tl.dot(tl.trans(rows_k), adjoint.to(KIND), input_precision=PRECISION)
+    if FINAL:
+        tl.store(final + ends + place, state, mask=inside)
+
+
+@triton.jit
+def combine_segments(
+    local, start, starts, scalars, segments, per_segment, chunks, length, plane, size,
+    BLOCK: tl.constexpr, L: tl.constexpr, DECAY: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """First state of every segment from what each adds: S_{s+1} = total_s S_s + local_s, in either direction."""
+    lane = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    scalars += lane * length
+    if START:
+        state = tl.load(start + lane * size + at, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BLOCK], tl.float32)
+    for step in range(segments):
+        segment = segments - 1 - step if REVERSE else step
+        to = (lane * segments + segment) * size + at
+        tl.store(starts + to, state, mask=inside)
+        if DECAY:
+            for inner in range(per_segment):
+                chunk = segment * per_segment + inner
+                if chunk < chunks:
+                    state *= total_of(scalars, plane, chunk, L, DECAY)
+        state += tl.load(local + to, mask=inside, other=0.0)

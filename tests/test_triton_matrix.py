@@ -1,0 +1,147 @@
+"""The matrix skeletons in Triton's interpreter, tiny and in float32, against the float64 oracle, both directions."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("kernels run compiled here: tests/test_gpu_matrix.py", allow_module_level=True)
+
+from mixer_inputs import sample
+
+import dsf
+from dsf import I, Key, Param, Scalar, System, Value, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
+from dsf.kernels.triton import matrix as matrix_kernels
+from dsf.mixers import get
+
+# In no library: a decay that swings sign, a delta rule that writes with another strength than it erases with, and
+# a normalised one whose keys and readout are feature maps.
+
+
+@dsf.recurrence
+def swinging(q: Key, k: Key, v: Value, a: Scalar, w: Param[Scalar]) -> System:
+    return System(A=tanh(a), B=softplus(k) * (exp(w) * v), C=q * sigmoid(a))
+
+
+@dsf.recurrence
+def forgetful_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, s: Scalar) -> System:
+    erase = 2 * sigmoid(b)
+    return System(A=exp(-softplus(a)) * (I - erase * outer(l2norm(k), l2norm(k))), B=l2norm(k) * (s * v), C=q, D=s * v)
+
+
+@dsf.recurrence
+def late_ratio(q: Key, k: Key, v: Value, a: Scalar) -> System:
+    return System(A=sigmoid(a), B=elu1(k) * v, C=softplus(q), read="before", normalize=lambda n, d: n / (d + 1))
+
+
+OURS = [swinging, forgetful_delta, late_ratio]
+NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
+NAMES += ["delta_product", "gated_delta_product", "normalized_attention_exp"]
+ALL = OURS + [get(name).recurrence for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Chunks of 16 rows, so that a few dozen tokens cross several."""
+    table = matrix_kernels.tiles
+    monkeypatch.setattr(
+        matrix_kernels, "tiles", lambda *key: replace(table(*key), chunk=16, piece=16, gradient_piece=16)
+    )
+
+
+def outcome(recurrence, given, state, dtype, **how):
+    """y, final state and the gradients of a fixed functional of both."""
+    leaves = {n: x.to(dtype).requires_grad_() for n, x in given.items()}
+    start = None if state is None else state.to(dtype).requires_grad_()
+    y, final = recurrence(**leaves, initial_state=start, return_state=True, **how)
+    true = recurrence.true_state(final, y.shape[-1])
+    columns = true.shape[-1] - recurrence.spec.is_stabilised
+    g = torch.Generator().manual_seed(1)
+    loss = (y * torch.randn(y.shape, generator=g, dtype=torch.float64)).sum()
+    if not recurrence.spec.is_stabilised:  # its state is relative to the running maximum: the law is on outputs
+        loss = loss + (true[..., :columns] * torch.randn(true.shape, generator=g, dtype=torch.float64)).sum()
+    wanted = [*leaves.values()] + ([] if start is None else [start])
+    return [y, true, *torch.autograd.grad(loss, wanted)]
+
+
+def assert_same(found, expected, tolerance=2e-5):
+    for a, b in zip(found, expected, strict=True):
+        scale = b.abs().max().clamp(min=1e-3)
+        assert ((a.double() - b).abs().max() / scale).item() < tolerance
+
+
+@pytest.mark.parametrize("recurrence", ALL, ids=lambda r: r.name)
+def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
+    given = sample(recurrence, tokens=37)
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("recurrence", [forgetful_delta, late_ratio, get("ssd").recurrence], ids=lambda r: r.name)
+@pytest.mark.parametrize("tokens", [1, 15, 17])
+def test_initial_states_and_any_length(recurrence, tokens):
+    given = sample(recurrence, tokens=tokens)
+    state = torch.randn(2, 2, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
+    found = outcome(recurrence, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "retnet", "mlstm", "delta_product"])
+def test_packed_sequences_are_separate_sequences(name):
+    recurrence = get(name).recurrence
+    given = sample(recurrence, batch=1, tokens=40)
+    bounds = torch.tensor([0, 3, 21, 40])
+    found = outcome(recurrence, given, None, torch.float32, backend="triton", cu_seqlens=bounds)
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive", cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "ssd"])
+def test_grouped_heads_and_strided_inputs(name):
+    recurrence = get(name).recurrence
+    given = sample(recurrence, tokens=20, heads=4)
+    for entry in recurrence.spec.inputs:
+        if entry.kind.time and entry.kind.axes == {"key"}:
+            given[entry.name] = given[entry.name][:, :, :2]
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_segments_of_time_are_joined(count, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "segments", lambda chunks, programs: count)
+    given = sample(swinging, tokens=70)
+    state = torch.randn(2, 2, 3, 4, dtype=torch.float64)
+    found = outcome(swinging, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(swinging, given, state, torch.float64, form="naive"))
+
+
+def test_a_decay_of_zero_forgets_and_keeps_its_gradient():
+    @dsf.recurrence
+    def resettable(q: Key, k: Key, v: Value, a: Scalar) -> System:
+        return System(A=a, B=k * v, C=q)
+
+    given = sample(resettable, tokens=20)
+    given["a"][:, 7] = 0.0
+    found = outcome(resettable, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(resettable, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("name", ["s6", "rwkv7", "softmax_attention"])
+def test_other_structures_are_refused_by_name(name):
+    recurrence = get(name).recurrence
+    given = {n: x.float() for n, x in sample(recurrence, tokens=20).items()}
+    with pytest.raises(dsf.FormError, match="backend='triton' was asked for, but"):
+        recurrence(**given, backend="triton")
+
+
+def test_the_plan_names_the_kernel():
+    given = {n: x.float() for n, x in sample(swinging, tokens=20).items()}
+    plan = swinging.plan(**given, backend="triton")
+    assert plan.backend == "triton" and plan.form == "chunk" and "chunk walk" in plan.kernel
+    assert swinging.plan(**given).backend == "torch"
