@@ -124,7 +124,7 @@ class Spec:
     def state_has_key(self) -> bool:
         """True when A or B gives the state a Key axis, whatever C reads."""
         exprs = [r.normal.decay for r in self.rows] + [r.dense for r in self.rows if r.dense is not None]
-        exprs += [t.key for r in self.rows for t in r.terms]
+        exprs += [x for r in self.rows for t in r.terms for x in (t.key, t.gain) if x is not None]
         return self.rank > 0 or any(KEY in x.axes for x in exprs)
 
     @cached_property

@@ -172,7 +172,7 @@ class Trajectory:
         a = self.transition
         state = problem.zero_state() if self.initial_state is None else self.initial_state
         for row in range(problem.tokens * problem.micro):
-            state = _row(a, row).apply(state) + injection_row(problem, row)
+            state = a.row(row).apply(state) + injection_row(problem, row)
             if (row + 1) % problem.micro == 0:
                 yield state
 
@@ -219,10 +219,6 @@ class Trajectory:
                 "or .taylor(order) of the recurrence"
             )
         return self.problem
-
-
-def _row(a: Transition, row: int) -> Transition:
-    return _rows(a, row) if a.decay.shape[1] > 1 or a.left is not None else Transition(a.decay[:, 0])
 
 
 def _rows(a: Transition, rows: int | slice) -> Transition:

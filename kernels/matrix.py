@@ -30,7 +30,7 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
             out.append(_read(problem.readout[:, t], live, rows * groups))
         for row in range(t * problem.micro, (t + 1) * problem.micro):
             fresh = keys[:, row].transpose(-1, -2).unsqueeze(-1).expand(-1, -1, problem.n, -1, channels)
-            live = torch.cat([_advance(_row(whole, row), live), fresh], dim=-2)
+            live = torch.cat([_advance(whole.row(row), live), fresh], dim=-2)
         if not problem.before:
             out.append(_read(problem.readout[:, t], live, rows * groups))
     return torch.stack(out, dim=2), live
@@ -52,7 +52,7 @@ def response(problem: Problem) -> Tensor:
         if problem.before:
             phi[:, :, t] = (problem.readout[:, t].unsqueeze(-2) * live).sum(2)
         for row in range(t * problem.micro, (t + 1) * problem.micro):
-            live[..., :row, :] = _advance(_row(whole, row), live[..., :row, :])
+            live[..., :row, :] = _advance(whole.row(row), live[..., :row, :])
             live[..., row, :] = injection_row(problem, row)
         if not problem.before:
             seen = live[..., : row + 1, :]
@@ -116,18 +116,9 @@ def _initial_part(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
     for t in range(problem.tokens):
         previous = state
         for row in range(t * problem.micro, (t + 1) * problem.micro):
-            state = _row(whole, row).apply(state)
+            state = whole.row(row).apply(state)
         out.append(read(problem.readout[:, t], previous if problem.before else state))
     return torch.stack(out, dim=1), state
-
-
-def _row(whole: Transition, row: int) -> Transition:
-    def at(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:, row if x.shape[1] > 1 else 0]
-
-    decay = at(whole.decay)
-    assert decay is not None
-    return Transition(decay, at(whole.left), at(whole.right))
 
 
 def _advance(a: Transition, live: Tensor) -> Tensor:

@@ -52,6 +52,16 @@ class Transition:
         """True when channels (Value axis) see different operators."""
         return self.decay.shape[-1] > 1 or (self.left is not None and self.left.shape[-1] > 1)
 
+    def row(self, row: int) -> Transition:
+        """The operator of one row, of those with leading axes [B, rows, H]; a single row stands for all."""
+
+        def at(x: Tensor) -> Tensor:
+            return x[:, row if x.shape[1] > 1 else 0]
+
+        if self.left is None or self.right is None:
+            return Transition(at(self.decay))
+        return Transition(at(self.decay), at(self.left), at(self.right))
+
     def apply(self, state: Tensor) -> Tensor:
         """A S. state: [..., N, P] -> [..., N, P]."""
         out = self.decay * state
