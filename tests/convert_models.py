@@ -12,6 +12,7 @@ GDN = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4, "head_dim": 8, **HEADS,
 }  # fmt: skip
+MLA = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
 TWO = {"num_hidden_layers": 2}
 
@@ -58,11 +59,19 @@ CONFIGS = {
     "qwen3_next": {**SMALL, **GDN, **TWO, **SHARED, "layer_types": LINEAR_THEN_FULL},
     "qwen3_5_text": {**SMALL, **GDN, **TWO, "layer_types": LINEAR_THEN_FULL},
     "qwen3_5_moe_text": {**SMALL, **GDN, **TWO, **SHARED, "layer_types": LINEAR_THEN_FULL},
+    "qwen4_exp_text": {
+        **SMALL, **GDN, **TWO, **SHARED, "layer_types": LINEAR_THEN_FULL, "hc_count": 2, "hc_lowrank": 8,
+        "ple_layer_ids": [], "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 64,
+        "indexer_compress_ratio": 2,
+    },
     "olmo_hybrid": {**SMALL, **GDN, **TWO, "layer_types": LINEAR_THEN_FULL, "linear_allow_neg_eigval": True},
     "kimi_linear": {
         **SMALL, **HEADS, **TWO, **EXPERTS, "num_key_value_heads": 4, "layer_types": LINEAR_THEN_FULL,
-        "linear_num_heads": 4, "linear_head_dim": 8, "head_dim": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4, "v_head_dim": 8, "num_local_experts": 2,
+        "linear_num_heads": 4, "linear_head_dim": 8, "head_dim": 8, **MLA, "num_local_experts": 2,
+    },
+    "bailing_hybrid": {
+        **SMALL, **HEADS, **TWO, **LOCAL_EXPERTS, **MLA, "num_key_value_heads": 4, "moe_intermediate_size": 16,
+        "n_group": 1, "topk_group": 1, "head_dim": 8, "first_k_dense_replace": 1, "layer_types": LINEAR_THEN_FULL,
     },
     "minimax": {
         **SMALL, **HEADS, **TWO, **LOCAL_EXPERTS, "head_dim": 8, "layer_types": LINEAR_THEN_FULL, "block_size": 8,
@@ -76,6 +85,13 @@ CONFIGS = {
     "lfm2": {
         **SMALL, **HEADS, **TWO, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "block_multiple_of": 8,
     },
+    "lfm2_moe": {**SMALL, **HEADS, **TWO, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {**SMALL, **HEADS, **TWO, "head_dim": 8, "layer_types": ["conv", "full_attention"], "sliding_window": 6},
+    "inkling_text": {
+        **SMALL, **HEADS, **TWO, **EXPERTS, "head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "sliding_window_size": 6, "d_rel": 4, "rel_extent": 16, "n_routed_experts": 2,
+        "n_shared_experts": 1,
+    },
     "gpt2": {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {**SMALL, **HEADS, **TWO},
     "llama": {**SMALL, **HEADS, **TWO},
@@ -83,6 +99,38 @@ CONFIGS = {
     "mistral": {**SMALL, **HEADS, **TWO, "sliding_window": 6, "head_dim": 8},
     "gpt_oss": {**SMALL, **HEADS, **TWO, **LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 6},
 }  # fmt: skip
+
+# Encoders, encoder-decoders and backbones without a causal head: outputs are hidden states.
+BACKBONES = {
+    "bert": {**SMALL, **HEADS, **TWO},
+    "distilbert": {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    "modernbert": {**SMALL, **HEADS, **TWO, "local_attention": 6},
+    "albert": {**SMALL, **HEADS, **TWO, "embedding_size": 16},
+    "t5": {**SMALL, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "gemma3_text": {**SMALL, **HEADS, **TWO, "head_dim": 8, "sliding_window": 6},
+    "qwen3": {**SMALL, **HEADS, **TWO, "head_dim": 8},
+    "opt": {**SMALL, **TWO, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi": {**SMALL, **HEADS, **TWO},
+    "glm5_next_text": {
+        **SMALL, **HEADS, **TWO, **MLA, "qk_rope_head_dim": 0, "num_key_value_heads": 4, "linear_num_heads": 4,
+        "layer_types": LINEAR_THEN_FULL, "linear_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16, "hc_mult": 2, "index_topk": 4, "index_head_dim": 8,
+        "index_n_heads": 2, "index_kpool": 2,
+    },
+}  # fmt: skip
+
+
+def backbone(model_type: str) -> nn.Module:
+    """A random model of BACKBONES, in eval mode."""
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **BACKBONES[model_type])
+    model = AutoModel.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3 if p.dim() >= 2 else 1)
+    return model
 
 
 def build(model_type: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -70,6 +70,18 @@ def test_logits_stay_and_undo_restores(name, ids):
     assert torch.equal(model(input_ids=ids).logits, expected)
 
 
+@pytest.mark.parametrize("name", list(zoo.BACKBONES))
+def test_hidden_states_of_encoders_and_backbones_stay(name, ids):
+    model = zoo.backbone(name)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    given = {"input_ids": ids, "attention_mask": mask} | ({"decoder_input_ids": ids} if name == "t5" else {})
+    expected = model(**given).last_hidden_state
+    converted = dsf.convert(model)
+    assert off(model(**given).last_hidden_state[mask == 1], expected[mask == 1]) < 1e-4
+    assert not converted.left_alone
+
+
 @EVERY
 def test_float64_logits_stay(name, ids):
     with float64_throughout():
@@ -286,6 +298,16 @@ def test_the_convolutions_system_is_the_convolution(taps):
     assert (dsf.analysis.measures.eigenvalues(trajectory).abs() < 1e-12).all()
     size = dsf.analysis.measures.effective_state_size(trajectory, tolerance=1e-9).tolerance
     assert size.max() == min(taps - 1, 4)
+
+
+def test_capped_scores_and_unknown_attention_are_left_alone():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, why in (("gemma2", "its scores are capped"), ("bloom", "an unknown mixer")):
+        sizes = {**zoo.SMALL, **zoo.HEADS, **zoo.TWO, "head_dim": 8, "n_layer": 2, "n_head": 4}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
+        with pytest.raises(ConversionError, match=rf"no mixer to convert: .*{why}"):
+            dsf.convert(model)
 
 
 def test_bad_models_are_refused_with_the_reason():

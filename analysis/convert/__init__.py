@@ -241,7 +241,8 @@ def _repaired(arguments: dict[str, Any], takes_positions: bool, recurrent_only: 
     if takes_positions and arguments.get("position_ids") is None and hasattr(cache, "layers"):
         past = max((_length(x) for x in cache.layers), default=0)
         if past:
-            repaired["position_ids"] = torch.arange(past, past + new, device=tokens.device).unsqueeze(0)
+            positions = torch.arange(past, past + new, device=tokens.device)
+            repaired["position_ids"] = positions.expand(tokens.shape[0], -1)
     if recurrent_only and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > new:
         repaired["attention_mask"] = mask[:, -new:]
     return repaired

@@ -88,10 +88,16 @@ def _how(module: nn.Module) -> Core | Forward | str | None:
             return core
     if "causal_conv1d_fn" in names:
         return "FIR"
-    return "softmax" if "ALL_ATTENTION_FUNCTIONS" in names else None
+    return "softmax" if "ALL_ATTENTION_FUNCTIONS" in names and not _is_capped(module) else None
+
+
+def _is_capped(module: nn.Module) -> bool:
+    return getattr(module, "attn_logit_softcapping", None) is not None
 
 
 def _why_not(module: nn.Module) -> str | None:
+    if _is_capped(module):
+        return "its scores are capped (softcap), so they are no inner product and its features not exponential"
     if isinstance(module, NONLINEAR):
         return "its recurrence is nonlinear in its state"
     if isinstance(module, nn.MultiheadAttention):

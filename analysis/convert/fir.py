@@ -111,7 +111,7 @@ def _keep_last(layer: Layer, x: Tensor, pads: Tensor, context: int) -> None:
     trailing = trailing_padding(pads)
     if cache is None or index is None or not bool(trailing.any()):
         return
-    kept = cache.layers[index].conv_states[0]
+    kept = cache.layers[index].conv_states[getattr(layer.module, "conv_idx", 0)]  # inkling has several a layer
     width = kept.shape[-1]
     padded = F.pad(x, (width, 0))
     last = padded.shape[-1] - trailing

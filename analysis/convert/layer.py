@@ -150,7 +150,7 @@ def recurrent_state_of(cache: Any, index: int | None) -> Tensor | None:
         return None
     try:
         return cache.get_recurrent_state(index)
-    except (ValueError, IndexError):  # the layer has no recurrent state in this cache
+    except (ValueError, IndexError, AttributeError):  # the layer has no recurrent state in this cache
         return None
 
 
