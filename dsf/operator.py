@@ -57,7 +57,7 @@ class Operator(OperatorBase):
         return Operator("product", (as_operator(other), self))
 
     def __repr__(self) -> str:
-        return self._show(0)
+        return show(self.exprs[0]) if self.kind == "diag" else self._show(0)  # A=decay is how a bare one is written
 
     def _show(self, outer: int) -> str:
         """As the user would write it; outer as in dsf.expr.show (sums bind 1, products and scalings 2)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsf.bind import Bound, Sizes, bind, check_cache, check_cu_seqlens, check_state, state_keys
-from dsf.errors import FormError, TraceError
+from dsf.errors import FormError, InputError, TraceError
 from dsf.expr import substitute
 from dsf.kernels.attention import KVCache
 from dsf.lower import columns, true_state
@@ -113,20 +113,31 @@ class Recurrence:
     def plan(
         self,
         *args: Tensor,
-        B: int = 1,
-        T: int = 2048,
-        H: int = 1,
-        N: int = 64,
-        P: int = 64,
+        B: Any = 1,
+        T: Any = 2048,
+        H: Any = 1,
+        N: Any = 64,
+        P: Any = 64,
         dtype: torch.dtype = torch.float32,
         form: str = "auto",
         backend: str = "auto",
         **kwargs: Tensor,
     ) -> Plan:
-        """What the compiler chooses for these tensors or sizes, and why. Raises FormError as a call would."""
+        """What the compiler chooses for these tensors or sizes, and why.
+
+        B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. Raises InputError and FormError as
+        a call does.
+        """
+        numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
+        names = {i.name for i in self.spec.inputs}
+        kwargs |= {name: x for name, x in numbers.items() if isinstance(x, Tensor) and name in names}
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
             return make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
+        for name, size in numbers.items():
+            if not isinstance(size, int) or size < 1:
+                given = size if isinstance(size, int) else type(size).__name__
+                raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
         keys = N if self.spec.has_key else 1
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
         return make_plan(self.spec, sizes, dtype, form, backend)
@@ -141,12 +152,10 @@ class Recurrence:
     def taylor(self, order: int) -> Recurrence:
         """Softmax attention with its exponential features cut after degree `order`: a finite state.
 
-        Raises TraceError for a recurrence without exponential features.
+        Raises TraceError for a recurrence without exponential features, or an order that is no integer of at least 0.
         """
         if not self.spec.is_softmax:
             raise TraceError(f"{self.name}: only exponential features have a Taylor truncation")
-        if order < 0:
-            raise TraceError(f"{self.name}: the order must be at least 0, got {order}")
         system = self.spec.system
         term = self.spec.rows[0].terms[0]
         swap = {x: taylor_features(x.args[0], order) for x in (system.C, term.key)}
