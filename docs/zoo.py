@@ -83,12 +83,12 @@ class Words:
         return x
 
     def operator(self, a: Operator) -> str:
-        """A as written; a bare expression stands for diag of it."""
+        """A as written."""
 
         def renamed(a: Operator) -> Operator:
             return Operator(a.kind, tuple(map(renamed, a.parts)), tuple(map(self.rename, a.exprs)))
 
-        return self(a.exprs[0]) if a.kind == "diag" else repr(renamed(a))
+        return repr(renamed(a))
 
 
 def known(roots: list[Expr]) -> dict[Expr, Expr]:
