@@ -1,0 +1,133 @@
+"""The plan: one ladder from structure to form, its costs, and what Spec and Plan print."""
+
+import dataclasses
+
+import pytest
+import structures
+import torch
+
+import dsf
+from dsf import FormError
+from dsf.plan import FORMS, SHORT
+
+STRUCTURES = {
+    "identity": ("identity", "decay chunks"),
+    "constant": ("constant decay", "decay chunks"),
+    "scalar": ("scalar decay", "decay chunks"),
+    "signed": ("scalar decay", "decay chunks"),
+    "key_diagonal": ("key-diagonal decay", "decay chunks"),
+    "read_before": ("key-diagonal decay", "decay chunks"),
+    "value_diagonal": ("value-diagonal decay", "value-decay chunks"),
+    "hadamard": ("Hadamard", "segments of the scan"),
+    "dense_write": ("scalar decay", "segments of the scan"),
+    "two_writes": ("key-diagonal decay", "decay chunks"),
+    "vector": ("vector (N = 1)", "segments of the scan"),
+    "delta": ("identity + delta", "WY chunks"),
+    "gated_delta": ("scalar decay + delta", "WY chunks"),
+    "key_delta": ("key-diagonal decay + delta", "WY chunks"),
+    "rank_one": ("key-diagonal decay + rank-one", "WY chunks"),
+    "channel_delta": ("identity + delta", "WY chunks"),
+    "product": ("scalar decay + product", "WY chunks"),
+    "normalised": ("identity", "decay chunks"),
+    "stabilised": ("scalar decay", "decay chunks"),
+    "stabilised_delta": ("key-diagonal decay + delta", "WY chunks"),
+    "softmax": ("exponential features (N = ∞)", "scaled_dot_product_attention"),
+}
+ALL = pytest.mark.parametrize("recurrence", structures.ALL, ids=lambda r: r.name)
+
+
+def test_every_structure_is_listed_here():
+    assert {r.name for r in structures.ALL} == set(STRUCTURES)
+
+
+@ALL
+def test_the_ladder(recurrence):
+    plan = recurrence.plan(T=2048, N=64, P=64)
+    assert (plan.structure, plan.kernel) == STRUCTURES[recurrence.name]
+    assert (plan.recurrence, plan.form, plan.backend) == (recurrence.name, "chunk", "torch")
+    short = recurrence.plan(T=SHORT, N=64, P=64)
+    assert short.form == ("chunk" if recurrence is structures.softmax else "recurrent")
+    assert plan.reason and short.reason
+
+
+@ALL
+def test_an_asked_form_is_honoured(recurrence):
+    for form in recurrence.forms:
+        plan = recurrence.plan(form=form, backend="torch")
+        assert (plan.form, plan.backend) == (form, "torch")
+        assert plan.reason == f"form={form!r} was asked for"
+    assert recurrence.plan().forms == recurrence.forms
+
+
+def test_all_structures_have_every_form_but_softmax_no_scan():
+    assert {r.forms for r in structures.FINITE} == {FORMS}
+    assert structures.softmax.forms == ("naive", "recurrent", "chunk", "kernel")
+    with pytest.raises(FormError, match=r"softmax: .* has no scan form"):
+        structures.softmax.plan(form="scan")
+
+
+@ALL
+@pytest.mark.parametrize("axis", ["B", "T", "H", "N", "P"])
+def test_costs_grow_with_every_size(recurrence, axis):
+    sizes = {"B": 2, "T": 64, "H": 2, "N": 8, "P": 8}
+    for form in recurrence.forms:
+        plans = [recurrence.plan(**(sizes | {axis: sizes[axis] * factor}), form=form) for factor in (1, 2, 4)]
+        has_axis = axis != "N" or recurrence.spec.has_key
+        for cost in ("flops", "bytes"):
+            small, middle, large = (getattr(p, cost) for p in plans)
+            assert (0 < small < middle < large) if has_axis else small == middle == large, (form, cost)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_state_shape_and_bytes_are_those_of_the_state(recurrence, dtype):
+    inputs = structures.sample(recurrence, T=9, dtype=dtype)
+    plan = recurrence.plan(**inputs)
+    _, state = recurrence(**inputs, return_state=True)
+    parts = [state.k, state.v] if isinstance(state, dsf.KVCache) else [state]
+    assert plan.state_bytes == sum(x.numel() * x.element_size() for x in parts)
+    if isinstance(state, torch.Tensor):
+        assert plan.state_shape == tuple(state.shape)
+        assert plan.state_shape[2:] == recurrence.state_shape(N=3, P=2)
+
+
+def test_a_cache_counts_the_heads_it_keeps():
+    q, k, v = torch.randn(1, 7, 6, 3), torch.randn(1, 7, 2, 3), torch.randn(1, 7, 3, 2)
+    plan = structures.softmax.plan(q, k, v)
+    _, cache = structures.softmax(q, k, v, return_state=True)
+    assert plan.state_bytes == 4 * (cache.k.numel() + cache.v.numel()) == 4 * 7 * (2 * 3 + 3 * 2)
+    assert plan.bytes == 4 * (q.numel() + k.numel() + v.numel() + 7 * 6 * 2)
+
+
+def test_a_plan_of_tensors_is_the_plan_of_their_sizes():
+    inputs = structures.sample(structures.gated_delta, B=2, T=40, H=3, N=5, P=7, dtype=torch.float32)
+    assert structures.gated_delta.plan(**inputs) == structures.gated_delta.plan(B=2, T=40, H=3, N=5, P=7)
+
+
+def test_plans_are_immutable_and_print():
+    plan = structures.gated_delta.plan(B=1, T=2048, H=2, N=64, P=32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.form = "scan"
+    lines = str(plan).splitlines()
+    assert lines[0] == "gated_delta"
+    assert [line.split()[0] for line in lines[1:7]] == ["structure", "forms", "chosen", "why", "state", "work"]
+    assert "chunk on torch: WY chunks, 64 tokens" in lines[3]
+    assert "[1, 2, 64, 32], 16,384 bytes" in lines[5]
+
+
+def test_specs_print_as_they_were_written():
+    assert str(structures.key_delta) == (
+        "key_delta(q: Key, k: Key, v: Value, a: Key, b: Scalar)\n"
+        "  A = (I - sigmoid(b) * outer(k, k)) @ diag(sigmoid(a))\n"
+        "  B = k * (sigmoid(b) * v)\n"
+        "  C = q\n"
+        "  D = 0\n"
+        "  read after the update\n"
+        "  structure: key-diagonal decay + delta\n"
+        "  log decay = logsigmoid(a)"
+    )
+    text = str(structures.product)
+    assert "A [1] = sigmoid(a) * (I - sigmoid(b[0]) * outer(k[0], k[0]))" in text
+    assert "A [2] = I - sigmoid(b[1]) * outer(k[1], k[1])" in text
+    assert "read before the update" in text
+    assert "y = num / maximum(abs(den), one), den driven by v = 1" in str(structures.stabilised)
