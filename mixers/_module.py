@@ -43,9 +43,9 @@ class Span(NamedTuple):
 class Mixer(nn.Module):
     """Base of the zoo's modules. A subclass sets `recurrence` and `dims` and states three maps.
 
-    project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` go around it.
-    arguments(u, side, span) -> dict: the tensors of the recurrence, by input name.
-    readout(y, side) -> [B, T, d_model]: norm, gate and output projection, from y [B, T, H, P].
+    _project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` go around it.
+    _arguments(u, side, span) -> dict: the tensors of the recurrence, by input name.
+    _readout(y, side) -> [B, T, d_model]: norm, gate and output projection, from y [B, T, H, P].
 
     Law: running a sequence whole, in pieces, token by token (`step`), or packed with others gives the same
     outputs.
@@ -78,7 +78,7 @@ class Mixer(nn.Module):
 
         x: [B, T, d_model]. state: what an earlier call returned, or None at the start of the sequences.
         cu_seqlens: int [S+1], boundaries of sequences packed along T; then B is 1 and the state has S rows.
-        tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
+        tokens: further per-token tensors, where the mixer's `_arguments` names any. Returns (y [B, T,
         d_model], state).
         """
         inputs, side, conv = self._prepare(x, state, cu_seqlens, tokens)
