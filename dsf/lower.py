@@ -417,11 +417,14 @@ def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Te
 
 
 def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
-    """The state without its running maximum: columns of S and of the normaliser, e^m multiplied out."""
+    """The state without its running maximum: columns of S and of the normaliser, e^m multiplied out.
+
+    m carries no gradient here either: the gradient of a state is that of its other columns.
+    """
     layout = columns(spec, p)
     if not layout.gain:
         return state
     plain, gain = state.split([layout.p + layout.den, layout.gain], dim=-1)
-    gain = _tile(gain, layout)
+    gain = _tile(gain.detach(), layout)
     overflows = gain > math.log(torch.finfo(gain.dtype).max)  # a zero stays zero there, elsewhere it has its slope
     return plain * torch.where((plain == 0) & overflows, 0.0, gain).exp()

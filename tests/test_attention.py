@@ -1,0 +1,183 @@
+"""Softmax attention: the KV cache as the state, against torch's own attention, and its Taylor truncations."""
+
+from itertools import pairwise
+
+import pytest
+import structures
+import torch
+import torch.nn.functional as F
+
+import dsf
+from dsf import I, Key, KVCache, Param, Scalar, System, Value, exp_features
+from dsf.kernels.attention import extend, spread_heads, visible
+
+softmax = structures.softmax
+FORMS = pytest.mark.parametrize("form", softmax.forms)
+
+
+def operands(T: int = 7, B: int = 2, heads: tuple[int, int, int] = (6, 2, 3), dtype=torch.float64):
+    """q, k, v with as many heads as asked; N = 3, P = 2."""
+    return tuple(torch.randn(B, T, h, size, dtype=dtype) for h, size in zip(heads, (3, 3, 2), strict=True))
+
+
+def sdpa(q, k, v):
+    """torch's attention on [B, T, H, ·], every group's heads written out."""
+    q, k, v = (spread_heads(x.transpose(1, 2), q.shape[2]) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0).transpose(1, 2)
+
+
+def assert_same(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@FORMS
+@pytest.mark.parametrize("heads", [(2, 2, 2), (6, 2, 2), (6, 2, 3), (6, 1, 6), (4, 4, 1)])
+@pytest.mark.parametrize("T", [1, 9])
+def test_softmax_is_torch_s_attention(form, heads, T):
+    q, k, v = (x.requires_grad_() for x in operands(T, heads=heads))
+    y, expected = softmax(q, k, v, form=form), sdpa(q, k, v)
+    assert_same(y, expected)
+    dy = torch.randn_like(y)
+    for a, b in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy), strict=True):
+        assert_same(a, b)
+
+
+@FORMS
+def test_large_scores_do_not_overflow(form):
+    q, k, v = operands(dtype=torch.float32)
+    y = softmax(q * 1e3, k * 1e3, v, form=form)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y, sdpa(q * 1e3, k * 1e3, v), rtol=1e-4, atol=1e-4)
+
+
+def test_the_state_is_the_cache_with_the_heads_of_the_inputs():
+    q, k, v = operands(7)
+    _, cache = softmax(q, k, v, return_state=True)
+    assert isinstance(cache, KVCache)
+    assert cache.k.shape == (2, 2, 7, 3) and cache.v.shape == (2, 3, 7, 2)
+    assert cache.lengths.tolist() == [7, 7]
+    assert cache.numel() == 2 * 7 * (2 * 3 + 3 * 2)
+    assert_same(cache.k.transpose(1, 2), k)
+
+
+@FORMS
+@pytest.mark.parametrize("cut", [1, 4, 6])
+def test_continuing_is_the_whole(form, cut):
+    q, k, v = operands(7)
+    whole, last = softmax(q, k, v, return_state=True)
+    first, state = softmax(q[:, :cut], k[:, :cut], v[:, :cut], return_state=True, form=form)
+    second, final = softmax(q[:, cut:], k[:, cut:], v[:, cut:], initial_state=state, return_state=True, form=form)
+    assert_same(torch.cat([first, second], dim=1), whole)
+    assert_same(final.k, last.k)
+    assert torch.equal(final.lengths, last.lengths)
+
+
+def test_stepping_grows_the_cache_by_one_token():
+    q, k, v = operands(5)
+    whole, cache = softmax(q, k, v), None
+    for t in range(5):
+        y, cache = softmax.step(cache, q[:, t], k[:, t], v[:, t])
+        assert_same(y, whole[:, t])
+        assert cache.k.shape[2] == t + 1 and cache.lengths.tolist() == [t + 1] * 2
+
+
+@FORMS
+def test_ragged_caches_continue_each_row_at_its_own_length(form):
+    q, k, v = operands(12, B=1)
+    _, cache = softmax(q, k, v, cu_seqlens=torch.tensor([0, 2, 12]), return_state=True, form=form)
+    assert cache.lengths.tolist() == [2, 10]
+    new = operands(3, B=2)
+    y, final = softmax(*new, initial_state=cache, return_state=True, form=form)
+    assert final.lengths.tolist() == [5, 13]
+    for row, (start, end) in enumerate([(0, 2), (2, 12)]):
+        joined = [torch.cat([x[:, start:end], n[row : row + 1]], dim=1) for x, n in zip((q, k, v), new, strict=True)]
+        assert_same(y[row : row + 1], sdpa(*joined)[:, -3:])
+        assert_same(final.k[row, :, : end - start + 3], joined[1][0].transpose(0, 1))
+
+
+def test_packed_sequences_continue_ragged_caches():
+    q, k, v = operands(6, B=1)
+    _, cache = softmax(q, k, v, cu_seqlens=torch.tensor([0, 1, 6]), return_state=True)
+    new = operands(7, B=1)
+    y, final = softmax(*new, initial_state=cache, cu_seqlens=torch.tensor([0, 5, 7]), return_state=True)
+    assert final.lengths.tolist() == [6, 7]
+    for old, fresh in (((0, 1), (0, 5)), ((1, 6), (5, 7))):
+        joined = [
+            torch.cat([x[:, slice(*old)], n[:, slice(*fresh)]], dim=1) for x, n in zip((q, k, v), new, strict=True)
+        ]
+        assert_same(y[:, slice(*fresh)], sdpa(*joined)[:, old[1] - old[0] :])
+
+
+def test_padding_of_a_cache_is_never_read():
+    q, k, v = operands(4)
+    _, cache = softmax(q, k, v, return_state=True)
+    rubbish = KVCache(cache.k.clone(), cache.v.clone(), torch.tensor([2, 4]))
+    rubbish.k[0, :, 2:], rubbish.v[0, :, 2:] = torch.nan, torch.nan
+    clean = KVCache(cache.k.clone(), cache.v.clone(), torch.tensor([2, 4]))
+    new = operands(2)
+    for form in ("recurrent", "chunk"):
+        y, final = softmax(*new, initial_state=clean, return_state=True, form=form)
+        assert y.isfinite().all()
+        assert final.lengths.tolist() == [4, 6]
+    assert extend(rubbish, *(x.transpose(1, 2) for x in new[1:]), torch.tensor([2, 2])).k[0, :, :4].isfinite().all()
+
+
+def test_visible_places_are_the_cache_and_the_past():
+    cache = KVCache(torch.zeros(2, 1, 3, 1), torch.zeros(2, 1, 3, 1), torch.tensor([1, 3]))
+    seen = visible(cache, 2, torch.device("cpu"))
+    assert seen.shape == (2, 1, 2, 5)
+    assert seen.sum(-1).squeeze(1).tolist() == [[2, 3], [4, 5]]
+    assert visible(None, 2, torch.device("cpu")) is None
+
+
+def test_the_future_changes_nothing():
+    q, k, v = operands(9, dtype=torch.float32)
+    y = softmax(q, k, v)
+    k[:, 5:], v[:, 5:] = torch.randn_like(k[:, 5:]), torch.randn_like(v[:, 5:])
+    assert torch.equal(softmax(q, k, v)[:, :5], y[:, :5])
+
+
+@dsf.recurrence
+def scaled_heads(q: Key, k: Key, v: Value, w: Param[Key], g: Scalar):
+    return System(A=I, B=exp_features(k * w) * (g * v), C=exp_features(q), normalize=dsf.ratio, drive=v)
+
+
+@FORMS
+def test_parameters_of_a_head_are_not_shared_by_its_group(form):
+    (q, k, v), w = operands(), torch.randn(6, 3, dtype=torch.float64)
+    g = torch.randn(2, 7, 2, dtype=torch.float64)
+    y, cache = scaled_heads(q, k, v, w, g, form=form, return_state=True)
+    wide_k = k.repeat_interleave(3, 2) * w
+    wide_v = v.repeat_interleave(2, 2) * g.repeat_interleave(3, 2).unsqueeze(-1)
+    assert_same(y, sdpa(q, wide_k, wide_v))
+    assert cache.k.shape[1] == cache.v.shape[1] == 6, "2 groups beside 3 groups differ on 6 heads"
+
+
+@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_the_cache_has_the_computing_type_and_the_output_the_inputs(dtype, width):
+    y, cache = softmax(*operands(dtype=dtype), return_state=True)
+    assert y.dtype == dtype and cache.k.dtype == cache.v.dtype == width
+    y, cache = softmax(*operands(dtype=dtype), return_state=True, form="naive")
+    assert y.dtype == dtype and cache.k.dtype == cache.v.dtype == width
+
+
+def test_taylor_truncations_converge_to_softmax():
+    q, k, v = operands(9, heads=(2, 2, 2))
+    q, k, exact = q / 2, k / 2, sdpa(q / 2, k / 2, v)
+    errors = [(softmax.taylor(order)(q, k, v) - exact).abs().max().item() for order in range(0, 9, 2)]
+    assert all(later < earlier / 2 for earlier, later in pairwise(errors)), errors
+    assert errors[-1] < 1e-5
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_a_truncation_is_a_finite_recurrence_like_any_other(order):
+    r = softmax.taylor(order)
+    q, k, v = operands(9, heads=(2, 1, 2))
+    scores = (q.transpose(1, 2) / 2) @ k.transpose(1, 2).mT
+    kernel = sum(scores**p / torch.lgamma(torch.tensor(p + 1.0)).exp() for p in range(order + 1)).tril()
+    expected = (kernel / kernel.sum(-1, keepdim=True)) @ v.transpose(1, 2)
+    assert r.name == f"softmax_taylor{order}" and "scan" in r.forms
+    for form in r.forms:
+        y, state = r(q / 2, k, v, form=form, return_state=True)
+        torch.testing.assert_close(y.transpose(1, 2), expected, rtol=1e-6, atol=1e-6)
+        assert state.shape[2:] == r.state_shape(N=3, P=2) == (sum(3**p for p in range(order + 1)), 2 + 1)

@@ -1,0 +1,204 @@
+"""States, types and layouts: what comes in and goes out of a call besides its numbers."""
+
+import pytest
+import structures
+import torch
+
+import dsf
+from dsf import I, Key, System, Value
+
+EACH = pytest.mark.parametrize("recurrence", structures.FINITE, ids=lambda r: r.name)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest number."""
+    return ((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+@EACH
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_types_of_outputs_and_states(recurrence, dtype):
+    inputs = structures.sample(recurrence, T=20, dtype=dtype)
+    oracle = recurrence(**{name: x.double() for name, x in inputs.items()}, form="naive")
+    for form in recurrence.forms:
+        y, state = recurrence(**inputs, form=form, return_state=True)
+        assert y.dtype == dtype and y.shape == (2, 20, 2, 2)
+        assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert state.shape == (2, 2, *recurrence.state_shape(N=3, P=2))
+        assert error(y, oracle) < TOLERANCE[dtype], form
+
+
+@EACH
+def test_parameters_may_be_wider_than_half_precision_tokens(recurrence):
+    params = {i.name for i in recurrence.spec.inputs if not i.kind.time}
+    inputs = {
+        n: x if n in params else x.bfloat16() for n, x in structures.sample(recurrence, dtype=torch.float32).items()
+    }
+    assert recurrence(**inputs).dtype == torch.bfloat16
+
+
+@EACH
+@pytest.mark.parametrize("sizes", [{"T": 1}, {"N": 1, "P": 1}, {"B": 1, "H": 1}, {"T": 67, "N": 5, "P": 3}])
+def test_any_size(recurrence, sizes):
+    inputs = structures.sample(recurrence, **sizes)
+    expected, last = recurrence(**inputs, form="naive", return_state=True)
+    p = expected.shape[-1]
+    for form in recurrence.forms:
+        y, state = recurrence(**inputs, form=form, return_state=True)
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+        true, want = (recurrence.true_state(s, p) for s in (state, last))
+        torch.testing.assert_close(true, want, rtol=1e-9, atol=1e-9)
+
+
+@EACH
+def test_layouts_do_not_matter(recurrence):
+    inputs = structures.sample(recurrence)
+    odd = {n: x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+           for n, x in inputs.items()}  # fmt: skip
+    strided = {n: torch.stack([x, x], dim=-1)[..., 0] for n, x in inputs.items()}
+    for form in recurrence.forms:
+        expected = recurrence(**inputs, form=form)
+        for other in (odd, strided):
+            assert not any(x.is_contiguous() and x.dim() > 2 for x in other.values())
+            torch.testing.assert_close(recurrence(**other, form=form), expected, rtol=1e-12, atol=1e-12)
+
+
+@EACH
+def test_expanded_inputs_get_gradients_of_their_own_shape(recurrence):
+    inputs = structures.sample(recurrence, B=1)
+    leaves = {n: x.requires_grad_() for n, x in inputs.items()}
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    wide = {n: x.expand(3, *x.shape[1:]) if n in timed else x for n, x in leaves.items()}
+    y = recurrence(**wide)
+    grads = torch.autograd.grad(y.square().sum(), list(leaves.values()))
+    alone = torch.autograd.grad(recurrence(**leaves).square().sum(), list(leaves.values()))
+    for a, b in zip(grads, alone, strict=True):
+        torch.testing.assert_close(a, 3 * b, rtol=1e-9, atol=1e-9)
+
+
+@EACH
+def test_only_what_requires_a_gradient_gets_one(recurrence):
+    for name in structures.sample(recurrence):
+        inputs = structures.sample(recurrence)
+        inputs[name].requires_grad_()
+        expected = torch.autograd.grad(recurrence(**inputs, form="naive").square().sum(), inputs[name])[0]
+        for form in ("recurrent", "scan", "chunk"):
+            (got,) = torch.autograd.grad(recurrence(**inputs, form=form).square().sum(), inputs[name])
+            torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+
+
+@EACH
+def test_no_grad_and_inference_mode(recurrence):
+    inputs = {n: x.requires_grad_() for n, x in structures.sample(recurrence).items()}
+    expected = recurrence(**inputs).detach()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            y, state = recurrence(**inputs, return_state=True)
+            assert not y.requires_grad and not state.requires_grad
+            torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+@EACH
+def test_autocast_outside_changes_nothing_inside(recurrence):
+    inputs = structures.sample(recurrence, dtype=torch.float32)
+    for form in recurrence.forms:
+        expected = recurrence(**inputs, form=form)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, state = recurrence(**inputs, form=form, return_state=True)
+        assert state.dtype == torch.float32
+        assert torch.equal(y, expected)
+
+
+@EACH
+@pytest.mark.parametrize("form", ["naive", "recurrent", "scan", "chunk", "kernel"])
+def test_a_state_continues_in_any_form(recurrence, form):
+    inputs = structures.sample(recurrence, T=9)
+    whole, last = recurrence(**inputs, form="naive", return_state=True)
+    for cut in (1, 8):
+        first, state = recurrence(**structures.tokens_of(recurrence, inputs, slice(0, cut)), return_state=True)
+        second, final = recurrence(
+            **structures.tokens_of(recurrence, inputs, slice(cut, None)),
+            initial_state=state, return_state=True, form=form,
+        )  # fmt: skip
+        torch.testing.assert_close(torch.cat([first, second], dim=1), whole, rtol=1e-9, atol=1e-9)
+        true, want = (recurrence.true_state(s, 2) for s in (final, last))
+        torch.testing.assert_close(true, want, rtol=1e-9, atol=1e-9)
+
+
+@EACH
+def test_steps_are_the_whole(recurrence):
+    inputs, state, outputs = structures.sample(recurrence), None, []
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    for t in range(6):
+        y, state = recurrence.step(state, **{n: x[:, t] if n in timed else x for n, x in inputs.items()})
+        outputs.append(y)
+    whole, last = recurrence(**inputs, return_state=True)
+    torch.testing.assert_close(torch.stack(outputs, dim=1), whole, rtol=1e-9, atol=1e-9)
+    true, want = (recurrence.true_state(s, 2) for s in (state, last))
+    torch.testing.assert_close(true, want, rtol=1e-9, atol=1e-9)
+
+
+@EACH
+def test_gradients_reach_the_initial_state_and_come_through_the_final_one(recurrence):
+    inputs = structures.sample(recurrence)
+    _, start = recurrence(**structures.sample(recurrence), return_state=True)
+    leaves = [x.requires_grad_() for x in [*inputs.values(), start.detach()]]
+    found = {}
+    for form in recurrence.forms:
+        y, final = recurrence(**inputs, initial_state=leaves[-1], return_state=True, form=form)
+        true = recurrence.true_state(final, 2)
+        found[form] = torch.autograd.grad(y.square().sum() + true.square().sum(), leaves)
+    assert found["naive"][-1].abs().max() > 1e-6
+    for form, grads in found.items():
+        for a, b in zip(grads, found["naive"], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda m, form=form: f"{form}: {m}")
+
+
+@EACH
+def test_groups_share_heads(recurrence):
+    inputs = structures.sample(recurrence, H=4)
+    timed = [i.name for i in recurrence.spec.inputs if i.kind.time]
+    for name in timed:
+        axis = next(i for i in recurrence.spec.inputs if i.name == name).kind.layout().index("H")
+        fewer = inputs | {name: inputs[name].narrow(axis, 0, 2)}
+        written_out = inputs | {name: fewer[name].repeat_interleave(2, dim=axis)}
+        torch.testing.assert_close(recurrence(**fewer), recurrence(**written_out), rtol=1e-12, atol=1e-12)
+
+
+def test_states_that_overflow_float32_stay_finite_when_stabilised():
+    inputs = structures.sample(structures.stabilised, T=50, dtype=torch.float32)
+    inputs["i"] = inputs["i"] * 60 + 100
+    y, state = structures.stabilised(**inputs, return_state=True)
+    assert y.isfinite().all() and state.isfinite().all()
+    oracle = structures.stabilised(**{n: x.double() for n, x in inputs.items()}, form="naive")
+    assert error(y, oracle) < 1e-4
+
+
+def test_a_call_leaves_its_inputs_and_its_state_alone():
+    inputs = structures.sample(structures.gated_delta)
+    _, state = structures.gated_delta(**inputs, return_state=True)
+    before = {n: x.clone() for n, x in (inputs | {"state": state}).items()}
+    for form in structures.gated_delta.forms:
+        structures.gated_delta(**inputs, initial_state=state, form=form)
+    structures.gated_delta.step(state, **{n: x[:, 0] for n, x in inputs.items()})
+    assert all(torch.equal(before[n], x) for n, x in (inputs | {"state": state}).items())
+
+
+def test_runs_repeat_bit_for_bit():
+    for r in structures.FINITE:
+        inputs = structures.sample(r, T=70, dtype=torch.float32)
+        assert torch.equal(r(**inputs), r(**inputs)), r.name
+
+
+def test_the_normaliser_and_the_running_maximum_have_columns():
+    assert structures.scalar.state_shape(N=5, P=4) == (5, 4)
+    assert structures.vector.state_shape(N=5, P=4) == (1, 4)
+    assert structures.normalised.state_shape(N=5, P=4) == (5, 4 + 1 + 1)
+    assert structures.stabilised.state_shape(N=5, P=4) == (5, 4 + 1 + 1)
+
+    @dsf.recurrence
+    def linear_attention(q: Key, k: Key, v: Value):
+        return System(A=I, B=dsf.elu1(k) * v, C=dsf.elu1(q), normalize=dsf.ratio)
+
+    assert linear_attention.state_shape(N=5, P=4) == (5, 4 + 1)
