@@ -32,7 +32,7 @@ class Plan:
     structure: row of the compiler's table. forms: all forms it has. form, backend, kernel: what runs; chunk: tokens a
     chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T, numbers a token] of
     a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one forward call. bytes:
-    inputs read and outputs written once. reason: the choice in a sentence.
+    inputs read and outputs written once. reason: the choice in a sentence. source: the code generated for it, or empty.
     """
 
     recurrence: str
@@ -47,6 +47,7 @@ class Plan:
     flops: int
     bytes: int
     reason: str
+    source: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -87,7 +88,8 @@ def make_plan(
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
 
     On CUDA tensors the chunk form of identity, constant and scalar decays, with or without the delta rule, runs on the
-    triton backend; everything else, and everything on a CPU, on torch.
+    triton backend, and so do the recurrent, scan and chunk forms of elementwise systems (one fused scan); everything
+    else, and everything on a CPU, on torch.
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
@@ -114,15 +116,17 @@ def make_plan(
         shape = (sizes.batch, sizes.heads, sizes.n, layout.total)
     width = 8 if dtype == torch.float64 else 4
     return Plan(
-        spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape, math.prod(shape) * width,
-        flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
+        spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
+        math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
+        gpu.source(spec) if on_gpu else "",
     )  # fmt: skip
 
 
 def _use_triton(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device
 ) -> bool:
-    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or sizes.tokens <= SHORT)):
+    short = sizes.tokens <= SHORT and not gpu.is_scan(spec)  # the fused scan walks few tokens in one launch
+    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or short)):
         return False
     refused = gpu.refusal(spec, sizes, dtype, form, device)
     if refused is not None and backend == "triton":

@@ -290,11 +290,12 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
-def derivatives(root: Expr, cotangent: Expr, wrt: list[Expr]) -> list[Expr]:
+def derivatives(root: Expr, cotangent: Expr, wrt: list[Expr], late: str | None = None) -> list[Expr]:
     """Reverse-mode derivative by the table: gradient of Σ cotangent·root in each node of `wrt`, as expressions.
 
     Each result has no axis that its node lacks (sums over the others are inserted); an axis it lacks itself is one
     over which it is constant. 0 where root does not depend on the node.
+    late: an axis summed over only in the results (the derivative is linear), one sum a node instead of one a path.
     """
     order = children_first(root)
     for op, axis in REDUCTIONS.items():
@@ -308,9 +309,15 @@ def derivatives(root: Expr, cotangent: Expr, wrt: list[Expr]) -> list[Expr]:
             if ct is None or arg.is_constant:
                 continue
             for op, axis in REDUCTIONS.items():
+                if axis == late:
+                    continue
                 if axis in ct.axes and axis not in arg.axes:
                     ct = reduction(op, ct)
                 elif axis in node.axes and axis not in arg.axes and axis not in ct.axes:
                     ct = ct * (N if axis == KEY else P)  # a constant cotangent, summed
             adjoint[arg] = adjoint[arg] + ct if arg in adjoint else ct
-    return [adjoint.get(node, const(0)) for node in wrt]
+    found = [adjoint.get(node, const(0)) for node in wrt]
+    for op, axis in REDUCTIONS.items():
+        if axis == late:
+            found = [reduction(op, x) if axis in x.axes - n.axes else x for x, n in zip(found, wrt, strict=True)]
+    return found

@@ -1,0 +1,437 @@
+"""Printing: a Spec's expressions and their derivatives as Triton source, the holes of the fused scan.
+
+The text is written to a file named by its content (`DSF_CACHE_DIR`, else the user's cache directory), because Triton
+reads the source of what it compiles; the file is also what a person reads: it carries the spec's own names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import keyword
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+
+from dsf.annotations import Kind
+from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.operator import factors_of, normal_form, times
+from dsf.primitives import derivatives, sum_key, sum_value, where
+from dsf.spec import Input, Spec
+from dsf.system import System
+
+WIDTH = 60  # characters up to which an expression used once is written inside its user
+AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
+RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton"}
+RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
+VALID = "valid_tokens"
+BOTH = frozenset({KEY, VALUE})
+OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def symbol(name: str, axes: frozenset[str]) -> Expr:
+    """An input of generated code that is no input of the recurrence."""
+    return Expr("input", (), (name, None), axes)
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """S_t = A ⊙ S_{t-1} + B and y_t = E Σ_n C S + D of one token, micro-steps multiplied out; E has no Key axis."""
+
+    A: Expr
+    B: Expr
+    C: Expr
+    E: Expr
+    D: Expr
+
+    @property
+    def roots(self) -> tuple[Expr, ...]:
+        """In the order of the letters."""
+        return self.A, self.B, self.C, self.E, self.D
+
+
+def coefficients(spec: Spec) -> Coefficients:
+    """The elementwise form of a spec without corrections."""
+    a, b = const(1), const(0)
+    for step in spec.system.micro_steps:
+        decay = _decay(step)
+        a = times(decay, a)
+        pushed = times(decay, b)
+        b = step.B if pushed.is_constant and pushed.value == 0 else pushed + step.B
+    c, e = const(1), const(1)
+    for factor, inverse in factors_of(spec.readout):
+        if KEY in factor.axes:
+            c = c / factor if inverse else times(c, factor)
+        else:
+            e = e / factor if inverse else times(e, factor)
+    return Coefficients(a, b, c, e, spec.system.D)
+
+
+def _decay(step: System) -> Expr:
+    total = const(1)
+    for factor in normal_form(step.A):
+        total = times(factor.decay, total)
+    return total
+
+
+class Printer:
+    """Prints nodes as assignments and expressions. names: what each input node is called."""
+
+    def __init__(self, names: Mapping[Expr, str], taken: Iterable[str]) -> None:
+        self.text = dict(names)
+        self.taken = {*taken, *names.values()}
+        self.lines: list[str] = []
+        self.count = 0
+
+    def print(self, roots: Iterable[Expr]) -> list[str]:
+        """The text of every root; shared and long parts become lines before it."""
+        roots = list(roots)
+        order = children_first(*roots)
+        uses: dict[Expr, int] = {}
+        for node in order:
+            for place, arg in enumerate(node.args):
+                twice = node.op == "pow" and place == 0
+                uses[arg] = uses.get(arg, 0) + 1 + twice
+        for node in order:
+            if node in self.text:
+                continue
+            text = self._expression(node)
+            if node.args and (uses.get(node, 0) > 1 or (len(text) > WIDTH and node in uses)):
+                name = self._fresh()
+                self.lines.append(f"{name} = {text}")
+                text = name
+            self.text[node] = text
+        return [f"tl.full((1, 1, 1), {self.text[r]}, tl.float32)" if not r.args and r.op != "input" else self.text[r]
+                for r in roots]  # fmt: skip
+
+    def _fresh(self) -> str:
+        while True:
+            self.count += 1
+            if (name := f"v{self.count}") not in self.taken:
+                return name
+
+    def _expression(self, node: Expr) -> str:
+        if node.op == "const":
+            return repr(node.value)
+        if node.op == "size":
+            return "(N * 1.0)" if node.attrs[0] == KEY else "(P * 1.0)"
+        args = [self.text[a] for a in node.args]
+        if node.op == "pow":
+            return _power(args[0], args[1], node.args[1])
+        if node.op in OPERATORS:
+            return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
+        if node.op == "where":
+            return f"tl.where({', '.join(args)})"
+        if node.op in REDUCTIONS:
+            mask = "n_ok" if node.op == "sum_key" else "p_ok"
+            return f"fn.{node.op}({args[0]}, {mask})"
+        return f"fn.{node.op}({', '.join(args)})"
+
+
+def _power(base: str, exponent: str, node: Expr) -> str:
+    if not node.is_constant:
+        return f"fn.power({base}, {exponent})"
+    value = node.value
+    if value == int(value) and 1 <= abs(value) <= 8:
+        product = " * ".join([base] * int(abs(value)))
+        return f"({product})" if value > 0 else f"(1.0 / ({product}))"
+    if value == 0.5:
+        return f"fn.sqrt({base})"
+    return f"fn.exp({exponent} * fn.log({base}))"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One input of a kernel: where its pointer and strides begin in `args`, and its pointer in `grads`."""
+
+    name: str
+    time: bool
+    axes: frozenset[str]
+    step: int | None
+    place: int
+    index: int
+
+    @property
+    def strides(self) -> int:
+        """Numbers after the pointer: batch and token (per token), head, group size, then one an axis."""
+        return (2 if self.time else 0) + 2 + len(self.axes)
+
+    def load(self) -> str:
+        """The expression that loads this tile of it as float32."""
+        at = iter(range(self.place + 1, self.place + 10))
+        terms: list[str] = [f"args[{self.place}]"]
+        masks = []
+        if self.time:
+            batch, token = next(at), next(at)
+            terms += [f"batch * args[{batch}]", f"t0 * args[{token}]", f"t * args[{token}]"]
+            masks.append("t_ok")
+        stride, group = next(at), next(at)
+        terms.append(f"head // args[{group}] * args[{stride}]")
+        if KEY in self.axes:
+            terms.append(f"n * args[{next(at)}]")
+            masks.append("n_ok")
+        if VALUE in self.axes:
+            terms.append(f"p * args[{next(at)}]")
+            masks.append("p_ok")
+        where = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
+        pointers = " + ".join(terms)
+        return f"tl.load({pointers}{where}).to(tl.float32)"
+
+    def store(self, value: str) -> list[str]:
+        """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed."""
+        ends, masks = [], (["t_ok"] if self.time else [])
+        width = "1"
+        if KEY in self.axes:
+            ends.append("n * P" if VALUE in self.axes else "n")
+            masks.append("n_ok")
+            width = "N"
+        ends += ["p"] if VALUE in self.axes else [] if KEY in self.axes else ["p * 0"]
+        masks.append("p_ok" if VALUE in self.axes else "first")
+        if VALUE in self.axes:
+            width = "(N * P)" if KEY in self.axes else "P"
+        lead = "batch" if VALUE in self.axes else "(place * grads[0] + batch)"
+        if self.time:
+            row = f"(({lead} * T + t0) * H + head)"
+            ends.append(f"t * (H * {width})")
+        else:
+            row = f"(({lead} * segments + segment) * H + head)"
+        pointer = f"grads[{self.index}]"
+        target = " + ".join([pointer, f"{row} * {width}", *ends])
+        if self.axes == {KEY}:
+            target = f"fn.to_lanes({target}, p)"
+        return [f"if {pointer} is not None:", f"    fn.store({target}, {value}, {' & '.join(masks)})"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Generated source of one spec, and how its kernels are called."""
+
+    name: str
+    text: str
+    operands: tuple[Operand, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the text by its content."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def module(self) -> ModuleType:
+        """The file on disk, imported (once a process)."""
+        name = f"dsf_generated_{self.digest}"
+        if name not in sys.modules:
+            path = write(self)
+            found = importlib.util.spec_from_file_location(name, path)
+            assert found is not None and found.loader is not None
+            module = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+            sys.modules[name] = module
+        return sys.modules[name]
+
+
+def cache_directory() -> Path:
+    """Where generated source lives: DSF_CACHE_DIR, else dsf/ in the user's cache directory."""
+    chosen = os.environ.get("DSF_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsf"
+
+
+def write(source: Source) -> Path:
+    """The path of the source's file, written whole or not at all (several processes may race)."""
+    path = cache_directory() / f"{source.name}_{source.digest}.py"
+    if path.exists() and path.read_text() == source.text:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(source.text)
+    os.replace(file.name, path)
+    return path
+
+
+def emit(spec: Spec, masked: bool = False) -> Source:
+    """The holes of the fused scan for an elementwise spec.
+
+    masked: one more operand, the Scalar VALID, is 0 for tokens that leave the state as it is (padding).
+    """
+    return _Emission(spec, masked).source()
+
+
+class _Emission:
+    """One spec on its way to source."""
+
+    def __init__(self, spec: Spec, masked: bool) -> None:
+        self.spec = spec
+        self.kinds = {i.name: i.kind for i in spec.inputs}
+        inputs = spec.inputs
+        whole = coefficients(spec)
+        if masked:
+            valid = symbol(VALID, frozenset())
+            inputs = (*inputs, Input(VALID, Kind(frozenset())))
+            self.kinds[VALID] = inputs[-1].kind
+            whole = replace(whole, A=where(valid > 0.5, whole.A, 1.0), B=where(valid > 0.5, whole.B, 0.0))
+        nodes = inputs_of(*whole.roots)
+        self.tokens = sorted((x for x in nodes if self.kinds[x.attrs[0]].time), key=lambda x: VALUE not in x.axes)
+        self.params = [x for x in nodes if not self.kinds[x.attrs[0]].time]
+        self.names = {x: _name(x) for x in nodes}
+        self.invariants = self._invariants(whole.roots)
+        self.held = {x: symbol(self._held_name(i, x), x.axes) for i, x in enumerate(self.invariants)}
+        self.roots = tuple(substitute(r, self.held) for r in whole.roots)
+        self.operands = self._operands(inputs)
+
+    def _held_name(self, index: int, node: Expr) -> str:
+        return self.names[node] if node.op == "input" else f"held{index}"
+
+    def _invariants(self, roots: tuple[Expr, ...]) -> list[Expr]:
+        """The largest expressions of Params alone, computed once a program."""
+        order = children_first(*roots)
+        tokens, params = set(self.tokens), set(self.params)
+        varies = {x: x in tokens for x in order}
+        bound = {x: x in params for x in order}
+        for x in order:
+            varies[x] |= any(varies[a] for a in x.args)
+            bound[x] |= any(bound[a] for a in x.args)
+        fixed = {x for x in order if bound[x] and not varies[x]}
+        used = {a for x in order if varies[x] for a in x.args} | set(roots)
+        return [x for x in order if x in fixed and x in used]
+
+    def _operands(self, inputs: tuple[Input, ...]) -> dict[Expr, Operand]:
+        found: dict[Expr, Operand] = {}
+        place, index = 0, 1  # grads[0] is the batch size
+        for node in sorted(self.names, key=lambda x: (_order(inputs, x), x.attrs[1] or 0)):
+            kind = self.kinds[node.attrs[0]]
+            operand = Operand(node.attrs[0], kind.time, kind.axes, node.attrs[1], place, index)
+            found[node] = operand
+            place, index = place + 1 + operand.strides, index + 1
+        return found
+
+    def source(self) -> Source:
+        """The whole file."""
+        head = [
+            '"""' + _comment(str(self.spec)),
+            "",
+            "Printed by dsf from the declaration above; read by dsf.kernels.triton.scan. v1, v2, … are shared parts,",
+            'dX is the gradient of X, and what depends on Params alone is held.\n"""',
+            "",
+            "import triton",
+            "import triton.language as tl",
+            "",
+            "from dsf.kernels.triton import functions as fn",
+            "",
+        ]
+        parts = [self._setup(), self._load(), self._step(), self._zeros(), self._pull(), self._finish()]
+        text = "\n".join(head) + "\n\n" + "\n\n\n".join("\n".join(["@triton.jit", *part]) for part in parts) + "\n"
+        return Source(_identifier(self.spec.name), text, tuple(self.operands.values()))
+
+    def _setup(self) -> list[str]:
+        printer = Printer(self.names, RESERVED)
+        values = printer.print(self.invariants)
+        return ["def setup(args, at):", *_body([AT, *self._loads(self.params), *printer.lines, _tuple(values)])]
+
+    def _load(self) -> list[str]:
+        names = [self.names[x] for x in self.tokens]
+        return ["def load(args, at):", *_body([AT, *self._loads(self.tokens), _tuple(names)])]
+
+    def _loads(self, nodes: list[Expr]) -> list[str]:
+        return [f"{self.names[x]} = {self.operands[x].load()}" for x in nodes]
+
+    def _scope(self) -> dict[Expr, str]:
+        """Names inside step and pull."""
+        return {x: self.names[x] for x in self.tokens} | {s: s.attrs[0] for s in self.held.values()}
+
+    def _unpack(self) -> list[str]:
+        lines = [AT, _assign([self.names[x] for x in self.tokens], "tokens")]
+        if self.held:
+            lines.append(_assign([s.attrs[0] for s in self.held.values()], "held"))
+        return lines
+
+    def _step(self) -> list[str]:
+        printer = Printer(self._scope(), RESERVED)
+        values = printer.print(self.roots)
+        names = ["A", "B", "C", "E", "D"]
+        lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
+        body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
+        return ["def step(tokens, held, at):", *_body(body)]
+
+    def _zeros(self) -> list[str]:
+        shapes = ["(1, NB, BP)" if KEY in s.axes else "(1, 1, BP)" for s in self.held.values()] or ["(1, 1, 1)"]
+        values = [f"tl.zeros({shape}, tl.float32)" for shape in shapes]
+        return ["def zeros(NB: tl.constexpr, BP: tl.constexpr):", *_body([_tuple(values)])]
+
+    def _pull(self) -> list[str]:
+        axes = {"dA": BOTH, "dB": BOTH, "dC": BOTH, "dE": frozenset({VALUE}), "dD": frozenset({VALUE})}
+        cotangents = [symbol(name, kind) for name, kind in axes.items()]
+        total = _total(zip(self.roots, cotangents, strict=True))
+        wanted = [*self.tokens, *self.held.values()]
+        slopes = derivatives(total, const(1), wanted, late=VALUE)
+        printer = Printer({**self._scope(), **{c: c.attrs[0] for c in cotangents}}, {*RESERVED, *axes})
+        values = printer.print(slopes)
+        stores = ["first = p == edge"]
+        for node, value in zip(self.tokens, values, strict=False):
+            stores += self.operands[node].store(value)
+        added = [f"sums[{i}] + fn.sum_time({v})" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
+        body = [*self._unpack(), *printer.lines, *stores, _tuple(added)]
+        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at):", *_body(body)]
+
+    def _finish(self) -> list[str]:
+        given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]
+        slopes = derivatives(_total(zip(self.invariants, given, strict=True)), const(1), self.params)
+        scope = {x: self.names[x] for x in self.params} | {g: f"sums[{i}]" for i, g in enumerate(given)}
+        printer = Printer(scope, RESERVED)
+        values = printer.print(slopes)
+        stores = ["first = p == edge"]
+        for node, value in zip(self.params, values, strict=True):
+            stores += self.operands[node].store(value)
+        body = [AT, *self._loads(self.params), *printer.lines, *(stores if self.params else ["pass"])]
+        return ["def finish(args, grads, sums, segment, segments, at):", *_body(body)]
+
+
+def _total(pairs: Iterable[tuple[Expr, Expr]]) -> Expr:
+    """Σ ⟨x, dx⟩ over the pairs, each summed over the axes it has."""
+    total = const(0)
+    for x, dx in pairs:
+        if x.is_constant:
+            continue
+        product = times(x, dx)
+        if KEY in product.axes:
+            product = sum_key(product)
+        if VALUE in product.axes:
+            product = sum_value(product)
+        total = total + product
+    return total
+
+
+def _order(inputs: tuple[Input, ...], node: Expr) -> int:
+    return [i.name for i in inputs].index(node.attrs[0])
+
+
+def _name(node: Expr) -> str:
+    name, step = node.attrs
+    text = name if step is None else f"{name}_{step}"
+    clash = text in RESERVED or keyword.iskeyword(text) or (text[:1] == "v" and text[1:].isdigit())
+    clash = clash or text in ("dA", "dB", "dC", "dE", "dD", "A_", "B_", "C_", "E_", "D_") or text.startswith("held")
+    return f"{text}__" if clash else _identifier(text)
+
+
+def _identifier(text: str) -> str:
+    return "".join(c if c.isalnum() or c == "_" else "_" for c in text)
+
+
+def _comment(text: str) -> str:
+    return text.replace("\\", "/").replace('"""', "'''")
+
+
+def _tuple(values: list[str]) -> str:
+    return f"return ({', '.join(values)},)" if values else "return (tl.zeros((1, 1, 1), tl.float32),)"
+
+
+def _assign(names: list[str], source: str) -> str:
+    return "; ".join(f"{name} = {source}[{i}]" for i, name in enumerate(names))
+
+
+def _body(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

@@ -1,0 +1,92 @@
+"""The fused scan of one call: a Spec's generated holes, its tensors as operands, and which specs it can run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dsf.bind import Bound, Sizes
+from dsf.emit import VALID, Source, emit
+from dsf.expr import KEY, VALUE, Expr, children_first
+from dsf.spec import Spec
+
+LARGEST = 256  # state entries a program holds
+
+
+def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
+    """Why the fused scan cannot run this, in the user's words; None when it can."""
+    if sizes.n > LARGEST:
+        return f"the fused scan holds at most N = {LARGEST} state entries, got N = {sizes.n}"
+    if dtype == torch.float64:
+        return "GPU kernels compute in float32; float64 inputs run on the torch backend"
+    return _refusal(spec)
+
+
+@functools.cache
+def _refusal(spec: Spec) -> str | None:
+    """The part of it that no size or dtype changes."""
+    if spec.rank or spec.is_softmax:
+        return f"the fused scan is for elementwise A, this is {spec.structure}"
+    if spec.system.normalize is not None:
+        return "the fused scan has no normalize yet"
+    if spec.features is not None:
+        return "the fused scan has no Taylor features"
+    if not spec.has_key and any(KEY in x.axes for x in _nodes(spec)):
+        return "the fused scan has no vector state (N = 1) made of Key inputs"
+    if any(x.op == "sum_value" for x in _nodes(spec)):
+        return "the fused scan cuts the Value axis into blocks, and sum_value needs all of it"
+    return None
+
+
+def kernel_of(sizes: Sizes) -> tuple[str, int]:
+    """Name of the kernel with its tile; no chunks."""
+    from dsf.kernels.triton.scan_table import FORWARD, tile
+
+    t = tile(FORWARD, sizes.n)
+    return f"fused scan, tiles of {t.K} x {t.NB} x {t.BP}, {t.warps} warps", 0
+
+
+def _nodes(spec: Spec) -> list[Expr]:
+    steps = spec.system.micro_steps
+    return children_first(spec.readout, spec.system.D, *(s.B for s in steps), *(r.normal.decay for r in spec.rows))
+
+
+@functools.cache
+def source_of(spec: Spec, masked: bool = False) -> Source:
+    """The printed holes of a spec, once a process."""
+    return emit(spec, masked)
+
+
+@functools.cache
+def _hole(spec: Spec, masked: bool) -> str:
+    """The name under which the kernels know a spec's holes."""
+    from dsf.kernels.triton.scan_ops import HOLES, Hole, Operand
+
+    source = source_of(spec, masked)
+    operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes) for o in source.operands)
+    name = f"{source.name}_{source.digest}"
+    HOLES[name] = Hole(source.module(), operands, spec.system.read == "before")
+    return name
+
+
+def fused_scan(
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, P] in the inputs' dtype and the final state [B, H, N, P].
+
+    timed: the per-token inputs (or a repacking of them); valid: [B, T] bool, False for padding tokens after a sequence.
+    """
+    from dsf.kernels.triton.scan_ops import fused_scan as operator
+
+    masked = valid is not None
+    tensors = {**bound.tensors, **timed}
+    if valid is not None:
+        tensors[VALID] = valid.to(bound.dtype).unsqueeze(2)
+    chosen = source_of(spec, masked).operands
+    operands = [tensors[o.name] if o.step is None else tensors[o.name].select(2, o.step) for o in chosen]
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
+    y, final, _ = operator(operands, state, _hole(spec, masked), keep)
+    return y, final

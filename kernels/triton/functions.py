@@ -1,0 +1,138 @@
+"""Elementwise functions of generated kernels, float32 in and out, and sums over the two named axes of a tile.
+
+Tiles are [tokens, N, channels]. Every function runs compiled and in Triton's interpreter, so none calls libdevice.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exp(x):
+    """e^x, as a power of two: that is one instruction, without the care that exp takes of denormal results."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def log(x):
+    """Natural logarithm."""
+    return tl.log2(x) * LN2
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x); a series where 1 + x would round x away."""
+    series = x * (1.0 - x * (0.5 - x * (0.33333333 - x * (0.25 - x * (0.2 - x * 0.16666667)))))
+    return tl.where(tl.abs(x) < 0.05, series, log(1.0 + x))
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1; a series where e^x would round x away."""
+    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+    return tl.where(tl.abs(x) < 0.1, series, exp(x) - 1.0)
+
+
+@triton.jit
+def sqrt(x):
+    """Square root."""
+    return tl.sqrt(x)
+
+
+@triton.jit
+def rsqrt(x):
+    """1 / sqrt(x)."""
+    return 1.0 / tl.sqrt(x)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), x itself above 20 as in torch."""
+    return tl.where(x > 20.0, x, log1p(exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def logsigmoid(x):
+    """log(sigmoid(x)) without underflow."""
+    return tl.minimum(x, 0.0) - log1p(exp(-tl.abs(x)))
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, by expm1 so that small arguments keep their digits."""
+    e = expm1(-2.0 * tl.abs(x))
+    y = -e / (e + 2.0)
+    return tl.where(x < 0.0, -y, y)
+
+
+@triton.jit
+def abs(x):
+    """|x|."""
+    return tl.abs(x)
+
+
+@triton.jit
+def minimum(a, b):
+    """The smaller."""
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def maximum(a, b):
+    """The larger."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def power(x, y):
+    """x^y for x ≥ 0 (x^0 = 1); NaN for x < 0, whose integer powers are written out as products."""
+    return tl.where(y == 0.0, 1.0, exp(y * log(x)))
+
+
+@triton.jit
+def sum_key(x, n_ok):
+    """Sum over the Key axis of a tile, padding left out: [K, N, P] -> [K, 1, P]."""
+    return tl.sum(tl.where(n_ok, x, 0.0), 1, keep_dims=True)
+
+
+@triton.jit
+def sum_value(x, p_ok):
+    """Sum over this program's channels, padding left out: [K, N, P] -> [K, N, 1]."""
+    return tl.sum(tl.where(p_ok, x, 0.0), 2, keep_dims=True)
+
+
+@triton.jit
+def sum_time(x):
+    """Sum over the tile's tokens: [K, N, P] -> [1, N, P]."""
+    return tl.sum(x, 0, keep_dims=True)
+
+
+@triton.jit
+def to_lanes(pointers, p):
+    """The same pointers for every channel p: all lanes touch one place.
+
+    The hints are about layout only (a width of one element, as divisibility 1 says): lanes lie along the channels.
+    """
+    tile = tl.broadcast_to(pointers, (pointers.shape[0], pointers.shape[1], p.shape[2]))
+    return tl.max_contiguous(tl.multiple_of(tile, [1, 1, 1]), [1, 1, 2])
+
+
+@triton.jit
+def take(x, t, k: tl.constexpr):
+    """Token k of a tile. -0 is the exact neutral element of addition, so this compiles to picking registers."""
+    return tl.sum(tl.where(t == k, x, -0.0), 0, keep_dims=True)
+
+
+@triton.jit
+def store(pointers, value, mask):
+    """Store a value that broadcasts to the pointers, in their type."""
+    tl.store(pointers, tl.broadcast_to(value, pointers.shape).to(pointers.dtype.element_ty), mask=mask)

@@ -1,0 +1,222 @@
+"""The fused scan: one skeleton for every elementwise system, forward and adjoint.
+
+A program owns `BP` channels of one head and one segment of time. It walks its segment `K` tokens at a time; a tile is
+[K, N, BP] with the channels on lanes and tokens and state entries in registers, so the walk inside a tile picks
+registers and the sum over N stays inside a thread. What the system is, comes in as holes, printed from the spec
+(dsf.emit) and passed one function an argument:
+
+    setup(args, at) -> what depends on Params alone           load(args, at) -> this tile's tokens
+    step(tokens, held, at) -> A, B, C, E, D with y = E Σ_n C S + D, each broadcasting to the tile
+    pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at) -> sums, after storing the tokens' gradients
+    finish(args, grads, sums, at): stores the Params' gradients of this program
+
+`args`, `grads`: the pointers and strides that the holes know. `at` is where the tile lies: (batch, head, first token,
+t, n, p, their three masks, channel block, its first channel, T, H, P, N). A, B, C, D exist in registers only.
+"""
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.functions import sum_key, take
+
+
+@triton.jit
+def channels(place, P, N: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
+    """The tile's state entries n [1, NB, 1] and channels p [1, 1, BP], and which exist (n_ok, p_ok).
+
+    V neighbouring channels share a thread. EVEN: P is a multiple of BP, so that all of them exist.
+    """
+    n = tl.arange(0, NB)[None, :, None]
+    p = tl.multiple_of(place * BP + tl.arange(0, BP)[None, None, :], [1, 1, V])
+    p_ok = tl.full((1, 1, BP), True, tl.int1) if EVEN else p < P
+    return n, p, n < N, p_ok
+
+
+@triton.jit
+def state_offset(row, n, p, P, N: tl.constexpr):
+    """Where entry (n, p) of state number `row` lies in a buffer [rows, N, P]."""
+    return row * (N * P) + n * P + p
+
+
+@triton.jit
+def blend(a, b, t, t_ok, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, MASKED: tl.constexpr):
+    """A and B as full tiles; tokens past the end leave the state as it is."""
+    a = tl.broadcast_to(a, (K, NB, BP))
+    b = tl.broadcast_to(b, (K, NB, BP))
+    if MASKED:
+        a = tl.where(t_ok, a, 1.0)
+        b = tl.where(t_ok, b, 0.0)
+    return a, b
+
+
+@triton.jit
+def walk(a, b, state, t, K: tl.constexpr):
+    """States before and after every token of a tile, and the last one."""
+    before = a
+    after = a
+    for k in tl.static_range(K):
+        before = tl.where(t == k, state, before)
+        state = take(a, t, k) * state + take(b, t, k)
+        after = tl.where(t == k, state, after)
+    return before, after, state
+
+
+@triton.jit
+def last_state(a, b, state, t, K: tl.constexpr):
+    """The state after a tile."""
+    for k in tl.static_range(K):
+        state = take(a, t, k) * state + take(b, t, k)
+    return state
+
+
+@triton.jit
+def fetch(
+    args, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr
+):
+    """The tokens of the tile at t0. Walks call it one tile ahead, so that memory answers while they compute."""
+    return load(args, (i_b, i_h, t0, t, n, p, t0 + t < end, n_ok, p_ok, place, place * BP, T, H, P, N))
+
+
+@triton.jit
+def read_tile(
+    tokens, held, y, state, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
+    step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of the output pass: stores y, returns the state."""
+    t_ok = t0 + t < end
+    at = (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
+    a, b, c, e, d = step(tokens, held, at)
+    a, b = blend(a, b, t, t_ok, K, NB, BP, MASKED)
+    before, after, state = walk(a, b, state, t, K)
+    seen = c * (before if BEFORE else after)
+    out = e * sum_key(seen, n_ok) + d
+    base = y + ((i_b * T + t0) * H + i_h) * P
+    tl.store(base + t * (H * P) + p, tl.broadcast_to(out, (K, 1, BP)).to(y.dtype.element_ty), mask=t_ok & p_ok)
+    return state
+
+
+@triton.jit(do_not_specialize=["T", "span"])
+def outputs(
+    args, y, starts, final, saved, T, H, P, segments, span,
+    setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
+    BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """y [B, T, H, P] and the final state, walking each segment of `span` tokens from its first state.
+
+    starts: [B, H, segments, N, P] or None (zeros); saved: None, or room for the state before every M-th token,
+    [B, H, ⌈T/M⌉, N, P].
+    """
+    place, segment, i_h, i_b = _program(P, segments, H, BP)
+    n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
+    t = tl.arange(0, K)[:, None, None]
+    begin = segment * span
+    end = tl.minimum(begin + span, T)
+    row = i_b * H + i_h
+    long = row * 0  # makes offsets 64-bit
+    state = tl.zeros((1, NB, BP), tl.float32)
+    if starts is not None:
+        state += tl.load(starts + state_offset(row * segments + segment, n, p, P, N), mask=n_ok & p_ok, other=0.0)
+    held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
+    tokens = fetch(args, i_b, i_h, long + begin, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+    for c0 in range(begin, end, M):
+        if saved is not None:
+            chunk = row * tl.cdiv(T, M) + c0 // M
+            tl.store(saved + state_offset(chunk, n, p, P, N), state, mask=n_ok & p_ok)
+        c1 = tl.minimum(c0 + M, end)
+        whole = c0 + (c1 - c0) // K * K
+        for t0 in range(c0, whole, K):
+            ahead = fetch(args, i_b, i_h, long + t0 + K, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+            state = read_tile(
+                tokens, held, y, state, i_b, i_h, long + t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
+                step, N, K, NB, BP, BEFORE, False,
+            )  # fmt: skip
+            tokens = ahead
+        if K > 1 and whole < c1:
+            state = read_tile(
+                tokens, held, y, state, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H, P,
+                step, N, K, NB, BP, BEFORE, True,
+            )  # fmt: skip
+    if segment == segments - 1:
+        tl.store(final + state_offset(row, n, p, P, N), state, mask=n_ok & p_ok)
+
+
+@triton.jit
+def _program(P, segments, H, BP: tl.constexpr):
+    """This program's channel block, segment, head and batch row (64-bit)."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(P, BP)
+    row = (program // (blocks * segments)).to(tl.int64)
+    return (program % blocks).to(tl.int64), (program // blocks) % segments, row % H, row // H
+
+
+@triton.jit(do_not_specialize=["T", "span"])
+def summaries(
+    args, dy, local, product, T, H, P, segments, span,
+    setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
+    BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """What a segment does to the state that enters it: multiplies by `product`, adds `local`.
+
+    With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P]. A cotangent
+    is carried to the segment's start by the product of the A it passes, so this too walks forward in time.
+    """
+    place, segment, i_h, i_b = _program(P, segments, H, BP)
+    n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
+    t = tl.arange(0, K)[:, None, None]
+    begin = segment * span
+    end = tl.minimum(begin + span, T)
+    held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
+    long = i_b * 0  # makes offsets 64-bit
+    state = tl.zeros((1, NB, BP), tl.float32)
+    decay = tl.full((1, NB, BP), 1.0, tl.float32)
+    tokens = fetch(args, i_b, i_h, long + begin, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+    for t0 in range(begin, end, K):
+        ahead = fetch(args, i_b, i_h, long + t0 + K, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+        t_ok = t0 + t < end
+        at = (i_b, i_h, long + t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
+        a, b, c, e, d = step(tokens, held, at)
+        tokens = ahead
+        if dy is not None:
+            base = dy + ((i_b * T + t0) * H + i_h) * P
+            b = c * (e * tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32))
+        a, b = blend(a, b, t, t_ok, K, NB, BP, K > 1)
+        for k in tl.static_range(K):
+            if dy is None:
+                state = take(a, t, k) * state + take(b, t, k)
+                decay *= take(a, t, k)
+            else:
+                if not BEFORE:
+                    decay *= take(a, t, k)
+                state += decay * take(b, t, k)
+                if BEFORE:
+                    decay *= take(a, t, k)
+    row = (i_b * H + i_h) * segments + segment
+    tl.store(local + state_offset(row, n, p, P, N), state, mask=n_ok & p_ok)
+    tl.store(product + state_offset(row, n, p, P, N), decay, mask=n_ok & p_ok)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def combine(local, product, first, size, segments, BLOCK: tl.constexpr, K: tl.constexpr, REVERSE: tl.constexpr):
+    """Replace each segment's `local` by what enters the segment: states in time order, cotangents in reverse.
+
+    local, product: [rows, segments, size]; first: [rows, size] or None (zeros) enters the first (last) segment.
+    """
+    blocks = tl.cdiv(size, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    i = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    k = tl.arange(0, K)[:, None]
+    carry = tl.zeros((1, BLOCK), tl.float32)
+    if first is not None:
+        carry += tl.load(first + row * size + i, mask=i < size, other=0.0)
+    for s0 in range(0, segments, K):
+        order = segments - 1 - (s0 + k) if REVERSE else s0 + k
+        ok = (s0 + k < segments) & (i < size)
+        here = (row * segments + order) * size + i
+        adds = tl.load(local + here, mask=ok, other=0.0)
+        keeps = tl.load(product + here, mask=ok, other=1.0)
+        enters = adds
+        for j in tl.static_range(K):
+            enters = tl.where(k == j, carry, enters)
+            carry = take(keeps, k, j) * carry + take(adds, k, j)
+        tl.store(local + here, enters, mask=ok)

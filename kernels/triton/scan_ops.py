@@ -1,0 +1,255 @@
+"""The fused scan as custom operators: launches, buffers, and the deterministic sums of what programs share.
+
+`holes` registers the generated functions under a name; the operators take that name, so that torch.compile, autocast,
+checkpointing and graph capture see plain operators on tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dsf.kernels.triton.scan import combine, outputs, summaries
+from dsf.kernels.triton.scan_adjoint import gradients
+from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Tile, segments, tile
+
+ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
+COMBINE = 1024  # state numbers of one program of the combination
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a tensor of the list is: [B, T, H, (N), (P)] a token, or [H, (N), (P)] for a Param."""
+
+    time: bool
+    key: bool
+    value: bool
+
+    def heads(self, x: Tensor) -> int:
+        """Its heads."""
+        return x.shape[2 if self.time else 0]
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A registered spec: its generated functions, its operands in order, and where y is read."""
+
+    functions: ModuleType
+    operands: tuple[Operand, ...]
+    before: bool
+
+
+HOLES: dict[str, Hole] = {}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """B, T, H, N, P of one call."""
+
+    batch: int
+    tokens: int
+    heads: int
+    n: int
+    p: int
+
+    @property
+    def rows(self) -> int:
+        """States side by side."""
+        return self.batch * self.heads
+
+
+def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
+    """The sizes, read off the operands."""
+    pairs = list(zip(hole.operands, operands, strict=True))
+    batch, tokens = next((x.shape[0], x.shape[1]) for o, x in pairs if o.time)
+    heads = max(o.heads(x) for o, x in pairs)
+    n = next((x.shape[-1 - o.value] for o, x in pairs if o.key), 1)
+    p = next((x.shape[-1] for o, x in pairs if o.value), 1)
+    return Sizes(batch, tokens, heads, n, p)
+
+
+def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int) -> tuple[Any, ...]:
+    """Pointers and strides in the order that the printed holes read them."""
+    found: list[Any] = []
+    for o, x in zip(hole.operands, operands, strict=True):
+        if o.key and not o.value:
+            x = x.float()  # every lane reads these: converting them once is cheaper than in every program
+        lead, at = ((x.stride(0), x.stride(1)), 2) if o.time else ((), 0)
+        found += [x, *lead, x.stride(at), heads // o.heads(x), *x.stride()[at + 1 :]]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Grid and tile of one direction of one call."""
+
+    sizes: Sizes
+    tile: Tile
+    segments: int
+    span: int
+    blocks: int
+
+    @property
+    def grid(self) -> tuple[int]:
+        """One program a channel block, segment and state."""
+        return (self.blocks * self.segments * self.sizes.rows,)
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """T, H, P, segments, span."""
+        return self.sizes.tokens, self.sizes.heads, self.sizes.p, self.segments, self.span
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The kernels' tile arguments."""
+        t = self.tile
+        even = self.sizes.p % t.BP == 0
+        return {"N": self.sizes.n, "K": t.K, "NB": t.NB, "BP": t.BP, "V": t.V, "EVEN": even, "num_warps": t.warps}
+
+    def states(self, like: Tensor, count: int) -> Tensor:
+        """Room for `count` states a row: [B, H, count, N, P] float32."""
+        s = self.sizes
+        return torch.empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32, device=like.device)
+
+
+def launch(sizes: Sizes, table: dict[int, tuple[int, int, int, int, int, int]], device: torch.device) -> Launch:
+    """Tile and segments of one call."""
+    t = tile(table, sizes.n)
+    blocks = -(-sizes.p // t.BP)
+    count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
+    return Launch(sizes, t, count, span, blocks)
+
+
+def _entering(go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor) -> Tensor:
+    """What enters every segment: states, or with dy cotangents from the segments' ends."""
+    local, product = go.states(like, go.segments), go.states(like, go.segments)
+    f = hole.functions
+    summaries[go.grid](
+        args, dy, local, product, *go.scalars, setup=f.setup, load=f.load, step=f.step, BEFORE=hole.before, **go.shape
+    )
+    size = go.sizes.n * go.sizes.p
+    block = min(COMBINE, triton.next_power_of_2(size))
+    grid = (-(-size // block) * go.sizes.rows,)
+    combine[grid](local, product, first, size, go.segments, BLOCK=block, K=8, REVERSE=dy is not None)
+    return local
+
+
+@torch.library.custom_op("dsf::fused_scan", mutates_args=())
+def fused_scan(
+    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, T, H, P] in the operands' dtype, the final state [B, H, N, P], with `keep` the adjoint's checkpoints."""
+    spec = HOLES[hole]
+    sizes = sizes_of(spec, operands)
+    first = _timed(spec, operands)
+    go = launch(sizes, FORWARD, first.device)
+    args = _arguments(spec, operands, sizes.heads)
+    starts = None if state is None else state.contiguous()
+    if go.segments > 1:
+        starts = _entering(go, spec, args, None, starts, first)
+    y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p)
+    final = go.states(first, 1).squeeze(2)
+    step = tile(ADJOINT, sizes.n).M if keep else ALL_TOKENS
+    saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
+    f = spec.functions
+    outputs[go.grid](
+        args, y, starts, final, saved if keep else None, *go.scalars,
+        setup=f.setup, load=f.load, step=f.step, BEFORE=spec.before, M=step, **go.shape,
+    )  # fmt: skip
+    return y, final, saved
+
+
+@fused_scan.register_fake
+def _fake_scan(
+    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec = HOLES[hole]
+    s, first = sizes_of(spec, operands), _timed(spec, operands)
+    count = -(-s.tokens // tile(ADJOINT, s.n).M) if keep else 0
+    y = first.new_empty(s.batch, s.tokens, s.heads, s.p)
+    final = first.new_empty(s.batch, s.heads, s.n, s.p, dtype=torch.float32)
+    return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)
+
+
+def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
+    return next(x for o, x in zip(hole.operands, operands, strict=True) if o.time)
+
+
+@torch.library.custom_op("dsf::fused_scan_adjoint", mutates_args=())
+def fused_scan_adjoint(
+    dy: Tensor, dfinal: Tensor, operands: Sequence[Tensor], saved: Tensor, hole: str, needs: Sequence[bool]
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P]."""
+    spec = HOLES[hole]
+    sizes = sizes_of(spec, operands)
+    go = launch(sizes, ADJOINT, dy.device)
+    args = _arguments(spec, operands, sizes.heads)
+    dy, entering = dy.contiguous(), dfinal.contiguous()
+    if go.segments > 1:
+        entering = _entering(go, spec, args, dy, entering, dy)
+    partial = [_partial(o, x, go) if need else None for o, x, need in zip(spec.operands, operands, needs, strict=True)]
+    initial = torch.empty_like(dfinal, memory_format=torch.contiguous_format)
+    t = go.tile
+    scratch = torch.empty(go.grid[0] * (t.M // t.K) * t.NB * t.BP, dtype=torch.float32, device=dy.device)
+    f = spec.functions
+    gradients[go.grid](
+        args, (sizes.batch, *partial), dy, saved, entering, initial, scratch, *go.scalars,
+        setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros, finish=f.finish, BEFORE=spec.before, M=t.M,
+        **go.shape,
+    )  # fmt: skip
+    trios = zip(spec.operands, operands, partial, strict=True)
+    return [_whole(o, x, g) for o, x, g in trios if g is not None], initial
+
+
+def _partial(o: Operand, x: Tensor, go: Launch) -> Tensor:
+    """Room for one operand's gradient: a part for every program that shares an entry, and all heads."""
+    s = go.sizes
+    lead: tuple[int, ...] = (s.batch, s.tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
+    if not o.value:
+        lead = (go.blocks, *lead)
+    shape = (*lead, *((s.n,) if o.key else ()), *((s.p,) if o.value else ()))
+    alone = o.time and o.heads(x) == s.heads and (o.value or go.blocks == 1)
+    return torch.empty(shape, dtype=x.dtype if alone else torch.float32, device=x.device)
+
+
+def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
+    """Sum the parts, in a fixed order, to the operand's shape and dtype."""
+    if not o.value:
+        g = g.sum(0) if g.shape[0] > 1 else g[0]
+    if not o.time:
+        g = g.flatten(0, 1).sum(0)
+    elif g.shape[2] != x.shape[2]:
+        g = g.unflatten(2, (x.shape[2], -1)).sum(3)
+    return g.to(x.dtype)
+
+
+@fused_scan_adjoint.register_fake
+def _fake_adjoint(
+    dy: Tensor, dfinal: Tensor, operands: Sequence[Tensor], saved: Tensor, hole: str, needs: Sequence[bool]
+) -> tuple[list[Tensor], Tensor]:
+    grads = [x.new_empty(x.shape) for x, need in zip(operands, needs, strict=True) if need]
+    return grads, dfinal.new_empty(dfinal.shape)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    operands, state, hole, _ = inputs
+    ctx.save_for_backward(*operands, output[2])
+    ctx.hole, ctx.has_state = hole, state is not None
+    ctx.needs = [x.requires_grad for x in operands]
+    ctx.mark_non_differentiable(output[2])
+
+
+def _backward(ctx: Any, dy: Tensor, dfinal: Tensor, _: Any) -> Any:
+    *operands, saved = ctx.saved_tensors
+    found, initial = fused_scan_adjoint(dy, dfinal, operands, saved, ctx.hole, ctx.needs)
+    given = iter(found)
+    return [next(given) if need else None for need in ctx.needs], initial if ctx.has_state else None, None, None
+
+
+fused_scan.register_autograd(_backward, setup_context=_setup)
