@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 from dsf.annotations import Key, Param, Scalar, Steps, Value
-from dsf.errors import DsfError, FormError, InputError, TraceError
+from dsf.errors import DsfError, FormError, InputError, LawError, TraceError
 from dsf.expr import Expr
 from dsf.kernels.attention import KVCache
 from dsf.operator import I, Operator, diag, outer
@@ -50,7 +50,7 @@ __version__ = "0.1.0"
 
 # Rooms and tools that load only when used: attribute -> module.
 _LAZY = {
-    "check": "dsf.check",
+    "check": "dsf.checking",
     "convert": "dsf.analysis.convert",
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",
@@ -66,8 +66,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "N", "Operator", "P", "Param", "Plan",
-    "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs", "compose",
+    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Param",
+    "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs", "compose",
     "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid", "maximum",
     "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key",
     "sum_value", "tanh", "taylor_features", "where",

@@ -17,3 +17,7 @@ class InputError(DsfError):
 
 class FormError(DsfError):
     """A form or backend was asked for that the structure does not have."""
+
+
+class LawError(DsfError, AssertionError):
+    """A recurrence or a user's function breaks a law: raised by Report.raise_if_failed, holds the whole report."""

@@ -1,0 +1,227 @@
+"""What laws are measured with: one run with all its gradients, and the distance of two tensors, head by head."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsf.annotations import Kind
+from dsf.bind import Sizes, bind
+from dsf.examples import Example, same_state
+from dsf.kernels.attention import KVCache
+from dsf.lower import columns
+from dsf.ranges import Range
+from dsf.recurrence import Recurrence, State
+
+BLOCK = 16  # tokens whose error is weighed together
+ORACLE, AGAINST = "naive", "against"
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+
+# A block of a head is compared relative to its own norm, unless that is below this share of the typical block of its
+# head, or (second number) of the largest block of any tensor of its kind (all gradients are of one kind, a final state
+# is of the initial state's): then relative to that share. Below it the sum that made the block cancelled, and the
+# digits a comparison would look at were lost by any order of summation: tolerance times share is 5,000 roundings in
+# float64, 80 in float32 and half a rounding of the output in bfloat16.
+RESOLUTION = {
+    "float64": (1e-3, 1e-4),
+    "float32": (1e-1, 5e-2),
+    "bfloat16": (1e-1, 1e-1),
+    "float16": (1e-1, 1e-1),
+}
+LARGEST = {"float64": 1e300, "float32": 1e37, "bfloat16": 1e37, "float16": 6e4}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run and its gradients. state: tensors of the final state in the true scale, () if there is none.
+
+    start: the largest typical entry of the initial state. grads: of ⟨y, dy⟩; state_grads: of ⟨final state, dS⟩; by
+    input name, "initial_state" included.
+    """
+
+    y: Tensor
+    state: tuple[Tensor, ...]
+    start: float = 0.0
+    grads: Mapping[str, Tensor] = field(default_factory=dict)
+    state_grads: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: a recurrence, or a user's function against it, on inputs of the given ranges."""
+
+    recurrence: Recurrence
+    ranges: Mapping[str, Range]
+    against: Callable[..., Any] | None = None
+    device: torch.device | str = "cpu"
+    backend: str = "auto"
+    cache: dict[tuple[str, str], Outcome] = field(default_factory=dict, repr=False)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """The kind of every input."""
+        return {i.name: i.kind for i in self.recurrence.spec.inputs}
+
+    @property
+    def against_takes_state(self) -> bool:
+        """True when the user's function has a parameter initial_state."""
+        return self.against is not None and "initial_state" in inspect.signature(self.against).parameters
+
+    def supports(self, form: str, example: Example) -> Example:
+        """The example without what the user's function does not take."""
+        if form == AGAINST and not self.against_takes_state:
+            return replace(example, initial=False)
+        return example
+
+    def inputs(self, example: Example) -> dict[str, Tensor]:
+        """The example's tensors."""
+        return example.inputs(self.recurrence, self.ranges, self.device)
+
+    def state(self, example: Example, rows: int = 0) -> State | None:
+        """The example's initial state."""
+        return example.state(self.recurrence, self.ranges, self.device, rows)
+
+    def sizes(self, inputs: Mapping[str, Tensor]) -> Sizes:
+        """B, T, H, N, P of a call."""
+        return bind(self.recurrence.spec, (), inputs).sizes
+
+    def run(
+        self, form: str, inputs: Mapping[str, Tensor], state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """y and the final state (None when the user's function returns none)."""
+        if form != AGAINST:
+            backend = self.backend if form != ORACLE else "auto"
+            call: dict[str, Any] = {**inputs, "initial_state": state, "form": form, "backend": backend}
+            y, final = self.recurrence(**call, cu_seqlens=cu_seqlens, return_state=True)
+            return y, final
+        assert self.against is not None
+        options: dict[str, Any] = {} if state is None else {"initial_state": state}
+        result = self.against(*inputs.values(), **options)
+        return result if isinstance(result, tuple) else (result, None)
+
+    def truth(self, state: State | None, p: int) -> tuple[Tensor, ...]:
+        """A state as float64 tensors that may be compared: the true scale, a cache cut to what is in use."""
+        if state is None:
+            return ()
+        if isinstance(state, KVCache):
+            used = torch.arange(state.k.shape[2], device=state.k.device) < state.lengths[:, None]
+            k, v = (x.double() * used[:, None, :, None] for x in (state.k, state.v))
+            return k, v, state.lengths[:, None].double()
+        return (self.recurrence.true_state(state.double(), p),)
+
+    def outcome(self, form: str, example: Example) -> Outcome:
+        """The example's run by one form with all gradients; the oracle in float64 on the same rounded inputs."""
+        key = (form, repr(example))
+        if key not in self.cache:
+            if len(self.cache) > 8:
+                self.cache.clear()
+            inputs, state = self.inputs(example), self.state(example)
+            dy = cotangent(example, self.sizes(inputs)).to(example.torch_dtype).to(self.device)
+            if form == ORACLE:
+                inputs, dy = {name: x.double() for name, x in inputs.items()}, dy.double()
+                state = same_state(state, Tensor.double)
+            self.cache[key] = self.differentiate(form, inputs, state, dy, example.seed)
+        return self.cache[key]
+
+    def differentiate(
+        self,
+        form: str,
+        inputs: Mapping[str, Tensor],
+        state: State | None,
+        dy: Tensor,
+        seed: int,
+        run: Callable[..., tuple[Tensor, State | None]] | None = None,
+    ) -> Outcome:
+        """Run and differentiate ⟨y, dy⟩ and ⟨final state, random⟩ in every input and the initial state."""
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        start = same_state(state, lambda x: x.detach().requires_grad_())
+        p = self.sizes(inputs).p
+        y, final = (run or self.run)(form, leaves, start)
+        truth = self.truth(final, p)
+        wrt = leaves | self.state_leaves(start)
+        generator = torch.Generator().manual_seed(seed + 2)
+        ds = [torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x) for x in truth]
+        grads = gradients((y * dy.to(y)).sum(), wrt)
+        of_state = gradients(sum((x * d).sum() for x, d in zip(truth, ds, strict=True)), wrt) if truth else {}
+        parts = tuple(x.detach() for x in truth)
+        size = max((typical_entry(x, None) for x in self.truth(state, p)), default=0.0)
+        return Outcome(y.detach(), parts, size, self.without_gain(grads, p), self.without_gain(of_state, p))
+
+    @staticmethod
+    def state_leaves(state: State | None) -> dict[str, Tensor]:
+        """The differentiable tensors of an initial state."""
+        if state is None:
+            return {}
+        if isinstance(state, KVCache):
+            return {"initial_state.k": state.k, "initial_state.v": state.v}
+        return {"initial_state": state}
+
+    def without_gain(self, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
+        """The running maximum of a stabilised state is a choice of scale, so its columns have no gradient."""
+        layout = columns(self.recurrence.spec, p)
+        if layout.gain and "initial_state" in grads:
+            grads["initial_state"] = grads["initial_state"][..., : layout.p + layout.den]
+        return grads
+
+
+def gradients(loss: Any, wrt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradient of a scalar in every named leaf, zeros where it does not depend on it."""
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in wrt.items()}
+    found = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True, retain_graph=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wrt.items(), found, strict=True)}
+
+
+def cotangent(example: Example, sizes: Sizes) -> Tensor:
+    """dy [B, T, H, P], float64."""
+    generator = torch.Generator().manual_seed(example.seed + 1)
+    return torch.randn(sizes.batch, sizes.tokens, sizes.heads, sizes.p, generator=generator, dtype=torch.float64)
+
+
+def by_head(x: Tensor, kind: Kind | None) -> Tensor:
+    """[heads (of every batch row), blocks of tokens, numbers]; kind None: a state [B, H, ...]."""
+    if kind is not None and not kind.time:
+        return x.reshape(x.shape[0], 1, -1)
+    if kind is None:
+        return x.reshape(x.shape[0] * max(1, x.shape[1]), 1, -1)
+    x = x.movedim(2 + (kind.steps is not None), 1).flatten(3) if x.dim() > 3 else x.movedim(2, 1).unsqueeze(-1)
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % BLOCK))
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2] // BLOCK, -1)
+
+
+def distance(got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0) -> float:
+    """Worst relative error over heads and token blocks; see RESOLUTION. scale: typical_entry of others of its kind.
+
+    infinite for a wrong shape or a number that is not finite; 0 where the expected number itself does not fit.
+    """
+    if got.shape != expected.shape:
+        return math.inf
+    if expected.numel() == 0 or not expected.isfinite().all() or expected.abs().max() > LARGEST[dtype]:
+        return 0.0
+    if not got.isfinite().all():
+        return math.inf
+    ref = by_head(expected.double(), kind)
+    difference = by_head(got.double(), kind) - ref
+    share, floor = RESOLUTION[dtype]
+    own = ref.norm(dim=-1)
+    typical = own.norm(dim=-1, keepdim=True) / math.sqrt(own.shape[-1])
+    least = max(scale, typical_entry(expected, kind)) * floor * math.sqrt(ref.shape[-1])
+    size = torch.maximum(own, share * typical).clamp(min=least)
+    error = difference.norm(dim=-1)
+    ratio = torch.where(error == 0, 0.0, error / size)
+    return float(ratio.max())
+
+
+def typical_entry(x: Tensor, kind: Kind | None) -> float:
+    """Root mean square of the largest block of a tensor."""
+    if not x.numel():
+        return 0.0
+    blocks = by_head(x.detach().double(), kind)
+    return float(blocks.norm(dim=-1).max()) / math.sqrt(blocks.shape[-1])

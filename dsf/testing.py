@@ -1,0 +1,181 @@
+"""Hypothesis strategies for sequences, gates, keys and whole inputs of any recurrence. Needs `dsf-zoo[test]`.
+
+    from hypothesis import given
+    from dsf import testing
+
+    @given(testing.inputs_for(gated_deltanet))
+    def test_mine(inputs):
+        y = gated_deltanet(**inputs)
+
+`examples` draws what `dsf.check` draws: `dsf.examples.Example`, small, printable, shrinking to the simplest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.annotations import Key, Kind, Value
+from dsf.errors import DsfError
+from dsf.examples import Example, draw_tensor, regimes_of, tensor_regimes
+from dsf.laws import errors
+from dsf.ranges import REAL, UNIT, Given, Range, ranges_of
+from dsf.recurrence import Recurrence
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise DsfError(
+        "dsf.testing and dsf.check draw their examples with hypothesis, which is not installed: "
+        "pip install dsf-zoo[test]"
+    ) from error
+
+SEEDS = st.integers(0, 2**16)
+
+
+def dtypes(*names: str) -> st.SearchStrategy[str]:
+    """Names of input dtypes, float64 the simplest."""
+    return st.sampled_from(names or ("float64", "float32", "bfloat16", "float16"))
+
+
+def shapes(
+    tokens: tuple[int, int] = (1, 130), heads: int = 4, n: int = 5, p: int = 5, batch: int = 3
+) -> st.SearchStrategy[tuple[int, int, int, int, int]]:
+    """(B, T, H, N, P) up to the given sizes: T of 1, odd, around powers of two; N, P of any size."""
+    sizes = (st.integers(1, batch), lengths(*tokens), st.integers(1, heads), st.integers(1, n), st.integers(1, p))
+    return st.tuples(*sizes)
+
+
+def lengths(shortest: int = 1, longest: int = 130) -> st.SearchStrategy[int]:
+    """Numbers of tokens; those around 16, 32, 64 and 128, where chunks end, as often as all others."""
+    edges = [t for e in (16, 32, 64, 128) for t in (e - 1, e, e + 1) if shortest <= t <= longest]
+    plain = st.integers(shortest, longest)
+    return st.one_of(plain, st.sampled_from(edges)) if edges else plain
+
+
+def cuts(tokens: int, most: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+    """Up to `most` increasing places between 0 and `tokens` where a sequence is cut; at least one if T > 1."""
+    if tokens < 2:
+        return st.just(())
+    places = st.sets(st.integers(1, tokens - 1), min_size=1, max_size=min(most, tokens - 1))
+    return places.map(lambda found: tuple(sorted(found)))
+
+
+def packings(tokens: int, most: int = 3) -> st.SearchStrategy[Tensor]:
+    """cu_seqlens of sequences that fill `tokens`."""
+    return cuts(tokens, most).map(lambda places: torch.tensor([0, *places, tokens]))
+
+
+def groups(heads: int) -> st.SearchStrategy[int]:
+    """Head counts that divide `heads`, all of them the simplest."""
+    return st.sampled_from([g for g in range(heads, 0, -1) if heads % g == 0])
+
+
+def tensors(shape: tuple[int, ...], allowed: Range = REAL, kind: Kind | None = None) -> st.SearchStrategy[Tensor]:
+    """float64 tensors [B, T, ...] with entries in a range, in one of its regimes (`dsf.examples.regimes_of`)."""
+    kind = kind or (Value.kind if len(shape) > 3 else Kind(frozenset()))  # type: ignore[attr-defined]
+    regimes = st.sampled_from(tensor_regimes(allowed))
+    return st.builds(lambda regime, seed: draw_tensor(allowed, regime, list(shape), kind, seed), regimes, SEEDS)
+
+
+def gates(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
+    """Decays: anywhere in [0, 1], within 1e-30 of 0, within 1e-16 of 1, exactly 0 and exactly 1."""
+    return tensors(shape, Range(0.0, 1.0))
+
+
+def betas(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
+    """Writing strengths of the delta rule: anywhere in [0, 2], exactly 0, 1 and 2."""
+    return tensors(shape, Range(0.0, 2.0))
+
+
+def keys(shape: tuple[int, int, int, int]) -> st.SearchStrategy[Tensor]:
+    """Unit vectors [B, T, H, N]: random, the same at every token, two in turn, one-hot."""
+    return tensors(shape, UNIT, Key.kind)  # type: ignore[attr-defined]
+
+
+@st.composite
+def examples(
+    draw: Any,
+    recurrence: Recurrence,
+    ranges: Given | None = None,
+    tokens: tuple[int, int] = (1, 130),
+    dtype: str = "float64",
+    plain: bool = False,
+) -> Example:
+    """Inputs of a recurrence as `Example`s. plain: every input in its plainest regime, at most 2 of anything else."""
+    spec, allowed = recurrence.spec, ranges_of(recurrence.spec, ranges)
+    most = {"heads": 2, "n": 2, "p": 2, "batch": 1} if plain else {}
+    b, t, h, n, p = draw(shapes(tokens, **most))
+    timed = [i.name for i in spec.inputs if i.kind.time]
+    shared = {name: draw(groups(h)) for name in timed[1:]} if h > 1 else {}
+    ways = {i.name: regimes_of(spec, i.name, allowed[i.name]) for i in spec.inputs}
+    regimes = {name: draw(st.one_of(st.just(w[0]), st.sampled_from(w[1:]))) for name, w in ways.items()}
+    return Example(
+        batch=b, tokens=t, heads=h, n=n, p=p, dtype=dtype,
+        groups={name: g for name, g in shared.items() if g < h},
+        regimes={} if plain else {k: v for k, v in regimes.items() if v != ways[k][0]},
+        initial=draw(st.booleans()), cuts=draw(cuts(t)), seed=draw(SEEDS),
+    )  # fmt: skip
+
+
+@st.composite
+def inputs_for(
+    draw: Any,
+    recurrence: Recurrence,
+    ranges: Given | None = None,
+    tokens: tuple[int, int] = (1, 130),
+    dtype: str = "float64",
+) -> dict[str, Tensor]:
+    """Valid inputs of any recurrence, by name. ranges: as in `dsf.check`, instead of what the expressions demand."""
+    allowed = ranges_of(recurrence.spec, ranges)
+    example: Example = draw(examples(recurrence, ranges, tokens, dtype))
+    return example.inputs(recurrence, allowed)
+
+
+@st.composite
+def simpler(draw: Any, example: Example) -> Example:
+    """Examples no more complicated than the given one, in every place either something simpler or the same."""
+
+    def some(simple: int, same: Any) -> Any:
+        """0 … simple - 1 or `same`, as one choice, so that Hypothesis can go from the second to the first."""
+        place = draw(st.integers(0, 2 * simple - 1))
+        return place if place < simple else same
+
+    def up_to(most: int) -> int:
+        return some(most, most - 1) + 1 if most > 1 else 1
+
+    tokens = up_to(example.tokens)
+    kept = tuple(c for c in example.cuts if c < tokens)
+    if kept and not isinstance(place := some(tokens - 1, kept), tuple):
+        kept = (place + 1,)
+    heads = up_to(example.heads)
+    shared = {name: g for name, g in example.groups.items() if heads % g == 0 and g < heads and draw(st.booleans())}
+    regimes = {name: regime for name, regime in example.regimes.items() if draw(st.booleans())}
+    return replace(
+        example, batch=up_to(example.batch), tokens=tokens, heads=heads, n=up_to(example.n), p=up_to(example.p),
+        groups=shared, regimes=regimes, cuts=kept, initial=example.initial and draw(st.booleans()),
+        seed=some(4, example.seed),
+    )  # fmt: skip
+
+
+__all__ = [
+    "Example",
+    "Range",
+    "betas",
+    "cuts",
+    "dtypes",
+    "errors",
+    "examples",
+    "gates",
+    "groups",
+    "inputs_for",
+    "keys",
+    "lengths",
+    "packings",
+    "shapes",
+    "simpler",
+    "tensors",
+]

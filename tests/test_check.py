@@ -1,0 +1,394 @@
+"""dsf.check: right recurrences pass, and everything a user or a kernel can get wrong is caught under its own name."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dsf
+import dsf.run
+from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, sigmoid, testing
+from dsf.examples import draw_tensor
+from dsf.kernels.operators import Transition
+from dsf.laws import LAWS
+from dsf.ranges import Range, ranges_of
+
+FAST = {"examples": 2, "tokens": 70, "dtypes": (torch.float64,)}
+
+
+@dsf.recurrence
+def gated_delta(q: Key, k: Key, v: Value, alpha: Scalar, beta: Scalar) -> System:
+    return System(A=alpha * (I - beta * outer(k, k)), B=k * (beta * v), C=q)
+
+
+@dsf.recurrence
+def decayed(q: Key, k: Key, v: Value, alpha: Scalar) -> System:
+    return System(A=alpha, B=k * v, C=q)
+
+
+def by_hand(q, k, v, alpha, beta, initial_state=None, sign=-1.0, decays=True, leak=0.0):
+    """A user's own gated delta rule: S = alpha (S - beta k (k'S)) + beta k v', y = S'q."""
+    heads = q.shape[2]
+    k, v, alpha, beta = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v, alpha, beta))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v, alpha, beta = (x.to(wide) for x in (q, k, v, alpha, beta))
+    state = initial_state
+    if state is None:
+        state = torch.zeros(*q.shape[:1], heads, q.shape[-1], v.shape[-1], dtype=wide)
+    out = []
+    for t in range(q.shape[1]):
+        erased = torch.einsum("bhn,bhnp->bhp", k[:, t], state)
+        state = state + sign * torch.einsum("bhn,bhp->bhnp", k[:, t], beta[:, t, :, None] * erased)
+        state = (alpha[:, t, :, None, None] if decays else 1.0) * state
+        state = state + torch.einsum("bhn,bhp->bhnp", k[:, t], beta[:, t, :, None] * v[:, t])
+        ahead = v[:, min(t + 1, q.shape[1] - 1)]
+        out.append(torch.einsum("bhn,bhnp->bhp", q[:, t], state) + leak * ahead)
+    return torch.stack(out, dim=1), state
+
+
+def in_input_dtype(**wrong):
+    def function(q, k, v, alpha, beta, initial_state=None):
+        y, state = by_hand(q, k, v, alpha, beta, initial_state, **wrong)
+        return y.to(q.dtype), state
+
+    return function
+
+
+def broken(report):
+    """{(law, form)} of a report's failures."""
+    return {(f.row.law, f.row.form) for f in report.failures}
+
+
+# ---- what is right passes -------------------------------------------------------------------------
+
+
+def test_a_right_recurrence_obeys_every_law():
+    report = dsf.check(gated_delta, examples=3)
+    assert report.ok, str(report)
+    assert {r.law for r in report.rows} == set(LAWS)
+    assert {r.form for r in report.rows} == set(gated_delta.forms)
+    assert {r.dtype for r in report.rows} == {"float64", "float32", "bfloat16"}
+    assert all(r.error < 1e-11 for r in report.rows if r.law == "forms" and r.dtype == "float64")
+    assert report.raise_if_failed() is report
+
+
+def test_softmax_attention_obeys_every_law():
+    from dsf.mixers import softmax_attention
+
+    report = dsf.check(softmax_attention, **FAST)
+    assert report.ok, str(report)
+    assert "initial_state.k" in str(report)
+
+
+def test_a_right_function_of_the_users_own_obeys_the_laws():
+    report = dsf.check(gated_delta, against=in_input_dtype(), **FAST | {"tokens": 40})
+    assert report.ok, str(report)
+    assert {r.form for r in report.rows} == {"against"}
+    assert {"forms", "finite", "gradcheck", "causality", "split", "layout", "contract"} <= {r.law for r in report.rows}
+
+
+def test_a_function_without_state_is_checked_without_it():
+    report = dsf.check(gated_delta, against=lambda *x: by_hand(*x)[0], **FAST | {"tokens": 20})
+    assert report.ok, str(report)
+    assert "split" not in {r.law for r in report.rows}
+
+
+# ---- what is wrong in a user's function is caught, by name, small ---------------------------------
+
+WRONG = [
+    ({"sign": 1.0}, "forms", "a sign"),
+    ({"decays": False}, "forms", "a missing decay"),
+    ({"leak": 1e-3}, "causality", "a leaking future"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "law", "what"), WRONG, ids=[w[2] for w in WRONG])
+def test_a_wrong_function_is_caught_with_a_small_example(wrong, law, what):
+    report = dsf.check(gated_delta, against=in_input_dtype(**wrong), laws=("forms", "causality"), **FAST)
+    assert (law, "against") in broken(report)
+    failure = next(f for f in report.failures if f.row.law == law)
+    assert failure.shrunk
+    example = failure.row.example
+    assert (example.batch, example.heads, example.n, example.p) == (1, 1, 1, 1), example
+    # a sign and a decay show at the second token, or at the first from an initial state; so does the future
+    assert example.tokens <= 2 and not example.groups, example
+    assert f"BROKEN {law}: against" in str(report)
+    with pytest.raises(dsf.LawError, match=f"BROKEN {law}: against") as caught:
+        report.raise_if_failed()
+    assert isinstance(caught.value, AssertionError) and isinstance(caught.value, dsf.DsfError)
+
+
+def test_the_printed_snippet_repeats_the_failure():
+    report = dsf.check(gated_delta, against=in_input_dtype(decays=False), laws=("forms",), **FAST)
+    failure = report.failures[0]
+    printed = []
+    scope = {"gated_delta": gated_delta, "your_function": in_input_dtype(decays=False), "print": printed.append}
+    exec(failure.snippet, scope)
+    assert printed[0][failure.row.quantity] == failure.row.error > 1e-9
+
+
+def test_a_function_that_raises_is_a_finding_with_its_text():
+    def broken_function(*inputs):
+        raise RuntimeError("no kernel for this shape")
+
+    report = dsf.check(decayed, against=broken_function, laws=("forms",), **FAST)
+    assert broken(report) == {("forms", "against")}
+    assert "RuntimeError: no kernel for this shape" in str(report)
+
+
+# ---- what is wrong in a form is caught ------------------------------------------------------------
+
+
+def sabotage(monkeypatch, name, wrap):
+    monkeypatch.setattr(dsf.run, name, wrap(getattr(dsf.run, name)))
+
+
+def without_decay(original):
+    def wrong(problem, state, *rest):
+        return original(replace(problem, decay=problem.decay * 0 + 1, log=False), state, *rest)
+
+    return wrong
+
+
+def leaking(original):
+    """A causal mask that is off by one: y_t also sees what t + 1 writes."""
+
+    def wrong(problem, state, *rest):
+        y, final = original(problem, state, *rest)
+        ahead = torch.cat([y[:, 1:], torch.zeros_like(y[:, :1])], dim=1)
+        return y + 1e-6 * ahead, final
+
+    return wrong
+
+
+def state_detached(original):
+    def wrong(problem, state, *rest):
+        y, final = original(problem, state, *rest)
+        return y, final.detach()
+
+    return wrong
+
+
+def start_detached(original):
+    return lambda problem, state, *rest: original(problem, None if state is None else state.detach(), *rest)
+
+
+def start_dropped(original):
+    return lambda problem, state, *rest: original(problem, None, *rest)
+
+
+def wrong_sign(original):
+    def wrong(problem, state, *rest):
+        return original(replace(problem, tie=-problem.tie), state, *rest)
+
+    return wrong
+
+
+def rounded_state(original):
+    def wrong(problem, state, *rest):
+        y, final = original(problem, state, *rest)
+        return y, final.float()
+
+    return wrong
+
+
+def overflowing(original):
+    def wrong(problem, state, *rest):
+        y, final = original(problem, state, *rest)
+        return y / torch.where(problem.decay.squeeze(-1) == 0, 0.0, 1.0), final
+
+    return wrong
+
+
+SABOTAGE = [
+    ("recurrent", without_decay, "forms", "y"),
+    ("recurrent", start_dropped, "split", "y"),
+    ("chunk", leaking, "causality", "y"),
+    ("chunk", state_detached, "forms", "grad of state"),
+    ("chunk", start_detached, "forms", "grad initial_state"),
+    ("chunk", wrong_sign, "forms", "y"),
+    ("scan_blocks", wrong_sign, "forms", "y"),
+    ("kernel_matrix", without_decay, "forms", "y"),
+    ("chunk", rounded_state, "contract", "state"),
+    ("recurrent", overflowing, "finite", "y"),
+]
+FORM_OF = {"kernel_matrix": "kernel", "scan_blocks": "scan"}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "law", "quantity"), SABOTAGE, ids=[f"{n}-{w.__name__}" for n, w, *_ in SABOTAGE]
+)
+def test_a_sabotaged_form_is_caught_under_its_law(monkeypatch, name, wrap, law, quantity):
+    sabotage(monkeypatch, name, wrap)
+    form = FORM_OF.get(name, name)
+    report = dsf.check(gated_delta, laws=(law,) if law != "finite" else ("forms", "finite"), **FAST)
+    assert (law, form) in broken(report), str(report)
+    assert {f for _, f in broken(report)} == {form}, "the other forms are blamed too"
+    bad = {r.quantity for r in report.rows if r.law == law and r.form == form and not r.ok}
+    assert quantity in bad
+    assert f"BROKEN {law}: {form}" in str(report)
+
+
+def test_a_wrong_adjoint_is_caught_by_finite_differences(monkeypatch):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 1.01
+
+    original = Transition.apply
+    monkeypatch.setattr(Transition, "apply", lambda self, state: original(self, Scaled.apply(state)))
+    report = dsf.check(decayed, laws=("gradcheck",), forms=("naive", "recurrent"), **FAST)
+    assert ("gradcheck", "recurrent") in broken(report)
+    assert ("gradcheck", "naive") not in broken(report)
+
+
+def test_packed_sequences_that_bleed_into_each_other_are_caught(monkeypatch):
+    def bleeding(spec, bound, bounds, state, plan):
+        y, _ = dsf.run.run(spec, bound, None, plan)
+        parts = [y[:, b - 1] for b in bounds[1:]]
+        final = torch.stack([p[0, :, None] for p in parts])
+        return y, final.expand(-1, -1, bound.sizes.n, -1)
+
+    monkeypatch.setattr(sys.modules["dsf.recurrence"], "run_packed", bleeding)
+    report = dsf.check(decayed, laws=("packed",), forms=("chunk",), **FAST)
+    assert broken(report) == {("packed", "chunk")}
+
+
+# ---- inputs that make the state grow are reported -------------------------------------------------
+
+
+def test_a_recurrence_whose_sign_makes_it_unstable_is_reported():
+    @dsf.recurrence
+    def grows(q: Key, k: Key, v: Value, beta: Scalar) -> System:
+        return System(A=I + beta * outer(k, k), B=k * (beta * v), C=q)
+
+    report = dsf.check(grows, laws=("finite",), forms=("recurrent",))
+    assert ("finite", "recurrent") in broken(report)
+    assert "grows without bound" in str(report) and "ranges=" in str(report)
+
+
+def test_a_gradient_that_is_infinite_at_the_end_of_a_range_is_reported():
+    @dsf.recurrence
+    def griffin_like(x: Value, a: Value) -> System:
+        return System(A=a, B=dsf.sqrt(1 - a * a) * x, C=1)
+
+    options = {"laws": ("finite",), "dtypes": (torch.float32,), "forms": ("scan",)}
+    report = dsf.check(griffin_like, ranges={"a": (0, 1)}, **options)
+    assert broken(report) == {("finite", "scan")} and report.failures[0].row.quantity == "grad a"
+    assert dsf.check(griffin_like, **options).ok, "left alone, a stays where the square root has a slope"
+
+
+# ---- ranges ----------------------------------------------------------------------------------------
+
+
+def test_ranges_follow_from_the_expressions():
+    def words(r, **given):
+        return {name: str(x) for name, x in ranges_of(r.spec, given).items()}
+
+    assert words(gated_delta) == {
+        "q": "real", "k": "of unit length", "v": "real", "alpha": "in [0, 1]", "beta": "in [0, 2]"
+    }  # fmt: skip
+    assert words(gated_delta, alpha=(0.5, 0.9))["alpha"] == "in [0.5, 0.9]"
+
+    @dsf.recurrence
+    def inside(q: Key, k: Key, v: Value, g: Key, eta: Scalar, f: Scalar, rate: Param[Scalar]) -> System:
+        return System(A=diag(exp(g) * exp(-rate)), B=k * (sigmoid(f) * v), C=q / eta)
+
+    assert words(inside) == {
+        "q": "real", "k": "real", "v": "real", "g": "≤ 0", "eta": "≥ 0.1", "f": "real", "rate": "≥ 0"
+    }  # fmt: skip
+
+    @dsf.recurrence
+    def two_corrections(q: Key, k: Key, u: Key, v: Value, b: Scalar, c: Scalar) -> System:
+        return System(A=I - b * outer(k, k) - c * outer(u, u), B=k * v, C=q)
+
+    assert words(two_corrections)["b"] == words(two_corrections)["c"] == "in [0, 1]"
+
+
+@given(testing.inputs_for(gated_delta))
+@settings(max_examples=40)
+def test_drawn_inputs_lie_in_their_ranges(inputs):
+    assert ((inputs["alpha"] >= 0) & (inputs["alpha"] <= 1)).all()
+    assert ((inputs["beta"] >= 0) & (inputs["beta"] <= 2)).all()
+    torch.testing.assert_close(inputs["k"].norm(dim=-1), torch.ones_like(inputs["k"][..., 0]))
+    y = gated_delta(**inputs)
+    assert y.shape[:3] == inputs["q"].shape[:3] and y.isfinite().all()
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_strategies_draw_what_they_say(data):
+    b, t, h, n, p = data.draw(testing.shapes())
+    gates, betas = data.draw(testing.gates((b, t, h))), data.draw(testing.betas((b, t, h)))
+    assert ((gates >= 0) & (gates <= 1)).all() and ((betas >= 0) & (betas <= 2)).all()
+    assert data.draw(testing.keys((b, t, h, n))).norm(dim=-1).sub(1).abs().max() < 1e-12
+    bounds = data.draw(testing.packings(t)).tolist()
+    assert bounds[0] == 0 and bounds[-1] == t and sorted(set(bounds)) == bounds
+    assert h % data.draw(testing.groups(h)) == 0
+    assert data.draw(testing.dtypes()) in ("float64", "float32", "bfloat16", "float16")
+
+
+def test_gates_reach_zero_one_and_both_neighbourhoods():
+    ways = [draw_tensor(Range(0, 1), w, [1, 500, 2], Scalar.kind, 0) for w in ("corners", "mixed")]
+    for x in ways:
+        assert (x == 0).any() and (x == 1).any() and (x == 0.5).any()
+    assert ((ways[1] > 0) & (ways[1] < 1e-20)).any() and ((ways[1] < 1) & (ways[1] > 1 - 1e-12)).any()
+
+
+# ---- the report and the edge ----------------------------------------------------------------------
+
+
+def test_the_report_is_plain_data_and_a_table():
+    report = dsf.check(decayed, laws=("forms", "contract"), **FAST)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["ok"] and data["recurrence"] == "decayed" and data["ranges"]["alpha"] == "in [0, 1]"
+    assert {"law", "form", "quantity", "error", "tolerance", "example"} <= set(data["rows"][0])
+    text = str(report)
+    assert text.startswith("decayed: all laws hold") and "grad alpha" in text and "recurrent" in text
+
+
+def test_the_same_seed_draws_the_same_examples():
+    first, second = (dsf.check(decayed, laws=("forms",), **FAST) for _ in range(2))
+    assert [r.example for r in first.rows] == [r.example for r in second.rows]
+    assert [r.error for r in first.rows] == [r.error for r in second.rows]
+
+
+def test_the_edge_refuses_what_it_does_not_know():
+    with pytest.raises(dsf.FormError, match="decayed: scalar decay has no fast form; it has naive, recurrent"):
+        dsf.check(decayed, forms=("fast",))
+    with pytest.raises(dsf.InputError, match="decayed: there is no law 'causal'; laws are forms, finite"):
+        dsf.check(decayed, laws=("causal",))
+    with pytest.raises(
+        dsf.InputError, match="decayed: ranges names `gate`, which is no input; inputs are q, k, v, alpha"
+    ):
+        dsf.check(decayed, ranges={"gate": (0, 1)})
+    with pytest.raises(dsf.InputError, match="the range of `alpha` is empty: low 1, high 0"):
+        dsf.check(decayed, ranges={"alpha": (1, 0)})
+
+
+def test_import_does_not_load_hypothesis_and_check_says_what_to_install():
+    code = """
+import sys, dsf
+assert "hypothesis" not in sys.modules, "import dsf loads hypothesis"
+sys.modules["hypothesis"] = None
+from dsf import Key, Value, System, I
+@dsf.recurrence
+def r(q: Key, k: Key, v: Value) -> System:
+    return System(A=I, B=k * v, C=q)
+try:
+    dsf.check(r)
+except dsf.DsfError as error:
+    assert "pip install dsf-zoo[test]" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
