@@ -24,7 +24,9 @@ from dsf.spec import Row, Spec, Term
 from dsf.system import DEN, NUM, ONE
 
 EMPTY = -1e30  # running maximum before anything was written
-FLOOR = -60.0  # log decays below this count as this in the running maximum (any lower bound gives a valid gauge)
+# Log decays below this count as this in the running maximum. Any floor gives a valid gauge; one token that forgets more
+# than this can underflow to 0/0, and T times this, summed in float32, must not be off by more than e^±80 can hold.
+FLOOR = -1e3
 
 
 @dataclass(frozen=True)
