@@ -80,12 +80,15 @@ class Recurrence:
             if state is not None:
                 check_cache(self.spec, state, rows, bound)
             return run_softmax(self.spec, bound, bounds, state, plan)
-        if state is not None:
-            expected = (rows, bound.sizes.heads, bound.sizes.n, columns(self.spec, bound.sizes.p).total)
-            check_state(self.spec, state, expected, bound)
+        self._check_state(state, rows, bound)
         if bounds is None:
             return run(self.spec, bound, state, plan)
         return run_packed(self.spec, bound, bounds, state, plan)
+
+    def _check_state(self, state: Any, rows: int, bound: Bound) -> None:
+        if state is not None:
+            expected = (rows, bound.sizes.heads, bound.sizes.n, columns(self.spec, bound.sizes.p).total)
+            check_state(self.spec, state, expected, bound)
 
     def step(self, state: State | None, /, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, State]:
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
@@ -108,6 +111,9 @@ class Recurrence:
 
     def true_state(self, state: Tensor, P: int) -> Tensor:
         """The state in the declaration's scale: columns of S and of the normaliser, the running maximum taken out."""
+        expected = columns(self.spec, P).total
+        if state.shape[-1] != expected:
+            raise InputError(f"{self.name}: a state of P = {P} has {expected} columns, got shape {list(state.shape)}")
         return true_state(self.spec, state, P)
 
     def plan(
@@ -145,9 +151,15 @@ class Recurrence:
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.
 
-        initial_state: as a call takes it; only the trajectory's states depend on it.
+        initial_state: as a call takes it; only the trajectory's states depend on it, and softmax attention has none.
         """
-        return record(self.spec, bind(self.spec, args, kwargs), initial_state)
+        bound = bind(self.spec, args, kwargs)
+        if self.spec.is_softmax and initial_state is not None:
+            raise InputError(
+                f"{self.name}: the trajectory of softmax attention has no states, so no initial_state either"
+            )
+        self._check_state(initial_state, bound.sizes.batch, bound)
+        return record(self.spec, bound, initial_state)
 
     def taylor(self, order: int) -> Recurrence:
         """Softmax attention with its exponential features cut after degree `order`: a finite state.

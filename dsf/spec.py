@@ -160,38 +160,38 @@ class Spec:
         return not any(i.attrs[0] in timed for r in self.rows for i in inputs_of(r.normal.decay))
 
     @cached_property
-    def drive(self) -> Expr | None:
-        """The input that den replaces by ones (normalised systems only)."""
+    def drives(self) -> tuple[Expr, ...]:
+        """The input that den replaces by ones, every micro-step of it; empty for systems that are not normalised."""
         if self.system.normalize is None:
-            return None
+            return ()
         if self.system.drive is not None:
-            return self.system.drive
+            return self.system.drive if isinstance(self.system.drive, tuple) else (self.system.drive,)
         bare = {
-            f
+            f.attrs[0]
             for r in self.rows
             for t in r.terms
             for f, inverse in factors_of(t.value)
             if f.op == "input" and VALUE in f.axes and not inverse
         }
         if len(bare) != 1:
-            given = ", ".join(sorted(map(str, bare))) or "none"
+            given = ", ".join(sorted(bare)) or "none"
             raise TraceError(
                 "normalize divides by the same system driven by ones, but which input drives it is not clear: "
                 f"expected one bare Value factor in B, found {given}; pass System(..., drive=v)"
             )
-        return bare.pop()
+        return tuple(x for x in inputs_of(*(s.B for s in self.system.micro_steps)) if x.attrs[0] in bare)
 
     @cached_property
     def ones(self) -> Spec | None:
         """The system driven by ones, whose output is den."""
-        if self.drive is None:
+        if not self.drives:
             return None
-        swap = {self.drive: const(1)}
+        swap = dict.fromkeys(self.drives, const(1))
         steps = [
             System(A=s.A, B=substitute(s.B, swap), C=s.C, D=substitute(s.D, swap), read=s.read)
             for s in self.system.micro_steps
         ]
-        system = replace(steps[-1], earlier=tuple(steps[:-1]), normalize=self.system.normalize, drive=self.drive)
+        system = replace(steps[-1], earlier=tuple(steps[:-1]), normalize=self.system.normalize, drive=self.drives)
         return Spec(f"{self.name} (den)", "", self.inputs, system)
 
     @cached_property
@@ -237,8 +237,7 @@ class Spec:
     @cached_property
     def skip_ones(self) -> Term:
         """The skip of the ones-driven system, its gain (the same) left out."""
-        assert self.drive is not None
-        return Term(const(1), substitute(self.skip_term.value, {self.drive: const(1)}))
+        return Term(const(1), substitute(self.skip_term.value, dict.fromkeys(self.drives, const(1))))
 
     @cached_property
     def den_has_channels(self) -> bool:
@@ -301,7 +300,7 @@ class Spec:
             lines += [f"  A{mark} = {step.A}", f"  B{mark} = {show(step.B)}"]
         lines += [f"  C = {self.readout}", f"  D = {self.system.D}", f"  read {self.system.read} the update"]
         if self.rule is not None:
-            lines.append(f"  y = {self.rule}, den driven by {self.drive} = 1")
+            lines.append(f"  y = {self.rule}, den driven by {', '.join(map(str, self.drives))} = 1")
         lines.append(f"  structure: {self.structure}")
         if self.log_decays and self.decay_kind not in ("identity",):
             lines.append("  log decay = " + ", ".join(map(str, self.log_decays)))

@@ -24,7 +24,8 @@ class System:
     read: "after" reads S_t, "before" reads S_{t-1} (RWKV).
     normalize: None, or rule(num, den) or rule(num, den, one): y = rule applied to the output and the output of the same
       system driven by ones. Rules are homogeneous of degree 0 in (num, den, one), so that the state may be rescaled.
-    drive: the input replaced by ones for den; needed only when it cannot be told (the one bare Value factor of B).
+    drive: the input replaced by ones for den (of Steps, all of them); needed only when it cannot be told (the one bare
+      Value factor of B).
     gauge: a Scalar η; the state of the framework paper's form is S/η (analysis only; y does not depend on it).
 
     Raises TraceError when A is not a linear operator or C, D have axes that cannot be read.

@@ -125,8 +125,10 @@ def _has_kernel_trick(spec: Spec) -> bool:
 def _check_rule(spec: Spec, rule: Expr) -> None:
     if KEY in rule.axes:
         raise TraceError(f"normalize = {rule} has a Key axis, but y has none")
-    if spec.drive is not None and not any(spec.drive in inputs_of(s.B) for s in spec.system.micro_steps):
-        raise TraceError(f"drive = {spec.drive} does not occur in B")
+    driven = inputs_of(*(s.B for s in spec.system.micro_steps))
+    for drive in spec.drives:
+        if not any(drive is x for x in driven):
+            raise TraceError(f"drive = {drive} does not occur in B")
     if spec.is_stabilised and not _is_homogeneous(spec, rule):
         raise TraceError(
             f"normalize = {rule} changes when num and den are scaled alike, but exp(…) in B keeps the state at a scale "

@@ -121,6 +121,14 @@ def stabilised_delta(q: Key, k: Key, v: Value, i: Scalar, f: Key, b: Scalar):
 
 
 @dsf.recurrence
+def normalised_product(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], b: Steps[Scalar, 2]):
+    erase = [I - sigmoid(b[j]) * outer(k[j], k[j]) for j in (0, 1)]
+    return compose(
+        System(erase[0], exp(k[0]) * v[0]), System(erase[1], exp(k[1]) * v[1], C=exp(q), normalize=dsf.ratio, drive=v)
+    )
+
+
+@dsf.recurrence
 def softmax(q: Key, k: Key, v: Value):
     return System(A=I, B=dsf.exp_features(k) * v, C=dsf.exp_features(q), normalize=dsf.ratio)
 
@@ -128,6 +136,7 @@ def softmax(q: Key, k: Key, v: Value):
 FINITE = [
     identity, constant, scalar, signed, key_diagonal, read_before, value_diagonal, hadamard, dense_write, two_writes,
     vector, delta, gated_delta, key_delta, rank_one, channel_delta, product, normalised, stabilised, stabilised_delta,
+    normalised_product,
 ]  # fmt: skip
 ALL = [*FINITE, softmax]
 

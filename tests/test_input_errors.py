@@ -270,3 +270,15 @@ def test_an_input_that_is_called_like_a_size_can_be_planned():
 def test_sizes_of_a_plan_are_positive(sizes):
     name, size = next(iter(sizes.items()))
     refused(f"^mixer: {name} is a size of the plan, expected at least 1, got {size}", call=mixer.plan, **sizes)
+
+
+def test_trajectories_check_their_initial_state():
+    refused(r"^mixer: initial_state has shape \[2, 4, 3\], expected \[2, 4, 3, 2\]", call=mixer.trajectory,
+            initial_state=torch.zeros(B, H, N), **good())  # fmt: skip
+    refused("^softmax: the trajectory of softmax attention has no states", call=structures.softmax.trajectory,
+            initial_state=torch.zeros(1), **structures.sample(structures.softmax))  # fmt: skip
+
+
+def test_true_state_checks_the_columns():
+    refused(r"^stabilised: a state of P = 5 has 7 columns, got shape \[2, 4\]", torch.zeros(2, 4), 5,
+            call=structures.stabilised.true_state)  # fmt: skip

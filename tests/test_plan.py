@@ -31,6 +31,7 @@ STRUCTURES = {
     "normalised": ("identity", "decay chunks"),
     "stabilised": ("scalar decay", "decay chunks"),
     "stabilised_delta": ("key-diagonal decay + delta", "WY chunks"),
+    "normalised_product": ("identity + product", "WY chunks"),
     "softmax": ("exponential features (N = ∞)", "scaled_dot_product_attention"),
 }
 ALL = pytest.mark.parametrize("recurrence", structures.ALL, ids=lambda r: r.name)

@@ -115,6 +115,10 @@ def foreign_drive(q: Key, k: Key, v: Value, x: Value):
     return System(A=I, B=k * v, C=q, D=x, normalize=dsf.ratio, drive=x)
 
 
+def foreign_drives(q: Key, k: Key, v: Value, x: Steps[Value, 2]):
+    return System(A=I, B=k * v, C=q, D=x[0] * x[1], normalize=dsf.ratio, drive=x)
+
+
 def drive_for_nothing(q: Key, k: Key, v: Value):
     return System(A=I, B=k * v, C=q, drive=v)
 
@@ -235,6 +239,7 @@ ON_THE_WHOLE = [
     (ambiguous_drive, r"which input drives it is not clear: expected one bare Value factor in B, found v, w; pass"),
     (no_drive, "expected one bare Value factor in B, found none"),
     (foreign_drive, "drive = x does not occur in B"),
+    (foreign_drives, r"drive = x\[0\] does not occur in B"),
     (rule_of_one, r"normalize takes rule\(num, den\) or rule\(num, den, one\), not 1 arguments"),
     (rule_with_key, r"normalize = num / \(den \+ q\) has a Key axis, but y has none"),
     (rule_of_no_degree, "changes when num and den are scaled alike.* write the rule with .*one"),
