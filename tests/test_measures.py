@@ -207,6 +207,14 @@ def test_costs_name_every_form(r):
     assert all(c.flops > 0 and c.bytes > 0 for c in found)
 
 
+def test_a_step_of_ssd_costs_what_one_counts():
+    steps = {c.form: c for c in m.costs(mixers.ssd, T=100, heads=3, N=8, P=4)}
+    n_p = 8 * 4
+    assert steps["recurrent"].flops == 3 * (3 + 2) * n_p  # decay 1, write 2, read 2 a number of the state
+    inputs = 3 * (4 + 1 + 8 + 8 + 4) * 4 + 3 * 3 * 4 / 100  # x, dt, b, c, y a token; three numbers a head once
+    assert steps["recurrent"].bytes == pytest.approx(inputs + 2 * 3 * n_p * 4)
+
+
 def test_parameters_are_counted_once():
     assert m.parameter_count(torch.nn.Linear(3, 4)) == 16
 

@@ -14,7 +14,7 @@ import torch
 
 import dsf
 from dsf.analysis import measures, record
-from dsf.analysis.pretrained import NotInstalledError, smollm2, typeseg
+from dsf.analysis.pretrained import EmptyTextError, NotInstalledError, smollm2, typeseg
 
 PROSE = " ".join(pydoc_data.topics.topics.values())
 
@@ -65,6 +65,12 @@ def test_typesegs_mamba_says_what_its_own_numpy_says_and_forgets_as_known():
     part = recording.trajectory("layers.2").select(channels=slice(0, 4))
     size = measures.effective_state_size(part)
     assert (size.tolerance <= 16).all() and 1.5 < size.tolerance.float().mean() < 6
+
+
+@needs("typeseg")
+def test_a_text_without_tokens_is_refused():
+    with pytest.raises(EmptyTextError, match="typeseg: the text of 0 characters has no tokens"):
+        typeseg().encode("")
 
 
 @needs("typeseg")

@@ -17,6 +17,7 @@ from dsf.analysis.convert.fir import causal_conv, causal_conv_step, fir, fir_inp
 from dsf.analysis.convert.forwards import FORWARDS, METHODS, Forward
 from dsf.analysis.convert.layer import Layer, ModelCall, Run
 from dsf.analysis.convert.patch import Patches, named
+from dsf.analysis.measures_state import StateSize, state_size
 from dsf.errors import DsfError
 from dsf.mixers import softmax_attention
 from dsf.recurrence import Recurrence
@@ -64,6 +65,22 @@ class Converted:
             if layer.name == name:
                 return layer
         raise KeyError(f"no converted layer is called {name!r}; they are {', '.join(x.name for x in self.layers)}")
+
+    def state_size(self, context: int, width: int = 4) -> dict[str, StateSize]:
+        """What every layer that has run keeps of one sequence after `context` tokens; width: bytes a number.
+
+        Raises ConversionError before the first call of the model, which tells the sizes.
+        """
+        found = {}
+        for layer in self.layers:
+            if layer.state is None:
+                raise ConversionError(f"{layer.name} has not run yet: call the model once to learn its state's size")
+            heads, n, p = layer.state
+            found[layer.name] = state_size(
+                layer.recurrence, context, heads=heads * layer.parts, N=n, P=p, key_heads=layer.key_heads,
+                conv=layer.conv, window=layer.window, width=width,
+            )  # fmt: skip
+        return found
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}: {len(self.layers)} mixers run as dsf recurrences"]

@@ -67,6 +67,7 @@ def find(model: nn.Module) -> tuple[list[Found], list[LeftAlone]]:
         if how is not None:
             found.append(Found(name, module, how))
             inside.update(id(m) for m in module.modules())
+    left += _quantised(model)
     for name, module in model.named_modules():
         if id(module) in inside or any(id(m) in inside for m in module.modules()):
             continue
@@ -75,6 +76,16 @@ def find(model: nn.Module) -> tuple[list[Found], list[LeftAlone]]:
             left.append(LeftAlone(name, type(module).__name__, why))
             inside.update(id(m) for m in module.modules())
     return found, left
+
+
+def _quantised(model: nn.Module) -> list[LeftAlone]:
+    """One entry for each class of quantised layers: they go on as they are, inside converted mixers too."""
+    classes: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if "quant" in type(module).__module__ or re.search(r"\dbit|Quant", type(module).__name__):
+            classes.setdefault(type(module).__name__, []).append(name)
+    why = "quantised projections are used as they are; only what is between them runs in dsf"
+    return [LeftAlone(f"{names[0]} and {len(names) - 1} more", cls, why) for cls, names in classes.items()]
 
 
 def _how(module: nn.Module) -> Core | Forward | str | None:

@@ -49,8 +49,8 @@ class Layer:
 
     name: its path in the model. module: the original module, whose projections are still used. kind: the core, in
     words. recurrence: what runs in place of it. notes: where the original differs from the system it stands for.
-    conv: numbers a short convolution in front keeps for a sequence. state: (heads, N, P) once it has run, key_heads:
-    those of a KV cache, window: the tokens it keeps. shared: what the model was called with.
+    conv: numbers a short convolution in front keeps for a sequence. state: (heads, N, P) once it has run, parts: runs a
+    call (Zamba's heads), key_heads: those of a KV cache, window: the tokens it keeps. shared: the model's call.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Layer:
     notes: tuple[str, ...] = ()
     conv: int = 0
     state: tuple[int, int, int] | None = None
+    parts: int = 1
     key_heads: int | None = None
     window: int | None = None
     shared: ModelCall = field(default_factory=lambda: ModelCall(), repr=False)
@@ -115,7 +116,7 @@ class Layer:
 
     def show(self, run: Run) -> None:
         """Tell recorders about a run."""
-        self.call["runs"] = run.part + 1
+        self.call["runs"] = self.parts = run.part + 1
         for listener in self.listeners:
             listener(self, run)
 

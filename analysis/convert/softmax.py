@@ -47,6 +47,7 @@ def attention(
     seen = _apart(seen, layer.cu_seqlens, query)
     sink = options.get("s_aux", getattr(module, "sinks", None))
     operands = Attention(query * scale, key, value, seen, bias, sink)
+    layer.window = options.get("sliding_window") or layer.window
     layer.state, layer.key_heads = (query.shape[1], key.shape[-1], value.shape[-1]), key.shape[1]
     layer.show(Run(softmax_attention, {}, None, layer.call.get("runs", 0), operands))
     dropped = dropout if module.training else 0.0

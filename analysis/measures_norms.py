@@ -1,0 +1,40 @@
+"""The norm of a diagonal plus one rank-one matrix without forming it, vectorised over tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 20  # numbers of a block: small enough for a cache
+SWEEPS = 56  # halvings: float64 has 53 bits
+
+
+def norms(d: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Spectral norms of diag(d) + l rᵀ: three [M, N] -> [M].
+
+    AᵀA = D² + W S Wᵀ with W = [D l, r]: bisection on how many of its eigenvalues exceed λ, which the inertia of a
+    2 x 2 matrix tells (Sylvester's law). Computed in float64.
+    """
+    wide = [x.double() for x in (d, left, right)]
+    step = max(1, BLOCK // d.shape[-1])
+    parts = [_norms(*(x[i : i + step] for x in wide)) for i in range(0, len(d), step)]
+    return torch.cat(parts).to(d.dtype)
+
+
+def _norms(d: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    square, u = d * d, d * left
+    c = (left * left).sum(-1)
+    low = torch.zeros_like(c)
+    high = (d.abs().amax(-1) + c.sqrt() * right.norm(dim=-1)) ** 2
+    for _ in range(SWEEPS):
+        middle = (low + high) / 2
+        far = square - middle.unsqueeze(-1)
+        far = torch.where(far == 0, 1e-300, far)
+        k11 = c - (u * u / far).sum(-1)
+        k12 = -1 - (u * right / far).sum(-1)
+        k22 = -(right * right / far).sum(-1)
+        determinant = k11 * k22 - k12 * k12
+        positive = torch.where(determinant < 0, 1, torch.where(k11 + k22 > 0, 2, 0))
+        above = (far > 0).sum(-1) + positive - 1 > 0
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return ((low + high) / 2).sqrt()
