@@ -55,10 +55,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column: its heading, and what the heading means (shown when pointed at)."""
+    """A table's column: its heading, what the heading means (shown when pointed at), and the rows' order by it, if any.
+
+    order: "ascending" or "descending" for the column that the rows come sorted by.
+    """
 
     label: str
     note: str = ""
+    order: str = ""
+
+    def html(self) -> str:
+        """The heading as an HTML element."""
+        order = f' aria-sort="{self.order}"' if self.order else ""
+        label, note = html.escape(self.label), html.escape(self.note)
+        return f'<th scope="col" title="{note}"{order}><button type="button">{label}</button></th>'
 
 
 Block = str  # a piece of HTML
@@ -83,10 +93,7 @@ def facts(entries: Mapping[str, str]) -> Block:
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], caption: str = "") -> Block:
     """A table that sorts by the column clicked on. Rows must be as long as columns."""
-    head = "".join(
-        f'<th scope="col" title="{html.escape(c.note)}"><button type="button">{html.escape(c.label)}</button></th>'
-        for c in columns
-    )
+    head = "".join(c.html() for c in columns)
     body = "".join("<tr>" + "".join(c.html() for _, c in zip(columns, row, strict=True)) + "</tr>" for row in rows)
     below = f"<p class='caption'>{_inline(caption)}</p>" if caption else ""
     return (
@@ -99,7 +106,8 @@ def figure(picture: Block, title: str, caption: str, color: str | None = None) -
     """A picture with a title above and one sentence below that says what to look at."""
     dot = f'<i class="dot" style="background:{color}"></i>' if color else ""
     below = f"<figcaption>{_inline(caption)}</figcaption>" if caption else ""
-    return f"<figure><h3>{dot}{html.escape(title)}</h3>{picture}{below}</figure>"
+    name = html.escape(title)  # twice, for a narrow card may cut it short
+    return f'<figure><h3 title="{name}">{dot}{name}</h3>{picture}{below}</figure>'
 
 
 def grid(blocks: Sequence[Block], width: int = 250) -> Block:

@@ -27,21 +27,23 @@ code{background:var(--code);padding:.08em .35em;border-radius:4px}
 pre{background:var(--code);padding:.8rem 1rem;border-radius:8px;overflow-x:auto;line-height:1.45;margin:.5rem 0;
 font-size:.8rem}
 dl{margin:0}dd{margin:0}
-.facts{display:flex;flex-wrap:wrap;gap:.8rem 2.4rem}
+.facts{display:flex;flex-wrap:wrap;gap:.8rem 2rem}
 .facts dt{font-size:.74rem;text-transform:uppercase;letter-spacing:.06em;color:var(--soft)}
-.facts dd{font-size:1.06rem;font-weight:600;font-variant-numeric:tabular-nums}
+.facts dd{font-size:1rem;font-weight:600;font-variant-numeric:tabular-nums}
 .terms{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:1rem 2rem;margin:.2rem 0 1rem}
 .terms dt{font-weight:640;margin-bottom:.1rem}.terms dd{color:var(--soft);font-size:.94rem}
 .grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(var(--min),100%),1fr));gap:1rem;margin:1rem 0}
 figure{margin:1rem 0;background:var(--card);border:1px solid var(--line);border-radius:12px;padding:1rem 1.1rem 1rem}
-.grid figure{margin:0;padding:.8rem .85rem .7rem}.grid h3{font-size:.88rem;overflow-wrap:anywhere}
+.grid figure{margin:0;padding:.8rem .85rem .7rem}.grid h3{font-size:.83rem;white-space:nowrap;overflow:hidden;
+text-overflow:ellipsis}
 svg,figure img{display:block;width:100%;height:auto;color:var(--ink);overflow:visible}
-svg image{image-rendering:pixelated}
+svg image{image-rendering:pixelated}svg text{fill:currentColor}
 .dot{display:inline-block;width:.62em;height:.62em;border-radius:50%;margin-right:.5em}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:12px;background:var(--card);margin:1rem 0 .3rem}
 table{border-collapse:collapse;width:100%;font-size:.87rem;font-variant-numeric:tabular-nums}
 th,td{padding:.46rem .7rem;text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}
-td:not(.number):not(:first-child){white-space:normal}tbody tr:last-child td{border-bottom:0}tbody tr:hover{background:var(--shade)}
+td:not(.number):not(:first-child){white-space:normal}
+tbody tr:last-child td{border-bottom:0}tbody tr:hover{background:var(--shade)}
 .number,th.right{text-align:right}
 th{font-weight:600;font-size:.78rem;color:var(--soft);vertical-align:bottom;white-space:normal;line-height:1.25}
 th button{all:unset;cursor:pointer}th button:hover{color:var(--ink)}th button:focus-visible{outline:2px solid
@@ -54,6 +56,7 @@ opacity:.22;border-radius:3px}
 td b{font-weight:720}
 details{border:1px solid var(--line);border-radius:10px;background:var(--card);margin:.55rem 0;padding:.55rem .95rem}
 summary{cursor:pointer;font-weight:500}details[open] summary{margin-bottom:.4rem}
+@media (max-width:760px){nav{position:static}}
 @media print{nav{display:none}figure,.scroll{break-inside:avoid}}
 """
 

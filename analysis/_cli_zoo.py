@@ -1,0 +1,101 @@
+"""What `dsf zoo` says of a mixer, as data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dsf import Recurrence
+from dsf.analysis.generic import random_inputs
+from dsf.analysis.measures import eigenvalues
+from dsf.analysis.subjects import Subject, find, paper_sizes
+from dsf.analysis.training import accepted
+from dsf.mixers import ZOO
+from dsf.ranges import ranges_of
+
+D_MODEL, HEADS, CONTEXT = 2048, 16, 4096  # a layer of a 1.3B model
+SCALES = (0.3, 3.0, 30.0)
+
+
+def rows() -> list[dict[str, Any]]:
+    """One record for each line of the zoo."""
+    return [record(find(entry.name)) for entry in ZOO]
+
+
+def record(subject: Subject) -> dict[str, Any]:
+    """Everything about one recurrence: what it is, its forms, its state, its eigenvalues, its layer."""
+    spec = subject.recurrence.spec
+    layer = paper_sizes(subject, D_MODEL, HEADS)
+    side = D_MODEL // HEADS
+    if layer is None:
+        numbers = subject.state_numbers(CONTEXT, heads=HEADS, N=side, P=side)
+    else:
+        numbers = layer.state_size(CONTEXT, conv=False)
+    return {
+        "name": subject.name,
+        "summary": subject.summary,
+        "source": subject.source,
+        "objective": None if subject.entry is None else subject.entry.objective,
+        "structure": spec.structure,
+        "forms": list(subject.recurrence.forms),
+        "inputs": {i.name: {"kind": str(i.kind), "range": str(r)} for i, r in _ranges(subject.recurrence)},
+        "state": {
+            "formula": subject.state_formula(),
+            "numbers": numbers,
+            "of": f"one layer, d_model {D_MODEL}, {HEADS} heads, context {CONTEXT}, convolution left out",
+        },
+        "eigenvalues": eigenvalue_range(subject.recurrence),
+        "module": None
+        if layer is None
+        else {
+            "class": type(layer).__name__,
+            "parameters": sum(p.numel() for p in layer.parameters()),
+            "options": {k: _default(p.default) for k, p in accepted(subject.make).items()},
+        },
+        "system": str(subject.recurrence),
+    }
+
+
+def _ranges(recurrence: Recurrence) -> list[tuple[Any, Any]]:
+    found = ranges_of(recurrence.spec)
+    return [(i, found[i.name]) for i in recurrence.spec.inputs]
+
+
+def _default(value: Any) -> Any:
+    plain = value is None or isinstance(value, bool | int | float | str | tuple | list)
+    return value if plain else "required"
+
+
+def eigenvalue_range(recurrence: Recurrence) -> dict[str, Any]:
+    """Smallest and largest real part of A_t's eigenvalues, met on random inputs of three sizes in their legal ranges.
+
+    In the framework paper's gauge (DSF eqs. 15, 22). Softmax attention never forgets: 1.
+    """
+    if recurrence.spec.is_softmax:
+        return {"low": 1.0, "high": 1.0, "complex": False}
+    values = torch.cat([_eigenvalues(recurrence, scale) for scale in SCALES])
+    real = values.real if values.is_complex() else values
+    complex_ = bool(values.is_complex() and (values.imag.abs() > 1e-9).any())
+    return {"low": float(real.min()), "high": float(real.max()), "complex": complex_}
+
+
+def _eigenvalues(recurrence: Recurrence, scale: float) -> torch.Tensor:
+    """All but the first token's, which has no predecessor in the gauge."""
+    inputs = random_inputs(recurrence, tokens=256, heads=4, N=2, P=2, scale=scale)
+    return eigenvalues(recurrence.trajectory(**inputs), paper=True)[:, 1:].flatten()
+
+
+def range_text(found: dict[str, Any]) -> str:
+    """[0, 1], or 1 where there is but one, with ∞ for what grows without bound."""
+    low, high = _end(found["low"]), _end(found["high"])
+    text = low if low == high else f"[{low}, {high}]"
+    return f"{text} complex" if found["complex"] else text
+
+
+def _end(value: float) -> str:
+    if math.isinf(value) or abs(value) > 100:
+        return "∞" if value > 0 else "-∞"
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text

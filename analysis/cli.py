@@ -1,0 +1,22 @@
+"""The entry point of the `dsf` command; the commands themselves are in _cli_app."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+NEEDED = ("typer", "rich")
+
+
+def main() -> None:
+    """Run `dsf`. Without typer or rich, one line says what to install and the exit code is 2."""
+    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+        print("the dsf command needs typer and rich: pip install 'dsf-zoo[cli]'", file=sys.stderr)
+        raise SystemExit(2)
+    from dsf.analysis._cli_app import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What is measured on one trained mixer: its spectrum, memory, kernel matrix, and how far its forms are apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf import Recurrence
+from dsf.analysis.measures import attention_map, eigenvalues, half_life, percentiles
+from dsf.analysis.training import ByteLM
+from dsf.annotations import Kind
+from dsf.expr import VALUE
+from dsf.measure import distance
+
+SPECTRUM_TOKENS = 256
+BINS = 90
+LOW, HIGH = -1.0, 1.25  # histogram range; what lies outside is counted in the end bins
+SPEED_SECONDS = 0.2  # spent on timing each form
+MATRIX_TOKENS = 64  # on which the kernel-matrix form, quadratic in T, is timed
+OUTPUT = Kind(frozenset({VALUE}))
+
+Inputs = dict[str, Tensor]
+
+
+def inputs_of_layers(model: ByteLM, ids: Tensor) -> list[Inputs]:
+    """Every layer's inputs in float64 on ids [1, T]; the model is left as it was."""
+    dtype = next(model.parameters()).dtype
+    try:
+        return [{k: v.detach() for k, v in layer.items()} for layer in model.double().mixer_inputs(ids)]
+    finally:
+        model.to(dtype)
+
+
+def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> dict[str, Any]:
+    """Eigenvalues of A_t (real parts; the framework paper's gauge) and half-lives, over layers, tokens, heads, modes.
+
+    Half-lives in tokens, of the Lyapunov exponents: what is written is halved after so many tokens, erasure included.
+    Softmax attention has infinitely many states, none of which decays: every eigenvalue is 1.
+    """
+    if recurrence.spec.is_softmax:
+        real, lives = torch.ones(1), torch.full((1,), torch.inf)
+    else:
+        # From the second token on: where a sequence begins, a reset may clear the state.
+        found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
+        values = torch.cat([eigenvalues(t, paper=True)[:, 1:].flatten() for t in found])
+        real = values.real if values.is_complex() else values
+        # A thousandth of a rounding is no forgetting: products of orthogonal steps keep lengths to rounding only.
+        lives = torch.cat([half_life(t, of="transition").flatten() for t in found]).double()
+        lives = torch.where(lives > 1e9, torch.inf, lives)
+    counts = torch.histc(real.clamp(LOW, HIGH).double(), BINS, LOW, HIGH)
+    return {
+        "eigenvalues": {
+            "min": float(real.min()),
+            "max": float(real.max()),
+            "percentiles": dict(zip(("10", "50", "90"), percentiles(real).tolist(), strict=True)),
+            "share_negative": float((real < -1e-9).double().mean()),
+            "share_above_one": float((real > 1 + 1e-9).double().mean()),
+            "share_one": float(((real - 1).abs() <= 1e-9).double().mean()),
+            "histogram": {"low": LOW, "high": HIGH, "shares": (counts / counts.sum()).tolist()},
+        },
+        "half_life": {
+            "percentiles": dict(zip(("10", "50", "90"), percentiles(lives).tolist(), strict=True)),
+            "share_never": float(lives.isinf().double().mean()),
+        },
+    }
+
+
+def picture_of_kernel(recurrence: Recurrence, inputs: Inputs) -> list[list[float]]:
+    """|Phi| on a sentence [T, T]: the share of every earlier token in each output; channels and heads averaged."""
+    shares = attention_map(recurrence.trajectory(**inputs))[0].mean(0)
+    return [[round(x, 5) for x in row] for row in shares.tolist()]
+
+
+def disagreement(recurrence: Recurrence, inputs: Inputs) -> dict[str, dict[str, float]]:
+    """Every form's worst relative error against naive in float64, form -> {"output": …, "gradient": …}.
+
+    Worst over heads and blocks of 16 tokens (dsf.measure.distance); gradients of all inputs for a fixed random
+    cotangent.
+    """
+    expected = _with_gradients(recurrence, inputs, "naive")
+    kinds = {i.name: i.kind for i in recurrence.spec.inputs}
+    found = {}
+    for form in recurrence.forms:
+        if form == "naive":
+            continue
+        y, grads = _with_gradients(recurrence, inputs, form)
+        errors = [distance(grads[k], expected[1][k], kinds[k], "float64") for k in grads]
+        found[form] = {"output": distance(y, expected[0], OUTPUT, "float64"), "gradient": max(errors)}
+    return found
+
+
+def _with_gradients(recurrence: Recurrence, inputs: Inputs, form: str) -> tuple[Tensor, Inputs]:
+    leaves: dict[str, Any] = {k: v.detach().clone().requires_grad_() for k, v in inputs.items()}
+    y = recurrence(**leaves, form=form)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=y.dtype)
+    grads = torch.autograd.grad(y, list(leaves.values()), cotangent, allow_unused=True)
+    zeros = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), grads, strict=True))
+    return y.detach(), dict(zip(leaves, zeros, strict=True))
+
+
+def speeds(recurrence: Recurrence, inputs: Inputs) -> dict[str, float]:
+    """Tokens per second of each form, forward, float32, one thread: the best run of SPEED_SECONDS.
+
+    inputs: [1, T, …]; the kernel-matrix form gets the first MATRIX_TOKENS of them. naive computes in float64 by itself.
+    """
+    given = {k: v.float() for k, v in inputs.items()}
+    with torch.no_grad(), threads(1):
+        return {
+            form: _speed(recurrence, first(recurrence, given, MATRIX_TOKENS) if form == "kernel" else given, form)
+            for form in recurrence.forms
+        }
+
+
+def _speed(recurrence: Recurrence, given: Mapping[str, Any], form: str) -> float:
+    tokens = next(given[i.name].shape[1] for i in recurrence.spec.inputs if i.kind.time)
+    best, begin = float("inf"), time.perf_counter()
+    while best == float("inf") or time.perf_counter() - begin < SPEED_SECONDS:
+        start = time.perf_counter()
+        recurrence(**given, form=form)
+        best = min(best, time.perf_counter() - start)
+    return tokens / best
+
+
+def first(recurrence: Recurrence, inputs: Mapping[str, Tensor], tokens: int, start: int = 0) -> Inputs:
+    """The inputs of tokens start … tokens - 1; Params as they are."""
+    names = ((i.name, i.kind.time) for i in recurrence.spec.inputs)
+    return {name: inputs[name][:, start:tokens] if timed else inputs[name] for name, timed in names}
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """torch computes with `number` threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

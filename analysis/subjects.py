@@ -1,0 +1,175 @@
+"""What the command line is about: a mixer of the zoo by NAME, or a recurrence of one's own by file.py:function."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from dsf import Recurrence
+from dsf.analysis.generic import GenericMixer
+from dsf.analysis.measures import state_size
+from dsf.errors import DsfError, InputError
+from dsf.mixers import ZOO, Entry, Mixer, get
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A recurrence and the layer around it.
+
+    given: how the user wrote it (what `find` takes). entry: its line in the zoo, None for a user's own.
+    """
+
+    given: str
+    recurrence: Recurrence
+    entry: Entry | None = None
+
+    @property
+    def name(self) -> str:
+        """The recurrence's name."""
+        return self.recurrence.name
+
+    @property
+    def has_module(self) -> bool:
+        """True when the layer is the paper's, not a GenericMixer."""
+        return self.entry is not None and self.entry.module is not None
+
+    @property
+    def make(self) -> Callable[..., Mixer]:
+        """The layer's constructor."""
+        if self.entry is not None and self.entry.module is not None:
+            return self.entry.module
+        return partial(GenericMixer, self.recurrence)
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring."""
+        return (self.recurrence.__doc__ or "").strip().partition("\n")[0]
+
+    @property
+    def source(self) -> str:
+        """The paper, or the user's file."""
+        return self.entry.source if self.entry is not None else self.given
+
+    def state_formula(self) -> str:
+        """Numbers that one sequence keeps, as a formula in H heads, N, P (and T tokens for a KV cache)."""
+        spec = self.recurrence.spec
+        if spec.is_softmax:
+            return "T·H·(N+P)"
+        (_, few), (rows, more) = (self.recurrence.state_shape(N=1, P=p) for p in (1, 2))
+        slope, extra = more - few, 2 * few - more
+        wide = ("P" if slope == 1 else f"{slope}P") + (f"+{extra}" if extra else "")
+        wide = f"({wide})" if extra else wide
+        if not spec.has_key:
+            return f"H·{wide}"
+        # Taylor features have more rows than N; their number says it best.
+        return f"H·N·{wide}" if self.recurrence.state_shape(N=7, P=1)[0] == 7 else f"H·{rows}·{wide}"
+
+    def state_numbers(self, context: int, *, heads: int, N: int, P: int) -> int:
+        """The formula in numbers (without a convolution's)."""
+        return state_size(
+            self.recurrence, context, heads=heads, N=N if self.recurrence.spec.has_key else 1, P=P
+        ).recurrent
+
+
+def find(given: str) -> Subject:
+    """The subject that NAME or file.py:function stands for.
+
+    Raises InputError, one line that says what was looked for and what there is.
+    """
+    path, colon, function = given.rpartition(":")
+    if colon and path:
+        return Subject(given, _from_file(Path(path), function))
+    if given.endswith(".py"):
+        raise InputError(f"{given}: which function? Write {given}:function")
+    try:
+        entry = get(given)
+    except KeyError as error:
+        raise InputError(str(error.args[0])) from error
+    return Subject(given, entry.recurrence, entry)
+
+
+def find_all(given: Iterable[str]) -> list[Subject]:
+    """`find` for each of several, in order. Raises InputError when two have the same name."""
+    subjects = [find(g) for g in given]
+    names = [s.name for s in subjects]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"{name} is named twice; give one of the two another name: @dsf.recurrence(name=...)")
+    return subjects
+
+
+def with_modules() -> list[str]:
+    """Names of the zoo's mixers that come with their paper's layer."""
+    return [entry.name for entry in ZOO if entry.module is not None]
+
+
+def _from_file(path: Path, function: str) -> Recurrence:
+    if not path.is_file():
+        raise InputError(f"{path}:{function}: there is no file {path}")
+    module = _import(path)
+    there = [name for name, value in vars(module).items() if isinstance(value, Recurrence)]
+    if not hasattr(module, function):
+        near = difflib.get_close_matches(function, there, n=3) or there
+        hint = f"its recurrences are {', '.join(near)}" if near else "it has no @dsf.recurrence"
+        raise InputError(f"{path} has no {function!r}; {hint}")
+    found = getattr(module, function)
+    if not isinstance(found, Recurrence):
+        raise InputError(
+            f"{path}:{function} is of type {type(found).__name__}, expected a recurrence: a function decorated with "
+            "@dsf.recurrence"
+        )
+    return found
+
+
+def _import(path: Path) -> ModuleType:
+    """The file as a module of its own, its folder importable, once a process."""
+    path = path.resolve()
+    name = f"_dsf_user_{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except DsfError as error:
+        del sys.modules[name]
+        raise InputError(f"{path.name} does not import: {error}") from error
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise InputError(f"{path.name} does not import: {type(error).__name__}: {error}{_line(path, error)}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _line(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return ""  # says it itself
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def paper_sizes(subject: Subject, d_model: int = 2048, heads: int = 16) -> Mixer | None:
+    """The paper's layer at a real model's width, without memory behind its weights; None if it has none."""
+    if not subject.has_module:
+        return None
+    from dsf.analysis.training import accepted
+
+    known = accepted(subject.make)
+    options = {"n_heads": heads} if "n_heads" in known else {}
+    with torch.device("meta"):
+        return subject.make(d_model=d_model, **options)

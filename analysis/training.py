@@ -1,0 +1,186 @@
+"""The tiny byte-level language model in which mixers are compared, and its training: same for every mixer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsf.analysis.text import Text
+from dsf.errors import DsfError
+from dsf.mixers import Mixer
+
+BYTES = 256
+Progress = Callable[[int, float], None]  # (steps done, loss in nats)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained and how; one setup for all mixers of a comparison.
+
+    d_model, layers, n_heads, d_state, headdim: of the model; a mixer takes of them what its constructor has.
+    bare: mixers without their short convolutions and gates. batch, seq: sequences a step, bytes a sequence.
+    steps, lr, seed: of AdamW, whose rate warms up, then falls to a tenth along a cosine.
+    """
+
+    d_model: int = 64
+    layers: int = 2
+    n_heads: int = 4
+    d_state: int = 16
+    headdim: int = 16
+    bare: bool = False
+    batch: int = 8
+    seq: int = 128
+    steps: int = 300
+    lr: float = 6e-3
+    seed: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The constructor arguments that set a mixer's sizes."""
+        return {"n_heads": self.n_heads, "d_state": self.d_state, "headdim": self.headdim}
+
+
+def accepted(make: Callable[..., nn.Module]) -> dict[str, inspect.Parameter]:
+    """Constructor parameters of a module class (or a partial of one), those of its bases behind **options included."""
+    found: dict[str, inspect.Parameter] = {}
+    target = inspect.unwrap(make)
+    for cls in target.__mro__ if isinstance(target, type) else ():
+        init = cls.__dict__.get("__init__")
+        if init is None:
+            continue
+        parameters = inspect.signature(init).parameters
+        for name, parameter in parameters.items():
+            if name != "self" and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                found.setdefault(name, parameter)
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return found
+
+
+def build(make: Callable[..., Mixer], setup: Setup) -> Mixer:
+    """A mixer of the setup's sizes, as far as its constructor takes them."""
+    wanted = {**setup.sizes, "bare": setup.bare}
+    known = accepted(make)
+    return make(d_model=setup.d_model, **{name: value for name, value in wanted.items() if name in known})
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, mixer: Mixer, d_model: int):
+        super().__init__()
+        self.mixer_norm, self.mlp_norm = nn.RMSNorm(d_model), nn.RMSNorm(d_model)
+        self.mixer = mixer
+        self.mlp = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.GELU(), nn.Linear(2 * d_model, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, d_model] -> [B, T, d_model]."""
+        x = x + self.mixer(self.mixer_norm(x))[0]
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ByteLM(nn.Module):
+    """Bytes in, logits of the next byte out. No position encoding: the order of the bytes is the mixer's to find."""
+
+    def __init__(self, make: Callable[..., Mixer], setup: Setup):
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, setup.d_model)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(build(make, setup), setup.d_model) for _ in range(setup.layers))
+        self.norm = nn.RMSNorm(setup.d_model)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [B, T] in 0 … 255 -> logits [B, T, 256]; the head is the embedding, transposed."""
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.embedding.weight.T
+
+    @torch.no_grad()
+    def mixer_inputs(self, ids: Tensor) -> list[dict[str, Tensor]]:
+        """For every layer the tensors that its recurrence receives on ids [B, T], by input name."""
+        x, found = self.embedding(ids), []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            found.append(block.mixer.inputs(block.mixer_norm(x)))
+            x = block(x)
+        return found
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch's random numbers start at `seed` inside and go on as before outside."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def make_model(make: Callable[..., Mixer], setup: Setup) -> ByteLM:
+    """The untrained model, the same for the same setup."""
+    with seeded(setup.seed):
+        return ByteLM(make, setup)
+
+
+def loss_on(model: ByteLM, windows: Tensor) -> Tensor:
+    """Mean cross entropy in nats of predicting bytes 1 … of windows [B, T+1] from those before."""
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def bits_per_byte(model: ByteLM, data: Tensor, seq: int, windows: int = 64) -> float:
+    """Cross entropy in bits a byte on up to `windows` evenly spread windows of `seq` bytes of data [length]."""
+    seq = min(seq, len(data) - 1)
+    starts = torch.linspace(0, len(data) - seq - 1, windows).long().unique()
+    cut = data[starts.unsqueeze(1) + torch.arange(seq + 1)]
+    total = sum(loss_on(model, part).item() * len(part) for part in cut.split(16))
+    return total / len(cut) / math.log(2)
+
+
+def train(model: ByteLM, text: Text, setup: Setup, progress: Progress | None = None) -> tuple[list[float], float]:
+    """Train in place on random windows, the same for every mixer. Returns (bits per byte of every step, seconds).
+
+    Raises DsfError when the loss stops being finite.
+    """
+    generator = torch.Generator().manual_seed(setup.seed)
+    optimizer = torch.optim.AdamW(_groups(model), lr=setup.lr, betas=(0.9, 0.95))
+    warmup = max(1, min(20, setup.steps // 10))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, warmup, setup.steps))
+    seq = min(setup.seq, len(text.train) - 2)
+    losses = []
+    start = time.perf_counter()
+    for step in range(setup.steps):
+        begin = torch.randint(0, len(text.train) - seq, (setup.batch, 1), generator=generator)
+        loss = loss_on(model, text.train[begin + torch.arange(seq + 1)])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item() / math.log(2))
+        if not math.isfinite(losses[-1]):
+            raise DsfError(f"the loss is not finite after {step} training steps")
+        if progress is not None:
+            progress(step + 1, losses[-1])
+    return losses, time.perf_counter() - start
+
+
+def _groups(model: nn.Module) -> list[dict[str, object]]:
+    """Matrices decay; vectors, and what a mixer marks `_no_weight_decay`, do not."""
+    decayed = [p for p in model.parameters() if p.dim() > 1 and not getattr(p, "_no_weight_decay", False)]
+    known = {id(p) for p in decayed}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+def _rate(step: int, warmup: int, steps: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

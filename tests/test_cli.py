@@ -1,0 +1,240 @@
+"""The command line: every command, its JSON, its exit codes, and one clear line for bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from dsf.analysis._cli_app import app
+from dsf.analysis._cli_zoo import range_text
+from dsf.mixers import ZOO
+
+OWN = '''
+import dsf
+from dsf import Key, Scalar, System, Value
+
+@dsf.recurrence
+def leaky(q: Key, k: Key, v: Value, keep: Scalar) -> System:
+    """Mine: a decay of its own."""
+    return System(A=keep, B=k * v, C=q)
+
+def plain(x):
+    return x
+'''
+RIGGED = """
+import dsf
+from dsf import Value, System, sigmoid
+honest = dsf.Recurrence.__call__
+
+class Rigged(dsf.Recurrence):
+    def __call__(self, *args, form="auto", **kwargs):
+        out = honest(self, *args, form=form, **kwargs)
+        if form != "scan":
+            return out
+        return (out[0] * 1.01, out[1]) if isinstance(out, tuple) else out * 1.01
+
+@dsf.recurrence
+def wrong(x: Value, f: Value) -> System:
+    return System(A=sigmoid(f), B=x, C=1)
+
+wrong = Rigged(wrong.spec)
+"""
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "160"})
+    assert result.exit_code == code, f"{result.exit_code}: {result.output} {result.exception!r}"
+    return result
+
+
+def one_line(result) -> str:
+    """What bad input gets: exit code 2 was checked, nothing on stdout, one line on stderr."""
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "mine.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_zoo_lists_every_mixer():
+    out = run("zoo").stdout
+    assert all(entry.name in out for entry in ZOO)
+    assert "2412.06464" in out  # a source
+
+
+def test_zoo_json_says_all_about_every_mixer():
+    records = json.loads(run("zoo", "--json").stdout)
+    assert [r["name"] for r in records] == [e.name for e in ZOO]
+    by_name = {r["name"]: r for r in records}
+    for r in records:
+        assert {"structure", "forms", "state", "eigenvalues", "source", "inputs", "module", "system"} <= r.keys()
+        assert r["forms"] and r["state"]["formula"] and r["state"]["numbers"] > 0 and r["source"]
+    s6, softmax, delta = (by_name[n] for n in ("s6", "softmax_attention", "deltanet"))
+    assert s6["state"]["numbers"] == 2 * 2048 * 16 and 0 <= s6["eigenvalues"]["low"] < 0.01
+    assert softmax["state"]["numbers"] == 2 * 4096 * 2048 and "scan" not in softmax["forms"]
+    assert delta["inputs"]["beta"]["range"] == "in [0, 2]" and delta["eigenvalues"]["low"] < -0.9
+    assert s6["module"]["class"] == "S6" and s6["module"]["options"]["d_state"] == 16
+    assert by_name["mlstm"]["module"] is None and by_name["mlstm"]["state"]["formula"] == "H·N·(P+2)"
+
+
+def test_zoo_of_one_shows_its_equations(own):
+    out = run("zoo", "gated_deltanet").stdout
+    assert "outer(k, k)" in out and "scalar decay + delta" in out and "dsf.mixers.GatedDeltaNet" in out
+    assert json.loads(run("zoo", f"{own}:leaky", "--json").stdout)["inputs"]["keep"]["range"] == "in [0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"low": 0.001, "high": 1.0, "complex": False}, "[0, 1]"),
+        ({"low": 1.0, "high": 1.0, "complex": False}, "1"),
+        ({"low": -1.0, "high": 1.0, "complex": True}, "[-1, 1] complex"),
+        ({"low": 0.0, "high": 1e40, "complex": False}, "[0, ∞]"),
+    ],
+)
+def test_eigenvalue_ranges_read_well(found, text):
+    assert range_text(found) == text
+
+
+def test_plan_explains_the_choice():
+    out = run("plan", "gated_deltanet", "--T", 4096, "--H", 8, "--N", 128).stdout
+    assert "why" in out and "WY chunks" in out and "[1, 8, 128, 64]" in out
+
+
+def test_plan_json_has_the_plan():
+    found = json.loads(run("plan", "s6", "--form", "scan", "--dtype", "bfloat16", "--json").stdout)
+    assert found["form"] == "scan" and found["recurrence"] == "s6" and found["state_bytes"] == 4 * 64 * 64
+
+
+def test_plan_of_a_users_file(own):
+    assert "leaky" in run("plan", f"{own}:leaky").stdout
+
+
+def test_check_passes_a_right_recurrence(own):
+    assert "all laws hold" in run("check", f"{own}:leaky", "--examples", 1, "--tokens", 20).stdout
+    found = json.loads(run("check", "mingru", "--examples", 1, "--tokens", 12, "--json").stdout)
+    assert found["ok"] and found["recurrence"] == "mingru" and found["rows"]
+
+
+def test_check_exits_with_one_for_a_wrong_recurrence(tmp_path):
+    path = tmp_path / "rigged.py"
+    path.write_text(RIGGED)
+    result = run("check", f"{path}:wrong", "--examples", 1, "--tokens", 12, "--json", code=1)
+    found = json.loads(result.stdout)
+    assert not found["ok"] and {f["form"] for f in found["failures"]} == {"scan"}
+
+
+@pytest.fixture(scope="module")
+def compared(own, tmp_path_factory):
+    pytest.importorskip("matplotlib")
+    out = tmp_path_factory.mktemp("report") / "deep"
+    return out, run("compare", f"{own}:leaky", "--mixers", "qlstm", "--steps", 3, "--out", out, "--workers", 1)
+
+
+def test_compare_writes_a_page_and_json_and_prints_a_table(compared):
+    out, result = compared
+    assert "leaky" in result.stdout and "qlstm" in result.stdout and str(out / "compare.html") in result.stdout
+    assert [m["name"] for m in json.loads((out / "compare.json").read_text())["mixers"]] == ["qlstm", "leaky"]
+    assert (out / "compare.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_compare_says_on_stderr_how_far_it_is(compared):
+    assert "1 of 2" in compared[1].stderr and "2 of 2" in compared[1].stderr
+
+
+def test_compare_json_and_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    text = tmp_path / "text.txt"
+    text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 80)
+    args = ("compare", "hgrn", "--steps", 1, "--text", text, "--out", tmp_path, "--png", "--json")
+    found = json.loads(run(*args).stdout)
+    assert found["text"]["name"] == "text.txt" and found["setup"]["steps"] == 1
+    assert (tmp_path / "pictures" / "kernel_hgrn.png").exists()
+
+
+@pytest.mark.parametrize("command", ["zoo", "plan", "check", "compare"])
+def test_an_unknown_mixer_gets_near_names(command):
+    message = one_line(run(command, "deltanett", code=2))
+    assert "no mixer is called 'deltanett'" in message and "deltanet" in message
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "expected"),
+    [
+        (None, "f", "there is no file"),
+        ("import nowhere_at_all", "f", "ModuleNotFoundError: No module named 'nowhere_at_all' (line 1)"),
+        ("x = (", "f", "SyntaxError"),
+        ("raise SystemExit", "f", "SystemExit"),
+        (OWN, "leeky", "has no 'leeky'; its recurrences are leaky"),
+        (OWN, "plain", "is of type function, expected a recurrence"),
+        ("x = 1", "f", "has no 'f'; it has no @dsf.recurrence"),
+        ("import dsf\n@dsf.recurrence\ndef f(x): return x", "f", "input `x` needs an annotation"),
+    ],
+)
+def test_a_file_that_holds_no_recurrence_is_one_clear_line(tmp_path, source, function, expected):
+    path = tmp_path / "user.py"
+    if source is not None:
+        path.write_text(source)
+    message = one_line(run("plan", f"{path}:{function}", code=2))
+    assert expected in message and "user.py" in message
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("plan", "user.py"), "which function?"),
+        (("plan", "softmax_attention", "--form", "scan"), "has no scan form"),
+        (("plan", "s6", "--dtype", "int8"), "dtypes are float64"),
+        (("compare", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("compare", "--mixers", " , "), "names no mixer"),
+        (("compare", "--mixers", "s6,s6"), "named twice"),
+    ],
+)
+def test_bad_options_are_one_clear_line(args, expected):
+    assert expected in one_line(run(*args, code=2))
+
+
+def test_an_empty_text_and_an_impossible_folder_are_one_clear_line(tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    assert "is empty" in one_line(run("compare", "--text", empty, code=2))
+    assert "cannot make this folder" in one_line(run("compare", "s6", "--out", empty / "below", code=2))
+
+
+@pytest.mark.parametrize("args", [("plan",), ("plan", "s6", "--T", 0), ("nothing",), ("compare", "--steps", 0)])
+def test_wrong_usage_exits_with_two(args):
+    assert "Traceback" not in run(*args, code=2).output
+
+
+def test_help_and_version():
+    assert "compare" in run("--help").stdout
+    assert run("--version").stdout.startswith("dsf ")
+
+
+def test_without_extras_one_line_names_them():
+    """The entry point, with typer out of reach."""
+    program = (
+        "import importlib.util as u; real = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'typer' else real(name, *a)\n"
+        "from dsf.analysis.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "dsf-zoo[cli]" in done.stderr
+
+
+def test_importing_dsf_loads_no_extra():
+    program = "import sys, dsf; print([m for m in ('typer', 'rich', 'matplotlib', 'dsf.analysis') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

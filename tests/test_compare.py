@@ -1,0 +1,270 @@
+"""`dsf compare`'s engine: two mixers, a handful of steps; what is trained, measured and reported."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+import dsf
+from dsf.analysis import compare as engine
+from dsf.analysis.generic import GenericMixer, random_inputs, squash
+from dsf.analysis.probe import disagreement, first, spectrum, speeds
+from dsf.analysis.subjects import find, find_all
+from dsf.analysis.text import load_text
+from dsf.analysis.training import Setup, build, make_model, train
+from dsf.mixers import ZOO
+from dsf.ranges import Range
+
+SETUP = Setup(steps=12, batch=4, seq=64, d_model=32, n_heads=2, layers=1)
+NAMES = ["gated_deltanet", "mlstm"]  # one with its paper's layer, one in a generic layer
+OWN = '''
+import dsf
+from dsf import Key, Scalar, System, Value, exp
+
+@dsf.recurrence
+def leaky(q: Key, k: Key, v: Value, keep: Scalar) -> System:
+    """Mine: a decay of its own."""
+    return System(A=keep, B=k * v, C=q)
+
+@dsf.recurrence
+def broken(v: Value, keep: Value) -> System:
+    """Mine too: what it writes is beyond what numbers hold."""
+    return System(A=keep, B=exp(exp(v + 10)), C=1)
+'''
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_text()
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "mine.py"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def result(text, own):
+    return engine.compare([*NAMES, f"{own}:leaky"], text, SETUP, workers=1)
+
+
+def test_every_mixer_has_a_whole_record(result):
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["schema"] == "dsf.compare/1" and not data["failed"]
+    assert [m["name"] for m in data["mixers"]] == [*NAMES, "leaky"]
+    assert [m["layer"] for m in data["mixers"]] == ["GatedDeltaNet", "GenericMixer", "GenericMixer"]
+    for m in data["mixers"]:
+        assert {"before", "after"} <= m["bits_per_byte"].keys()
+        assert len(m["training"]["bits_per_byte"]) == SETUP.steps
+        assert math.isclose(sum(m["eigenvalues"]["histogram"]["shares"]), 1, rel_tol=1e-9)
+        assert {"10", "50", "90"} == set(m["half_life"]["percentiles"])
+        assert len(m["state"]["here"]) == len(m["state"]["at_paper_width"]) == len(data["contexts"])
+        assert set(m["tokens_per_second"]) == {"naive", "recurrent", "scan", "chunk", "kernel"}
+        assert all(speed > 0 for speed in m["tokens_per_second"].values())
+
+
+def test_training_lowers_bits_per_byte_of_held_out_text(result):
+    for m in result.mixers:
+        assert 7.5 < m["bits_per_byte"]["before"] < 8.5
+        assert m["bits_per_byte"]["after"] < m["bits_per_byte"]["before"] - 1
+
+
+def test_forms_agree_on_the_text_forward_and_backward(result):
+    assert 0 < result.worst() <= 1e-9
+    for m in result.mixers:
+        assert set(m["forms"]) == {"recurrent", "scan", "chunk", "kernel"}
+        assert all(e <= 1e-9 for errors in m["forms"].values() for e in errors.values())
+
+
+def test_kernel_pictures_are_causal_shares_of_the_sentence(result):
+    for m in result.mixers:
+        shares = torch.tensor(m["kernel"]["shares"])
+        assert shares.shape == (len(result.sentence.encode()),) * 2
+        assert float(shares.triu(1).abs().max()) == 0
+        torch.testing.assert_close(shares.sum(1), torch.ones(len(shares)), atol=1e-3, rtol=0)
+
+
+def test_the_same_seed_gives_the_same_numbers(result, text):
+    again = engine.compare(NAMES[:1], text, SETUP, workers=1).mixers[0]
+    first_time = result.mixers[0]
+    for key in ("bits_per_byte", "eigenvalues", "half_life", "kernel", "forms"):
+        assert again[key] == first_time[key], key
+    assert again["training"]["bits_per_byte"] == first_time["training"]["bits_per_byte"]
+
+
+def test_processes_side_by_side_give_the_same_numbers_and_report_every_step(result, text):
+    steps = []
+    both = engine.compare(NAMES, text, SETUP, lambda name, step, bits: steps.append((name, step)), workers=2)
+    for there, here in zip(both.mixers, result.mixers, strict=False):
+        assert there["bits_per_byte"] == here["bits_per_byte"]
+    assert sorted(steps) == sorted((n, s + 1) for n in NAMES for s in range(SETUP.steps))
+
+
+def test_a_mixer_that_fails_is_listed_and_the_others_go_on(text, own):
+    quick = Setup(steps=2, batch=2, seq=16, d_model=16, n_heads=2, layers=1)
+    found = engine.compare([f"{own}:broken", "qlstm"], text, quick, workers=1)
+    assert [m["name"] for m in found.mixers] == ["qlstm"]
+    assert "broken" in found.failed and "not finite" in found.failed["broken"]
+
+
+def test_the_page_shows_every_mixer_and_loads_nothing(result):
+    pytest.importorskip("matplotlib")
+    from dsf.analysis.compare_page import page
+
+    html = page(result).html()
+    assert not re.search(r"https?:|src=\"(?!data:)|href=\"(?!#|data:)", html)
+    for m in result.mixers:
+        assert f"{m['bits_per_byte']['after']:.3f}" in html and m["name"] in html
+    assert html.count("<svg") == 6 + 2 * len(result.mixers)
+    shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
+    assert not {"nan", "inf", "None"} & set(shown.split())
+
+
+# The text
+
+
+def test_the_default_text_is_prose_whose_held_out_part_is_not_in_what_is_trained_on(text):
+    assert len(text.train) > 100_000 and len(text.held_out) > 10_000
+    train_paragraphs = set(bytes(text.train.tolist()).split(b"\n\n"))
+    held = [p for p in text.held_out_bytes.split(b"\n\n")[1:] if p]
+    assert not train_paragraphs.intersection(held)
+    assert 20 < len(text.sentence()) <= 56 and text.sentence().endswith(".")
+
+
+def test_yardsticks_order_as_coders_do(text):
+    found = text.yardsticks()
+    assert 8 > found["order-0"] > found["bzip2"] > found["xz"] > 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "does not exist"), (b"", "is empty"), (b" \n\t\n", "is empty"), (b"short", "at least 4,096")],
+)
+def test_a_text_that_cannot_be_used_is_one_clear_error(tmp_path, content, message):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(dsf.InputError, match=message) as error:
+        load_text(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_folder_is_no_text(tmp_path):
+    with pytest.raises(dsf.InputError, match="is not a file"):
+        load_text(tmp_path)
+
+
+def test_any_bytes_are_text(tmp_path):
+    path = tmp_path / "binary"
+    path.write_bytes(bytes(range(256)) * 32)
+    found = load_text(path)
+    assert len(found.train) + len(found.held_out) == 8192
+    assert found.sentence()
+
+
+# The layers
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
+def test_a_generic_layer_wraps_any_recurrence_and_learns(entry):
+    layer = GenericMixer(entry.recurrence, 16, n_heads=2)
+    x = torch.randn(2, 9, 16)
+    y, state = layer(x)
+    assert y.shape == x.shape and y.isfinite().all()
+    y.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.o_proj.parameters())
+    half, state = layer(x[:, :5])
+    rest, _ = layer(x[:, 5:], state)
+    if "reset" not in layer.ranges:
+        torch.testing.assert_close(torch.cat([half, rest], 1), y, atol=1e-4, rtol=1e-3)
+    assert layer.state_size(7) > 0
+
+
+def test_generic_layers_keep_every_transition_stable():
+    for entry in ZOO:
+        if entry.recurrence.spec.is_softmax or entry.recurrence.spec.system.gauge is not None:
+            continue
+        inputs = random_inputs(entry.recurrence, tokens=16, heads=2, N=3, P=3, scale=5.0)
+        radius = torch.linalg.eigvals(entry.recurrence.trajectory(**inputs).dense()).abs().max()
+        assert radius <= 1 + 1e-9, entry.name
+
+
+@pytest.mark.parametrize("allowed", [Range(0, 1), Range(low=0.1), Range(high=0.0), Range(-1, 2)], ids=str)
+def test_squashing_lands_in_the_range(allowed):
+    x = squash(torch.linspace(-30, 30, 61, dtype=torch.float64), allowed)
+    assert float(x.min()) >= allowed.low and float(x.max()) <= allowed.high
+    assert bool((x[1:] != x[:-1]).any())
+
+
+def test_unit_ranges_give_directions():
+    x = squash(torch.randn(5, 4), Range(unit=True))
+    torch.testing.assert_close(x.norm(dim=-1), torch.ones(5))
+
+
+def test_mixers_of_one_setup_start_and_train_the_same_every_time(text):
+    one, two = (make_model(find("ssd").make, SETUP) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    quick = Setup(**{**SETUP.__dict__, "steps": 2})
+    assert train(one, text, quick)[0] == train(two, text, quick)[0]
+
+
+def test_bare_setups_take_the_convolutions_away():
+    assert build(find("s6").make, SETUP).conv1d is not None
+    assert build(find("s6").make, Setup(bare=True)).conv1d is None
+
+
+# The measures
+
+
+def test_the_spectrum_of_a_fixed_decay_is_that_decay():
+    retnet = find("retnet").recurrence
+    inputs = random_inputs(retnet, tokens=20, heads=2, N=3, P=3)
+    inputs["slope"] = torch.full((2,), math.log(2) / 10, dtype=torch.float64)
+    found = spectrum(retnet, [inputs])
+    assert math.isclose(found["eigenvalues"]["min"], 0.5**0.1) and math.isclose(found["eigenvalues"]["max"], 0.5**0.1)
+    assert math.isclose(found["half_life"]["percentiles"]["50"], 10)
+    assert found["half_life"]["share_never"] == 0
+
+
+def test_softmax_attention_never_forgets():
+    found = spectrum(find("softmax_attention").recurrence, [])
+    assert found["half_life"]["share_never"] == 1 and found["eigenvalues"]["share_one"] == 1
+
+
+def test_disagreement_sees_a_form_that_is_off(monkeypatch):
+    deltanet = find("deltanet").recurrence
+    inputs = random_inputs(deltanet, tokens=12, heads=2, N=3, P=3)
+    honest = dsf.Recurrence.__call__
+
+    def wrong(self, *args, form="auto", **kwargs):
+        y = honest(self, *args, form=form, **kwargs)
+        return y * (1 + 1e-6) if form == "chunk" else y
+
+    monkeypatch.setattr(dsf.Recurrence, "__call__", wrong)
+    found = disagreement(deltanet, inputs)
+    assert found["chunk"]["output"] > 1e-7 and found["scan"]["output"] < 1e-12
+
+
+def test_speeds_are_of_every_form_the_structure_has():
+    softmax = find("softmax_attention").recurrence
+    inputs = random_inputs(softmax, tokens=8, heads=1, N=2, P=2)
+    assert set(speeds(softmax, inputs)) == {"naive", "recurrent", "chunk", "kernel"}
+    assert first(softmax, inputs, 5, start=1)["q"].shape[1] == 4
+
+
+def test_state_formulas_give_the_numbers_of_the_layers():
+    for entry in ZOO:
+        subject = find(entry.name)
+        formula = subject.state_formula().replace("·", "*")
+        formula = re.sub(r"(\d)P", r"\1*P", formula)
+        got = eval(formula, {"T": 5, "H": 3, "N": 4, "P": 6})
+        assert got == subject.state_numbers(5, heads=3, N=4, P=6), entry.name
+
+
+def test_two_subjects_of_one_name_are_refused(own):
+    with pytest.raises(dsf.InputError, match="named twice"):
+        find_all(["deltanet", "deltanet"])
