@@ -45,7 +45,7 @@ def kernel_of(sizes: Sizes) -> tuple[str, int]:
     """Name of the kernel with its tile; no chunks."""
     from dsf.kernels.triton.scan_table import FORWARD, tile
 
-    t = tile(FORWARD, sizes.n)
+    t = tile(FORWARD, sizes.n, sizes.p)
     return f"fused scan, tiles of {t.K} x {t.NB} x {t.BP}, {t.warps} warps", 0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_adjoint import gradients
-from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Tile, segments, tile
+from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Row, Tile, segments, tile
 
 ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
 COMBINE = 1024  # state numbers of one program of the combination
@@ -118,9 +118,9 @@ class Launch:
         return torch.empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32, device=like.device)
 
 
-def launch(sizes: Sizes, table: dict[int, tuple[int, int, int, int, int, int]], device: torch.device) -> Launch:
+def launch(sizes: Sizes, table: dict[int, Row], device: torch.device) -> Launch:
     """Tile and segments of one call."""
-    t = tile(table, sizes.n)
+    t = tile(table, sizes.n, sizes.p)
     blocks = -(-sizes.p // t.BP)
     count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
     return Launch(sizes, t, count, span, blocks)
@@ -155,7 +155,7 @@ def fused_scan(
         starts = _entering(go, spec, args, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p)
     final = go.states(first, 1).squeeze(2)
-    step = tile(ADJOINT, sizes.n).M if keep else ALL_TOKENS
+    step = tile(ADJOINT, sizes.n, sizes.p).M if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
     f = spec.functions
     outputs[go.grid](
@@ -171,7 +171,7 @@ def _fake_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = HOLES[hole]
     s, first = sizes_of(spec, operands), _timed(spec, operands)
-    count = -(-s.tokens // tile(ADJOINT, s.n).M) if keep else 0
+    count = -(-s.tokens // tile(ADJOINT, s.n, s.p).M) if keep else 0
     y = first.new_empty(s.batch, s.tokens, s.heads, s.p)
     final = first.new_empty(s.batch, s.heads, s.n, s.p, dtype=torch.float32)
     return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)

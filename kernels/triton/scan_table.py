@@ -10,11 +10,15 @@ import torch
 LANES = 32
 
 
+Row = tuple[int, int, int, int, int, int, int]
+
+
 @dataclass(frozen=True)
 class Tile:
-    """K tokens by NB state entries by BP channels; V channels a thread; the warps of a program; M, SPAN: below.
+    """K tokens by NB state entries by BP channels; V neighbouring channels a thread; the warps of a program.
 
-    M: tokens between two states saved for the adjoint. SPAN: fewest tokens worth a segment of their own.
+    M: tokens between two states saved for the adjoint. span: fewest tokens worth a segment of their own. busy: warps a
+    processor is to have before time is cut into segments.
     """
 
     K: int
@@ -23,49 +27,53 @@ class Tile:
     V: int
     warps: int
     M: int
-    SPAN: int
+    span: int
+    busy: int
 
 
-# State entries up to -> (K, BP, V, warps, M, SPAN), forward and adjoint. With a Key axis K is 1: longer tiles make
-# Triton spread tokens over lanes, which costs shuffles.
-FORWARD = {
-    1: (4, 256, 2, 4, 64, 64),
-    16: (1, 64, 1, 1, 16, 128),
-    32: (1, 32, 1, 2, 16, 128),
-    64: (1, 32, 1, 4, 32, 128),
-    128: (1, 32, 1, 8, 32, 128),
-    256: (1, 32, 1, 16, 32, 128),
+# State entries up to -> (K, BP, V, warps, M, span, busy), forward and adjoint. With a Key axis K is 1: longer tiles
+# make Triton spread tokens over lanes, which costs shuffles.
+FORWARD: dict[int, Row] = {
+    1: (2, 512, 4, 4, 64, 64, 16),
+    16: (1, 64, 1, 1, 32, 128, 12),
+    32: (1, 32, 1, 2, 32, 128, 12),
+    64: (1, 32, 1, 4, 32, 128, 12),
+    128: (1, 32, 1, 8, 32, 128, 12),
+    256: (1, 32, 1, 16, 32, 128, 12),
 }
-ADJOINT = {
-    1: (2, 256, 2, 4, 64, 64),
-    16: (1, 64, 1, 1, 16, 128),
-    32: (1, 32, 1, 2, 16, 128),
-    64: (1, 32, 1, 4, 32, 128),
-    128: (1, 32, 1, 8, 32, 128),
-    256: (1, 32, 1, 16, 32, 128),
+ADJOINT: dict[int, Row] = {
+    1: (2, 512, 4, 4, 64, 64, 16),
+    16: (1, 64, 1, 1, 32, 128, 8),
+    32: (1, 32, 1, 2, 32, 128, 8),
+    64: (1, 32, 1, 4, 32, 128, 8),
+    128: (1, 32, 1, 8, 32, 128, 8),
+    256: (1, 32, 1, 16, 32, 128, 8),
 }
-LARGEST = max(FORWARD)
 
 
-def tile(table: dict[int, tuple[int, int, int, int, int, int]], n: int) -> Tile:
-    """The row of the table for n state entries."""
+def tile(table: dict[int, Row], n: int, p: int) -> Tile:
+    """The row of the table for n state entries, made narrower where there are few channels."""
     padded = 1 << (n - 1).bit_length()
-    K, BP, V, warps, M, span = table[min(size for size in table if size >= padded)]
-    return Tile(K, padded, BP, V, warps, M, span)
+    K, BP, V, warps, M, span, busy = table[min(size for size in table if size >= padded)]
+    while BP > LANES and BP // 2 >= p:
+        BP //= 2
+        if warps > 1:
+            warps //= 2
+        else:
+            V = max(V // 2, 1)
+    return Tile(K, padded, BP, V, warps, M, span, busy)
 
 
 def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple[int, int]:
-    """(how many, tokens each): as many as fill the GPU, each a multiple of M and at least SPAN tokens."""
-    wanted = -(-_warps(device) // (programs * t.warps))
-    if wanted < 2 or tokens < 2 * t.SPAN:
+    """(how many, tokens each): as many as keep the GPU busy, each a multiple of M and at least `span` tokens."""
+    wanted = t.busy * _processors(device) // (programs * t.warps)
+    if wanted < 2 or tokens < 2 * t.span:
         return 1, tokens
-    span = max(t.SPAN, -(-tokens // wanted))
+    span = max(t.span, -(-tokens // wanted))
     span = -(-span // t.M) * t.M
     return -(-tokens // span), span
 
 
 @functools.cache
-def _warps(device: torch.device) -> int:
-    """Warps that keep the device busy: four a scheduler."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return 16 * count
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,134 @@
+"""The fused scan compiled, on a CUDA GPU: the laws of its members, in every block of tokens and channels."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import dsf
+from dsf.mixers.hgrn import hgrn
+from dsf.mixers.longhorn import longhorn
+from dsf.mixers.mingru import mingru
+from dsf.mixers.qlstm import modified_qlstm, qlstm
+from dsf.mixers.rg_lru import rg_lru
+from dsf.mixers.s6 import s6, s6_negative
+from test_triton_scan import aligned, draw, gradients, leaky_peak, swinging
+
+pytestmark = pytest.mark.gpu
+MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, leaky_peak, aligned, swinging]
+BLOCK = 64
+
+
+def cuda(x: dict, dtype: torch.dtype = torch.float32) -> dict:
+    return {k: v.cuda().to(dtype) for k, v in x.items()}
+
+
+def assert_blocks_close(ours: torch.Tensor, oracle: torch.Tensor, tolerance: float) -> None:
+    """Worst error of every block of tokens and every head, beside the largest entry of the whole."""
+    assert ours.shape == oracle.shape and bool(torch.isfinite(ours).all())
+    scale = oracle.abs().max().clamp(min=1e-3)
+    error = (ours - oracle).abs() / scale
+    blocks = error.split(BLOCK, dim=1) if error.dim() > 2 else (error,)
+    worst = [float(b.max()) for b in blocks]
+    assert max(worst) < tolerance, worst
+
+
+@pytest.mark.parametrize(("n", "p", "tokens"), [(16, 64, 300), (24, 40, 65), (3, 5, 1)])
+@pytest.mark.parametrize("recurrence", MEMBERS, ids=lambda r: r.name)
+def test_equals_the_float64_oracle(recurrence: dsf.Recurrence, n: int, p: int, tokens: int) -> None:
+    x = cuda(draw(recurrence, tokens, n=n, p=p, batch=2))
+    state = torch.randn(2, 2, *recurrence.state_shape(n if recurrence.spec.has_key else 1, p), device="cuda")
+    ours = gradients(recurrence, x, state, backend="triton")
+    oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for a, b in zip(ours, oracle, strict=True):
+        assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 64, 100, 256])
+def test_every_row_of_the_tile_table(n: int) -> None:
+    x = cuda(draw(s6, 130, n=n, p=33))
+    state = torch.randn(1, 2, n, 33, device="cuda")
+    ours = gradients(s6, x, state, backend="triton")
+    oracle = gradients(s6, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for a, b in zip(ours, oracle, strict=True):
+        assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recurrence", [s6, rg_lru], ids=lambda r: r.name)
+def test_narrow_inputs_are_rounded_once(recurrence: dsf.Recurrence, dtype: torch.dtype) -> None:
+    x = cuda(draw(recurrence, 200, n=16, p=64), dtype)
+    y = recurrence(**x, backend="triton")
+    oracle = recurrence(**{k: v.float() for k, v in x.items()}, backend="torch")
+    assert y.dtype == dtype
+    assert_blocks_close(y.float(), oracle.to(dtype).float(), 1.5 * torch.finfo(dtype).eps)
+
+
+def test_repeated_runs_are_bitwise_equal() -> None:
+    x = cuda(draw(s6, 700, n=16, p=96, batch=2))
+    state = torch.randn(2, 2, 16, 96, device="cuda")
+    first, second = (gradients(s6, x, state, backend="triton") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_future_changes_no_bit_of_the_past() -> None:
+    x = cuda(draw(longhorn, 700, n=16, p=96))
+    changed = {k: torch.cat([v[:, :400], torch.randn_like(v[:, 400:])], 1) if v.dim() > 2 else v for k, v in x.items()}
+    assert torch.equal(longhorn(**x)[:, :400], longhorn(**changed)[:, :400])
+
+
+def test_packed_equals_separate() -> None:
+    x = cuda(draw(rg_lru, 300, p=40))
+    bounds = torch.tensor([0, 1, 130, 300], device="cuda")
+    y, states = rg_lru(**x, cu_seqlens=bounds, return_state=True, backend="triton")
+    for row, (a, b) in enumerate(((0, 1), (1, 130), (130, 300))):
+        part = {k: v[:, a:b] if v.dim() > 2 else v for k, v in x.items()}
+        alone, state = rg_lru(**part, return_state=True, backend="triton")
+        assert_blocks_close(y[:, a:b], alone, 1e-5)
+        assert_blocks_close(states[row : row + 1], state, 1e-5)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    tokens, channels = (1 << 19) + 5, 4096
+    z = torch.randn(1, tokens, 1, channels, device="cuda", dtype=torch.bfloat16)
+    h = torch.randn_like(z)
+    y, state = mingru(z=z, h=h, return_state=True, backend="triton")
+    tail = slice(tokens - 300, None)
+    expected, last = mingru(z=z[:, tail], h=h[:, tail], return_state=True, backend="torch")
+    assert_blocks_close(y[:, tokens - 40 :].float(), expected[:, -40:].float(), 1e-2)
+    assert_blocks_close(state, last, 1e-4)
+
+
+def test_compiles_whole_and_is_captured() -> None:
+    x = cuda(draw(s6, 256, n=16, p=64))
+    compiled = torch.compile(lambda **k: s6(**k, backend="triton").sin(), fullgraph=True)
+    assert_blocks_close(compiled(**x), s6(**x, backend="triton").sin(), 1e-5)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
+    with torch.cuda.stream(side):
+        torch.autograd.grad(s6(**leaves, backend="triton").sum(), list(leaves.values()))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(s6(**leaves, backend="triton").sum(), list(leaves.values()))
+    graph.replay()
+    again = torch.autograd.grad(s6(**leaves, backend="triton").sum(), list(leaves.values()))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_checkpointing_and_autocast_change_nothing() -> None:
+    x = {k: v.requires_grad_() for k, v in cuda(draw(qlstm, 100, p=64)).items()}
+    plain = torch.autograd.grad(qlstm(**x, backend="triton").sum(), list(x.values()))
+    with torch.autocast("cuda", torch.bfloat16):
+        y = checkpoint(lambda *a: qlstm(*a, backend="triton"), *x.values(), use_reentrant=False)
+    saved = torch.autograd.grad(y.sum(), list(x.values()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, saved, strict=True))
+
+
+def test_auto_chooses_it_also_to_decode() -> None:
+    x = cuda(draw(s6, 1, n=16, p=64))
+    assert s6.plan(**x).backend == "triton" and "def pull(" in s6.plan(**x).source
+    timed = {i.name for i in s6.spec.inputs if i.kind.time}
+    token = {k: v[:, 0] if k in timed else v for k, v in x.items()}
+    y, state = s6.step(None, **token)
+    expected, last = s6(**x, backend="torch", return_state=True)
+    assert_blocks_close(y, expected[:, 0], 1e-5)
+    assert_blocks_close(state, last, 1e-5)

@@ -1,0 +1,173 @@
+"""The fused scan in Triton's interpreter: what is printed computes what was declared, forward and backward.
+
+The interpreter is switched on before triton is imported, so these tests run in a process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsf
+from dsf import Key, Param, Scalar, System, Value, dot, exp, l2norm, maximum, sigmoid, softplus, tanh, where
+from dsf.emit import emit, write
+from dsf.errors import FormError
+from dsf.mixers.hgrn import hgrn
+from dsf.mixers.longhorn import longhorn
+from dsf.mixers.mingru import mingru
+from dsf.mixers.qlstm import modified_qlstm, qlstm
+from dsf.mixers.rg_lru import rg_lru
+from dsf.mixers.s6 import s6, s6_negative
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+
+
+@dsf.recurrence
+def leaky_peak(x: Value, g: Value, floor: Param[Value]) -> System:
+    """In no library, N = 1: a leak bounded from below, and a bounded write."""
+    return System(A=maximum(sigmoid(g), 0.2 * sigmoid(floor)), B=tanh(x) * sigmoid(-g), C=exp(-g), read="before")
+
+
+@dsf.recurrence
+def aligned(q: Key, k: Key, v: Value, r: Value, w: Param[Key]) -> System:
+    """In no library, Hadamard with a dot: forget more where the key is aligned with the query."""
+    unit = l2norm(k)
+    return System(A=exp(-softplus(r + dot(q, unit)) * softplus(w)), B=unit * v, C=q * sigmoid(r))
+
+
+@dsf.recurrence
+def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) -> System:
+    """In no library, eigenvalues in [-1, 1], with resets: state entries may turn over at every token."""
+    return System(A=where(stop > 0.5, 0, tanh(s * v)), B=k**2 * v, C=q, D=D * v)
+
+
+RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging]
+OTHERS = [hgrn, mingru, modified_qlstm, s6_negative]
+SMALL = {1: (2, 4, 1, 4, 4, 4, 64), 256: (1, 4, 1, 4, 4, 4, 64)}  # two channel blocks, several segments
+
+
+def draw(recurrence: dsf.Recurrence, tokens: int, heads: int = 2, n: int = 3, p: int = 5, batch: int = 1) -> dict:
+    found = {}
+    for i in recurrence.spec.inputs:
+        sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
+        shared = 1 if i.kind.time and "key" in i.kind.axes else heads
+        x = torch.randn([batch, tokens, shared, *sizes] if i.kind.time else [heads, *sizes])
+        found[i.name] = (x > 0.7).float() if i.name in ("reset", "stop") else x.sigmoid() if i.name == "beta" else x
+    return found
+
+
+def gradients(recurrence: dsf.Recurrence, x: dict, state: torch.Tensor, **how) -> list[torch.Tensor]:
+    """y, the final state, and the gradients of a fixed functional of both in every input and the first state."""
+    x = {k: v.detach().clone().requires_grad_() for k, v in x.items()}
+    state = state.detach().clone().requires_grad_()
+    y, final = recurrence(**x, initial_state=state, return_state=True, **how)
+    weights = (
+        torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y),
+        torch.linspace(1, 2, final.numel()).reshape(final.shape).to(y),
+    )
+    total = (y * weights[0]).sum() + (final * weights[1]).sum()
+    found = torch.autograd.grad(total, [*x.values(), state], allow_unused=True, materialize_grads=True)
+    return [y.detach(), final.detach(), *found]
+
+
+def close(ours: list[torch.Tensor], oracle: list[torch.Tensor], tolerance: float = 2e-5) -> None:
+    for place, (a, b) in enumerate(zip(ours, oracle, strict=True)):
+        scale = b.abs().max().clamp(min=1e-3)
+        assert float((a - b).abs().max() / scale) < tolerance, f"result {place}"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_laws_hold_in_the_interpreter(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "DSF_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsf.kernels.triton import scan_table
+
+    for table in (scan_table.FORWARD, scan_table.ADJOINT):
+        monkeypatch.setattr(scan_table, "LANES", 4)
+        for size in list(table):
+            monkeypatch.delitem(table, size)
+        for size, row in SMALL.items():
+            monkeypatch.setitem(table, size, row)
+
+
+@interpreted
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda r: r.name)
+def test_equals_the_oracle_forward_and_backward(recurrence: dsf.Recurrence, small_tiles: None) -> None:
+    x = draw(recurrence, tokens=7)
+    state = torch.randn(1, 2, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5))
+    ours = gradients(recurrence, x, state, backend="triton")
+    wide = {k: v.double() for k, v in x.items()}
+    close(ours, gradients(recurrence, wide, state.double(), form="naive"))
+
+
+@interpreted
+def test_one_token_and_no_state(small_tiles: None) -> None:
+    x = draw(s6, tokens=1)
+    close([s6(**x, backend="triton", form="recurrent")], [s6(**x, backend="torch")])
+
+
+@interpreted
+def test_split_equals_whole(small_tiles: None) -> None:
+    x = draw(longhorn, tokens=7)
+    whole = longhorn(**x, backend="triton")
+    timed = {i.name for i in longhorn.spec.inputs if i.kind.time}
+    first = {k: v[:, :3] if k in timed else v for k, v in x.items()}
+    rest = {k: v[:, 3:] if k in timed else v for k, v in x.items()}
+    y1, state = longhorn(**first, backend="triton", return_state=True)
+    y2 = longhorn(**rest, backend="triton", initial_state=state)
+    close([torch.cat([y1, y2], 1)], [whole])
+
+
+@interpreted
+def test_packed_equals_separate(small_tiles: None) -> None:
+    x = draw(qlstm, tokens=7)
+    bounds = torch.tensor([0, 3, 4, 7])
+    ours = qlstm(**x, backend="triton", cu_seqlens=bounds, return_state=True)
+    close(list(ours), list(qlstm(**x, backend="torch", cu_seqlens=bounds, return_state=True)))
+
+
+@interpreted
+def test_strided_inputs_need_no_copy(small_tiles: None) -> None:
+    x = draw(qlstm, tokens=5)
+    views = {k: v.transpose(1, 3).contiguous().transpose(1, 3) for k, v in x.items()}
+    assert torch.equal(qlstm(**x, backend="triton"), qlstm(**views, backend="triton"))
+
+
+@interpreted
+def test_operator_passes_opcheck(small_tiles: None) -> None:
+    from dsf.gpu_scan import _hole, source_of
+    from dsf.kernels.triton.scan_ops import fused_scan
+
+    x = draw(qlstm, tokens=2, heads=1)
+    operands = [x[o.name].requires_grad_() for o in source_of(qlstm.spec).operands]
+    torch.library.opcheck(
+        fused_scan, (operands, torch.randn(1, 1, 1, 5, requires_grad=True), _hole(qlstm.spec, False), True)
+    )
+
+
+@pytest.mark.parametrize("recurrence", [*RECURRENCES, *OTHERS], ids=lambda r: r.name)
+def test_source_is_named_by_its_content(
+    recurrence: dsf.Recurrence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSF_CACHE_DIR", str(tmp_path))
+    source = emit(recurrence.spec)
+    assert write(source) == write(emit(recurrence.spec))
+    assert all(f"{i.name} = tl.load(" in source.text for i in recurrence.spec.inputs)
+    assert compile(source.text, source.name, "exec")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about the compiled backend")
+def test_refusals_are_in_the_users_words() -> None:
+    x = draw(s6, tokens=2)
+    with pytest.raises(FormError, match="backend='triton' was asked for"):
+        s6(**x, backend="triton")
