@@ -42,6 +42,7 @@ class Operands:
     erases: tuple[Expr, ...] | None
     decays: tuple[Expr, ...] | None
     log: bool
+    keywise: bool
     ones: tuple[Expr, ...] | None
     gains: tuple[Expr, ...] | None
 
@@ -71,7 +72,8 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
 
     ops = operands_of(spec)
     p = columns(spec, sizes.p)
-    t = tiles(sizes.n, p.p + p.den, dtype, ops.decays is not None, ops.erases is not None)
+    kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
+    t = tiles(sizes.n, p.p + p.den, dtype, kind, ops.erases is not None)
     name = "WY transform and chunk walk" if ops.erases else "chunk walk"
     return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)
 
@@ -79,12 +81,15 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
 @functools.cache
 def operands_of(spec: Spec) -> Operands:
     """The operands of `spec`. Raises _Unfit with the reason where it has none."""
-    if spec.is_softmax or spec.is_elementwise or spec.decay_axes:
-        raise _Unfit(f"the matrix kernels take scalar decays and the delta rule, this is {spec.structure}")
+    if spec.is_softmax or spec.is_elementwise or VALUE in spec.decay_axes:
+        raise _Unfit(f"the matrix kernels take scalar or key-diagonal decays and delta rules, this is {spec.structure}")
     if spec.is_stabilised and (spec.rank or spec.gain_axes or spec.system.D is not ZERO or _gains_differ(spec)):
         raise _Unfit("the matrix kernels take exponential gains of one number a head, without corrections or D")
     logs = spec.log_decays
     decays = logs if logs is not None else tuple(r.normal.decay for r in spec.rows)
+    keywise = KEY in spec.decay_axes
+    if keywise and logs is None:
+        raise _Unfit("the matrix kernels take key-diagonal decays made of exp and sigmoid, whose logarithm is derived")
     plain = all(r.normal.decay is UNIT for r in spec.rows) and not spec.is_stabilised
     rows = [_row(r) for r in spec.rows]
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
@@ -104,7 +109,7 @@ def operands_of(spec: Spec) -> Operands:
         gains = tuple(_gain(r) for r in spec.rows)
     return Operands(
         query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
-        logs is not None, ones, gains,
+        logs is not None, keywise, ones, gains,
     )  # fmt: skip
 
 
@@ -130,11 +135,15 @@ def _row(row: Row) -> tuple[Expr, Expr, Expr, Expr]:
         source = times(scale, source)
     erase = ZERO
     for c in row.normal.corrections:
-        if c.left is not c.right or (row.terms and c.left is not key):
+        if VALUE in c.scale.axes | c.left.axes | c.right.axes:
+            raise _Unfit("the matrix kernels erase alike in all channels")
+        decay = row.normal.decay
+        decayed = KEY in decay.axes and c.right is decay * c.left
+        if not (decayed or (c.left is c.right and KEY not in decay.axes)) or (row.terms and c.left is not key):
             raise _Unfit(
-                "the matrix kernels take the delta rule: what is erased is what was written, along the same key"
+                "the matrix kernels take delta rules: the state decays, then the key that is written is erased"
             )
-        key, erase = c.left, _erase(c, row.normal.decay)
+        key, erase = c.left, _erase(c, UNIT if decayed else decay)
     return key, source, value, erase
 
 
@@ -215,6 +224,14 @@ class _Tensors:
             bare = self.interleave(parts)
         return bare if bare.stride(-1) == 1 else bare.contiguous()
 
+    def key_decays(self, exprs: Sequence[Expr]) -> Tensor:
+        """Log decays of the rows [B, rows, some heads, N], float32."""
+        parts = [self.evaluator(e)(e).squeeze(-1) for e in exprs]
+        heads = max(x.shape[2] for x in parts)
+        parts = [x.expand(self.batch, self.tokens, heads, self.bound.sizes.n) for x in parts]
+        rows = self.interleave(parts)
+        return rows if rows.stride(-1) == 1 else rows.contiguous()
+
     def _bare(self, exprs: Sequence[Expr]) -> Tensor | None:
         """The one per-token input that exprs are, as the user gave it."""
         names = {e.attrs[0] if e.op == "input" else None for e in exprs}
@@ -247,7 +264,9 @@ def run_matrix(
         value = _with_ones(tensors, value, ops.ones)
     source = tensors.scalars(ops.sources)
     erase = None if ops.erases is None else tensors.filled(ops.erases)
-    decay = None if ops.decays is None else tensors.filled(ops.decays)
+    decay = None
+    if ops.decays is not None:
+        decay = tensors.key_decays(ops.decays) if ops.keywise else tensors.filled(ops.decays)
     start = None if state is None else state[..., : layout.p + layout.den]
     keep = None if valid is None else valid.repeat_interleave(micro, dim=1).unsqueeze(-1)
     level = after = None
@@ -256,7 +275,8 @@ def run_matrix(
         assert decay is not None
         decay, source, start, level, after = _stabilise(ops, decay, source, gain, start, state, keep, spec)
     if keep is not None:
-        decay = None if decay is None else torch.where(keep, decay, 0.0 if ops.log else 1.0)
+        if decay is not None:
+            decay = torch.where(keep.unsqueeze(-1) if ops.keywise else keep, decay, 0.0 if ops.log else 1.0)
         source = torch.where(keep, 1.0 if source is None else source, 0.0).expand(-1, -1, heads)
         erase = None if erase is None else torch.where(keep, erase, 0.0)
     before = spec.system.read == "before"

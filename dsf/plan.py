@@ -87,9 +87,9 @@ def make_plan(
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
 
-    On CUDA tensors the chunk form of identity, constant and scalar decays, with or without the delta rule, runs on the
-    triton backend, and so do the recurrent, scan and chunk forms of elementwise systems (one fused scan); everything
-    else, and everything on a CPU, on torch.
+    On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, with or without a delta rule,
+    runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise systems (one fused scan);
+    everything else, and everything on a CPU, on torch.
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """

@@ -13,37 +13,17 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels run compiled here: tests/test_gpu_matrix.py", allow_module_level=True)
 
+from matrix_family import UNSEEN, forgetful_delta, late_ratio, swinging
 from mixer_inputs import sample
 
 import dsf
-from dsf import I, Key, Param, Scalar, System, Value, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
+from dsf import Key, Scalar, System, Value
 from dsf.kernels.triton import matrix as matrix_kernels
 from dsf.mixers import get
 
-# In no library: a decay that swings sign, a delta rule that writes with another strength than it erases with, and
-# a normalised one whose keys and readout are feature maps.
-
-
-@dsf.recurrence
-def swinging(q: Key, k: Key, v: Value, a: Scalar, w: Param[Scalar]) -> System:
-    return System(A=tanh(a), B=softplus(k) * (exp(w) * v), C=q * sigmoid(a))
-
-
-@dsf.recurrence
-def forgetful_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, s: Scalar) -> System:
-    erase = 2 * sigmoid(b)
-    return System(A=exp(-softplus(a)) * (I - erase * outer(l2norm(k), l2norm(k))), B=l2norm(k) * (s * v), C=q, D=s * v)
-
-
-@dsf.recurrence
-def late_ratio(q: Key, k: Key, v: Value, a: Scalar) -> System:
-    return System(A=sigmoid(a), B=elu1(k) * v, C=softplus(q), read="before", normalize=lambda n, d: n / (d + 1))
-
-
-OURS = [swinging, forgetful_delta, late_ratio]
 NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
-NAMES += ["delta_product", "gated_delta_product", "normalized_attention_exp"]
-ALL = OURS + [get(name).recurrence for name in NAMES]
+NAMES += ["delta_product", "gated_delta_product", "normalized_attention_exp", "gla", "rwkv6", "kda"]
+ALL = UNSEEN + [get(name).recurrence for name in NAMES]
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.keywise import last_running, read_products, source_products
 from dsf.kernels.triton.tiles import (
     ERASE,
     READ,
@@ -33,11 +34,12 @@ from dsf.kernels.triton.tiles import (
 
 @triton.jit
 def chunk_gradient(
-    q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, dg, ds, db, dc,
+    q, k, v, dy, g, scalars, running, scores_of, entries, adjoint_entries, states, adjoints, dq, dk, dv, dg, ds, db, dc,
     tokens, heads, length, plane, batches,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    DECAY: tl.constexpr, KEYWISE: tl.constexpr, LEVELS: tl.constexpr,
+    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk, head and sequence: dv of a slice of P, and that slice's part of all the others.
@@ -67,6 +69,10 @@ def chunk_gradient(
     part = flat + piece.to(tl.int64) * batches * tokens * heads
     at = part + rows.to(tl.int64) * heads
 
+    if KEYWISE:
+        running += flat * N
+        last = last_running(running, heads * N, chunk, tokens, keys, N, L)
+
     # dq, and the rows' shares of products of decays that end in a read
     state = tl.load(states + at_state + place, mask=inside, other=0.0).to(KIND)
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
@@ -75,11 +81,19 @@ def chunk_gradient(
         reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         if READ_SCALED:
             reads *= tl.load(scalars + READ * plane + rows)
+    if KEYWISE:
+        grad_q *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
     yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
     yx = _weigh(yx, scalars, plane, rows, local[:, None] >= local[None, :], False, DECAY)
     if SCALED and not DELTA:
         yx *= tl.load(scalars + SOURCE * plane + rows)[None, :]
-    grad_q += tl.dot(yx.to(KIND), rows_k, input_precision=PRECISION)
+    if KEYWISE:
+        grad_q += _diagonal(yx, local)[:, None] * rows_k.to(tl.float32)
+        grad_q += read_products(
+            yx, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
+        )
+    else:
+        grad_q += tl.dot(yx.to(KIND), rows_k, input_precision=PRECISION)
     if DECAY:
         pairs = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * yx
         if READ_SCALED:
@@ -89,6 +103,9 @@ def chunk_gradient(
         tl.store(dc + at, tl.sum(grad_q * rows_q.to(tl.float32), axis=1), mask=rows < tokens)
         grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
     store_rows(dq + part * N, heads * N, rows, tokens, keys, N, BN, grad_q)
+    if KEYWISE:
+        # gradient of G, gathered in dg: what is read with exp(G) less what is written with exp(-G)
+        store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_q * rows_q.to(tl.float32))
 
     if DELTA:  # what the erasing of each row read, S_{t-1} decayed, times f; db
         f = load_rows(adjoint_entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
@@ -101,7 +118,17 @@ def chunk_gradient(
             reads -= erase * tl.sum(d * rows_k.to(tl.float32), axis=1)
             pairs = erase[:, None] * tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
             grad -= _spanning(pairs, local, KIND, PRECISION)
-        d += tl.dot(fx.to(KIND), rows_k, input_precision=PRECISION)
+        if KEYWISE:
+            d *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
+            d += read_products(
+                fx, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
+            )
+            tl.debug_barrier()
+            by_row = load_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, tl.float32)
+            by_row -= erase[:, None] * d * rows_k.to(tl.float32)
+            store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, by_row)
+        else:
+            d += tl.dot(fx.to(KIND), rows_k, input_precision=PRECISION)
         tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
 
     # z = G x, from the last state and from the reads of later rows; dk
@@ -116,15 +143,37 @@ def chunk_gradient(
         again = tl.load(states + at_state + place, mask=inside, other=0.0)
         carried = tl.sum(again.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk, L, DECAY)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1) + carried
+    if KEYWISE:
+        own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
+        z *= tl.exp(last[None, :] - own)
+        at_end = z * rows_k.to(tl.float32)
+        if SCALED and not DELTA:
+            at_end *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+        again = tl.load(states + at_state + place, mask=inside, other=0.0)
+        by_end = tl.sum(at_end, axis=0) + tl.exp(last) * tl.sum(again.to(tl.float32) * adjoint.to(tl.float32), axis=1)
     xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
     xy = _weigh(xy, scalars, plane, rows, before, True, DECAY)
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
-    z += tl.dot(xy.to(KIND), rows_q, input_precision=PRECISION)
+    if KEYWISE:
+        z += _diagonal(xy, local)[:, None] * rows_q.to(tl.float32)
+        z += source_products(
+            xy, rows_q, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
+        )
+    else:
+        z += tl.dot(xy.to(KIND), rows_q, input_precision=PRECISION)
     if DELTA:
         xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
         xf = _weigh(xf, scalars, plane, rows, local[:, None] < local[None, :], True, DECAY) * erase[None, :]
-        z -= tl.dot(xf.to(KIND), rows_k, input_precision=PRECISION)
+        if KEYWISE:
+            z -= source_products(
+                xf, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
+            )
+            tl.debug_barrier()
+            by_row = load_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, tl.float32)
+            by_row -= z * rows_k.to(tl.float32)
+        else:
+            z -= tl.dot(xf.to(KIND), rows_k, input_precision=PRECISION)
         z -= erase[:, None] * d
         grad_v = f.to(tl.float32)
         if SCALED:
@@ -134,11 +183,20 @@ def chunk_gradient(
         if SCALED:
             tl.store(ds + at, tl.sum(z * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
+        if KEYWISE:
+            tl.debug_barrier()
+            by_row = load_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, tl.float32)
+            by_row -= z * rows_k.to(tl.float32)
+            own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
+            written_k = (rows_k.to(tl.float32) * tl.exp(last[None, :] - own)).to(KIND)
+            scores = tl.trans(load_rows(scores_of + flat * L, heads * L, rows, tokens, local, L, L, tl.float32))
+        else:
+            written_k = rows_k
+            scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
+            scores = _weigh(scores, scalars, plane, rows, before, True, DECAY)
+        grad_v = tl.dot(written_k, adjoint, input_precision=PRECISION)
         if DECAY:
             grad_v *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
-        scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
-        scores = _weigh(scores, scalars, plane, rows, before, True, DECAY)
         if READ_SCALED:
             scores *= tl.load(scalars + READ * plane + rows)[None, :]
         grad_v += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
@@ -147,12 +205,24 @@ def chunk_gradient(
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     store_rows(dv + flat * P, heads * P, rows, tokens, columns, P, BP, grad_v)
 
+    if KEYWISE:
+        after = tl.where(before, 1.0, 0.0).to(KIND)  # [t, i] where i ≥ t: sums over the rows after each
+        main = by_row.to(KIND)
+        grad_log = tl.dot(after, main, input_precision=PRECISION) + by_end[None, :]
+        grad_log += tl.dot(after, (by_row - main.to(tl.float32)).to(KIND), input_precision=PRECISION)
+        store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_log)
     if DECAY:
         grad += tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
         if DECAY == 2:
             decay = tl.load(g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, mask=rows < tokens, other=1.0)
             grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
         tl.store(dg + at, grad, mask=rows < tokens)
+
+
+@triton.jit
+def _diagonal(x, local):
+    """The diagonal of x [L, L] as [L]."""
+    return tl.sum(tl.where(local[:, None] == local[None, :], x, 0.0), axis=1)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
-"""Chunkwise matrix families on the GPU as two custom ops: identity or scalar decay, with or without the delta rule.
+"""Chunkwise matrix families on the GPU as two custom ops: no, scalar or key-diagonal decay, with or without delta rule.
 
 S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
 q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
-float32 [B, T, H] or absent; states [B, H, N, P] float32. The backward pass keeps no state: it walks forwards for the
-chunks' first states, backwards for the gradients of their last ones, then computes all chunks' gradients in parallel.
+float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32. The backward pass keeps no state: it
+walks forwards for the chunks' first states, backwards for the gradients of their last ones, then computes the gradients
+of all chunks in parallel.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.gradient import chunk_gradient
+from dsf.kernels.triton.keywise import key_scores, prepare_keys
 from dsf.kernels.triton.table import Tiles, segments, tiles
 from dsf.kernels.triton.tiles import prepare
 from dsf.kernels.triton.transform import delta_transform
@@ -29,20 +31,26 @@ class _Call:
     ) -> None:  # fmt: skip
         self.batch, self.tokens, _, self.n = q.shape
         self.heads, self.p = heads, v.shape[-1]
-        self.q, self.k, self.v, self.g = q, k, v, g
-        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, g is not None, b is not None)
+        self.q, self.k, self.v = q, k, v
+        self.keywise = g is not None and g.dim() == 4
+        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, _kind(g), b is not None)
         self.chunks = -(-self.tokens // self.tiles.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.tiles.chunk
         self.plane = self.lanes * self.length
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        self.decay = 0 if g is None else (1 if log else 2)
+        self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.delta, self.scaled, self.read = b is not None, s is not None, c is not None
         kind, precision = _arithmetic(q.dtype)
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
             "PRECISION": precision,
         }  # fmt: skip
-        self.scalars = self._prepare(g, s, b, c)
+        self.levels = self.tiles.chunk.bit_length() - 1
+        self.scalars = self._prepare(None if self.keywise else g, s, b, c)
+        self.running = self.scores = self.system = q
+        if self.keywise:
+            assert g is not None
+            self._prepare_keys(g)
 
     def _prepare(self, *given: Tensor | None) -> Tensor:
         """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk."""
@@ -57,6 +65,22 @@ class _Call:
         )  # fmt: skip
         return planes
 
+    def _prepare_keys(self, g: Tensor) -> None:
+        """Key-diagonal decays: running sums over each chunk, and the products between its rows that they weigh."""
+        rows = (self.batch, self.tokens, self.heads)
+        sizes = {name: x for name, x in self.sizes.items() if name != "P"}
+        self.running = self.empty(*rows, self.n, dtype=torch.float32)
+        prepare_keys[(self.chunks, self.lanes)](
+            g, self.running, self.tokens, self.heads, *self.rows(g),
+            N=self.n, BN=self.tiles.keys, L=self.tiles.chunk, num_warps=4,
+        )  # fmt: skip
+        self.scores = self.empty(*rows, self.tiles.chunk)
+        self.system = self.empty(*rows, self.tiles.chunk, dtype=torch.float32) if self.delta else self.scores
+        key_scores[(self.chunks, self.lanes)](
+            self.q, self.k, self.running, self.scores, self.system, self.tokens, self.heads,
+            *self.rows(self.q), *self.rows(self.k), LEVELS=self.levels, DELTA=self.delta, num_warps=8, **sizes,
+        )  # fmt: skip
+
     def rows(self, x: Tensor) -> tuple[int, int, int, int]:
         """Strides of batch, token and head, and how many heads share one of x's."""
         return x.stride(0), x.stride(1), x.stride(2), self.heads // x.shape[2]
@@ -70,10 +94,15 @@ class _Call:
         return self.empty(self.batch, self.heads, *lead, self.n, self.p, dtype=dtype)
 
     def cut(self) -> tuple[int, int]:
-        """(segments, chunks a segment). Delta systems are walked whole: their segments are not scalar multiples."""
-        count = 1 if self.delta else segments(self.chunks, self.lanes * -(-self.p // self.tiles.piece))
+        """(segments, chunks a segment). Segments are joined where their decay is a number, else T is walked whole."""
+        count = 1 if self.delta or self.keywise else segments(self.chunks, self.lanes * -(-self.p // self.tiles.piece))
         span = -(-self.chunks // count)
         return -(-self.chunks // span), span
+
+
+def _kind(decay: Tensor | None) -> str:
+    """The table's word for a decay operand."""
+    return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
 
 
 def _arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
@@ -106,12 +135,12 @@ def _forward_launch(
     t, unused = call.tiles, call.q
     entries, states = saved or (unused, unused)
     forward_walk[(-(-call.p // t.piece), call.lanes, count)](
-        call.q, call.k, call.v, call.scalars, solve,
+        call.q, call.k, call.v, call.scalars, call.running, call.scores, solve,
         unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final,
         call.tokens, call.heads, count, span, call.length, call.plane,
         *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
-        BP=t.piece, DECAY=call.decay, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         START=start is not None, OUTPUT=y is not None, STATES=saved is not None, FINAL=final is not None,
         STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
     )  # fmt: skip
@@ -137,11 +166,11 @@ def _reverse_launch(
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     reverse_walk[(-(-call.p // t.piece), call.lanes, count)](
-        call.q, call.k, dy, call.scalars, solve,
+        call.q, call.k, dy, call.scalars, call.running, call.scores, solve,
         adjoint_entries, unused if adjoints is None else adjoints, unused if start is None else start,
         unused if final is None else final,
         call.tokens, call.heads, count, span, call.length, call.plane, *call.rows(call.q), *call.rows(call.k),
-        BP=t.piece, DECAY=call.decay, DELTA=call.delta, READ_SCALED=call.read,
+        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         START=start is not None, STATES=adjoints is not None, FINAL=final is not None,
         STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
     )  # fmt: skip
@@ -172,8 +201,8 @@ def _transform(call: _Call) -> Tensor:
     solve = call.empty(call.batch, call.tokens, call.heads, t.chunk)
     sizes = {name: x for name, x in call.sizes.items() if name != "P"}
     delta_transform[(call.chunks, call.lanes)](
-        call.k, call.scalars, solve, call.tokens, call.heads, call.length, call.plane, *call.rows(call.k),
-        LEVELS=t.chunk.bit_length() - 1, DECAY=call.decay, TERMS=t.transform_terms,
+        call.k, call.scalars, call.system, solve, call.tokens, call.heads, call.length, call.plane, *call.rows(call.k),
+        LEVELS=call.levels, DECAY=call.decay, KEYWISE=call.keywise, TERMS=t.transform_terms,
         num_warps=t.transform_warps, **sizes,
     )  # fmt: skip
     return solve
@@ -199,10 +228,10 @@ def _chunk_matrix_shapes(
     p = v.shape[-1]
     shape = (batch, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    chunk = tiles(n, p, q.dtype, decay is not None, erase is not None).chunk
+    chunk = tiles(n, p, q.dtype, _kind(decay), erase is not None).chunk
     solve = (0,) if erase is None else (batch, tokens, heads, chunk)
     return (
-        q.new_empty(batch, tokens, heads, p),
+        q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),
         q.new_empty(shape, dtype=torch.float32),
         q.new_empty(solve, dtype=stored),
     )
@@ -230,12 +259,16 @@ def _chunk_matrix_backward(
     scalars = [
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32) for x in (decay, source, erase, read)
     ]
+    if call.keywise:
+        scalars[0] = call.empty(*parts, call.n, dtype=torch.float32)
     given = q if decay is None else decay
     chunk_gradient[(call.chunks, call.lanes, pieces)](
-        q, k, v, dy, given, call.scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, *scalars,
+        q, k, v, dy, given, call.scalars, call.running, call.scores, entries, adjoint_entries, states, adjoints,
+        dq, dk, dv, *scalars,
         call.tokens, heads, call.length, call.plane, call.batch,
         *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
-        BP=t.gradient_piece, DECAY=call.decay, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        BP=t.gradient_piece, DECAY=call.decay, KEYWISE=call.keywise, LEVELS=call.levels,
+        DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         num_warps=t.gradient_warps, num_stages=2, **call.sizes,
     )  # fmt: skip
     dq, dk = (_sum_pieces(x).to(q.dtype) for x in (dq, dk))
@@ -253,7 +286,8 @@ def _chunk_matrix_backward_shapes(
     p = v.shape[-1]
 
     def scalar(x: Tensor | None) -> Tensor:
-        return q.new_empty((0,) if x is None else (batch, tokens, heads), dtype=torch.float32)
+        shape = (0,) if x is None else (batch, tokens, heads, *x.shape[3:])
+        return q.new_empty(shape, dtype=torch.float32)
 
     first = q.new_empty((0,) if state is None else (batch, heads, n, p), dtype=torch.float32)
     return (
@@ -278,6 +312,8 @@ def _gradients(ctx: Any, dy: Tensor | None, final_gradient: Tensor | None, _: Te
         dy, end, q, k, v, decay, source, erase, read, state, solve, ctx.heads, ctx.log
     )
     rows = [_sum_groups(x, like) for x, like in zip(main, (q, k, v), strict=False)]
+    if decay is not None:
+        main[3] = _sum_groups(main[3], decay)
     given = (decay, source, erase, read, state)
     rest = [None if like is None else x for x, like in zip([*main[3:], first], given, strict=True)]
     return (*rows, *rest, None, None, None, None)

@@ -37,16 +37,24 @@ def padded(size: int) -> int:
 
 
 @lru_cache
-def tiles(n: int, p: int, dtype: torch.dtype, decays: bool, delta: bool) -> Tiles:
-    """The row of the table for states [n, p]."""
+def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
+    """The row of the table for states [n, p]; decay: none, scalar or key."""
     keys, narrow, wide = padded(n), min(64, padded(p)), min(128, padded(p))
     if dtype != torch.bfloat16:  # operands are multiplied in float32 (or tf32 for float16)
         short = min(32, narrow)
         return Tiles(32, keys, short, 4 if keys <= 128 else 8, 2, min(64, wide), 8)
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
-    stages = 2 if decays and delta and keys > 64 else 3
-    return Tiles(64, keys, narrow, 4, stages, wide, 8 if keys > 64 and not decays else 4)
+    stages = 2 if decay != "none" and (delta or decay == "key") and keys > 64 else 3
+    return Tiles(
+        64,
+        keys,
+        narrow,
+        8 if decay == "key" and keys > 64 else 4,
+        stages,
+        wide,
+        4 if decay == "scalar" or (keys <= 64 and decay == "none") else 8,
+    )
 
 
 def segments(chunks: int, programs: int) -> int:

@@ -15,11 +15,11 @@ from dsf.kernels.triton.tiles import ERASE, between, load_rows
 
 @triton.jit
 def delta_transform(
-    k, scalars, solve,
+    k, scalars, system_of, solve,
     tokens, heads, length, plane,
     k_b, k_t, k_h, k_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
-    DECAY: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
+    DECAY: tl.constexpr, KEYWISE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Write the inverse [B, T, H, L]; rows beyond the sequence are those of the identity."""
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -29,15 +29,18 @@ def delta_transform(
     solve += (batch * tokens * heads + head) * L
     keys, local = tl.arange(0, BN), tl.arange(0, L)
     rows = chunk * L + local
-    strict = local[:, None] > local[None, :]
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-    system = (
-        tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * tl.load(scalars + ERASE * plane + rows)[:, None]
-    )
-    if DECAY:
-        system *= between(scalars, plane, rows, strict, False, DECAY)
+    if KEYWISE:
+        system_of += (batch * tokens * heads + head) * L
+        system = load_rows(system_of, heads * L, rows, tokens, local, L, L, tl.float32)
     else:
-        system = tl.where(strict, system, 0.0)
+        strict = local[:, None] > local[None, :]
+        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+        system = tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION)
+        if DECAY:
+            system *= between(scalars, plane, rows, strict, False, DECAY)
+        else:
+            system = tl.where(strict, system, 0.0)
+    system *= tl.load(scalars + ERASE * plane + rows)[:, None]
     # blocks of size one have inverse 1, so the first doubling needs no product
     apart = local[:, None] ^ local[None, :]  # its highest bit: the size of the block in which two rows meet
     inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, system, 0.0)

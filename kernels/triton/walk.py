@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.keywise import last_running
 from dsf.kernels.triton.tiles import (
     ERASE,
     READ,
@@ -26,11 +27,11 @@ from dsf.kernels.triton.tiles import (
 
 @triton.jit
 def forward_walk(
-    q, k, v, scalars, solve, y, entries, states, start, final,
+    q, k, v, scalars, running, scores_of, solve, y, entries, states, start, final,
     tokens, heads, segments, per_segment, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -42,6 +43,8 @@ def forward_walk(
     v += batch * v_b + head // v_group * v_h
     scalars += lane * length
     solve += (batch * tokens * heads + head) * L
+    scores_of += (batch * tokens * heads + head) * L
+    running += (batch * tokens * heads + head) * N
     flat = (batch * tokens * heads + head) * P
     y += flat
     entries += flat
@@ -63,8 +66,15 @@ def forward_walk(
         if STATES:
             tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
         seen = state.to(KIND)
+        if KEYWISE:
+            own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
+            last = last_running(running, heads * N, chunk, tokens, keys, N, L)
+            from_start = tl.exp(own)
         if DELTA:
-            known = tl.dot(rows_k, seen, input_precision=PRECISION)
+            read_k = rows_k
+            if KEYWISE:
+                read_k = (rows_k.to(tl.float32) * from_start).to(KIND)
+            known = tl.dot(read_k, seen, input_precision=PRECISION)
             erase = tl.load(scalars + ERASE * plane + rows)
             if DECAY:
                 erase *= prefix_of(scalars, plane, rows, DECAY)
@@ -81,12 +91,16 @@ def forward_walk(
                 store_rows(entries, heads * P, rows, tokens, columns, P, BP, write)
         if OUTPUT:
             rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+            if KEYWISE:
+                rows_q = (rows_q.to(tl.float32) * from_start).to(KIND)
+                scores = load_rows(scores_of, heads * L, rows, tokens, local, L, L, tl.float32)
+            else:
+                scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = tl.dot(rows_q, seen, input_precision=PRECISION)
-            scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             if DECAY:
                 out *= prefix_of(scalars, plane, rows, DECAY)[:, None]
                 scores *= between(scalars, plane, rows, causal, False, DECAY)
-            else:
+            elif not KEYWISE:
                 scores = tl.where(causal, scores, 0.0)
             if SCALED and not DELTA:
                 scores *= tl.load(scalars + SOURCE * plane + rows)[None, :]
@@ -102,6 +116,9 @@ def forward_walk(
             state *= total_of(scalars, plane, chunk, L, DECAY)
         elif SCALED and not DELTA:
             write = (write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]).to(KIND)
+        if KEYWISE:
+            rows_k = (rows_k.to(tl.float32) * tl.exp(last[None, :] - own)).to(KIND)
+            state *= tl.exp(last)[:, None]
         state += tl.dot(tl.trans(rows_k), write, input_precision=PRECISION)
     if FINAL:
         tl.store(final + ends + place, state, mask=inside)
@@ -109,11 +126,11 @@ def forward_walk(
 
 @triton.jit
 def reverse_walk(
-    q, k, dy, scalars, solve, adjoint_entries, adjoints, start, final,
+    q, k, dy, scalars, running, scores_of, solve, adjoint_entries, adjoints, start, final,
     tokens, heads, segments, per_segment, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
+    DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +141,8 @@ def reverse_walk(
     k += batch * k_b + head // k_group * k_h
     scalars += lane * length
     solve += (batch * tokens * heads + head) * L
+    scores_of += (batch * tokens * heads + head) * L
+    running += (batch * tokens * heads + head) * N
     flat = (batch * tokens * heads + head) * P
     dy += flat
     adjoint_entries += flat
@@ -148,14 +167,23 @@ def reverse_walk(
             tl.store(
                 adjoints + (lane * chunks + chunk) * N * P + place, state.to(adjoints.dtype.element_ty), mask=inside
             )
+        if KEYWISE:
+            own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
+            last = last_running(running, heads * N, chunk, tokens, keys, N, L)
+            from_start = tl.exp(own)
         if DELTA:
             rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-            carried = tl.dot(rows_k, state.to(KIND), input_precision=PRECISION)
-            scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
+            written_k = rows_k
+            if KEYWISE:
+                written_k = (rows_k.to(tl.float32) * tl.exp(last[None, :] - own)).to(KIND)
+                scores = tl.trans(load_rows(scores_of, heads * L, rows, tokens, local, L, L, tl.float32))
+            else:
+                scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
+            carried = tl.dot(written_k, state.to(KIND), input_precision=PRECISION)
             if DECAY:
                 carried *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
                 scores *= between(scalars, plane, rows, causal, True, DECAY)
-            else:
+            elif not KEYWISE:
                 scores = tl.where(causal, scores, 0.0)
             if READ_SCALED:
                 scores *= tl.load(scalars + READ * plane + rows)[None, :]
@@ -177,6 +205,11 @@ def reverse_walk(
             given = (given.to(tl.float32) * prefix_of(scalars, plane, rows, DECAY)[:, None]).to(KIND)
         if DECAY:
             state *= total_of(scalars, plane, chunk, L, DECAY)
+        if KEYWISE:
+            rows_q = (rows_q.to(tl.float32) * from_start).to(KIND)
+            if DELTA:
+                rows_k = (rows_k.to(tl.float32) * from_start).to(KIND)
+            state *= tl.exp(last)[:, None]
         state += tl.dot(tl.trans(rows_q), given, input_precision=PRECISION)
         if DELTA:
             state -= tl.dot(tl.trans(rows_k), adjoint.to(KIND), input_precision=PRECISION)

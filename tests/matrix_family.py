@@ -1,0 +1,26 @@
+"""Matrix-family recurrences that are in no library, for the tests of the chunk kernels."""
+
+import dsf
+from dsf import I, Key, Param, Scalar, System, Value, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
+
+
+@dsf.recurrence
+def swinging(q: Key, k: Key, v: Value, a: Scalar, w: Param[Scalar]) -> System:
+    """A decay of either sign, features as keys, a parameter on the values, a gated readout."""
+    return System(A=tanh(a), B=softplus(k) * (exp(w) * v), C=q * sigmoid(a))
+
+
+@dsf.recurrence
+def forgetful_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, s: Scalar) -> System:
+    """A delta rule that erases with another strength than it writes with, and a skip."""
+    erase = 2 * sigmoid(b)
+    return System(A=exp(-softplus(a)) * (I - erase * outer(l2norm(k), l2norm(k))), B=l2norm(k) * (s * v), C=q, D=s * v)
+
+
+@dsf.recurrence
+def late_ratio(q: Key, k: Key, v: Value, a: Scalar) -> System:
+    """Normalised by its own rule, and read before the update."""
+    return System(A=sigmoid(a), B=elu1(k) * v, C=softplus(q), read="before", normalize=lambda n, d: n / (d + 1))
+
+
+UNSEEN = [swinging, forgetful_delta, late_ratio]
