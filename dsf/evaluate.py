@@ -26,29 +26,20 @@ class Evaluator:
     def __call__(self, root: Expr) -> Tensor:
         """The value of root, [B|1, T|1, H|1, n, p] with size one for every axis root lacks."""
         for node in children_first(root):
-            if node not in self.values:
+            if node not in self.values and not node.is_constant:
                 self.values[node] = self._compute(node)
-        return self.values[root]
+        return self._value(root)
 
     def _compute(self, node: Expr) -> Tensor:
-        if node.op == "const":
-            return self.full(node.value)
         if node.op == "size":
             return self.full(float(self.keys if node.attrs[0] == KEY else self.p))
-        args: list[Tensor | float] = [self.values[a] for a in node.args]
         if node.op in ARITHMETIC:  # a literal operand stays a Python number: cheaper, and exact powers
-            for place in (1,) if node.op == "pow" else (1, 0):
-                other = node.args[1 - place]
-                if (
-                    node.args[place].is_constant
-                    and not other.is_constant
-                    and not (place == 0 and node.op in ("div", "sub"))
-                ):
-                    args[place] = node.args[place].value
-                    break
-            if isinstance(args[0], float):
-                args = [args[1], args[0]]  # add and mul commute
-        return PRIMITIVES[node.op].torch(*args, *node.attrs)
+            a, b = (x.value if x.is_constant else self.values[x] for x in node.args)
+            return ARITHMETIC[node.op](a, b)
+        return PRIMITIVES[node.op].torch(*map(self._value, node.args), *node.attrs)
+
+    def _value(self, node: Expr) -> Tensor:
+        return self.full(node.value) if node.is_constant else self.values[node]
 
     def full(self, number: float) -> Tensor:
         """A number as a tensor that broadcasts."""

@@ -175,7 +175,7 @@ def _common_features(args: tuple[Expr, ...]) -> str | None:
     return kinds.pop() if kinds else None
 
 
-ARITHMETIC: dict[str, Callable[[float, float], float]] = {
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {  # numbers and tensors alike
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,

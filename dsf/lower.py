@@ -214,8 +214,8 @@ def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]
     own = all(
         c.right is split_scale(t.key)[1] for r in spec.rows for c, t in zip(r.normal.corrections, r.terms, strict=False)
     )
-    right = None if own and spec.rank == groups else _stack(rights)
-    return {"right": right, "tie": _stack(lefts).squeeze(-1).squeeze(-1)}
+    whole = None if own and spec.rank == groups else _stack(rights)
+    return {"right": whole, "tie": _stack(lefts).squeeze(-1).squeeze(-1)}
 
 
 def _widen(problem: Problem, layout: Columns) -> Problem:

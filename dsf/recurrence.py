@@ -96,7 +96,7 @@ class Recurrence:
         Returns y_t [B, H, P] and the new state. Raises InputError as a call does.
         """
         bound = bind(self.spec, args, kwargs, one_token=True)
-        plan = make_plan(self.spec, bound.sizes, bound.dtype, "recurrent", "auto")
+        plan = make_plan(self.spec, bound.sizes, bound.dtype, "recurrent", "auto", bound.device)
         y, final = self._run(bound, None, state, plan)
         return y[:, 0].to(bound.dtype), final
 
