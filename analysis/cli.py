@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 
 NEEDED = ("typer", "rich")
@@ -10,9 +10,12 @@ NEEDED = ("typer", "rich")
 
 def main() -> None:
     """Run `dsf`. Without typer or rich, one line says what to install and the exit code is 2."""
-    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+    try:
+        for name in NEEDED:
+            importlib.import_module(name)
+    except ImportError:
         print("the dsf command needs typer and rich: pip install 'dsf-zoo[cli]'", file=sys.stderr)
-        raise SystemExit(2)
+        raise SystemExit(2) from None
     from dsf.analysis._cli_app import app
 
     app()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
-import importlib.util
+import importlib
 import io
 import math
 import re
@@ -48,8 +48,10 @@ _STYLE = {
 
 def require_matplotlib() -> None:
     """Raise one DsfError that names the extra, unless matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise DsfError("pictures need matplotlib: pip install 'dsf-zoo[plots]'")
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise DsfError("pictures need matplotlib: pip install 'dsf-zoo[plots]'") from error
 
 
 def new_figure(width: float, height: float) -> tuple[Any, Any]:

@@ -224,11 +224,7 @@ def test_help_and_version():
 
 def test_without_extras_one_line_names_them():
     """The entry point, with typer out of reach."""
-    program = (
-        "import importlib.util as u; real = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'typer' else real(name, *a)\n"
-        "from dsf.analysis.cli import main; main()"
-    )
+    program = "import sys; sys.modules['typer'] = None; from dsf.analysis.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "dsf-zoo[cli]" in done.stderr

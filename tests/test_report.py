@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import pytest
 
@@ -110,6 +111,6 @@ def test_colours_differ_and_are_hexadecimal():
 
 
 def test_a_missing_matplotlib_is_one_error_that_names_the_extra(monkeypatch):
-    monkeypatch.setattr(report_figures.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(dsf.DsfError, match=r"dsf-zoo\[plots\]"):
         report_figures.new_figure(1, 1)
