@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_triton_scan import aligned, draw, gradients, leaky_peak, swinging
 from torch.utils.checkpoint import checkpoint
 
 import dsf
@@ -11,7 +12,6 @@ from dsf.mixers.mingru import mingru
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6, s6_negative
-from test_triton_scan import aligned, draw, gradients, leaky_peak, swinging
 
 pytestmark = pytest.mark.gpu
 MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, leaky_peak, aligned, swinging]
