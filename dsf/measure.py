@@ -75,10 +75,10 @@ class Subject:
         return self.against is not None and "initial_state" in inspect.signature(self.against).parameters
 
     def supports(self, form: str, example: Example) -> Example:
-        """The example without what the user's function does not take."""
-        if form == AGAINST and not self.against_takes_state:
-            return replace(example, initial=False)
-        return example
+        """The example without what a user's function need not take: grouped heads, maybe an initial state."""
+        if form != AGAINST:
+            return example
+        return replace(example, groups={}, initial=example.initial and self.against_takes_state)
 
     def inputs(self, example: Example) -> dict[str, Tensor]:
         """The example's tensors."""

