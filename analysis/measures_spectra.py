@@ -28,8 +28,13 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
     paper: of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
     Closed forms: elementwise, the entries; α(I - βkkᵀ), α (N-1 times) and α(1 - β|k|²); R corrections of a scalar
     decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), the symmetric
-    D^½(I - βkkᵀ)D^½. Otherwise dense. Raises InputError for a dense problem wider than DENSE_LIMIT.
+    D^½(I - βkkᵀ)D^½. Otherwise dense. For softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form,
+    η_{t-1}/η_t. Raises InputError for a dense problem wider than DENSE_LIMIT.
     """
+    if trajectory.attention is not None:
+        factor = trajectory.paper_factor
+        assert factor is not None
+        return (factor if paper else torch.ones_like(factor)).unsqueeze(-2)
     a = trajectory.paper_transition if paper else trajectory.token_transition
     a = _full(a, trajectory)
     n = _size(trajectory)

@@ -59,9 +59,9 @@ class Gates(NamedTuple):
 
 def gate_strengths(trajectory: Trajectory) -> Gates:
     """How strongly each token forgets, erases and writes; micro-steps are multiplied (decay, erase) and summed."""
-    problem = trajectory._finite()
+    a, problem = trajectory.transition, trajectory.problem
+    assert problem is not None  # or there would be no transition
     micro, tokens, heads = problem.micro, trajectory.tokens, trajectory.heads
-    a = trajectory.transition
     lead = (trajectory.batch, tokens * micro, heads)
     decay = a.decay.expand(*lead, *a.decay.shape[3:])
     kept = torch.ones(lead, dtype=decay.dtype, device=decay.device)

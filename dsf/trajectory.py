@@ -14,9 +14,10 @@ from dsf.errors import FormError, InputError
 from dsf.evaluate import Evaluator
 from dsf.expr import Expr
 from dsf.kernels.attention import spread_heads
-from dsf.kernels.matrix import attention_matrix, injection_row, response, weights
+from dsf.kernels.matrix import attention_matrix, attention_scores, injection_row, response, weights
 from dsf.kernels.operators import Transition
 from dsf.kernels.problem import Problem
+from dsf.kernels.recurrent import recurrent
 from dsf.lower import Lowered, lower, true_state
 from dsf.run import softmax_operands, timed_inputs
 from dsf.spec import Spec
@@ -41,6 +42,14 @@ class Attention:
     def matrix(self) -> Tensor:
         """The attention matrix [B, H, T, S]; rows sum to 1, or to less where a sink takes its share."""
         return attention_matrix(self.a, spread_heads(self.k, self.a.shape[1]), self.seen, self.bias, self.sink)
+
+    def log_eta(self) -> Tensor:
+        """log Σ_j exp(score of key j), what each row is divided by, [B, H, T]."""
+        scores = attention_scores(self.a, spread_heads(self.k, self.a.shape[1]), self.seen, self.bias)
+        if self.sink is not None:
+            own = self.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, own], dim=-1)
+        return scores.logsumexp(-1)
 
 
 @dataclass(frozen=True)
@@ -105,17 +114,46 @@ class Trajectory:
 
     @property
     def paper_transition(self) -> Transition:
-        """token_transition in the framework paper's gauge, (η_{t-1}/η_t) A_t (DSF eqs. 15, 22).
-
-        The first token has no predecessor: its factor is 1. Equal to token_transition without a gauge.
-        """
-        a = self.token_transition
-        if self.gauge is None:
+        """token_transition in the framework paper's gauge, (η_{t-1}/η_t) A_t (DSF eqs. 15, 22); see paper_factor."""
+        a, factor = self.token_transition, self.paper_factor
+        if factor is None:
             return a
-        eta = self.gauge
-        factor = torch.cat([torch.ones_like(eta[:, :1]), eta[:, :-1] / eta[:, 1:]], dim=1)[..., None, None]
+        factor = factor.unsqueeze(-2)
         left = None if a.left is None else a.left * factor.unsqueeze(-3)
         return Transition(a.decay * factor, left, a.right)
+
+    @property
+    def paper_factor(self) -> Tensor | None:
+        """η_{t-1}/η_t [B, T, H, p] where the outputs are num / η: a declared gauge, or a quotient's denominator.
+
+        For softmax η_t = Σ_j exp(q_tᵀ k_j), with the query of its own token. The first token has no predecessor: its
+        factor is 1. None for a system that divides by nothing.
+        """
+        log_eta = self._log_eta()
+        if log_eta is None:
+            return None
+        return torch.cat([torch.ones_like(log_eta[:, :1]), (log_eta[:, :-1] - log_eta[:, 1:]).exp()], dim=1)
+
+    def _log_eta(self) -> Tensor | None:
+        """log |η_t| [B, T, H, p], up to a constant of the sequence."""
+        if self.attention is not None:
+            return self.attention.log_eta().transpose(1, 2).unsqueeze(-1)
+        if self.gauge is not None:
+            return self.gauge.abs().log().unsqueeze(-1)
+        if self.spec.rule is None or self.unit is None:
+            return None
+        den, _ = recurrent(replace(self.unit, skip=None), None)
+        rescale, one = self.scale
+        den = den if rescale is None else den * rescale
+        den = den if self.unit.skip is None else den + self.unit.skip
+        one = torch.ones_like(den) if one is None else one
+        return -(one * self._quotient(den, one)).abs().log()
+
+    def _quotient(self, den: Tensor, one: Tensor) -> Tensor:
+        """What the rule makes of num = 1."""
+        assert self.spec.rule is not None and self.unit is not None
+        env: dict[Expr, Tensor] = {NUM: torch.ones_like(den), DEN: den, ONE: one}
+        return Evaluator(env, self.unit.n, self.unit.p)(self.spec.rule)
 
     @property
     def readout(self) -> Tensor:
@@ -163,8 +201,7 @@ class Trajectory:
             return phi
         den = phi.sum(3, keepdim=True)
         one = torch.ones_like(den) if one is None else one
-        env: dict[Expr, Tensor] = {NUM: torch.ones_like(den), DEN: den, ONE: one}
-        return phi * Evaluator(env, self.unit.n, self.unit.p)(self.spec.rule)
+        return phi * self._quotient(den, one)
 
     def walk(self) -> Iterator[Tensor]:
         """S_t [B, H, N, P] after every token in turn, holding one state at a time."""

@@ -68,6 +68,16 @@ def injection_row(problem: Problem, row: int) -> Tensor:
     return problem.key[:, row].transpose(-1, -2) @ problem.value[:, row]
 
 
+def attention_scores(a: Tensor, k: Tensor, seen: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Scores [B, H, T, S] before the softmax, -inf where not seen. Arguments as attention_matrix."""
+    scores = a @ k.transpose(-1, -2)
+    scores = scores if bias is None else scores + bias
+    if seen is None:
+        tokens, places = scores.shape[-2:]
+        seen = torch.ones(tokens, places, dtype=torch.bool, device=a.device).tril(places - tokens)
+    return scores.masked_fill(~seen, float("-inf"))
+
+
 def attention_matrix(
     a: Tensor, k: Tensor, seen: Tensor | None = None, bias: Tensor | None = None, sink: Tensor | None = None
 ) -> Tensor:
@@ -76,12 +86,7 @@ def attention_matrix(
     seen: bool [B|1, H|1, T, S], None for causal attention. bias: added to the scores. sink: [H], the score of a key
     without a value, which takes its share of every row (gpt-oss). A row that sees nothing is zero.
     """
-    scores = a @ k.transpose(-1, -2)
-    scores = scores if bias is None else scores + bias
-    if seen is None:
-        tokens, places = scores.shape[-2:]
-        seen = torch.ones(tokens, places, dtype=torch.bool, device=a.device).tril(places - tokens)
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = attention_scores(a, k, seen, bias)
     top = scores.amax(-1, keepdim=True)
     own = None if sink is None else sink[:, None, None].to(scores.dtype)
     if own is not None:

@@ -183,6 +183,29 @@ def test_generation_says_what_the_original_says(name, ids):
     assert torch.equal(model.generate(ids, **options), expected)
 
 
+@EVERY
+def test_a_padded_batch_generates_what_its_rows_generate_alone(name, ids):
+    model = zoo.build(name)
+    dsf.convert(model)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    rows = [ids[:1, :9], ids[1:, :6]]
+    alone = [model.generate(row, use_cache=False, **options)[0, -4:] for row in rows]
+    batch, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, dtype=torch.long)
+    for place, row in enumerate(rows):
+        batch[place, -row.shape[1] :], mask[place, -row.shape[1] :] = row[0], 1
+    assert torch.equal(model.generate(batch, attention_mask=mask, **options)[:, -4:], torch.stack(alone))
+
+
+@EVERY
+def test_bfloat16_models_stay_within_their_rounding(name, ids):
+    model = zoo.build(name, torch.bfloat16)
+    expected = model(input_ids=ids).logits
+    dsf.convert(model)
+    logits = model(input_ids=ids).logits
+    assert logits.dtype == expected.dtype
+    assert off(logits.float(), expected.float()) < 0.2
+
+
 @pytest.mark.parametrize("name", FIXED_STATE)
 def test_the_cache_of_a_recurrent_model_does_not_grow(name, ids):
     model = zoo.build(name)

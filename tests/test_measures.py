@@ -108,6 +108,29 @@ def test_normalised_attention_in_the_papers_form_has_the_ratio_of_etas():
     assert (m.eigenvalues(t) == 1).all()
 
 
+def test_a_quotients_denominator_is_its_gauge_in_the_papers_form():
+    inputs = mixer_inputs.sample(mixers.linear_attention)
+    q, k = (torch.nn.functional.elu(inputs[n]) + 1 for n in ("q", "k"))
+    eta = (q * k.cumsum(1)).sum(-1)
+    values = m.eigenvalues(mixers.linear_attention.trajectory(**inputs), paper=True)[..., 0]
+    torch.testing.assert_close(values[:, 1:], (eta[:, :-1] / eta[:, 1:]).unsqueeze(-1).expand(-1, -1, -1, 3), **CLOSE)
+    inputs = mixer_inputs.sample(mixers.softmax_attention)
+    scores = torch.einsum("bihn,bjhn->bhij", inputs["q"], inputs["k"]) * 3**-0.5
+    eta = scores.exp().tril().sum(-1).transpose(1, 2)
+    t = mixers.softmax_attention.trajectory(**inputs)
+    torch.testing.assert_close(m.eigenvalues(t, paper=True)[:, 1:, :, 0, 0], eta[:, :-1] / eta[:, 1:], **CLOSE)
+    assert (m.eigenvalues(t) == 1).all()
+    inputs = mixer_inputs.sample(mixers.mlstm)
+    f, i = torch.sigmoid(inputs["f"]), inputs["i"].exp()
+    dot, n, etas = torch.einsum, torch.zeros(2, 2, 3, dtype=torch.float64), []
+    for t in range(7):
+        n = f[:, t, :, None] * n + i[:, t, :, None] * inputs["k"][:, t]
+        etas.append(dot("bhn,bhn->bh", inputs["q"][:, t], n).mul(3**-0.5).abs().clamp(min=1))
+    eta = torch.stack(etas, 1)
+    values = m.eigenvalues(mixers.mlstm.trajectory(**inputs), paper=True)[:, 1:, :, 0, 0]
+    torch.testing.assert_close(values, f[:, 1:] * eta[:, :-1] / eta[:, 1:], **CLOSE)
+
+
 @EVERY
 def test_phi_times_the_input_is_the_output(r):
     inputs = mixer_inputs.sample(r)
@@ -293,7 +316,7 @@ def test_bad_requests_say_what_is_wrong():
     with pytest.raises(InputError, match="plain softmax attention"):
         m.taylor_error(t, [1])
     with pytest.raises(FormError, match="features are infinite"):
-        m.eigenvalues(trajectory(mixers.softmax_attention))
+        m.half_life(trajectory(mixers.softmax_attention))
     big = {n: torch.rand(1, 2, 1, 300) for n in ("q", "k", "v", "g")}
     with pytest.raises(InputError, match="the limit is N = 256"):
         m.lyapunov_exponents(mixers.kda.trajectory(**big, beta=torch.rand(1, 2, 1)))
