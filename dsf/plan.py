@@ -122,9 +122,7 @@ def make_plan(
     )  # fmt: skip
 
 
-def _use_triton(
-    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device
-) -> bool:
+def _use_triton(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device) -> bool:
     short = sizes.tokens <= SHORT and not gpu.is_scan(spec)  # the fused scan walks few tokens in one launch
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or short)):
         return False
