@@ -7,6 +7,7 @@ equality and a directed acyclic graph costs what it prints. It carries the set o
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,9 +37,10 @@ COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
 class Expr:
     """One node of a traced expression.
 
-    op: the primitive's name ("input", "const", "size", "exp", "mul", …). args: its operands. attrs: static facts
-    (an input's name and micro-step, a constant's value, an order). axes: what it varies over. features: None, or what
-    its Key axis holds ("exp" for infinite features, "taylor2" …) instead of the recurrence's own N entries.
+    op: the primitive's name ("exp", "mul", …), or "const", "size", "input", "output" (what normalize sees). args: its
+    operands. attrs: static facts (an input's name and micro-step, a constant's value, an order). axes: what it varies
+    over. features: None, or what its Key axis holds ("exp" for infinite features, "taylor2" …) instead of the
+    recurrence's own N entries.
     """
 
     __slots__ = ("__weakref__", "args", "attrs", "axes", "features", "op")
@@ -204,9 +206,12 @@ def _binary(op: str, a: Any, b: Any) -> Any:
 
 def _fold(op: str, a: float, b: float) -> float:
     try:
-        return float(ARITHMETIC[op](a, b))
-    except (ArithmeticError, TypeError) as error:  # TypeError: a root of a negative number is complex
-        raise TraceError(f"{a:g} {_SYMBOLS[op]} {b:g} is not a real number") from error
+        folded = ARITHMETIC[op](a, b)
+    except ArithmeticError:
+        folded = math.nan
+    if isinstance(folded, complex) or (math.isfinite(a) and math.isfinite(b) and not math.isfinite(folded)):
+        raise TraceError(f"{a:g} {_SYMBOLS[op]} {b:g} is not a real number")
+    return float(folded)
 
 
 def children_first(*roots: Expr) -> list[Expr]:
@@ -291,7 +296,7 @@ def show(node: Expr, outer: int = 0) -> str:
 
     outer: what surrounds it binds this tightly (0 for nothing), so parentheses are put around looser expressions.
     """
-    if node.op == "input":
+    if node.op in ("input", "output"):
         name, step = node.attrs
         return name if step is None else f"{name}[{step}]"
     if node.op == "const":
@@ -313,4 +318,6 @@ def _parenthesise(text: str, level: int, outer: int) -> str:
 
 
 def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return f"float('{value}')"
     return repr(int(value)) if value.is_integer() and abs(value) < 1e16 else repr(value)

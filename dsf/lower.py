@@ -408,14 +408,19 @@ def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Te
     if lowered.skip is not None:
         y = y + lowered.skip
     p = lowered.columns.p
-    env = dict(values.values)
-    one = values.full(1.0) if lowered.one is None else lowered.one.unsqueeze(-2)
-    env |= {NUM: y[..., :p].unsqueeze(-2), DEN: y[..., p:].unsqueeze(-2), ONE: one}
-    y = Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
+    one = values.full(1.0).squeeze(-2) if lowered.one is None else lowered.one
+    y = apply_rule(spec, values, y[..., :p], y[..., p:], one)
     if lowered.gain is not None:
         gain = lowered.gain.expand(*final.shape[:-1], -1)
         final = torch.cat([final, gain], dim=-1)
     return y, final
+
+
+def apply_rule(spec: Spec, values: Evaluator, num: Tensor, den: Tensor, one: Tensor) -> Tensor:
+    """normalize on num [B, T, H, P], den [B, T, H, P or 1] and the 1 of their scale, all with the same axes."""
+    assert spec.rule is not None
+    env = dict(values.values) | {NUM: num.unsqueeze(-2), DEN: den.unsqueeze(-2), ONE: one.unsqueeze(-2)}
+    return Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
 
 
 def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:

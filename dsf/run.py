@@ -20,10 +20,9 @@ from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent
 from dsf.kernels.scan import scan_elementwise
 from dsf.kernels.segments import segments
-from dsf.lower import EMPTY, columns, finish, lower, true_state
+from dsf.lower import EMPTY, apply_rule, columns, finish, lower, true_state
 from dsf.plan import KEEP_NUMBERS, Plan
 from dsf.spec import Spec
-from dsf.system import DEN, NUM, ONE
 
 Timed = Mapping[str, Tensor]
 
@@ -114,18 +113,11 @@ def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: 
     y, final = run_naive(spec, values, shape, start[..., : layout.p], valid)
     if spec.ones is not None and spec.rule is not None:
         den, den_state = run_naive(spec.ones, values, shape, start[..., layout.p :], valid)
-        y = rule_on(spec, values, y, den)
+        y = apply_rule(spec, values, y, den, values.full(1.0).squeeze(-2))
         final = torch.cat([final, den_state], dim=-1)
     if layout.gain:
         final = torch.cat([final, final.new_zeros(*final.shape[:-1], layout.gain)], dim=-1)
     return y.to(bound.compute), final.to(bound.compute)
-
-
-def rule_on(spec: Spec, values: Evaluator, num: Tensor, den: Tensor) -> Tensor:
-    """normalize in the true scale: num [B, T, H, P], den [B, T, H, P or 1]."""
-    assert spec.rule is not None
-    env = dict(values.values) | {NUM: num.unsqueeze(-2), DEN: den.unsqueeze(-2), ONE: values.full(1.0)}
-    return Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
 
 
 def run_softmax(

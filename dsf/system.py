@@ -109,6 +109,7 @@ def ratio(num: Expr, den: Expr) -> Expr:
     return num / den
 
 
-NUM = Expr("input", (), ("num", None), frozenset({VALUE}))
-DEN = Expr("input", (), ("den", None), frozenset({VALUE}))
-ONE = Expr("input", (), ("one", None), frozenset({VALUE}))
+# What normalize sees; no inputs, so that an input may have these names.
+NUM = Expr("output", (), ("num", None), frozenset({VALUE}))
+DEN = Expr("output", (), ("den", None), frozenset({VALUE}))
+ONE = Expr("output", (), ("one", None), frozenset({VALUE}))

@@ -67,7 +67,9 @@ def test_numbers_are_folded_and_neutral_elements_vanish():
     assert (0 * K).axes == {KEY}, "a product keeps its axes"
 
 
-@pytest.mark.parametrize("fold", [lambda: const(1) / 0, lambda: const(-8) ** 0.5, lambda: const(10.0) ** 400])
+@pytest.mark.parametrize(
+    "fold", [lambda: const(1) / 0, lambda: const(-8) ** 0.5, lambda: const(10.0) ** 400, lambda: const(1e300) * 1e300]
+)
 def test_constants_that_are_no_numbers_are_refused(fold):
     with pytest.raises(TraceError, match="is not a real number"):
         fold()
@@ -95,6 +97,7 @@ def test_constants_that_are_no_numbers_are_refused(fold):
         (dsf.where(S > 0, K, 0.1), "where(s > 0, k, 0.1)"),
         (S + 0.123456789012345, "s + 0.123456789012345"),
         (S + 1e-6, "s + 1e-06"),
+        (dsf.minimum(S, float("inf")), "minimum(s, float('inf'))"),
         (S * dsf.N, "s * N"),
         (STEPS[1] * S, "b[1] * s"),
         (dsf.taylor_features(K, 2), "taylor_features(k, 2)"),

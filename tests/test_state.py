@@ -202,3 +202,13 @@ def test_the_normaliser_and_the_running_maximum_have_columns():
         return System(A=I, B=dsf.elu1(k) * v, C=dsf.elu1(q), normalize=dsf.ratio)
 
     assert linear_attention.state_shape(N=5, P=4) == (5, 4 + 1)
+
+
+def test_inputs_may_be_called_as_the_rule_s_arguments():
+    @dsf.recurrence
+    def odd(num: Key, den: Key, one: Value):
+        return System(A=I, B=dsf.exp(den) * one, C=dsf.exp(num), normalize=lambda n, d: n / d + 0 * one)
+
+    q, k, v = torch.randn(1, 9, 2, 3), torch.randn(1, 9, 2, 3), torch.randn(1, 9, 2, 2)
+    torch.testing.assert_close(odd(q, k, v), structures.normalised(q, k, v))
+    assert "y = num / den + 0 * one" in str(odd)
