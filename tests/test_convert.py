@@ -203,7 +203,8 @@ def test_bfloat16_models_stay_within_their_rounding(name, ids):
     dsf.convert(model)
     logits = model(input_ids=ids).logits
     assert logits.dtype == expected.dtype
-    assert off(logits.float(), expected.float()) < 0.2
+    # The mean: rounding sends some tokens to another expert.
+    assert (logits - expected).abs().mean() < 0.03 * (expected.max() - expected.min())
 
 
 @pytest.mark.parametrize("name", FIXED_STATE)
