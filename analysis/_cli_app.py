@@ -248,7 +248,7 @@ def compare(
     data = result.to_dict()
     write_json(out / "compare.json", data)
     page(result).write(out / "compare.html")
-    pictures = write_pngs(result, out / "pictures") if png else []
+    pictures = write_pngs(result, out / "pictures") if png and result.mixers else []
     for name, why in result.failed.items():
         typer.echo(f"dsf: {name} failed: {why}", err=True)
     if as_json:

@@ -137,8 +137,8 @@ def state_sizes(records: Sequence[Record], colors: Colors, contexts: Sequence[in
             color=colors[members[0]["name"]], annotation_clip=False,
         )  # fmt: skip
     axes.set_xlim(contexts[0], contexts[-1])
-    ticks = [t for t in contexts if t in (1, 16, 256, 4096, 65_536, 1_048_576)]
-    axes.set_xticks(ticks, [f"{t:,}" for t in ticks])
+    ticks = {1: "1", 16: "16", 256: "256", 4096: "4,096", 65_536: "64k", 1_048_576: "1M"}
+    axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_yticks(*_count_ticks(low, high))
     axes.set_xlabel("context in tokens")
     axes.set_ylabel("numbers kept")

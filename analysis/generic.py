@@ -70,8 +70,8 @@ class GenericMixer(Mixer):
     decay lies in [0, 1], an erased key has length one, a denominator is positive.
     Biases start such that memories are spread, as the papers' are: up to LONGEST in the direction that keeps more.
     n_heads heads; N = d_state, P = headdim (both d_model / n_heads unless given). Params are learnt: normal where the
-    transition reads them, so that heads and channels start with different memories, else ones. After the recurrence:
-    RMSNorm of each head, then o_proj. It has no convolution and no gate, so `bare` changes nothing.
+    transition reads them (and shifted likewise), else ones. After the recurrence: RMSNorm of each head, then o_proj.
+    It has no convolution and no gate, so `bare` changes nothing.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class GenericMixer(Mixer):
                     linear.bias.data *= memory[entry.name]
             else:
                 start = torch.randn(shape) if entry.name in reads else torch.ones(shape)
+                start += memory.get(entry.name, 0.0) * LONGEST * torch.rand(shape)
                 self.param[f"{entry.name}_param"] = nn.Parameter(start)
         self.o_norm = nn.RMSNorm(self.dims[2])
         self.o_proj = nn.Linear(n_heads * self.dims[2], d_model, bias=False)
@@ -126,10 +127,10 @@ class GenericMixer(Mixer):
 
 
 def _memory(recurrence: Recurrence) -> dict[str, float]:
-    """For each token input of the decay the direction, -1 or 1, in which the state keeps more; none if it is even."""
+    """For each input of the decay the direction, -1 or 1, in which the state keeps more; none if it is even."""
     spec, found = recurrence.spec, {}
     names = {i.attrs[0] for row in spec.rows for i in inputs_of(row.normal.decay)}
-    for name in (i.name for i in spec.inputs if i.kind.time and i.name in names):
+    for name in (i.name for i in spec.inputs if i.name in names):
         kept = {}
         for shift in (-2.0, 0.0, 2.0):
             inputs = random_inputs(recurrence, tokens=32, heads=2, N=4, P=4, shift={name: shift})
