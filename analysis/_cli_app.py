@@ -254,7 +254,8 @@ def compare(
     if as_json:
         _print_json(data)
     else:
-        _print_comparison(result)
+        if result.mixers:
+            _print_comparison(result)
         typer.echo(f"wrote {out / 'compare.html'} and {out / 'compare.json'}")
         if pictures:
             typer.echo(f"wrote {len(pictures)} pictures to {out / 'pictures'}")

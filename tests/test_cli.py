@@ -149,6 +149,19 @@ def test_compare_writes_a_page_and_json_and_prints_a_table(compared):
     assert (out / "compare.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_compare_exits_with_one_when_a_mixer_fails(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "import dsf\nfrom dsf import System, Value, exp\n"
+        "@dsf.recurrence\ndef broken(v: Value, keep: Value): return System(A=keep, B=exp(exp(v + 10)), C=1)\n"
+    )
+    result = run("compare", f"{path}:broken", "--steps", 2, "--out", tmp_path, "--png", code=1)
+    assert "broken failed: the loss is not finite" in result.stderr
+    assert "broken" in json.loads((tmp_path / "compare.json").read_text())["failed"]
+    assert "not finite" in (tmp_path / "compare.html").read_text(encoding="utf-8")
+
+
 def test_compare_says_on_stderr_how_far_it_is(compared):
     assert "1 of 2" in compared[1].stderr and "2 of 2" in compared[1].stderr
 
