@@ -133,6 +133,17 @@ class Expr:
     def __iter__(self) -> Iterator[Expr]:
         raise TraceError(f"`{self}` cannot be iterated over or unpacked; Steps[...] inputs can")
 
+    def __matmul__(self, other: Any) -> Any:
+        return _no_matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _no_matmul(other, self)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        name = getattr(function, "__name__", str(function))
+        raise TraceError(f"torch.{name} does not take expressions, which have no numbers yet; use dsf's own functions")
+
     def __repr__(self) -> str:
         return show(self)
 
@@ -146,6 +157,17 @@ class Expr:
         """The number of a literal."""
         assert self.op == "const"
         return float(self.attrs[0])
+
+
+def _no_matmul(a: Any, b: Any) -> Any:
+    from dsf.operator import Operator  # `expression @ operator` is the operator's own affair
+
+    if isinstance(a, Operator) or isinstance(b, Operator):
+        return NotImplemented
+    raise TraceError(
+        f"({a}) @ ({b}): @ multiplies operators; of expressions, dot(a, b) is the inner product over the Key axis and "
+        "k * v of a Key and a Value the outer one"
+    )
 
 
 def const(number: Number) -> Expr:

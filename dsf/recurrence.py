@@ -127,12 +127,13 @@ class Recurrence:
         dtype: torch.dtype = torch.float32,
         form: str = "auto",
         backend: str = "auto",
+        device: torch.device | str = "cpu",
         **kwargs: Tensor,
     ) -> Plan:
         """What the compiler chooses for these tensors or sizes, and why.
 
-        B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. Raises InputError and FormError as
-        a call does.
+        B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. dtype, device: with sizes, of the
+        inputs that would be given; the device need not be there. Raises InputError and FormError as a call does.
         """
         numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
         names = {i.name for i in self.spec.inputs}
@@ -146,7 +147,7 @@ class Recurrence:
                 raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
         keys = N if self.spec.has_key else 1
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
-        return make_plan(self.spec, sizes, dtype, form, backend)
+        return make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
 
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 import dsf
 from dsf import I, Key, Param, Scalar, Steps, System, TraceError, Value, compose, diag, dot, exp, exp_features, outer
@@ -54,6 +55,14 @@ def no_readout(k: Key, v: Value):
 
 def unused(q: Key, k: Key, v: Value, gate: Scalar):
     return System(A=I, B=k * v, C=q)
+
+
+def torch_function(q: Key, k: Key, v: Value):
+    return System(A=I, B=torch.exp(k) * v, C=q)
+
+
+def matmul_of_expressions(q: Key, k: Key, v: Value):
+    return System(A=I, B=k @ v, C=q)
 
 
 def branches(q: Key, k: Key, v: Value, a: Scalar):
@@ -200,6 +209,8 @@ def reserved(q: Key, form: Key, v: Value):
 
 
 ON_A_LINE = [
+    (torch_function, r"torch\.exp does not take expressions", "torch.exp(k)"),
+    (matmul_of_expressions, r"\(k\) @ \(v\): @ multiplies operators", "k @ v"),
     (operator_times_operator, r"operators multiply with @, not \*", "A=outer"),
     (operator_in_an_expression, r"an operator on the Key axis \(`outer\(k, k\)`\) stands where", "exp(outer"),
     (operator_as_injection, r"B = outer\(k, q\) is an operator; only A is one", "B=outer"),
