@@ -42,4 +42,5 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
 	  --editable '.[cli,plots,convert,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps typeseg  # real weights for the tests
 	touch $@

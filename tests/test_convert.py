@@ -269,6 +269,23 @@ def test_the_report_names_layers_notes_and_what_is_left(ids):
     assert "left alone: extra (LSTM), because its recurrence is nonlinear in its state" in report
 
 
+NOTES = [
+    ("mamba", "S6: a cached call of several tokens starts from the cached state"),
+    ("mamba2", "SSD: one-token steps limit the step size to time_step_limit"),
+    ("qwen3_next", "Gated DeltaNet: packed sequences and padding at the end are kept out"),
+    ("recurrent_gemma", "RG-LRU: the convolution keeps its past in calls of several tokens"),
+    ("rwkv", "WKV-4: calls of one token keep the sequences of a batch apart"),
+    ("bamba", "softmax: a cached call without position_ids goes on after the cache"),
+    ("minimax", "Lightning: cached calls of several tokens go on"),
+    ("xlstm", "mLSTM: the original adds eps"),
+]
+
+
+@pytest.mark.parametrize("name, note", NOTES)
+def test_the_report_says_where_the_original_is_wrong(name, note):
+    assert f"note, {note}" in str(dsf.convert(zoo.build(name)))
+
+
 def test_layers_know_their_state():
     model = zoo.build("mamba2")
     converted = dsf.convert(model)

@@ -28,6 +28,8 @@ NOTES = {
     "S6": ("a cached call of several tokens starts from the cached state; the original starts from zeros",),
     "WKV-4": ("calls of one token keep the sequences of a batch apart; the original mixes them up",),
 }
+POSITIONS = "a cached call without position_ids goes on after the cache; the original starts at position 0 again"
+FORGETFUL = ("BambaAttention", "MiniMaxAttention")  # in models that forget positions
 LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original forgets it"
 CONVOLVED = "packed sequences and padding at the end are kept out of convolution and state on every device"
 
@@ -174,7 +176,8 @@ def _convert(entry: Found, patches: Patches) -> Layer:
         layer = Layer(entry.name, module, "FIR", fir(weight.shape[-1]))
         _functions(layer, CONVOLUTION, patches)
     else:
-        layer = Layer(entry.name, module, "softmax", softmax_attention)
+        notes = (POSITIONS,) if type(module).__name__ in FORGETFUL else ()
+        layer = Layer(entry.name, module, "softmax", softmax_attention, notes)
         layer.window = getattr(module, "sliding_window", None)
         softmax.LAYERS[module] = layer
         patches.on_undo(partial(_forget, module))

@@ -185,7 +185,9 @@ class Forward:
 
 
 FORWARDS: dict[str | type[nn.Module], Forward] = {
-    "MiniMaxLightningAttention": Forward("Lightning", retnet, lightning),
+    "MiniMaxLightningAttention": Forward(
+        "Lightning", retnet, lightning, ("cached calls of several tokens go on; the original raises an error",)
+    ),
     "RecurrentGemmaRecurrentBlock": Forward(
         "RG-LRU", rg_lru, griffin,
         ("the convolution keeps its past in calls of several tokens and does not see across resets",),
