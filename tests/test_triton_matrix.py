@@ -112,7 +112,7 @@ def test_a_decay_of_zero_forgets_and_keeps_its_gradient():
     assert_same(found, outcome(resettable, given, None, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("name", ["s6", "rwkv7", "softmax_attention"])
+@pytest.mark.parametrize("name", ["rwkv7", "softmax_attention"])
 def test_other_structures_are_refused_by_name(name):
     recurrence = get(name).recurrence
     given = {n: x.float() for n, x in sample(recurrence, tokens=20).items()}
