@@ -1,0 +1,275 @@
+"""`convert`: change a model in place so that dsf runs its mixers; `Converted`: the result, its report and its undo."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsf.analysis.convert import softmax
+from dsf.analysis.convert.cores import Core
+from dsf.analysis.convert.find import Found, LeftAlone, find, names_used
+from dsf.analysis.convert.fir import causal_conv, causal_conv_step, fir
+from dsf.analysis.convert.forwards import FORWARDS, METHODS, Forward
+from dsf.analysis.convert.layer import Layer, ModelCall
+from dsf.analysis.convert.patch import Patches, named
+from dsf.analysis.measures_state import StateSize, state_size
+from dsf.errors import DsfError
+from dsf.mixers import softmax_attention
+from dsf.recurrence import Recurrence
+
+CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv, "causal_conv1d_update": causal_conv_step}
+
+NOTES = {
+    "S6": ("a cached call of several tokens starts from the cached state; the original starts from zeros",),
+    "WKV-4": ("calls of one token keep the sequences of a batch apart; the original mixes them up",),
+}
+POSITIONS = "a cached call without position_ids goes on after the cache; the original starts at position 0 again"
+FORGETFUL = ("BambaAttention", "MiniMaxAttention")  # in models that forget positions
+LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original forgets it"
+CONVOLVED = "packed sequences and padding at the end are kept out of convolution and state on every device"
+
+
+class ConversionError(DsfError):
+    """A model that cannot be converted, and why."""
+
+
+class Converted:
+    """A model whose mixers dsf runs.
+
+    model: the same object that was given, changed in place. layers: what was converted; left_alone: what was not, and
+    why. print(converted) is the report. undo() restores the model; as a context manager it does so at the end.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[Layer], left_alone: list[LeftAlone], patches: Patches) -> None:
+        self.model = model
+        self.layers = tuple(layers)
+        self.left_alone = tuple(left_alone)
+        self._patches = patches
+
+    def undo(self) -> nn.Module:
+        """Give the model its own mixers back, and return it."""
+        self._patches.undo()
+        return self.model
+
+    def __enter__(self) -> Converted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __getitem__(self, name: str) -> Layer:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(f"no converted layer is called {name!r}; they are {', '.join(x.name for x in self.layers)}")
+
+    def state_size(self, context: int, width: int = 4) -> dict[str, StateSize]:
+        """What every layer that has run keeps of one sequence after `context` tokens; width: bytes a number.
+
+        Raises ConversionError before the first call of the model, which tells the sizes.
+        """
+        found = {}
+        for layer in self.layers:
+            if layer.state is None:
+                raise ConversionError(f"{layer.name} has not run yet: call the model once to learn its state's size")
+            heads, n, p = layer.state
+            found[layer.name] = state_size(
+                layer.recurrence, context, heads=heads * layer.parts, N=n, P=p, key_heads=layer.key_heads,
+                conv=layer.conv, window=layer.window, width=width,
+            )  # fmt: skip
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{type(self.model).__name__}: {len(self.layers)} mixers run as dsf recurrences"]
+        lines += [f"  {x.name}: {x.kind} -> {x.recurrence.name} ({x.recurrence.spec.structure})" for x in self.layers]
+        notes = dict.fromkeys((layer.kind, note) for layer in self.layers for note in layer.notes)
+        lines += [f"  note, {kind}: {note}" for kind, note in notes]
+        lines += [f"  left alone: {x.name} ({x.type}), because {x.why}" for x in self.left_alone]
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module) -> Converted:
+    """Run every sequence mixer of a PyTorch model as a dsf recurrence, from now on and in place.
+
+    The model's outputs stay the same, for whole sequences, pieces with a cache, token by token and with padding; where
+    the original is itself wrong, the layer's notes say how. Caches keep the model's own layout, so one that was filled
+    before the conversion goes on. Works for transformers' models (SSM, delta, linear and softmax mixers and their
+    hybrids) and for classes given to `register`.
+
+    Raises ConversionError for what is not a torch module, a model on the meta device, a model that is converted
+    already, or one without any mixer that is known (naming those that are not).
+    """
+    _check(model)
+    found, left = find(model)
+    patches, layers, shared = Patches(), [], ModelCall()
+    attention = [f for f in found if f.how == "softmax"]
+    if attention and not _set_attention(model, patches):
+        left += [
+            LeftAlone(f.name, type(f.module).__name__, "its attention cannot be set from outside") for f in attention
+        ]
+        found = [f for f in found if f not in attention]
+    if not found:
+        patches.undo()
+        named_left = "; ".join(f"{x.name or 'the model'} ({x.type}): {x.why}" for x in left) or "nothing mixes tokens"
+        raise ConversionError(f"{type(model).__name__}: no mixer to convert: {named_left}")
+    _watch_model(model, shared, patches, all(f.how != "softmax" for f in found))
+    for entry in found:
+        layer = _convert(entry, patches)
+        layer.shared = shared
+        layers.append(layer)
+    _mend_methods(model, shared, patches)
+    object.__setattr__(model, "_dsf_converted", True)
+    patches.on_undo(lambda: object.__delattr__(model, "_dsf_converted"))
+    return Converted(model, layers, left, patches)
+
+
+def register(
+    target: type[nn.Module] | str, recurrence: Recurrence, kind: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Teach `convert` a mixer class (or its name): decorates the forward to use in place of the class's.
+
+        @register(MyMixer, unnormalized_linear_attention)
+        def my_mixer(layer, module, x):
+            q, k, v = module.qkv(x).unflatten(-1, (3, heads, -1)).unbind(-3)
+            y, state = layer.run(unnormalized_linear_attention, q=q, k=k, v=v)
+            return module.out(y.flatten(2))
+
+    The function gets the Layer, the module and the arguments of the original forward, and returns what that returns.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = target if isinstance(target, str) else target.__name__
+        FORWARDS[target] = Forward(kind or name, recurrence, function)
+        return function
+
+    return decorate
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert takes a torch module, got {type(model).__name__}")
+    meta = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
+    if meta is not None:
+        raise ConversionError(f"{type(model).__name__} is on the meta device ({meta}): load its weights first")
+    if getattr(model, "_dsf_converted", False):
+        raise ConversionError(f"{type(model).__name__} is converted already; undo() that conversion first")
+
+
+def _convert(entry: Found, patches: Patches) -> Layer:
+    module, how = entry.module, entry.how
+    if isinstance(how, Forward):
+        layer = Layer(entry.name, module, how.kind, how.recurrence, how.notes)
+        patches.watch(layer)
+        patches.attribute(module, "forward", partial(how.forward, layer, module))
+    elif isinstance(how, Core):
+        layer = Layer(entry.name, module, how.kind, how.recurrence, NOTES.get(how.kind, ()))
+        _functions(layer, {**how.functions, **CONVOLUTION}, patches)
+        if getattr(module, "time_step_limit", (0.0, float("inf"))) != (0.0, float("inf")):
+            layer.notes += (LIMITED,)
+    elif how == "FIR":
+        weight = next(m.weight for m in module.modules() if isinstance(m, nn.Conv1d))
+        layer = Layer(entry.name, module, "FIR", fir(weight.shape[-1]))
+        _functions(layer, CONVOLUTION, patches)
+    else:
+        notes = (POSITIONS,) if type(module).__name__ in FORGETFUL else ()
+        layer = Layer(entry.name, module, "softmax", softmax_attention, notes)
+        layer.window = getattr(module, "sliding_window", None)
+        softmax.LAYERS[module] = layer
+        patches.on_undo(partial(_forget, module))
+        patches.watch(layer)
+    if layer.kind != "FIR":
+        layer.conv = sum(
+            m.in_channels * (m.kernel_size[0] - 1) for m in module.modules() if isinstance(m, nn.Conv1d)
+        )  # fmt: skip
+    return layer
+
+
+def _functions(layer: Layer, functions: dict[str, Callable[..., Any]], patches: Patches) -> None:
+    patches.watch(layer)
+    names = names_used(type(layer.module))
+    for name, replacement in functions.items():
+        if name in names:
+            patches.function(names[name], name, replacement)
+    if "causal_conv1d_fn" in names:
+        layer.notes += (CONVOLVED,)
+
+
+def _mend_methods(model: nn.Module, shared: ModelCall, patches: Patches) -> None:
+    for module in model.modules():
+        for (cls, method), replacement in METHODS.items():
+            if type(module).__name__ == cls:
+                patches.attribute(module, method, partial(replacement, shared, module))
+
+
+def _forget(module: nn.Module) -> None:
+    softmax.LAYERS.pop(module, None)
+
+
+def _set_attention(model: Any, patches: Patches) -> bool:
+    """Route softmax attention to ours; False where the model does not let its attention be set."""
+    if not hasattr(model, "set_attn_implementation"):
+        return False
+    softmax.register()
+    before = model.config._attn_implementation
+    model.set_attn_implementation(softmax.NAME)
+    if model.config._attn_implementation != softmax.NAME:
+        return False
+    patches.on_undo(lambda: model.set_attn_implementation(before))
+    return True
+
+
+def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, recurrent_only: bool) -> None:
+    """Keep the arguments of the model's calls, and repair what models get wrong in cached ones (see _repaired)."""
+    for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
+        signature = inspect.signature(type(module).forward)
+
+        def before(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature = signature
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            arguments = named(signature, module, args, kwargs)
+            given = {k: v for k, v in arguments.items() if v is not None}
+            # The inner model is not told all that the outer one was.
+            shared.arguments = given if module is model else {**shared.arguments, **given}
+            return args, {**kwargs, **_repaired(arguments, "position_ids" in signature.parameters, recurrent_only)}
+
+        def after(module: nn.Module, *_: Any) -> None:
+            if module is model:
+                shared.arguments = {}
+
+        patches.on_undo(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        patches.on_undo(module.register_forward_hook(after, always_call=True).remove)
+
+
+def _repaired(arguments: dict[str, Any], takes_positions: bool, recurrent_only: bool) -> dict[str, Any]:
+    """Arguments of a cached call that the model would get wrong.
+
+    Positions continue after the cache's tokens (some hybrids begin anew, or count a layer without keys); a mask longer
+    than the call is cut to its tokens for models without attention (they multiply by it).
+    """
+    tokens = arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor):
+        return {}
+    cache: Any = arguments.get("past_key_values")
+    new, mask = tokens.shape[1], arguments.get("attention_mask")
+    repaired: dict[str, Any] = {}
+    if takes_positions and arguments.get("position_ids") is None and hasattr(cache, "layers"):
+        past = max((_length(x) for x in cache.layers), default=0)
+        if past:
+            positions = torch.arange(past, past + new, device=tokens.device)
+            repaired["position_ids"] = positions.expand(tokens.shape[0], -1)
+    if recurrent_only and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > new:
+        repaired["attention_mask"] = mask[:, -new:]
+    return repaired
+
+
+def _length(layer: Any) -> int:
+    try:
+        return int(layer.get_seq_length())
+    except (ValueError, NotImplementedError, AttributeError, TypeError):
+        return 0
