@@ -134,12 +134,13 @@ class Spec:
 
     @cached_property
     def is_delta(self) -> bool:
-        """True when every correction erases along the very vector its row writes."""
+        """True when every correction erases along the very vector its row writes, and B factors."""
+        if any(r.dense is not None for r in self.rows):
+            return False
         return self.rank > 0 and all(
             not r.normal.corrections
             or (
-                r.dense is None
-                and len(r.terms) == len(r.normal.corrections)
+                len(r.terms) == len(r.normal.corrections)
                 and all(c.left is split_scale(t.key)[1] for c, t in zip(r.normal.corrections, r.terms, strict=True))
             )
             for r in self.rows
@@ -244,13 +245,12 @@ class Spec:
         """True when den differs by channel, so that its state needs P columns instead of one."""
         if self.ones is None:
             return False
-        values = [t.value for r in self.ones.rows for t in r.terms] + [self.ones.system.D]
+        terms = [x for r in self.ones.rows for t in r.terms for x in (t.value, t.gain) if x is not None]
         dense = [r.dense for r in self.ones.rows if r.dense is not None]
         return (
-            any(VALUE in x.axes for x in [*values, *dense, self.readout])
+            any(VALUE in x.axes for x in [*terms, *dense, self.readout, self.ones.system.D])
             or VALUE in self.decay_axes | (self.gain_axes if self.is_stabilised else frozenset())
-            or VALUE
-            in frozenset().union(*(c.scale.axes | c.left.axes for r in self.rows for c in r.normal.corrections))
+            or any(VALUE in c.scale.axes | c.left.axes | c.right.axes for r in self.rows for c in r.normal.corrections)
         )
 
     @property
