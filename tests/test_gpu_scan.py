@@ -6,6 +6,7 @@ from test_triton_scan import aligned, draw, gradients, leaky_peak, swinging
 from torch.utils.checkpoint import checkpoint
 
 import dsf
+from dsf.gpu_scan import _hole, source_of
 from dsf.mixers.hgrn import hgrn
 from dsf.mixers.longhorn import longhorn
 from dsf.mixers.mingru import mingru
@@ -98,10 +99,23 @@ def test_offsets_beyond_32_bits() -> None:
     assert_blocks_close(state, last, 1e-4)
 
 
-def test_compiles_whole_and_is_captured() -> None:
+def test_the_operator_compiles_whole() -> None:
+    x = {k: v.requires_grad_() for k, v in cuda(draw(qlstm, 256, p=64)).items()}
+    name = _hole(qlstm.spec, False)
+    operands = [x[o.name] for o in source_of(qlstm.spec).operands]
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.ops.dsf.fused_scan(list(tensors), None, name, True)[0].sin()
+
+    plain, whole = run(*operands), torch.compile(run, fullgraph=True)(*operands)
+    found = [torch.autograd.grad(y.sum(), operands) for y in (plain, whole)]
+    assert_blocks_close(whole, plain, 1e-5)
+    for a, b in zip(*found, strict=True):
+        assert_blocks_close(a, b, 1e-5)
+
+
+def test_a_training_step_is_captured_in_a_graph() -> None:
     x = cuda(draw(s6, 256, n=16, p=64))
-    compiled = torch.compile(lambda **k: s6(**k, backend="triton").sin(), fullgraph=True)
-    assert_blocks_close(compiled(**x), s6(**x, backend="triton").sin(), 1e-5)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
     with torch.cuda.stream(side):
