@@ -221,6 +221,12 @@ def stabilised(q: Key, k: Key, v: Value, i: Scalar, f: Scalar) -> System:
 
 
 @dsf.recurrence
+def stabilised_log(q: Key, k: Key, v: Value, i: Scalar, g: Scalar) -> System:
+    rule = lambda num, den, one: num / maximum(abs(den), one)  # noqa: E731
+    return System(A=exp(g), B=exp(i) * k * v, C=q, normalize=rule)
+
+
+@dsf.recurrence
 def stabilised_vector(k: Value, v: Value, w: Param[Value], u: Param[Value]) -> System:
     decay = exp(-exp(w))
     return System(A=decay, B=exp(k) * v, C=1, D=exp(u + k) * v, read="before", normalize=ratio, drive=v)
@@ -318,7 +324,7 @@ class Extreme(Subject):
 
 SINGLE = [
     scalar, key_diagonal, value_diagonal, scalar_log, key_diagonal_log, value_diagonal_log, vector_scalar_gate,
-    scalar_delta, key_decay_before_delta, key_decay_after_delta,
+    scalar_delta, key_decay_before_delta, key_decay_after_delta, normalised_by_channel, stabilised_log,
 ]  # fmt: skip
 DOUBLE = [scalar_log, key_diagonal, value_diagonal, key_decay_before_delta]  # float32 is the harder
 EXTREME = [(r, "float32") for r in SINGLE] + [(r, "float64") for r in DOUBLE]
