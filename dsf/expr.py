@@ -181,7 +181,7 @@ def as_expr(x: Any) -> Expr:
         if x.op in COMPARISONS:
             raise TraceError(f"the comparison `{x}` has no number as its value; use where({x}, a, b)")
         return x
-    if isinstance(x, int | float):
+    if isinstance(x, int | float) and not math.isnan(x):
         return const(x)
     if isinstance(x, OperatorBase):
         raise TraceError(

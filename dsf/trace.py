@@ -125,6 +125,8 @@ def _has_kernel_trick(spec: Spec) -> bool:
 def _check_rule(spec: Spec, rule: Expr) -> None:
     if KEY in rule.axes:
         raise TraceError(f"normalize = {rule} has a Key axis, but y has none")
+    if NUM not in children_first(rule):
+        raise TraceError(f"normalize = {rule} does not use num, the output that it normalises")
     driven = inputs_of(*(s.B for s in spec.system.micro_steps))
     for drive in spec.drives:
         if not any(drive is x for x in driven):

@@ -205,6 +205,7 @@ def test_features_belong_to_the_key_axis():
         (lambda: dsf.exp(S > 0), "the comparison `s > 0` has no number"),
         (lambda: [*K], "cannot be iterated over or unpacked; Steps"),
         (lambda: S + "x", "expected an expression or a number, got str: 'x'"),
+        (lambda: S + float("nan"), "expected an expression or a number, got float: nan"),
         (lambda: dsf.exp(None), "expected an expression or a number, got NoneType"),
         (lambda: dsf.exp(outer(K, K)), r"an operator on the Key axis \(`outer\(k, k\)`\) stands where"),
         (lambda: dsf.sum_key(V), r"sum_key\(v\) sums over the Key axis, but its argument does not vary over it"),

@@ -136,6 +136,10 @@ def rule_of_one(q: Key, k: Key, v: Value):
     return System(A=I, B=k * v, C=q, normalize=lambda num: num)
 
 
+def rule_without_num(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, normalize=lambda num, den: 3)
+
+
 def rule_is_no_rule(q: Key, k: Key, v: Value):
     return System(A=I, B=k * v, C=q, normalize="ratio")
 
@@ -251,6 +255,7 @@ ON_THE_WHOLE = [
     (no_drive, "expected one bare Value factor in B, found none"),
     (foreign_drive, "drive = x does not occur in B"),
     (foreign_drives, r"drive = x\[0\] does not occur in B"),
+    (rule_without_num, "normalize = 3 does not use num, the output that it normalises"),
     (rule_of_one, r"normalize takes rule\(num, den\) or rule\(num, den, one\), not 1 arguments"),
     (rule_with_key, r"normalize = num / \(den \+ q\) has a Key axis, but y has none"),
     (rule_of_no_degree, "changes when num and den are scaled alike.* write the rule with .*one"),
