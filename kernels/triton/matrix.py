@@ -172,7 +172,7 @@ def _reverse_launch(
         call.tokens, call.heads, count, span, call.length, call.plane, *call.rows(call.q), *call.rows(call.k),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         START=start is not None, STATES=adjoints is not None, FINAL=final is not None,
-        STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
+        STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
     )  # fmt: skip
 
 

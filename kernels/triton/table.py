@@ -1,8 +1,8 @@
 """Tile sizes by structure, sizes and dtype: a table, never a search in the user's process.
 
-Filled from benchmarks/gpu_tiles.py on an H200. Chunks of 64 rows, slices of 64 channels, 4 warps and 3 stages were best
-or within 5 % wherever they fit; wider keys or 4-byte operands need shorter chunks and fewer stages to fit in registers
-and shared memory. Narrow slices never run with one stage: Triton 3.6 was seen to be wrong there.
+Filled by hand from measurements on an H200; docs/performance.md keeps the log. Chunks of 64 rows, slices of 64
+channels, 4 warps and 3 stages were best for most; wider keys or 4-byte operands need shorter chunks and fewer stages
+to fit in registers and shared memory. Narrow slices never run with one stage: Triton 3.6 was seen to be wrong there.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Tiles:
     gradient_warps: int
     transform_warps: int = 4
     transform_terms: int = 1
+    reverse_stages: int = 2
 
 
 def padded(size: int) -> int:
@@ -45,16 +46,10 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         return Tiles(32, keys, short, 4 if keys <= 128 else 8, 2, min(64, wide), 8)
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
-    stages = 2 if decay != "none" and (delta or decay == "key") and keys > 64 else 3
-    return Tiles(
-        64,
-        keys,
-        narrow,
-        8 if decay == "key" and keys > 64 else 4,
-        stages,
-        wide,
-        4 if decay == "scalar" or (keys <= 64 and decay == "none") else 8,
-    )
+    stages = 2 if decay == "key" and keys > 64 else 3
+    reverse = 2 if decay != "none" and delta and keys > 64 else stages
+    walk = 8 if decay == "key" and keys > 64 else 4
+    return Tiles(64, keys, narrow, walk, stages, wide, 8 if decay == "key" else 4, reverse_stages=reverse)
 
 
 def segments(chunks: int, programs: int) -> int:
