@@ -72,6 +72,12 @@ class Expr:
         _interned[identity] = self
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Expr, (self.op, self.args, self.attrs, self.axes, self.features)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Expr:
+        return self
+
     def __add__(self, other: Like) -> Any:
         return _binary("add", self, other)
 

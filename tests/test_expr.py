@@ -1,6 +1,8 @@
 """Expressions: one object an expression, axes by name, and text that reads back as the expression."""
 
+import copy
 import gc
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +36,12 @@ def test_equal_expressions_are_one_object():
     assert const(1) is const(1.0)
     assert leaf("k") is not K, "axes are part of what an expression is"
     assert STEPS[0] is not STEPS[1]
+
+
+def test_copies_and_pickles_are_the_same_object():
+    expr = dsf.exp(K * V) * STEPS[1]
+    for same in (copy.copy(expr), copy.deepcopy(expr), pickle.loads(pickle.dumps(expr))):
+        assert same is expr
 
 
 def test_forgotten_expressions_are_freed():

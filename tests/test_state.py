@@ -1,5 +1,8 @@
 """States, types and layouts: what comes in and goes out of a call besides its numbers."""
 
+import copy
+import pickle
+
 import pytest
 import structures
 import torch
@@ -183,6 +186,14 @@ def test_a_call_leaves_its_inputs_and_its_state_alone():
         structures.gated_delta(**inputs, initial_state=state, form=form)
     structures.gated_delta.step(state, **{n: x[:, 0] for n, x in inputs.items()})
     assert all(torch.equal(before[n], x) for n, x in (inputs | {"state": state}).items())
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_recurrences_are_copied_and_pickled_with_the_modules_that_hold_them(again):
+    for r in (structures.gated_delta, structures.softmax, structures.normalised, structures.product):
+        inputs = structures.sample(r)
+        assert torch.equal(again(r)(**inputs), r(**inputs))
+        assert str(again(r)) == str(r)
 
 
 def test_runs_repeat_bit_for_bit():
