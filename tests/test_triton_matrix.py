@@ -1,18 +1,10 @@
 """The matrix skeletons in Triton's interpreter, tiny and in float32, against the float64 oracle, both directions."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("kernels run compiled here: tests/test_gpu_matrix.py", allow_module_level=True)
-
+from interpreted import interpreted
 from matrix_family import UNSEEN, forgetful_delta, late_ratio, swinging
 from mixer_inputs import sample
 
@@ -20,6 +12,8 @@ import dsf
 from dsf import Key, Scalar, System, Value
 from dsf.kernels.triton import matrix as matrix_kernels
 from dsf.mixers import get
+
+pytestmark = interpreted
 
 NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
 NAMES += ["delta_product", "gated_delta_product", "normalized_attention_exp", "gla", "rwkv6", "kda"]

@@ -1,15 +1,10 @@
-"""The fused scan in Triton's interpreter: what is printed computes what was declared, forward and backward.
+"""The fused scan in Triton's interpreter: what is printed computes what was declared, forward and backward."""
 
-The interpreter is switched on before triton is imported, so these tests run in a process of their own.
-"""
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import INTERPRETED, interpreted
 
 import dsf
 from dsf import Key, Param, Scalar, System, Value, dot, exp, l2norm, maximum, sigmoid, softplus, tanh, where
@@ -21,9 +16,6 @@ from dsf.mixers.mingru import mingru
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6, s6_negative
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
 
 
 @dsf.recurrence
@@ -78,14 +70,6 @@ def close(ours: list[torch.Tensor], oracle: list[torch.Tensor], tolerance: float
     for place, (a, b) in enumerate(zip(ours, oracle, strict=True)):
         scale = b.abs().max().clamp(min=1e-3)
         assert float((a - b).abs().max() / scale) < tolerance, f"result {place}"
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
-def test_laws_hold_in_the_interpreter(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "DSF_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.fixture
