@@ -59,7 +59,8 @@ class Recurrence:
         cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences; states then have S rows.
         form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
 
-        Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True.
+        Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. Second derivatives pass
+        through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
         bound = bind(self.spec, args, kwargs)

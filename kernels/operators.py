@@ -25,6 +25,15 @@ def reduce_to(x: Tensor, shape: torch.Size) -> Tensor:
     return x.sum(axes, keepdim=True) if axes else x
 
 
+def refuse_second_order() -> None:
+    """For backward passes that cannot be differentiated again: RuntimeError when create_graph=True asks for it."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "second derivatives (create_graph=True) do not pass through this form; ask for form='recurrent', which has "
+            "them for every recurrence"
+        )
+
+
 @dataclass(frozen=True)
 class Transition:
     """A structured linear operator on states S [..., N, P].

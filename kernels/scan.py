@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.operators import reduce_to
+from dsf.kernels.operators import reduce_to, refuse_second_order
 from dsf.kernels.problem import Problem, read
 
 Pair = tuple[Tensor, Tensor]
@@ -130,6 +130,7 @@ class ReadScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """G_r = C dyᵀ + a_{r+1} G_{r+1};  da_r = ⟨G_r, h_{r-1}⟩, dkey = G value, dvalue = keyᵀ G, dC = h dy."""
+        refuse_second_order()  # it works in place
         a, key, value, c, initial, states = ctx.saved_tensors
         dy, dfinal = cotangents[0].unsqueeze(-2), cotangents[1]
         reads: Reads = ctx.reads

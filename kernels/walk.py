@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.operators import reduce_to
+from dsf.kernels.operators import reduce_to, refuse_second_order
 
 BASE = 8  # rows of a diagonal block that are substituted directly
 
@@ -52,6 +52,7 @@ class UnitLowerSolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dR = (I - M)^-T dX;  dM = Σ dR Xᵀ below the diagonal."""
+        refuse_second_order()  # the saved inverse would be taken for a constant
         inverse, *solved = ctx.saved_tensors
         first, second = (inverse.transpose(-1, -2) @ x for x in cotangents)
         system = (first @ solved[0].transpose(-1, -2)).add_(second @ solved[1].transpose(-1, -2))
@@ -73,7 +74,7 @@ class Walk(torch.autograd.Function):
         count = known.shape[2]
         totals = total.expand(-1, -1, count, -1, -1)
         starts = initial.new_empty(*initial.shape[:2], count, *initial.shape[2:])
-        entries = known if weight is None else torch.empty_like(known)
+        entries = known.view_as(known) if weight is None else torch.empty_like(known)
         state = initial
         writes = ends.transpose(-1, -2) @ known if weight is None else None
         for c in range(count):
@@ -86,7 +87,7 @@ class Walk(torch.autograd.Function):
             torch.add(known[:, :, c], weight[:, :, c] @ state, out=entry)
             state = torch.addcmul(ends[:, :, c].transpose(-1, -2) @ entry, totals[:, :, c], state)
         ctx.save_for_backward(total, ends, entries, weight, starts)
-        return starts, entries.view_as(entries), state
+        return starts, entries, state
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:

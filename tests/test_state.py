@@ -223,3 +223,26 @@ def test_inputs_may_be_called_as_the_rule_s_arguments():
     q, k, v = torch.randn(1, 9, 2, 3), torch.randn(1, 9, 2, 3), torch.randn(1, 9, 2, 2)
     torch.testing.assert_close(odd(q, k, v), structures.normalised(q, k, v))
     assert "y = num / den + 0 * one" in str(odd)
+
+
+@EACH
+def test_second_derivatives_are_right_or_refused(recurrence):
+    inputs = structures.sample(recurrence, T=12)
+
+    def second(form: str) -> tuple[torch.Tensor, ...]:
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        first = torch.autograd.grad(
+            recurrence(**leaves, form=form).square().sum(), list(leaves.values()), create_graph=True
+        )
+        return torch.autograd.grad(sum(g.square().sum() for g in first), list(leaves.values()))
+
+    expected = second("naive")
+    for form in recurrence.forms:
+        try:
+            found = second(form)
+        except RuntimeError as error:
+            assert "second derivatives (create_graph=True) do not pass through this form" in str(error)
+            assert form in ("scan", "chunk")
+            continue
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7, msg=lambda m, form=form: f"{form}: {m}")
