@@ -69,22 +69,27 @@ def finite(subject: Subject, form: str, example: Example) -> Measures:
 def compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str) -> Measures:
     """One measure for y, the state, the gradient in each input, and all gradients through the final state."""
     tolerance, kinds = TOLERANCE[dtype], subject.kinds
-    yield Measure("y", distance(got.y, expected.y, OUTPUT, dtype), tolerance)
+    held = max([expected.start, typical_entry(expected.y, OUTPUT), *(typical_entry(x, None) for x in expected.state)])
+    yield Measure("y", distance(got.y, expected.y, OUTPUT, dtype, held), tolerance)
     if got.state:
         pairs = zip(got.state, expected.state, strict=True)
-        yield Measure("state", max(distance(a, b, None, dtype, expected.start) for a, b in pairs), tolerance)
+        yield Measure("state", max(distance(a, b, None, dtype, held) for a, b in pairs), tolerance)
     yield from _gradients("grad {}", got.grads, expected.grads, kinds, dtype)
     if got.state_grads:
-        worst = max(
-            _gradients("{}", got.state_grads, expected.state_grads, kinds, dtype), key=lambda m: _order(m.error)
-        )
+        each = _gradients("{}", got.state_grads, expected.state_grads, kinds, dtype, 1.0)
+        worst = max(each, key=lambda m: _order(m.error))
         yield Measure("grad of state", worst.error, tolerance, f"the gradient in `{worst.quantity}`")
 
 
 def _gradients(
-    title: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], kinds: Mapping[str, Kind], dtype: str
+    title: str,
+    got: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    kinds: Mapping[str, Kind],
+    dtype: str,
+    cotangent: float = 0.0,
 ) -> Measures:
-    scale = max((typical_entry(x, kinds.get(name)) for name, x in expected.items()), default=0.0)
+    scale = max([cotangent, *(typical_entry(x, kinds.get(name)) for name, x in expected.items())])
     for name, reference in expected.items():
         error = distance(got[name], reference, kinds.get(name), dtype, scale)
         yield Measure(title.format(name), error, TOLERANCE[dtype])
