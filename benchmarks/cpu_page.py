@@ -1,0 +1,56 @@
+"""docs/cpu.md from benchmarks/results/cpu.json: the page says what was measured, nothing else.
+
+python benchmarks/cpu_page.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
+PAGE = ROOT / "docs" / "cpu.md"
+
+TEXT = """# Speed and memory on a CPU
+
+Made by `python benchmarks/cpu.py` (or `make bench`) from `benchmarks/results/cpu.json`; a test holds the two together.
+
+Forward and backward, float32, {threads} threads, Python {python}, {versions}; commit `{commit}`. Both sides ran in one
+process on the same inputs, in turns; times are medians. *error* is the worst head and block of 64 tokens against the
+float64 recurrence, on the first 512 tokens. *peak* is the tensors alive at once above the inputs, followed allocation
+by allocation. *ratio* is the other's time over ours; in brackets what the project set out to reach.
+
+| work | shape | who | time (ms) | peak (MiB) | error | ratio |
+|---|---|---|---:|---:|---:|---:|
+{rows}
+
+The other implementations are the pure-torch paths that run without a GPU: `torch_chunk_gated_delta_rule`,
+`mamba2_chunk_scan` and `mamba_selective_scan` of transformers, and the parallel scan of mambapy. The backward pass of
+`mamba_selective_scan` is quadratic in T (it slices the whole sequence at every token), so its ratio depends on T.
+"""
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page as Markdown, from the JSON that benchmarks/cpu.py writes."""
+    machine = data["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    rows = [_row(result, side) for result in data["results"] for side in result["seconds"]]
+    facts = {key: machine[key] for key in ("threads", "python")}
+    return TEXT.format(rows="\n".join(rows), versions=versions, commit=machine["commit"][:9], **facts)
+
+
+def _row(result: dict[str, Any], side: str) -> str:
+    ours = side == "dsf"
+    ratio = "" if ours else f"{result['speedup'][side]:.2f} ({result['target'][side]:g})"
+    peak = result["peak_mib"].get(side)
+    cells = [
+        result["case"] if ours else "", result["shape"] if ours else "", side, f"{1e3 * result['seconds'][side]:,.1f}",
+        "" if peak is None else f"{peak:.0f}", f"{result['error'][side]:.1e}", ratio,
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
