@@ -372,18 +372,6 @@ def _speed_cell(speeds: Mapping[str, float], form: str) -> Cell:
     return Cell(count(speed), speed, strong=speed == max(speeds.values()))
 
 
-def _reach_words(record: Record) -> str:
-    """How far back the later half of the sentence looks, from the shares left of the diagonal."""
-    shares = record["kernel"]["shares"]
-    rows = range(len(shares) // 2, len(shares))
-    weight = sum(shares[i][j] for i in rows for j in range(i))
-    if not weight:
-        return "sees nothing but the newest character"
-    back = sum(shares[i][j] * (i - j) for i in rows for j in range(i)) / weight
-    evenly = sum((i + 1) / 2 for i in rows) / len(rows)
-    return f"{back:.1f} characters back on average ({evenly:.1f} if it looked everywhere alike)"
-
-
 def _spectrum_words(record: Record) -> str:
     values, life = record["eigenvalues"], record["half_life"]
     median = life["percentiles"]["50"]

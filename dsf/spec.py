@@ -9,7 +9,7 @@ from functools import cached_property
 from dsf.annotations import Kind
 from dsf.errors import TraceError
 from dsf.expr import KEY, VALUE, Expr, as_expr, const, inputs_of, show, substitute
-from dsf.operator import Normal, Operator, factors_of, normal_form, split_scale, times
+from dsf.operator import Normal, factors_of, normal_form, split_scale, times
 from dsf.primitives import log_of
 from dsf.system import DEN, NUM, ONE, System
 
@@ -51,11 +51,6 @@ class Spec:
     doc: str
     inputs: tuple[Input, ...]
     system: System
-
-    @cached_property
-    def operators(self) -> tuple[Operator, ...]:
-        """A of every micro-step as written."""
-        return tuple(s.A for s in self.system.micro_steps)
 
     @cached_property
     def readout(self) -> Expr:
