@@ -41,21 +41,25 @@ def output(trajectory: Trajectory) -> Tensor:
     return torch.einsum("bhijp,bhjp->bihp", phi, u)
 
 
-def attention_map(trajectory: Trajectory) -> Tensor:
+def attention_map(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
     """|Phi| averaged over channels, micro-steps summed, each row scaled to sum 1, [B, H, T, S]; a picture of attention.
 
     The absolute value makes systems with signed weights comparable with softmax (HiddenMambaAttn, arXiv 2403.01590).
+    phi: kernel_matrix(trajectory) where it is at hand.
     """
-    weights = _tokens(trajectory.kernel_matrix().abs().mean(-1), trajectory)
+    weights = _tokens(_phi(trajectory, phi).abs().mean(-1), trajectory)
     return weights / _nonzero(weights.sum(-1, keepdim=True))
 
 
-def mean_distance(trajectory: Trajectory) -> Tensor:
-    """Tokens back that output i looks, Σ_j |Phi_ij| (i - j) / Σ_j |Phi_ij|, [B, H, T, p] (arXiv 2406.14528)."""
-    weights = _tokens(trajectory.kernel_matrix().abs(), trajectory, axis=3)
+def mean_distance(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
+    """Tokens away that output i looks, Σ_j |Phi_ij| |i - j| / Σ_j |Phi_ij|, [B, H, T, p] (arXiv 2406.14528).
+
+    Tokens back, for all but attention that sees both sides. phi: kernel_matrix(trajectory) where it is at hand.
+    """
+    weights = _tokens(_phi(trajectory, phi).abs(), trajectory, axis=3)
     tokens, places = weights.shape[2], weights.shape[3]
     last = torch.arange(places - tokens, places, device=weights.device)
-    age = (last[:, None] - torch.arange(places, device=weights.device)[None]).to(weights.dtype)
+    age = (last[:, None] - torch.arange(places, device=weights.device)[None]).abs().to(weights.dtype)
     return (weights * age[..., None]).sum(3) / _nonzero(weights.sum(3))
 
 
@@ -70,15 +74,16 @@ class EffectiveStateSize(NamedTuple):
 
 
 def effective_state_size(
-    trajectory: Trajectory, at: Sequence[int] | None = None, tolerance: float = 1e-3
+    trajectory: Trajectory, at: Sequence[int] | None = None, tolerance: float = 1e-3, phi: Tensor | None = None
 ) -> EffectiveStateSize:
     """Effective state size: how many numbers of the past the future depends on, from H_i = Phi[i:, :i].
 
     at: tokens i, 1 ≤ i < T (the middle by default). tolerance: relative to H_i's largest singular value.
+    phi: kernel_matrix(trajectory) where it is at hand.
     At most N per channel for a state of N rows; at most K - 1 for a convolution of K taps; up to min(i, T - i) for
     softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises InputError for a token outside 1 … T - 1.
     """
-    phi = trajectory.kernel_matrix().movedim(-1, 2)  # [B, H, p, T, S]
+    phi = _phi(trajectory, phi).movedim(-1, 2)  # [B, H, p, T, S]
     tokens, places = phi.shape[3], phi.shape[4]
     micro = 1 if trajectory.problem is None else trajectory.problem.micro
     past = places - tokens * micro
@@ -182,6 +187,10 @@ def taylor_error(trajectory: Trajectory, orders: Sequence[int]) -> list[float]:
         y = (weights / weights.sum(-1, keepdim=True)) @ values
         errors[order] = float((y.transpose(1, 2) - expected).abs().max() / (expected.max() - expected.min()))
     return [errors[r] for r in orders]
+
+
+def _phi(trajectory: Trajectory, phi: Tensor | None) -> Tensor:
+    return trajectory.kernel_matrix() if phi is None else phi
 
 
 def _tokens(weights: Tensor, trajectory: Trajectory, axis: int = -1) -> Tensor:

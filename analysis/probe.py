@@ -52,22 +52,31 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> dict[str, Any]:
         # A thousandth of a rounding is no forgetting: products of orthogonal steps keep lengths to rounding only.
         lives = torch.cat([half_life(t, of="transition").flatten() for t in found]).double()
         lives = torch.where(lives > 1e9, torch.inf, lives)
+    return {"eigenvalues": of_eigenvalues(real), "half_life": of_half_lives(lives)}
+
+
+def of_eigenvalues(real: Tensor) -> dict[str, Any]:
+    """What a report says of eigenvalues (their real parts): extremes, percentiles, shares, a histogram."""
     counts = torch.histc(real.clamp(LOW, HIGH).double(), BINS, LOW, HIGH)
     return {
-        "eigenvalues": {
-            "min": float(real.min()),
-            "max": float(real.max()),
-            "percentiles": dict(zip(("10", "50", "90"), percentiles(real).tolist(), strict=True)),
-            "share_negative": float((real < -1e-9).double().mean()),
-            "share_above_one": float((real > 1 + 1e-9).double().mean()),
-            "share_one": float(((real - 1).abs() <= 1e-9).double().mean()),
-            "histogram": {"low": LOW, "high": HIGH, "shares": (counts / counts.sum()).tolist()},
-        },
-        "half_life": {
-            "percentiles": dict(zip(("10", "50", "90"), percentiles(lives).tolist(), strict=True)),
-            "share_never": float(lives.isinf().double().mean()),
-        },
+        "min": float(real.min()),
+        "max": float(real.max()),
+        "percentiles": three_percentiles(real),
+        "share_negative": float((real < -1e-9).double().mean()),
+        "share_above_one": float((real > 1 + 1e-9).double().mean()),
+        "share_one": float(((real - 1).abs() <= 1e-9).double().mean()),
+        "histogram": {"low": LOW, "high": HIGH, "shares": (counts / counts.sum()).tolist()},
     }
+
+
+def of_half_lives(lives: Tensor) -> dict[str, Any]:
+    """What a report says of half-lives in tokens: percentiles, and the share that lives on for ever."""
+    return {"percentiles": three_percentiles(lives), "share_never": float(lives.isinf().double().mean())}
+
+
+def three_percentiles(x: Tensor) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile of all numbers of x."""
+    return dict(zip(("10", "50", "90"), percentiles(x).tolist(), strict=True))
 
 
 def picture_of_kernel(recurrence: Recurrence, inputs: Inputs) -> list[list[float]]:

@@ -23,12 +23,16 @@ class RecordingError(DsfError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of one layer. call: number of the layer's call; part: which run in that call (Zamba has several)."""
+    """One run of one layer.
+
+    call: number of the layer's call; part: which run in that call (Zamba has several); backward: tokens last first.
+    """
 
     layer: Layer
     call: int
     part: int
     trajectory: Trajectory
+    backward: bool = False
 
 
 @dataclass
@@ -71,6 +75,7 @@ def record(
     batch: slice | None = None,
     limit: int = 4 * GIB,
     dtype: torch.dtype | None = None,
+    visit: Callable[[Entry], None] | None = None,
 ) -> Iterator[Recording]:
     """Record the trajectories of a converted model's layers.
 
@@ -81,6 +86,7 @@ def record(
     layers: names, or a predicate on a Layer (default all). heads, batch: slices. tokens: at most so many of each call,
     from its first. dtype: store in this floating type (float64 to measure precisely). limit: bytes; a recording that
     would pass it is refused with RecordingError, which names the size, before the memory is taken.
+    visit: is given every entry as it is recorded, and nothing is kept: memory for one run, however deep the model.
     Trajectories stay structured (A is never made dense) and carry no gradients.
     """
     known = {layer.name: layer for layer in converted.layers}
@@ -102,8 +108,12 @@ def record(
         part = part if dtype is None else _cast(part, dtype)
         _check_size(recording, layer, part, heads)
         trajectory = _owned(part.trajectory().select(heads=heads))
+        entry = Entry(layer, calls[layer.name], run.part, trajectory, run.backward)
+        if visit is not None:
+            visit(entry)
+            return
         recording.bytes += size_of(trajectory)
-        recording.entries.append(Entry(layer, calls[layer.name], run.part, trajectory))
+        recording.entries.append(entry)
 
     for layer in chosen:
         layer.listeners.append(listen)
@@ -126,11 +136,11 @@ def _bounded(run: Run, batch: slice | None, tokens: int | None) -> Run:
         t = run.attention
         keep = first if tokens is not None else slice(None)
         whole = Trajectory(run.recurrence.spec, None, None, t)
-        return Run(run.recurrence, {}, None, run.part, whole.select(batch=rows, tokens=keep).attention)
+        return replace(run, attention=whole.select(batch=rows, tokens=keep).attention)
     timed = {i.name for i in run.recurrence.spec.inputs if i.kind.time}
     inputs = {n: x[rows, first] if n in timed else x for n, x in run.inputs.items()}
     state = run.state[rows] if isinstance(run.state, Tensor) else None
-    return Run(run.recurrence, inputs, state, run.part)
+    return replace(run, inputs=inputs, state=state)
 
 
 def _check_size(recording: Recording, layer: Layer, run: Run, heads: slice | None) -> None:
@@ -151,7 +161,8 @@ def _cast(run: Run, dtype: torch.dtype) -> Run:
     attention = None
     if run.attention is not None:
         attention = type(run.attention)(**{k: to(v) for k, v in vars(run.attention).items()})
-    return Run(run.recurrence, {n: to(x) for n, x in run.inputs.items()}, to(run.state), run.part, attention)
+    inputs = {n: to(x) for n, x in run.inputs.items()}
+    return replace(run, inputs=inputs, state=to(run.state), attention=attention)
 
 
 def _owned(trajectory: Trajectory) -> Trajectory:

@@ -39,11 +39,7 @@ class Text:
 
     def sentence(self, shortest: int = 36, longest: int = 56) -> str:
         """The first plain sentence of the held-out part, or its first `longest` characters if it has none."""
-        prose = " ".join(self.held_out_bytes.decode("utf-8", errors="ignore").split())
-        for match in re.finditer(r"(?<=[.!?:] )[A-Z][a-z]+(?: [a-zA-Z,'’-]+)+\.(?= |$)", prose):
-            if shortest <= len(match[0].encode()) <= longest:
-                return match[0]
-        return prose[:longest] or "."
+        return sentence_of(self.held_out_bytes.decode("utf-8", errors="ignore"), shortest, longest)
 
     def yardsticks(self) -> dict[str, float]:
         """Bits per byte of the held-out part for coders that everybody knows.
@@ -61,13 +57,35 @@ class Text:
         }
 
 
+def sentence_of(text: str, shortest: int, longest: int) -> str:
+    """The first plain sentence of so many bytes, or the first `longest` characters if there is none."""
+    prose = " ".join(text.split())
+    for match in re.finditer(r"(?<=[.!?:] )[A-Z][a-z]+(?: [a-zA-Z,'’-]+)+\.(?= |$)", prose):
+        if shortest <= len(match[0].encode()) <= longest:
+            return match[0]
+    return prose[:longest] or "."
+
+
 def load_text(path: Path | None = None) -> Text:
     """The file's text, or the default corpus.
 
     Raises InputError, naming the file, if it is missing, not a file, empty or shorter than 4096 bytes.
     """
+    name, data = read_text(path)
+    if len(data) < SHORTEST:
+        raise InputError(
+            f"the text {path} has {len(data):,} bytes, expected at least {SHORTEST:,}: a tenth of it is held out"
+        )
+    return _split(name, data)
+
+
+def read_text(path: Path | None = None) -> tuple[str, bytes]:
+    """(name, bytes) of a file, or of the default corpus.
+
+    Raises InputError, naming the file, if it is missing, not a file, unreadable or empty.
+    """
     if path is None:
-        return _split(DEFAULT_NAME, _default_corpus())
+        return DEFAULT_NAME, _default_corpus()
     if not path.exists():
         raise InputError(f"the text {path} does not exist")
     if not path.is_file():
@@ -78,11 +96,7 @@ def load_text(path: Path | None = None) -> Text:
         raise InputError(f"the text {path} cannot be read: {error.strerror}") from error
     if not data.strip():
         raise InputError(f"the text {path} is empty")
-    if len(data) < SHORTEST:
-        raise InputError(
-            f"the text {path} has {len(data):,} bytes, expected at least {SHORTEST:,}: a tenth of it is held out"
-        )
-    return _split(path.name, data)
+    return path.name, data
 
 
 def _default_corpus() -> bytes:

@@ -54,7 +54,8 @@ def test_typesegs_mamba_says_what_its_own_numpy_says_and_forgets_as_known():
         kernel.mamba_forward(np, {k.replace("__", "/"): v for k, v in weights.items()}, ids[0].numpy())
     )
     assert (logits - own).abs().max() < 1e-4 * (own.max() - own.min())
-    assert len(recording) == 12  # two directions a layer
+    assert [entry.backward for entry in recording] == [False, True] * 6  # two directions a layer
+    assert [mamba.piece(i) for i in ids[0, :3].tolist()] == list(PROSE[:3])
     slowest = {}
     for entry in recording:
         if entry.part == 0:

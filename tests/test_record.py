@@ -121,3 +121,17 @@ def test_recordings_stay_structured_and_detached():
     t = recording.trajectory("model.layers.0.linear_attn")
     assert t.transition.rank == 1 and t.transition.decay.shape[-2:] == (1, 1)
     assert not t.problem.value.requires_grad
+
+
+def test_a_visitor_sees_every_run_and_nothing_is_kept():
+    model, converted, ids = build()
+    with record(converted) as kept:
+        model(input_ids=ids)
+    seen = []
+    limit = kept.bytes - 1  # enough for one layer, not for all
+    with record(converted, limit=limit, visit=seen.append) as recording:
+        model(input_ids=ids)
+    assert len(recording) == 0 and recording.bytes == 0
+    for entry, expected in zip(seen, kept, strict=True):
+        assert (entry.layer, entry.call, entry.part) == (expected.layer, expected.call, expected.part)
+        torch.testing.assert_close(entry.trajectory.transition.decay, expected.trajectory.transition.decay)

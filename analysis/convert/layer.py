@@ -20,7 +20,7 @@ class Run:
     """One run of a layer's recurrence on real inputs: what a recorder is shown.
 
     inputs: the recurrence's, by name; state: what it started from; attention: for softmax, its operands instead.
-    part: which of several runs in one call of the layer (Zamba's heads).
+    part: which of several runs in one call of the layer (Zamba's heads). backward: tokens come last first.
     """
 
     recurrence: Recurrence
@@ -28,6 +28,7 @@ class Run:
     state: Tensor | KVCache | None
     part: int
     attention: Attention | None = None
+    backward: bool = False
 
     def trajectory(self) -> Trajectory:
         """The trajectory of this run, structured; without gradients."""
@@ -97,9 +98,12 @@ class Layer:
         """Boundaries of packed sequences in this call, or None."""
         return self.call.get("cu_seqlens")
 
-    def run(self, recurrence: Recurrence, state: Tensor | None = None, **inputs: Tensor) -> tuple[Tensor, Any]:
+    def run(
+        self, recurrence: Recurrence, state: Tensor | None = None, *, backward: bool = False, **inputs: Tensor
+    ) -> tuple[Tensor, Any]:
         """Run `recurrence` in its own layout ([B, T, H, ·], state [B, H, N, P]); returns y and the final state.
 
+        backward: says to recorders that the caller has turned the tokens around, last first.
         Packed sequences of the call are kept apart. Inputs go to one floating type, float32 unless all is float64.
         """
         wide = any(inputs[i.name].dtype == torch.float64 for i in recurrence.spec.inputs if i.kind.time)
@@ -109,7 +113,7 @@ class Layer:
         bounds = self.cu_seqlens if state is None else None
         y, final = recurrence(**given, initial_state=state, cu_seqlens=bounds, return_state=True)
         self.state = (y.shape[2], final.shape[-2], y.shape[-1])
-        self.show(Run(recurrence, given, state, self.call.get("runs", 0)))
+        self.show(Run(recurrence, given, state, self.call.get("runs", 0), backward=backward))
         if bounds is not None:
             final = final[-1:]  # a cache continues the last of the packed sequences
         return y, final
