@@ -2,8 +2,9 @@
 
     python benchmarks/cpu.py [--out benchmarks/results/cpu.json] [--threads 2] [--case NAME]
 
-Every case runs forward and backward of ours and of each peer on the same float32 inputs, in turns, in this process;
-the median of several runs counts, and docs/cpu.md is made from it. Outputs are compared with the float64 oracle first:
+Every case runs forward and backward of ours and of each peer on the same float32 inputs, in turns, in this process: a
+turn is one run that does not count, for caches and allocator are still the other side's, and three that do. The median
+of all turns is reported, and docs/cpu.md is made from it. Outputs are compared with the float64 oracle first:
 a fast wrong answer is no result. Peak memory is the tensors alive at once above the inputs, allocation by allocation.
 """
 
@@ -29,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from dsf import mixers
 
 Run = Callable[..., Tensor]
+RUNS = 3  # in a row, of one side
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Case:
     ours: Run
     peers: dict[str, Run]
     target: dict[str, float]
-    repeats: int = 7
+    repeats: int = 5
 
 
 def gated_deltanet() -> Case:
@@ -129,7 +131,7 @@ def s6(tokens: int, peer: str) -> Case:
     shape = f"B={B} T={T} channels={P} N={N}"
     if peer == "transformers":
         name, peers, target = f"s6_T{T}_sequential", {"transformers": sequential}, {"transformers": 100.0}
-        return Case(name, shape, inputs, ours, peers, target, repeats=1)
+        return Case(name, shape, inputs, ours, peers, target, repeats=3)
     return Case(f"s6_T{T}", shape, inputs, ours, {"mambapy": mambapy}, {"mambapy": 1.5})
 
 
@@ -176,13 +178,9 @@ def measure(case: Case) -> dict[str, object]:
     with torch.no_grad():
         weight = torch.randn_like(case.ours(**inputs))
     times: dict[str, list[float]] = {name: [] for name in sides}
-    once(case.ours, inputs, weight)  # code paths and thread pools, for both sides where runs are few
-    for turn in range(case.repeats + (case.repeats > 1)):
+    for _ in range(case.repeats):
         for name, run in sides.items():
-            for _ in range(3 if case.repeats == 1 and name == "dsf" else 1):
-                took = once(run, inputs, weight)
-                if turn or case.repeats == 1:
-                    times[name].append(took)
+            times[name] += [once(run, inputs, weight) for _ in range(RUNS + 1)][1:]
     seconds = {name: statistics.median(t) for name, t in times.items()}
     memory = {name: peak_memory(run, inputs, weight) for name, run in sides.items()}
     ratio = {name: seconds[name] / seconds["dsf"] for name in case.peers}

@@ -8,6 +8,7 @@ m is a choice, not a quantity of the model: y and the true state do not depend o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dsf.evaluate import Evaluator
-from dsf.expr import KEY, VALUE, Expr, const
+from dsf.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.kernels.problem import Problem
-from dsf.operator import split_scale
+from dsf.operator import factors_of, split_scale, times
 from dsf.primitives import exp
 from dsf.spec import Row, Spec, Term
 from dsf.system import DEN, NUM, ONE
@@ -73,15 +74,17 @@ def lower(
     shape: tuple[int, int, int, int],
     state: Tensor | None,
     valid: Tensor | None,
+    factored: bool = False,
 ) -> Lowered:
     """The Problem of one call.
 
     shape: (B, T, H, N). state: [B, H, N, columns] or None. valid: [B, T] bool, False for padding tokens, which leave
-    the state as it is.
+    the state as it is. factored: hand over the two decay_factors, not their product.
     """
     batch, tokens, heads, n = shape
     layout = columns(spec, values.p)
-    decay, log = _decays(spec, values, tokens)
+    factors = decay_factors(spec) if factored else None
+    decay, log = (values(factors[0]), True) if factors else _decays(spec, values, tokens)
     readout = values(spec.readout).expand(batch, tokens, heads, -1, -1)
     key, value, gain = _injections(spec, values, shape, layout)
     dense = _dense(spec, values, shape, layout)
@@ -90,7 +93,7 @@ def lower(
         low = _corrections(spec, values, shape)
     problem = Problem(
         decay=decay, log=log, readout=readout, n=n, p=layout.p + layout.den, key=key, value=value, dense=dense,
-        before=spec.system.read == "before", micro=spec.micro, **low,
+        factor=values(factors[1]) if factors else None, before=spec.system.read == "before", micro=spec.micro, **low,
     )  # fmt: skip
     problem = _widen(problem, layout)
     start = None if state is None else state[..., : layout.p + layout.den]
@@ -101,6 +104,28 @@ def lower(
         return Lowered(_with_skip(spec, problem, values, layout), start, layout)
     assert gain is not None
     return _stabilise(spec, values, problem, layout, gain, state)
+
+
+@functools.cache
+def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
+    """A Hadamard system's log decay as a factor of Params and one of tokens, the latter with one axis at most.
+
+    None where it is no such product, or where something else has both axes for every token: only without that are all
+    of a call's tensors small beside its states.
+    """
+    if not spec.is_elementwise or spec.decay_axes != {KEY, VALUE} or spec.log_decays is None or len(spec.rows) > 1:
+        return None
+    (row,) = spec.rows
+    if spec.ones is not None or row.dense is not None or len(row.terms) != 1 or len(spec.readout.axes) == 2:
+        return None
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    fixed = moving = const(1)
+    for x, inverse in factors_of(spec.log_decays[0]):
+        if any(i.attrs[0] in timed for i in inputs_of(x)):
+            moving = moving / x if inverse else times(moving, x)
+        else:
+            fixed = fixed / x if inverse else times(fixed, x)
+    return (fixed, moving) if len(moving.axes) == 1 else None
 
 
 def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:

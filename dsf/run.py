@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,10 +18,10 @@ from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.matrix import kernel_matrix
 from dsf.kernels.problem import Problem
+from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
-from dsf.kernels.scan import scan_elementwise
 from dsf.kernels.segments import segments
-from dsf.lower import EMPTY, apply_rule, columns, finish, lower, true_state
+from dsf.lower import EMPTY, apply_rule, columns, decay_factors, finish, lower, true_state
 from dsf.plan import KEEP_NUMBERS, Plan
 from dsf.spec import Spec
 
@@ -55,10 +56,11 @@ def _run(
         return run_gpu(spec, bound, timed, state, valid)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
-    if plan.form == "chunk" and spec.is_elementwise:
+    small = spec.is_elementwise and valid is None and decay_factors(spec) is not None
+    if plan.form == "chunk" and spec.is_elementwise and not small:
         return _segments(spec, bound, timed, state, valid, plan)
     values, shape = _evaluator(spec, bound, timed)
-    lowered = lower(spec, values, shape, state, valid)
+    lowered = lower(spec, values, shape, state, valid, factored=small and plan.form in ("scan", "chunk"))
     y, final = _solve(lowered.problem, lowered.state, plan)
     return finish(spec, values, lowered, y, final)
 
@@ -75,6 +77,9 @@ def _solve(problem: Problem, state: Tensor | None, plan: Plan) -> tuple[Tensor, 
         return recurrent(problem, state)
     if plan.form == "kernel":
         return kernel_matrix(problem, state)
+    if plan.form == "chunk" and problem.factor is not None:
+        keep = _keeps(math.prod(problem.leading) * problem.n * problem.p, problem.tokens)
+        return scan_elementwise(problem, state, plan.chunk, keep)
     if plan.form == "scan":
         return scan_elementwise(problem, state) if problem.rank == 0 else scan_blocks(problem, state, plan.chunk)
     return chunk(problem, state, plan.chunk)
@@ -99,8 +104,12 @@ def _segments(
         return finish(spec, values, lowered, *scan_elementwise(lowered.problem, lowered.state))
 
     inputs = tuple(timed.values()) + (() if valid is None else (valid,))
-    keep = state.numel() * first.shape[1] <= KEEP_NUMBERS
-    return segments(body, inputs, state, plan.chunk, keep)
+    return segments(body, inputs, state, plan.chunk, _keeps(state.numel(), first.shape[1]))
+
+
+def _keeps(numbers: int, tokens: int) -> bool:
+    """True for short sequences, whose states the backward pass had better not compute again."""
+    return numbers * tokens <= KEEP_NUMBERS
 
 
 def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ class Problem:
     """Tensors of one recurrence; all float32 or all float64.
 
     decay: [B, rows, H, n, p]; its logarithm when `log` is true. n in {1, N}, p in {1, P}.
+    factor: what the logarithm has still to be multiplied by, for the scan alone, which does so a segment at a time.
     left, right: [B, rows, H, R, N, p] corrections, or None.
     tie: [B, rows, H, R]: the delta family, where left_r = tie_r · key_r is not stored; right is None if it is key too.
     key, value: [B, rows, H, G, n], [B, rows, H, G, P]: injection Σ_g key_g value_gᵀ (n = N, or 1 without a Key axis).
@@ -40,6 +41,7 @@ class Problem:
     right: Tensor | None = None
     tie: Tensor | None = None
     skip: Tensor | None = None
+    factor: Tensor | None = None
     before: bool = False
     micro: int = 1
 

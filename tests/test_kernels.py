@@ -14,8 +14,9 @@ from dsf import mixers
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
 from dsf.kernels.problem import Problem
+from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
-from dsf.kernels.scan import associative_scan, combine_dense, scan_backward_, scan_elementwise, scan_forward_
+from dsf.kernels.scan import associative_scan, combine_dense, scan_backward_, scan_forward_
 from dsf.kernels.segments import segments
 from dsf.kernels.walk import UnitLowerSolve, Walk, unit_lower_inverse
 
@@ -86,6 +87,49 @@ def test_the_read_scan_has_every_gradient(log: bool) -> None:
         return scan_elementwise(replace(given, decay=decay, log=log, key=key, value=value, readout=c), initial)
 
     assert gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("span", [1, 3, 4, 11, 20])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("before", "micro"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_segments_of_the_read_scan_are_the_whole(span: int, keep: bool, fixed: bool, before: bool, micro: int) -> None:
+    given, state = elementwise(11, (2, 3), (2, 1), micro, before=before), rand(1, 2, 2, 3).requires_grad_()
+    decay = given.decay[:, :1].clone() if fixed else given.decay
+    given = replace(given, decay=decay)
+    leaves = [given.decay, given.readout, given.key, given.value, state]
+    for x in leaves:
+        x.requires_grad_()
+    results = []
+    for run in (lambda: scan_elementwise(given, state, span, keep), lambda: recurrent(given, state)):
+        y, final = run()
+        results.append((y, final, *torch.autograd.grad(y.square().sum() + final.cos().sum(), leaves)))
+    for have, want in zip(*results, strict=True):
+        torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("span", [1, 3, 11])
+@pytest.mark.parametrize("block", [1, 7, 1 << 19])
+@pytest.mark.parametrize(("fixed", "moving"), [((2, 3), (1, 3)), ((2, 3), (2, 1)), ((2, 1), (1, 3))])
+def test_factors_of_a_decay_are_multiplied_in_segments(
+    fixed, moving, span: int, keep: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsf.kernels.read_scan.BLOCK", block)
+    given, state = elementwise(11, (2, 3), (2, 1), 1), rand(1, 2, 2, 3).requires_grad_()
+    one, other = -rand(1, 1, 2, *fixed).square(), rand(1, 11, 2, *moving).square()
+    leaves = [one, other, given.readout, given.key, given.value, state]
+    for x in leaves:
+        x.requires_grad_()
+    factored = replace(given, decay=one, factor=other, log=True)
+    whole = replace(given, decay=one * other, log=True)
+    results = []
+    for y, final in (scan_elementwise(factored, state, span, keep), recurrent(whole, state)):
+        results.append(
+            (y, final, *torch.autograd.grad(y.square().sum() + final.cos().sum(), leaves, retain_graph=True))
+        )
+    for have, want in zip(*results, strict=True):
+        torch.testing.assert_close(have, want)
 
 
 def test_scans_do_not_write_into_their_inputs() -> None:

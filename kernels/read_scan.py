@@ -1,0 +1,246 @@
+"""Elementwise transitions scanned and read in one step: states are written once, read in place and never returned.
+
+A sequence may be cut into segments. Then A and B exist for one segment at a time: the backward pass computes them again
+from the segment's first state (the recomputation of Mamba, arXiv 2312.00752 §3.3.2, on any machine) unless told to keep
+them. A decay that comes as two factors of its logarithm is multiplied out inside a segment too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.operators import reduce_to, refuse_second_order
+from dsf.kernels.problem import Problem, read
+from dsf.kernels.scan import scan_backward_, scan_forward_
+
+BLOCK = 1 << 19  # state numbers that the chain of products in the decays' gradients takes at a time (2 MiB a tensor)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which rows are read, after the last or before the first of every token's `micro` rows, and where T is cut.
+
+    span: tokens a segment. keep: what the backward pass needs is stored, not computed again.
+    """
+
+    tokens: int
+    span: int
+    before: bool
+    micro: int
+    keep: bool
+
+    @property
+    def first(self) -> int:
+        """First token of a segment that reads one of its rows (before them all is the segment's first state)."""
+        return int(self.before)
+
+    @property
+    def read_rows(self) -> slice:
+        """The rows of a segment that are read by its tokens from `first` on."""
+        return slice(self.micro - 1, -self.micro if self.before else None, self.micro)
+
+    @property
+    def every_row(self) -> bool:
+        """True when token t reads row t."""
+        return not self.before and self.micro == 1
+
+    def segments(self) -> Iterator[tuple[slice, slice]]:
+        """Tokens and rows of every segment."""
+        for start in range(0, self.tokens, self.span):
+            end = min(start + self.span, self.tokens)
+            yield slice(start, end), slice(start * self.micro, end * self.micro)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The scan's inputs, of all tokens or of one segment.
+
+    decay [B|1, R|1, H|1, n, p], its logarithm when `log`; factor: what the logarithm of a decay alike for all rows has
+    still to be multiplied by, [B|1, R, H|1, n, p] with one axis at most, or None; key [B, R, H, n, 1],
+    value [B, R, H, 1|n, P]; c [B, T, H, n, p].
+    """
+
+    decay: Tensor
+    factor: Tensor | None
+    key: Tensor
+    value: Tensor
+    c: Tensor
+    log: bool
+
+    def cut(self, tokens: slice, rows: slice) -> Given:
+        """One segment's."""
+        factor = None if self.factor is None else _cut(self.factor, rows)
+        return Given(
+            _cut(self.decay, rows), factor, self.key[:, rows], self.value[:, rows], self.c[:, tokens], self.log
+        )
+
+    def scan(self, initial: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The decays [B|1, R, H|1, n, p] and the states [B, R, H, N, P] after every row, in the memory of `scratch`."""
+        if self.factor is not None:
+            shape = torch.Size(map(max, self.decay.shape, self.factor.shape))  # broadcast_shapes takes 0.1 ms
+            a = torch.mul(self.decay, self.factor, out=_view(scratch[0], shape)).exp_()
+        else:
+            a = self.decay.exp() if self.log else self.decay
+        shape = torch.Size(map(max, self.key.shape, self.value.shape))
+        states = torch.mul(self.key, self.value, out=_view(scratch[1], shape))
+        a = a.expand(-1, shape[1], -1, -1, -1)
+        states[:, 0].addcmul_(a[:, 0], initial)
+        scan_forward_(a, states)
+        return a, states
+
+
+def _cut(x: Tensor, rows: slice) -> Tensor:
+    """One segment of x, which may be the same for all rows."""
+    return x if x.shape[1] == 1 else x[:, rows]
+
+
+def _view(memory: Tensor, shape: torch.Size) -> Tensor:
+    return memory[: shape.numel()].view(shape)
+
+
+def _memory(given: Given, initial: Tensor, cuts: Cuts) -> tuple[Tensor, Tensor]:
+    """Memory for one segment's decays and states."""
+    numbers = initial.numel() * min(cuts.span, cuts.tokens) * cuts.micro
+    return initial.new_empty(0 if given.factor is None else numbers), initial.new_empty(numbers)
+
+
+class ReadScan(torch.autograd.Function):
+    """y_t = Σ_n C h, h_r = a_r h_{r-1} + key_r value_rᵀ, as a tree; its adjoint is the same tree backwards in time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, decay: Tensor, factor: Tensor | None, key: Tensor, value: Tensor, c: Tensor, initial: Tensor,
+        log: bool, cuts: Cuts,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Inputs as Given has them, initial [B, H, N, P]. Returns y [B, T, H, P] and the last state [B, H, N, P]."""
+        given = Given(decay, factor, key, value, c, log)
+        y = initial.new_empty(*c.shape[:3], initial.shape[-1])
+        starts, kept, memory = [initial], [], None
+        for tokens, rows in cuts.segments():
+            piece = given.cut(tokens, rows)
+            memory = _memory(given, initial, cuts) if memory is None or cuts.keep else memory
+            a, states = piece.scan(starts[-1], memory)
+            _read(piece.c, states, starts[-1], y[:, tokens], cuts)
+            starts.append(states[:, -1].clone())
+            kept += [a, states] if cuts.keep else []
+        ctx.save_for_backward(decay, factor, key, value, c, *starts[:-1], *kept)
+        ctx.log, ctx.cuts = log, cuts
+        return y, starts[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Segment after segment from the last: the gradient of a segment's first state is the next one's last."""
+        refuse_second_order()  # it works in place
+        decay, factor, key, value, c, *rest = ctx.saved_tensors
+        given, cuts = Given(decay, factor, key, value, c, ctx.log), ctx.cuts
+        pieces = list(cuts.segments())
+        starts, kept = rest[: len(pieces)], rest[len(pieces) :]
+        dy, dstate = cotangents[0].unsqueeze(-2), cotangents[1]
+        memory = None if cuts.keep else _memory(given, dstate, cuts)
+        spare = None if given.factor is None else _memory(given, dstate, cuts)[1]
+        found = []
+        for index, (tokens, rows) in reversed(list(enumerate(pieces))):
+            piece = given.cut(tokens, rows)
+            a, states = kept[2 * index : 2 * index + 2] if memory is None else piece.scan(starts[index], memory)
+            adjoint, dstate = _adjoint(piece.c, a, states, dy[:, tokens], dstate, cuts, spare)
+            found.append(_gradients(ctx, piece, a, states, starts[index], dy[:, tokens], adjoint, cuts))
+        inputs = (decay, factor, key, value, c)
+        whole = (_join(parts, x) for x, *parts in zip(inputs, *found[::-1], strict=True))
+        return *whole, dstate, None, None
+
+
+def _join(parts: Sequence[Tensor | None], whole: Tensor) -> Tensor | None:
+    """Gradients of all segments side by side, or summed where the input is the same in all of them."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    present = [x for x in parts if x is not None]
+    return torch.stack(present).sum(0) if whole.shape[1] == 1 else torch.cat(present, dim=1)
+
+
+def _read(c: Tensor, states: Tensor, initial: Tensor, y: Tensor, cuts: Cuts) -> None:
+    """y of one segment."""
+    if cuts.before:
+        y[:, 0] = read(c[:, 0], initial)
+    y[:, cuts.first :] = read(c[:, cuts.first :], states[:, cuts.read_rows])
+
+
+def _adjoint(
+    c: Tensor, a: Tensor, states: Tensor, dy: Tensor, dlast: Tensor, cuts: Cuts, spare: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """G_r = C dyᵀ + a_{r+1} G_{r+1} of one segment, and the gradient of its first state."""
+    adjoint = torch.empty_like(states) if spare is None else _view(spare, states.shape)
+    if cuts.every_row:
+        torch.mul(c.expand_as(states), dy, out=adjoint)
+    else:
+        adjoint.zero_()[:, cuts.read_rows] = c[:, cuts.first :] * dy[:, cuts.first :]
+    adjoint[:, -1] += dlast
+    scan_backward_(a[:, 1:], adjoint)
+    first = a[:, 0] * adjoint[:, 0]
+    return adjoint, first + c[:, 0] * dy[:, 0] if cuts.before else first
+
+
+def _gradients(
+    ctx: Any, piece: Given, a: Tensor, states: Tensor, initial: Tensor, dy: Tensor, adjoint: Tensor, cuts: Cuts
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """One segment's dkey = G value, dvalue = keyᵀ G, dC = h dy, da_r = ⟨G_r, h_{r-1}⟩ and its factors'."""
+    key, value, c = piece.key, piece.value, piece.c
+    dc = c.new_empty(c.shape)
+    dc[:, cuts.first :] = _contract(states[:, cuts.read_rows], dy[:, cuts.first :], c.shape)
+    if cuts.before:
+        dc[:, 0] = _contract(initial, dy[:, 0], c.shape[:1] + c.shape[2:])
+    dkey = _contract(adjoint, value, key.shape) if ctx.needs_input_grad[2] else None
+    dvalue = key.transpose(-1, -2) @ adjoint if value.shape[-2] == 1 else reduce_to(adjoint * key, value.shape)
+    return *_decay_gradients(piece, a, states, initial, adjoint), dkey, dvalue, dc
+
+
+def _decay_gradients(
+    piece: Given, a: Tensor, states: Tensor, initial: Tensor, adjoint: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """da_r = ⟨G_r, h_{r-1}⟩ and from it those of the decay and its factor, in G's place: nothing reads it any more."""
+    adjoint[:, 0].mul_(initial)
+    if piece.factor is None:
+        adjoint[:, 1:].mul_(states[:, :-1])
+        return reduce_to(adjoint.mul_(a) if piece.log else adjoint, piece.decay.shape), None
+    rows = max(1, BLOCK * adjoint.shape[1] // adjoint.numel())
+    ddecay, dfactor = torch.zeros_like(piece.decay), torch.empty_like(piece.factor)
+    spare = torch.empty_like(adjoint[:, :rows])
+    for start in range(0, adjoint.shape[1], rows):
+        block, end = slice(start, start + rows), min(start + rows, adjoint.shape[1])
+        x, factor, seen = adjoint[:, block], piece.factor[:, block], max(start, 1)
+        adjoint[:, seen:end].mul_(states[:, seen - 1 : end - 1])
+        x.mul_(a[:, block])
+        weighed = torch.mul(x, piece.decay, out=spare[:, : x.shape[1]])
+        dfactor[:, block] = reduce_to(weighed, factor.shape)
+        ddecay += reduce_to(torch.mul(x, factor, out=weighed), ddecay.shape)
+    return ddecay, dfactor
+
+
+def _contract(states: Tensor, row: Tensor, shape: torch.Size) -> Tensor:
+    """states ⊙ row summed to [..., n, p] = shape: states [..., N, P], row [..., 1|N, P]."""
+    if shape[-1] == 1 and row.shape[-2] == 1 and shape[-2] == states.shape[-2]:
+        return states @ row.transpose(-1, -2)
+    return reduce_to(states * row, torch.Size((*states.shape[:-2], *shape[-2:])))
+
+
+def scan_elementwise(
+    problem: Problem, state: Tensor | None, span: int | None = None, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The scan form of every transition without corrections. Returns y [B, T, H, P] and the final state.
+
+    span: tokens a segment, all by default; keep: store what the backward pass needs instead of computing it again.
+    """
+    initial = problem.zero_state() if state is None else state
+    if problem.dense is None and problem.key is not None and problem.key.shape[3] == 1:
+        assert problem.value is not None
+        key, value = problem.key.transpose(-1, -2), problem.value
+    else:  # several terms, or an injection that does not factor: written out
+        value = problem.injection()
+        key = value.new_ones(()).expand(*value.shape[:-1], 1)
+    cuts = Cuts(problem.tokens, span or problem.tokens, problem.before, problem.micro, keep)
+    y, final = ReadScan.apply(problem.decay, problem.factor, key, value, problem.readout, initial, problem.log, cuts)
+    return problem.add_skip(y), final
