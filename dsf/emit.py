@@ -119,7 +119,7 @@ class Printer:
         if node.op == "const":
             return repr(node.value)
         if node.op == "size":
-            return "(N * 1.0)" if node.attrs[0] == KEY else "(P * 1.0)"
+            return "tl.full((1, 1, 1), N, tl.float32)" if node.attrs[0] == KEY else "(P * 1.0)"
         args = [self.text[a] for a in node.args]
         if node.op == "pow":
             return _power(args[0], args[1], node.args[1])

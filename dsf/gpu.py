@@ -53,8 +53,8 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
 
 
 def source(spec: Spec) -> str:
-    """The source printed for this spec; empty where the kernels take no generated code."""
-    return gpu_scan.source_of(spec).text if is_scan(spec) else ""
+    """The source printed for this spec."""
+    return gpu_scan.source_of(spec).text if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 
 def run_gpu(

@@ -119,3 +119,32 @@ def test_the_plan_names_the_kernel():
     plan = swinging.plan(**given, backend="triton")
     assert plan.backend == "triton" and plan.form == "chunk" and "chunk walk" in plan.kernel
     assert swinging.plan(**given).backend == "torch"
+
+
+def test_bare_inputs_are_passed_on_and_gates_are_printed():
+    from dsf.gpu_matrix import program_of
+    from dsf.kernels.triton.mixer_ops import PROGRAMS
+
+    plain = PROGRAMS[program_of(get("unnormalized_linear_attention").recurrence.spec)[1]]
+    assert not plain.made and not plain.accesses and set(plain.direct) == {"q", "k", "v"}
+    source, name = program_of(get("gla").recurrence.spec)
+    assert [m.name for m in PROGRAMS[name].made] == ["decay"] and "fn.logsigmoid(g)" in source.text
+
+
+def test_the_plan_shows_the_printed_source():
+    given = {n: x.float() for n, x in sample(get("mlstm").recurrence, tokens=20).items()}
+    source = get("mlstm").recurrence.plan(**given, backend="triton").source
+    assert all(f"def {name}(" in source for name in ("levels", "prologue", "readout", "readout_adjoint", "adjoint"))
+
+
+@pytest.mark.parametrize("name", ["mlstm", "delta_product", "ssd", "rwkv6"])
+def test_operator_passes_opcheck(name):
+    from dsf.gpu_matrix import program_of
+    from dsf.kernels.triton.mixer_ops import matrix_mixer
+
+    recurrence = get(name).recurrence
+    given = {n: x.float().requires_grad_() for n, x in sample(recurrence, batch=1, tokens=5, heads=1).items()}
+    state = torch.zeros(1, 1, *recurrence.state_shape(N=3, P=4), requires_grad=True)
+    program = program_of(recurrence.spec)[1]
+    operands = [given[i.name] for i in recurrence.spec.inputs]
+    torch.library.opcheck(matrix_mixer, (operands, state, program, True))

@@ -228,7 +228,7 @@ def _chunk_matrix_shapes(
     p = v.shape[-1]
     shape = (batch, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    chunk = tiles(n, p, q.dtype, _kind(decay), erase is not None).chunk
+    chunk = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None).chunk
     solve = (0,) if erase is None else (batch, tokens, heads, chunk)
     return (
         q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),

@@ -1,0 +1,357 @@
+"""Printing what the matrix kernels leave to be computed a token: their operands, the readout, and both adjoints.
+
+One file a spec, with up to five functions of the pointwise skeleton (dsf.kernels.triton.pointwise):
+
+    levels            (log decay, gain) of the running maximum
+    prologue          the operands that are not bare inputs: gates, feature maps, normalised keys, log decays
+    readout           y from what the chunk kernels read: skip, quotient
+    readout_adjoint   the gradient of what was read
+    adjoint           gradients of the inputs from those of all operands and of y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dsf.emit import AT, RESERVED, VALID, Printer, Source, _body, _comment, _identifier, _name, _total, symbol
+from dsf.expr import KEY, VALUE, Expr, const, inputs_of, substitute
+from dsf.kernels.triton.mixer_ops import Access, Made, Program, Role
+from dsf.lower import EMPTY, FLOOR
+from dsf.operator import times
+from dsf.primitives import abs as absolute
+from dsf.primitives import derivatives, exp, log, maximum, minimum, where
+from dsf.spec import Spec
+from dsf.system import DEN, NUM, ONE
+
+if TYPE_CHECKING:
+    from dsf.gpu_matrix import Operands
+
+ZERO, UNIT = const(0), const(1)
+SCALAR: frozenset[str] = frozenset()
+VECTORS = ("query", "key", "value")
+# What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
+BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
+WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
+EVERYWHERE = "tl.full((1, 1, 1), True, tl.int1)"
+PADDING = 16  # columns beside a normalised system's values: their rows stay aligned
+
+
+class _Function:
+    """One printed function: its lines, and the tensors whose pointers and strides it reads from `args`."""
+
+    def __init__(self, names: Mapping[Expr, str]) -> None:
+        self.names = dict(names)
+        self.accesses: list[Access] = []
+        self.place = 0
+        self.lines: list[str] = [AT]
+
+    def reach(self, access: Access) -> tuple[str, str, str]:
+        """Register a tensor: its pointer, the address of this tile in it, and which entries exist."""
+        place, at = self.place, iter(range(self.place + 1, self.place + 10))
+        self.accesses.append(access)
+        self.place += access.width
+        pointer, masks = f"args[{place}]", []
+        if access.summed:
+            sizes = {(False, False): "1", (True, False): "N", (False, True): "P", (True, True): "(N * P)"}
+            size = sizes[access.key, access.value]
+            ends = [
+                f"(row * H + head) * {size} + tl.zeros((1, 1, 1), tl.int32)",
+                *(["n * P" if access.value else "n"] if access.key else []),
+            ]
+            masks += ["n_ok"] * access.key + ["p_ok"] * access.value
+            return pointer, " + ".join([pointer, *ends, *(["p"] if access.value else [])]), " & ".join(masks)
+        terms = [pointer]
+        if access.time:
+            terms += [f"batch * args[{next(at)}]", f"(t0 + t) * args[{next(at)}]"]
+            masks.append("t_ok")
+        stride, group = next(at), next(at)
+        terms.append(f"head // args[{group}] * args[{stride}]")
+        if access.stored:
+            masks.append(f"(head % args[{group}] == 0)")
+        if access.key:
+            terms.append(f"n * args[{next(at)}]")
+            masks.append("n_ok")
+        if access.value:
+            terms.append(f"{'beside' if access.tail else 'p'} * args[{next(at)}]")
+            masks.append(f"(beside < args[{next(at)}])" if access.tail else "p_ok")
+        return pointer, " + ".join(terms), " & ".join(masks)
+
+    def load(self, node: Expr, access: Access) -> None:
+        """One line that makes the tile of an input."""
+        _, address, mask = self.reach(access)
+        masked = f", mask={mask}, other=0.0" if mask else ""
+        self.lines.append(f"{self.names[node]} = tl.load({address}{masked}).to(tl.float32)")
+
+    def store(self, value: str, access: Access) -> None:
+        """The lines that store a tile, unless nobody wants it."""
+        pointer, address, mask = self.reach(access)
+        if access.tail:
+            self.lines.append(f"beside = tl.arange(0, {2 * PADDING})[None, None, :]")
+            value = f"tl.where(beside == 0, {value}, 0.0)"
+        self.lines += [f"if {pointer} is not None:", f"    fn.store({address}, {value}, {mask or EVERYWHERE})"]
+
+
+@dataclass(frozen=True)
+class Root:
+    """An expression that a kernel takes or gives, and the name of its tensor (with the micro-step in it)."""
+
+    expr: Expr
+    name: str
+    axes: frozenset[str]
+    step: int | None
+
+
+class _Writer:
+    """One spec on its way to a file and a Program."""
+
+    def __init__(self, spec: Spec, operands: Operands, masked: bool) -> None:
+        self.spec, self.masked, self.ops = spec, masked, operands
+        self.kinds = {i.name: i.kind for i in spec.inputs}
+        self.roots = self._operand_roots()
+        self.y = self._readout()
+        self.bare = {name: entry for name in self._names() if (entry := self._bare(name)) is not None}
+        found = inputs_of(*(r.expr for r in self.roots), *([self.y] if self.y is not None else []))
+        if self.ops.gains is not None:
+            found = list(dict.fromkeys([*found, *inputs_of(*self._level_exprs())]))
+        self.nodes = [x for x in found if x.attrs[0] in self.kinds]
+        self.names: dict[Expr, str] = {}
+        for x in [*found, GIVEN]:
+            self._call(x)
+
+    def _call(self, node: Expr) -> Expr:
+        """Give a node a name of its own in the printed text."""
+        text = _name(node).strip("_") if node.attrs[0].startswith(".") else _name(node)
+        while text in {*self.names.values(), "beside", "row", "sums"}:
+            text += "_"
+        self.names[node] = text
+        return node
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(r.name for r in self.roots))
+
+    def _valid(self, x: Expr, otherwise: float) -> Expr:
+        return where(symbol(VALID, SCALAR) > 0.5, x, otherwise) if self.masked else x
+
+    def _operand_roots(self) -> list[Root]:
+        ops, many = self.ops, self.spec.micro > 1
+        roots = [Root(ops.query, "query", frozenset({KEY}), None)]
+        if ops.read is not UNIT:
+            roots.append(Root(ops.read, "read", SCALAR, None))
+        sources = [self._valid(x, 0.0) for x in ops.sources]
+        decays = list(ops.decays or [])
+        if ops.gains is not None:
+            moved = BEFORE - AFTER
+            decays = [x + moved if ops.log else x * exp(moved) for x in decays]
+            sources = [self._valid(times(x, exp(g - AFTER)), 0.0) for x, g in zip(ops.sources, ops.gains, strict=True)]
+        decays = [self._valid(x, 0.0 if ops.log else 1.0) for x in decays]
+        erases = [self._valid(x, 0.0) for x in ops.erases or []]
+        rows: list[tuple[str, Sequence[Expr], frozenset[str]]] = [
+            ("key", ops.keys, frozenset({KEY})), ("value", ops.values, frozenset({VALUE})),
+            ("ones", ops.ones or [], SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
+            ("erase", erases, SCALAR), ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
+        ]  # fmt: skip
+        for name, exprs, axes in rows:
+            roots += [Root(x, name, axes, m if many else None) for m, x in enumerate(exprs)]
+        return roots
+
+    def _bare(self, name: str) -> str | None:
+        """The per-token input that an operand is, as the user gave it."""
+        roots = [r for r in self.roots if r.name == name]
+        if name == "value" and self.ops.ones is not None:
+            return None
+        exprs = [r.expr for r in roots]
+        if any(e.op != "input" or e.axes != roots[0].axes for e in exprs):
+            return None
+        names, steps = {e.attrs[0] for e in exprs}, [e.attrs[1] for e in exprs]
+        if len(names) > 1 or not (names <= self.kinds.keys()) or not self.kinds[exprs[0].attrs[0]].time:
+            return None
+        kind = self.kinds[exprs[0].attrs[0]]
+        whole = [None] if kind.steps is None else list(range(kind.steps))
+        return exprs[0].attrs[0] if steps == whole else None
+
+    def _readout(self) -> Expr | None:
+        """y of NUM, DEN and the inputs; None where what the kernels read is y."""
+        spec, skip = self.spec, self.spec.system.D
+        if spec.rule is None:
+            return None if skip is ZERO else WRITTEN + skip
+        num, den = WRITTEN, WEIGHT
+        if skip is not ZERO:
+            assert spec.ones is not None
+            num, den = num + skip, den + spec.ones.system.D
+        one = UNIT if self.ops.gains is None else exp(minimum(-READ, 80.0))
+        return substitute(spec.rule, {NUM: num, DEN: den, ONE: one})
+
+    def _level_exprs(self) -> tuple[Expr, Expr]:
+        assert self.ops.gains is not None and self.ops.decays is not None
+        decay = self.ops.decays[0]
+        drift = maximum(decay if self.ops.log else log(absolute(decay)), FLOOR)
+        return self._valid(drift, 0.0), self._valid(self.ops.gains[0], EMPTY)
+
+    def _input(self, node: Expr) -> Access:
+        """Where a node's tile lies."""
+        name, step = node.attrs
+        kind = self.kinds.get(name)
+        return Access(name, step, kind is None or kind.time, KEY in node.axes, VALUE in node.axes)
+
+    def _made(self) -> list[Root]:
+        return [r for r in self.roots if r.name not in self.bare]
+
+    def _function(self, name: str, stores: Sequence[tuple[Expr, Access]]) -> tuple[list[str], tuple[Access, ...]]:
+        """The lines of a body that loads what it needs and stores, and of its sums over tokens where it has any."""
+        function = _Function(self.names)
+        for node in inputs_of(*(e for e, _ in stores)):
+            function.load(node, self._input(node))
+        printer = Printer(function.names, RESERVED | {"beside", "row"})
+        values = printer.print([e for e, _ in stores])
+        function.lines += printer.lines
+        sums = []
+        for (expr, access), value in zip(stores, values, strict=True):
+            if access.summed:
+                sums.append((expr, value, access))
+            else:
+                function.store(value, access)
+        text = [f"def {name}(args, sums, at):", *_body([*function.lines, self._added(sums)])]
+        finish = [f"def {name}_finish(args, sums, at, row):"]
+        if sums:
+            closing = _Function({})
+            closing.place = function.place
+            for i, (_, _, access) in enumerate(sums):
+                closing.store(f"sums[{i}]", access)
+            function.accesses += closing.accesses
+            finish += _body(closing.lines)
+            axes = [f"(1, {'NB' if a.key else 1}, {'BP' if a.value else 1})" for _, _, a in sums]
+            zeros = ", ".join(f"tl.zeros({x}, tl.float32)" for x in axes)
+            start = [f"def {name}_zeros(NB: tl.constexpr, BP: tl.constexpr):", f"    return ({zeros},)"]
+            text = [*text, "", "", "@triton.jit", *start, "", "", "@triton.jit", *finish]
+        return text, tuple(function.accesses)
+
+    @staticmethod
+    def _added(sums: Sequence[tuple[Expr, str, Access]]) -> str:
+        if not sums:
+            return "return sums"
+        return "return (" + ", ".join(
+            f"sums[{i}] + fn.sum_time(tl.where(t_ok, {v}, 0.0))" for i, (_, v, _) in enumerate(sums)
+        ) + ",)"  # fmt: skip
+
+    def prologue(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores every operand that is no bare input."""
+        stores = [
+            (r.expr, Access(f".{r.name}", r.step, True, KEY in r.axes, VALUE in r.axes or r.name == "ones", True,
+                            tail=r.name == "ones"))
+            for r in self._made()
+        ]  # fmt: skip
+        if not stores:
+            return None
+        return self._function("prologue", stores)
+
+    def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores y."""
+        if self.y is None:
+            return None
+        return self._function("readout", [(self.y, Access(".y", None, True, False, True, True))])
+
+    def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores the gradients of num and of den (beside it)."""
+        if self.y is None or self.spec.rule is None:
+            return None
+        slopes = derivatives(_total([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
+        stores = [(slopes[0], Access(".dnum", None, True, False, True, True)),
+                  (slopes[1], Access(".dtail", None, True, False, True, True, tail=True))]  # fmt: skip
+        return self._function("readout_adjoint", stores)
+
+    def direct(self) -> dict[str, str]:
+        """Inputs whose gradient is that of one operand, just as the kernels give it: input name -> operand."""
+        uses: dict[str, set[str]] = {}
+        for r in self.roots:
+            for x in inputs_of(r.expr):
+                uses.setdefault(x.attrs[0], set()).add(r.name)
+        for x in inputs_of(self.y) if self.y is not None else []:
+            uses.setdefault(x.attrs[0], set()).add("y")
+        found = {entry: name for name, entry in self.bare.items() if uses[entry] == {name}}
+        return {entry: name for entry, name in found.items() if name in VECTORS or self._keywise(name)}
+
+    def _keywise(self, name: str) -> bool:
+        return name == "decay" and self.ops.keywise
+
+    def adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores the gradients of every input that is not direct."""
+        skipped = self.direct()
+        wanted = [x for x in self.nodes if x.attrs[0] not in skipped]
+        pairs = [(r.expr, self._call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in self.roots]
+        if self.y is not None:
+            pairs.append((self.y, GIVEN))
+        if not wanted:
+            return None
+        slopes = derivatives(_total(pairs), UNIT, wanted)
+        stores = []
+        for node, slope in zip(wanted, slopes, strict=True):
+            a = self._input(node)
+            place = Access(f".grad_{a.role}", a.step, a.time, a.key, a.value, True, summed=not a.time)
+            stores.append((slope, place))
+        return self._function("adjoint", stores)
+
+    def levels(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Returns (log decay, gain)."""
+        if self.ops.gains is None:
+            return None
+        function = _Function(self.names)
+        exprs = self._level_exprs()
+        for node in inputs_of(*exprs):
+            function.load(node, self._input(node))
+        printer = Printer(function.names, RESERVED)
+        values = printer.print(exprs)
+        body = [*function.lines, *printer.lines, f"return ({', '.join(values)})"]
+        return ["def levels(args, at):", *_body(body)], tuple(function.accesses)
+
+    def program(self) -> tuple[Source, Program]:
+        """The printed file and what the operator knows of it."""
+        parts, accesses = [], {}
+        for name in ("levels", "prologue", "readout", "readout_adjoint", "adjoint"):
+            printed = getattr(self, name)()
+            if printed is not None:
+                parts.append("\n".join(["@triton.jit", *printed[0]]))
+                accesses[name] = printed[1]
+        head = [
+            '"""' + _comment(str(self.spec)),
+            "",
+            "Printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise. v1, v2, … are shared",
+            'parts; X is what the chunk kernels take under that name, dX its gradient.\n"""',
+            "",
+            "import triton",
+            "import triton.language as tl",
+            "",
+            "from dsf.kernels.triton import functions as fn",
+        ]
+        text = "\n".join(head) + "\n" + "".join(f"\n\n{part}\n" for part in parts)
+        source = Source(f"{_identifier(self.spec.name)}{'_packed' if self.masked else ''}", text, ())
+        return source, self._program(accesses)
+
+    def _program(self, accesses: Mapping[str, tuple[Access, ...]]) -> Program:
+        order = [i.name for i in self.spec.inputs] + ([VALID] if self.masked else [])
+        roles, made = {}, []
+        for name in self._names():
+            mine = [r for r in self.roots if r.name == name]
+            roles[name] = Role(self.bare.get(name))
+            if name in self.bare or name == "ones":
+                continue
+            used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()
+            if name == "value" and self.ops.ones is not None:
+                used |= {x.attrs[0] for e in self.ops.ones for x in inputs_of(e)} & self.kinds.keys()
+            rows = self.spec.micro if mine[0].step is not None else 1
+            made.append(Made(name, KEY in mine[0].axes, VALUE in mine[0].axes, rows, tuple(sorted(used))))
+        inputs = tuple(
+            Access(n, None if n == VALID else self.kinds[n].steps, n == VALID or self.kinds[n].time,
+                   n != VALID and KEY in self.kinds[n].axes, n != VALID and VALUE in self.kinds[n].axes)
+            for n in order
+        )  # fmt: skip
+        return Program(
+            inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
+            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.ops.gains is not None, dict(accesses),
+        )  # fmt: skip
+
+
+def emit_matrix(spec: Spec, operands: Operands, masked: bool = False) -> tuple[Source, Program]:
+    """Source and program of a spec of the matrix families. masked: tokens where the Scalar VALID is 0 are padding."""
+    return _Writer(spec, operands, masked).program()
