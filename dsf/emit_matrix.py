@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dsf.emit import AT, RESERVED, VALID, Printer, Source, _body, _comment, _identifier, _name, _total, symbol
 from dsf.expr import KEY, VALUE, Expr, const, inputs_of, substitute
-from dsf.kernels.triton.mixer_ops import Access, Made, Program, Role
+from dsf.kernels.triton.programs import Access, Made, Program, Role
 from dsf.lower import EMPTY, FLOOR
 from dsf.operator import times
 from dsf.primitives import abs as absolute
@@ -38,7 +38,7 @@ EVERYWHERE = "tl.full((1, 1, 1), True, tl.int1)"
 PADDING = 16  # columns beside a normalised system's values: their rows stay aligned
 
 
-class _Function:
+class Body:
     """One printed function: its lines, and the tensors whose pointers and strides it reads from `args`."""
 
     def __init__(self, names: Mapping[Expr, str]) -> None:
@@ -70,6 +70,8 @@ class _Function:
         terms.append(f"head // args[{group}] * args[{stride}]")
         if access.stored:
             masks.append(f"(head % args[{group}] == 0)")
+        if access.stored and not access.value:
+            masks.append("(place == 0)")
         if access.key:
             terms.append(f"n * args[{next(at)}]")
             masks.append("n_ok")
@@ -200,7 +202,7 @@ class _Writer:
 
     def _function(self, name: str, stores: Sequence[tuple[Expr, Access]]) -> tuple[list[str], tuple[Access, ...]]:
         """The lines of a body that loads what it needs and stores, and of its sums over tokens where it has any."""
-        function = _Function(self.names)
+        function = Body(self.names)
         for node in inputs_of(*(e for e, _ in stores)):
             function.load(node, self._input(node))
         printer = Printer(function.names, RESERVED | {"beside", "row"})
@@ -215,7 +217,7 @@ class _Writer:
         text = [f"def {name}(args, sums, at):", *_body([*function.lines, self._added(sums)])]
         finish = [f"def {name}_finish(args, sums, at, row):"]
         if sums:
-            closing = _Function({})
+            closing = Body({})
             closing.place = function.place
             for i, (_, _, access) in enumerate(sums):
                 closing.store(f"sums[{i}]", access)
@@ -296,7 +298,7 @@ class _Writer:
         """Returns (log decay, gain)."""
         if self.ops.gains is None:
             return None
-        function = _Function(self.names)
+        function = Body(self.names)
         exprs = self._level_exprs()
         for node in inputs_of(*exprs):
             function.load(node, self._input(node))

@@ -194,7 +194,7 @@ def split_value(x: Expr) -> tuple[Expr, Expr]:
 def program_of(spec: Spec, masked: bool = False) -> tuple[Source, str]:
     """The printed kernels of a spec, and the name under which the operator knows them; once a process."""
     from dsf.emit_matrix import emit_matrix
-    from dsf.kernels.triton.mixer_ops import PROGRAMS
+    from dsf.kernels.triton.programs import PROGRAMS
 
     source, program = emit_matrix(spec, operands_of(spec), masked)
     name = f"{source.name}_{source.digest}"

@@ -123,7 +123,7 @@ def test_the_plan_names_the_kernel():
 
 def test_bare_inputs_are_passed_on_and_gates_are_printed():
     from dsf.gpu_matrix import program_of
-    from dsf.kernels.triton.mixer_ops import PROGRAMS
+    from dsf.kernels.triton.programs import PROGRAMS
 
     plain = PROGRAMS[program_of(get("unnormalized_linear_attention").recurrence.spec)[1]]
     assert not plain.made and not plain.accesses and set(plain.direct) == {"q", "k", "v"}

@@ -1,0 +1,267 @@
+"""What the matrix families' operator knows of a spec, and one call of it: sizes, tensors by name, pointwise launches.
+
+A `Program` is registered for every printed file (dsf.emit_matrix); `Call` binds one call's tensors to its names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.pointwise import level_blocks, levels, no_finish, no_sums, pointwise
+
+PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
+LEVEL_TOKENS = 1024  # tokens a program of the running maximum
+LARGEST = 256
+
+
+@dataclass(frozen=True)
+class Access:
+    """A tile of a tensor: [B, T, (n), H, (N), (P)] a token, [H, (N), (P)] for a Param, by its name.
+
+    step: micro-step (of an input: how many it has). stored: fewer heads than the launch are written once. tail: the
+    columns beside the values. summed: the sums over a program's tokens, one row a program.
+    """
+
+    role: str
+    step: int | None
+    time: bool
+    key: bool
+    value: bool
+    stored: bool = False
+    tail: bool = False
+    summed: bool = False
+
+    @property
+    def width(self) -> int:
+        """How many places of `args` it takes."""
+        if self.summed:
+            return 1
+        return 1 + (2 if self.time else 0) + 2 + self.key + self.value + self.tail
+
+    def heads(self, x: Tensor) -> int:
+        """Heads of an input."""
+        return x.shape[-1 - self.key - self.value]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where an operand of the chunk kernels comes from: the input of that name as given, or None: it is made."""
+
+    bare: str | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """An operand that the prologue makes, from the inputs named in `of`; rows: micro-steps a token."""
+
+    name: str
+    key: bool
+    value: bool
+    rows: int
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the operator knows of a spec. accesses: of each printed function; direct: input -> operand whose gradient
+    is its own; the rest is as the declaration has it."""
+
+    inputs: tuple[Access, ...]
+    roles: Mapping[str, Role]
+    made: tuple[Made, ...]
+    direct: Mapping[str, str]
+    micro: int
+    before: bool
+    log: bool
+    keywise: bool
+    ones: bool
+    stabilised: bool
+    accesses: Mapping[str, tuple[Access, ...]]
+    functions: Any = field(default=None, compare=False)
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+class Call:
+    """One call: sizes, tensors by role, and launches (none of which happen for fake tensors)."""
+
+    def __init__(self, program: Program, operands: Sequence[Tensor], real: bool) -> None:
+        self.program, self.real = program, real
+        self.tensors: dict[str, Tensor | None] = {}
+        self.heads = 1
+        self.n = self.p = 1
+        for a, x in zip(program.inputs, operands, strict=True):
+            self.tensors[a.role] = x
+            if a.time:
+                self.batch, self.tokens = x.shape[0], x.shape[1]
+                self.heads = max(self.heads, int(a.heads(x)))
+            if a.key:
+                self.n = int(x.shape[-1 - a.value])
+            if a.value:
+                self.p = int(x.shape[-1])
+        self.inputs = {a.role: a for a in program.inputs}
+        first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
+        self.dtype, self.device = first.dtype, first.device
+        self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.ones else 0
+        self.columns = self.p + self.beside
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised memory of the call's device."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def need(self, role: str) -> Tensor:
+        """A tensor that is there."""
+        x = self.tensors[role]
+        assert x is not None
+        return x
+
+    def launch(self, name: str) -> None:
+        """Run one printed function over all tokens and heads."""
+        if not self.real:
+            return
+        accesses = self.program.accesses[name]
+        sums = any(a.summed for a in accesses)
+        key, value, block = self.tile(accesses)
+        span = self.span(name)
+        segments = -(-self.tokens // span)
+        f = self.program.functions
+        pointwise[(self.heads * segments * self.batch,)](
+            self.arguments(accesses), self.tokens, self.heads, self.p, span, segments,
+            body=getattr(f, name), zeros=getattr(f, f"{name}_zeros") if sums else no_sums,
+            finish=getattr(f, f"{name}_finish") if sums else no_finish,
+            N=self.n, K=block, NB=key, BP=value, num_warps=4,
+        )  # fmt: skip
+
+    def tile(self, accesses: Sequence[Access]) -> tuple[int, int, int]:
+        """Key entries, channels and tokens of a tile."""
+        key = _power(self.n) if any(a.key for a in accesses) else 1
+        value = _power(self.p) if any(a.value and not a.tail for a in accesses) else 1
+        return key, value, max(4, min(128, 4096 // max(key, value)))
+
+    def span(self, name: str) -> int:
+        """Tokens of one program: several tiles where sums over tokens leave a row a program."""
+        accesses = self.program.accesses[name]
+        return self.tile(accesses)[2] * (8 if any(a.summed for a in accesses) else 1)
+
+    def arguments(self, accesses: Sequence[Access]) -> tuple[Any, ...]:
+        """Pointers and strides in the order that a printed function reads them."""
+        found: list[Any] = []
+        for a in accesses:
+            x = self.tensors[a.role]
+            if x is None:
+                found += [None, *[0] * (a.width - 1)]
+                continue
+            if a.summed:
+                found.append(x)
+                continue
+            if a.step is not None:
+                x = x.select(2, a.step)
+            lead = 2 if a.time else 0
+            found += [x, *x.stride()[:lead], x.stride(lead), self.heads // x.shape[lead], *x.stride()[lead + 1 :]]
+            if a.tail:
+                found.append(x.shape[-1])
+        return tuple(found)
+
+    def make(self) -> list[Tensor]:
+        """Run the prologue: every operand that is no bare input, in order."""
+        made = []
+        for m in self.program.made:
+            rows = (m.rows,) if self.program.micro > 1 and m.name not in ("query", "read") else ()
+            if m.key or m.value:
+                size = self.n if m.key else self.columns
+                kind = torch.float32 if m.name == "decay" else self.dtype
+                x = self.empty(self.batch, self.tokens, *rows, self._heads_of(m), size, dtype=kind)
+            else:  # contiguous in time, as the chunk kernels read them
+                x = self.empty(self.batch, self.heads, self.tokens, *rows)
+                x = x.movedim(1, -1)
+            made.append(x)
+        self.keep(made)
+        if made:
+            self.launch("prologue")
+        return made
+
+    def keep(self, made: Sequence[Tensor]) -> None:
+        """Name what the prologue makes or made."""
+        for m, x in zip(self.program.made, made, strict=True):
+            self.tensors[f".{m.name}"] = x
+            if m.name == "value" and self.program.ones:
+                self.tensors[".value"], self.tensors[".ones"] = x[..., : self.p], x[..., self.p :]
+                self.tensors[".values"] = x
+
+    def _heads_of(self, m: Made) -> int:
+        return math.lcm(*(self.inputs[name].heads(self.need(name)) for name in m.of), 1)
+
+    def operand(self, name: str) -> Tensor | None:
+        """An operand of the chunk kernels, [B, rows, H, ·]; query and read still one row a token."""
+        role = self.program.roles.get(name)
+        if role is None:
+            return None
+        if role.bare is not None:
+            x = self.need(role.bare)
+            a = self.inputs[role.bare]
+            if (a.key or a.value) and x.stride(-1) != 1:
+                x = x.contiguous()
+            if not (a.key or a.value) and a.heads(x) != self.heads:
+                x = x.repeat_interleave(self.heads // a.heads(x), dim=-1)
+        else:
+            x = self.need(".values" if name == "value" and self.program.ones else f".{name}")
+        wide = name in ("query", "key", "value") or (name == "decay" and self.program.keywise)
+        return x.flatten(1, 2) if x.dim() > 3 + wide else x
+
+    def reading(self, name: str) -> Tensor | None:
+        """query or read as the chunk kernels take them: of the row that is read, of the next token for "before"."""
+        x = self.operand(name)
+        if x is None:
+            return None
+        if self.program.before:
+            x = torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+        if self.program.micro > 1:
+            x = last_rows(x, self.program.micro)
+        return x
+
+    def level(self, first: Tensor | None) -> Tensor:
+        """The running maximum [B, H, T + 1], beginning with `first` [B, H]."""
+        out = self.empty(self.batch, self.heads, self.tokens + 1)
+        if self.real:
+            block = min(LEVEL_TOKENS, max(16, _power(self.tokens)))
+            blocks, lanes = -(-self.tokens // block), self.batch * self.heads
+            maps = self.empty(lanes, blocks, 2)
+            args, body = self.arguments(self.program.accesses["levels"]), self.program.functions.levels
+            if blocks > 1:
+                level_blocks[(blocks, lanes)](args, maps, self.tokens, self.heads, blocks, body=body, K=block)
+            levels[(blocks, lanes)](args, maps, first, out, self.tokens, self.heads, blocks, body=body, K=block)
+        return out
+
+    def keep_level(self, level: Tensor) -> None:
+        """Name the running maximum before, after and as seen by the readout of every token."""
+        before, after = (x.movedim(1, 2) for x in (level[..., :-1], level[..., 1:]))
+        self.tensors[".level_before"], self.tensors[".level_after"] = before, after
+        self.tensors[".level_read"] = before if self.program.before else after
+
+    def keep_output(self, y: Tensor) -> None:
+        """Name what was read: the values' columns and the one driven by ones."""
+        self.tensors[".num"], self.tensors[".den"] = y[..., : self.p], y[..., self.p] if self.program.ones else None
+
+    def chunk_arguments(self, start: Tensor | None) -> dict[str, Any]:
+        """The chunk kernels' arguments, by name."""
+        names = ("decay", "source", "erase")
+        found = {"q": self.reading("query"), "k": self.operand("key"), "v": self.operand("value")}
+        found |= {name: self.operand(name) for name in names}
+        return found | {"read": self.reading("read"), "state": start, "heads": self.heads, "log": self.program.log}
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def last_rows(x: Tensor, micro: int) -> Tensor:
+    """[B, T, ...] at the last micro-step of every token, zeros at the others: [B, T · micro, ...]."""
+    empty = x.new_zeros(x.shape[0], x.shape[1], micro - 1, *x.shape[2:])
+    return torch.cat([empty, x.unsqueeze(2)], dim=2).flatten(1, 2)
