@@ -1,6 +1,7 @@
-"""The commands `dsf zoo`, `dsf plan`, `dsf check` and `dsf compare`.
+"""The commands `dsf zoo`, `dsf plan`, `dsf check`, `dsf compare` and `dsf analyze`.
 
-Exit codes: 0 fine, 1 a law is broken or a mixer failed, 2 wrong usage or input (one line on stderr).
+Exit codes: 0 fine, 1 a law is broken, a mixer failed or a conversion is off, 2 wrong usage or input (one line on
+stderr).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import dsf
+from dsf.analysis import _cli_analyze
 from dsf.analysis import _cli_zoo as zoo_data
+from dsf.analysis.analyze import LAW, Choice
 from dsf.analysis.report import count, duration, finite
 from dsf.analysis.subjects import find, find_all, with_modules
 from dsf.analysis.training import Setup
@@ -36,7 +39,8 @@ WIDE = 106  # columns that the zoo's whole table takes
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 app = typer.Typer(
-    help="Sequence mixers as dynamical systems: list them, see how they are compiled, check them, compare them.",
+    help="Sequence mixers as dynamical systems: list them, see how they are compiled, check them, compare them, "
+    "and open up trained models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -237,7 +241,7 @@ def compare(
     given = _chosen(mixers, subjects or [])
     find_all(given)
     corpus = load_text(text)
-    _make_folder(out)
+    _cli_analyze.folder(out, "--out")
     from dsf.analysis import compare as engine
     from dsf.analysis.compare_page import page, write_pngs
     from dsf.analysis.report import write_json
@@ -263,6 +267,42 @@ def compare(
         raise typer.Exit(LAW_BROKEN)
 
 
+@app.command()
+@_one_line_errors
+def analyze(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_DIR|NAME", help="folder that save_pretrained wrote, or typeseg, smollm2")
+    ],
+    text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="of the text that are read")] = Choice.tokens,
+    layers: Annotated[str | None, typer.Option(help="of the converted ones: 0,4-7 or names; all by default")] = None,
+    heads: Annotated[str | None, typer.Option(help="of every layer: 2 or 0-3; all by default")] = None,
+    out: Annotated[Path, typer.Option(help="the page; its data is written beside it as .json")] = Path(
+        "report/analyze.html"
+    ),
+    png: Annotated[Path | None, typer.Option(help="folder for every picture as PNG too")] = None,
+    gib: Annotated[
+        float | None, typer.Option("--memory", min=0, help="GiB that the recording of one layer may take")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a trained model's mixers as recurrences on a text; report what each remembers, looks at and keeps."""
+    choice = Choice(tokens, layers, _cli_analyze.heads_of(heads), gib)
+    out = _cli_analyze.out_file(out)
+    pictures = None if png is None else _cli_analyze.folder(png, "--png")
+    found = _cli_analyze.run(model, text, choice)
+    written = _cli_analyze.write(found, out, pictures)
+    if as_json:
+        _print_json(found.data)
+    else:
+        console = _console()
+        console.print(_cli_analyze.summary(found))
+        for line in [*_cli_analyze.verdict(found), *written]:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not found.deviation <= LAW:
+        raise typer.Exit(LAW_BROKEN)
+
+
 def _chosen(mixers: str | None, subjects: list[str]) -> list[str]:
     """What is compared: --mixers and the subjects named; the zoo's layers when neither is given."""
     if mixers is None:
@@ -272,13 +312,6 @@ def _chosen(mixers: str | None, subjects: list[str]) -> list[str]:
     if not names:
         raise dsf.InputError("--mixers names no mixer; write names with commas between, zoo or all")
     return [*names, *(s for s in subjects if s not in names)]
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise dsf.InputError(f"--out {out}: cannot make this folder ({error.strerror})") from error
 
 
 class _Bars:

@@ -54,9 +54,15 @@ def curves(records: Sequence[Record], colors: Colors) -> Any:
     return figure
 
 
-def half_lives(records: Sequence[Record], colors: Colors) -> Any:
-    """Half-lives on a logarithmic axis: a dot at the median, a line from the 10th to the 90th percentile."""
-    ordered = sorted(records, key=lambda r: tuple(r["half_life"]["percentiles"][q] for q in ("50", "90", "10")))
+def half_lives(records: Sequence[Record], colors: Colors, unit: str = "tokens (bytes of text)") -> Any:
+    """Half-lives, longest on top, on a logarithmic axis: a dot at the median, a line from the 10th to the 90th
+    percentile."""
+    by_life = sorted(records, key=lambda r: tuple(r["half_life"]["percentiles"][q] for q in ("50", "90", "10")))
+    return lives(by_life, colors, unit)
+
+
+def lives(ordered: Sequence[Record], colors: Colors, unit: str) -> Any:
+    """The same in the order given, the first at the bottom."""
     figure, axes = new_figure(WIDE, 0.25 * len(ordered) + 0.8)
     for place, record in enumerate(ordered):
         p10, p50, p90 = (_drawn(record["half_life"]["percentiles"][q]) for q in ("10", "50", "90"))
@@ -71,7 +77,7 @@ def half_lives(records: Sequence[Record], colors: Colors) -> Any:
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(-0.6, len(ordered) - 0.4)
-    axes.set_xlabel("half-life in tokens (bytes of text)")
+    axes.set_xlabel(f"half-life in {unit}")
     axes.grid(axis="x")
     return figure
 
@@ -98,17 +104,22 @@ def eigenvalue_histogram(record: Record, color: str, negative: bool) -> Any:
 def kernel(record: Record, color: str) -> Any:
     """|Phi| on the sentence: row = the output at a character, column = an earlier character."""
     shares, sentence = record["kernel"]["shares"], record["kernel"]["sentence"]
-    size = len(shares)
-    letters = list(sentence.encode().decode("latin-1")) if len(sentence) != size else list(sentence)
-    figure, axes = new_figure(3.9, 3.75)
-    axes.imshow(_shades(shares), cmap=fade(color), vmin=0, vmax=1, interpolation="none", aspect="equal")
+    letters = list(sentence.encode().decode("latin-1")) if len(sentence) != len(shares) else list(sentence)
+    return attention(shares, letters, color)
+
+
+def attention(shares: Sequence[Sequence[float]], pieces: Sequence[str], color: str, side: float = 3.9) -> Any:
+    """A matrix of shares in the order of pieces of text: row = output, column = the piece looked at."""
+    size, long = len(shares), max(map(len, pieces)) > 1
+    figure, axes = new_figure(side, side if long else side - 0.15)
+    axes.imshow(shades(shares), cmap=fade(color), vmin=0, vmax=1, interpolation="none", aspect="equal")
     font = {"fontfamily": MONO, "fontsize": max(4.5, min(8.0, 300 / size))}
-    axes.set_xticks(range(size), [_letter(c) for c in letters], **font)
-    axes.set_yticks(range(size), [_letter(c) for c in letters], **font)
+    axes.set_xticks(range(size), [printable(c) for c in pieces], rotation=90 if long else 0, **font)
+    axes.set_yticks(range(size), [printable(c) for c in pieces], **font)
     axes.xaxis.tick_top()
     axes.tick_params(length=0, pad=1.5)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    for edge in axes.spines.values():
+        edge.set_visible(False)
     axes.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color=INK, lw=0.4, alpha=0.3)
     return figure
 
@@ -171,11 +182,11 @@ def speeds(records: Sequence[Record], colors: Colors, forms: Sequence[str]) -> A
     return figure
 
 
-def _shades(shares: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Each row relative to its largest entry left of the diagonal: skips, all on it, would drown the rest."""
+def shades(shares: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Each row relative to its largest entry off the diagonal: skips, all on it, would drown the rest."""
     out = []
     for i, row in enumerate(shares):
-        top = max(row[:i], default=row[i]) or 1.0
+        top = max((x for j, x in enumerate(row) if j != i), default=0.0) or row[i] or 1.0
         out.append([min(1.0, x / top) ** CONTRAST for x in row])
     return out
 
@@ -184,8 +195,10 @@ def _drawn(life: float) -> float:
     return min(max(life, 0.1), LONGEST_LIFE)
 
 
-def _letter(c: str) -> str:
-    return "␣" if c == " " else c if c.isprintable() and c != "$" else "·"
+def printable(piece: str, longest: int = 14) -> str:
+    """A letter or token as an axis can show it: a space as ␣, the one before a word left out."""
+    shown = "".join("⏎" if c == "\n" else c if c.isprintable() and c not in "$�" else "·" for c in piece)
+    return (shown.strip() or "␣" * min(len(shown), 3) or "·")[:longest]
 
 
 def _smooth(values: Sequence[float], share: float = 0.9) -> list[float]:

@@ -1,7 +1,7 @@
 """How a system forgets: eigenvalues and norms of A_t, products over time, half-lives.
 
 All take a Trajectory and use its structure: elementwise transitions and scalar decays with corrections need no N x N
-matrix; a key-diagonal decay with one correction is symmetrised; the rest is dense up to DENSE_LIMIT.
+matrix, nor does a key-diagonal decay with one correction; the rest is dense up to DENSE_LIMIT.
 Axes of results: [B, T, H, N, p], p = P where channels differ, else 1.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsf.analysis.measures_norms import norms
+from dsf.analysis.measures_secular import eigenvalues_of_update
 from dsf.errors import InputError
 from dsf.kernels.operators import Transition
 from dsf.trajectory import Trajectory
@@ -27,8 +28,8 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
 
     paper: of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
     Closed forms: elementwise, the entries; α(I - βkkᵀ), α (N-1 times) and α(1 - β|k|²); R corrections of a scalar
-    decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), the symmetric
-    D^½(I - βkkᵀ)D^½. Otherwise dense. For softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form,
+    decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), those of the
+    symmetric D^½(I - βkkᵀ)D^½ from its secular equation. Otherwise dense. For softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form,
     η_{t-1}/η_t. Raises InputError for a dense problem wider than DENSE_LIMIT.
     """
     if trajectory.attention is not None:
@@ -47,7 +48,7 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
     if a.rank == 1:
         product = left[..., 0] * right[..., 0]
         if bool((product <= 0).all()) or bool((product >= 0).all()):
-            return _blocks(_symmetric, decay, product, n=n).mT
+            return _symmetric(decay, product).mT
     _check_dense(trajectory, n)
     values = _blocks(_general, decay, left, right, n=n).movedim(-1, -2)
     return values.real if bool((values.imag == 0).all()) else values
@@ -165,9 +166,9 @@ def half_life(trajectory: Trajectory, of: Literal["decay", "transition"] = "deca
 
 def percentiles(x: Tensor, at: tuple[float, ...] = (10, 50, 90)) -> Tensor:
     """Percentiles of all numbers of x (nearest below, so inf stays itself), one for each of `at` in [0, 100]."""
-    ordered = x.flatten().sort().values
-    places = [min(int(q / 100 * len(ordered)), len(ordered) - 1) for q in at]
-    return ordered[places]
+    flat = x.flatten()
+    places = [min(int(q / 100 * len(flat)), len(flat) - 1) for q in at]
+    return torch.stack([flat.kthvalue(place + 1).values for place in places])
 
 
 def _size(trajectory: Trajectory) -> int:
@@ -217,13 +218,10 @@ def _apply(decay: Tensor, left: Tensor, right: Tensor, matrix: Tensor) -> Tensor
 
 
 def _symmetric(decay: Tensor, product: Tensor) -> Tensor:
-    """Eigenvalues of diag(d) + l rᵀ, similar to diag(d) ± z zᵀ with z = √|l r|, for l r of one sign.
-
-    Lapack's symmetric solver in blocks: a vectorised secular equation was no faster at N = 128.
-    """
-    z = product.abs().sqrt()
-    sign = torch.where(product.sum(-1) < 0, -1.0, 1.0).to(z.dtype)
-    return torch.linalg.eigvalsh(torch.diag_embed(decay) + sign[..., None, None] * z.unsqueeze(-1) * z.unsqueeze(-2))
+    """Eigenvalues of diag(d) + l rᵀ [B, T, H, p, N], similar to diag(d) ± z zᵀ with z² = |l r|, for l r of one sign."""
+    sign = torch.where(product.sum(-1, keepdim=True) < 0, -1.0, 1.0).to(decay.dtype)
+    flat = (x.expand(product.shape).flatten(0, 3) for x in (sign * decay, product.abs()))
+    return sign * eigenvalues_of_update(*flat).view(product.shape)
 
 
 def _general(decay: Tensor, left: Tensor, right: Tensor) -> Tensor:

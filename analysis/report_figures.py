@@ -118,6 +118,11 @@ def colors(number: int) -> list[str]:
     return [_oklch(0.60 if i % 2 else 0.71, 0.15, 25 + 360 * i / max(number, 6)) for i in range(number)]
 
 
+def ramp(number: int) -> list[str]:
+    """`number` colours in an order that shows, blue to red: for layers by depth."""
+    return [_oklch(0.66, 0.15, 260 - 230 * i / max(1, number - 1)) for i in range(number)]
+
+
 def _oklch(lightness: float, chroma: float, hue: float) -> str:
     """#rrggbb of an OKLCH colour (Ottosson 2020), clipped to sRGB."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))

@@ -44,11 +44,12 @@ table{border-collapse:collapse;width:100%;font-size:.87rem;font-variant-numeric:
 th,td{padding:.46rem .7rem;text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}
 td:not(.number):not(:first-child){white-space:normal}
 tbody tr:last-child td{border-bottom:0}tbody tr:hover{background:var(--shade)}
-.number,th.right{text-align:right}
+.number,th.right{text-align:right}td:first-child,th:first-child{text-align:left}
 th{font-weight:600;font-size:.78rem;color:var(--soft);vertical-align:bottom;white-space:normal;line-height:1.25}
 th button{all:unset;cursor:pointer}th button:hover{color:var(--ink)}th button:focus-visible{outline:2px solid
 var(--accent)}
-th button::after{content:"";display:inline-block;width:.9em;text-align:center;opacity:.75}
+th button{position:relative;padding-right:.95em}
+th button::after{content:"";position:absolute;right:0;bottom:0;opacity:.75}
 th[aria-sort=ascending] button::after{content:"▴"}th[aria-sort=descending] button::after{content:"▾"}
 .bar{display:block;position:relative;isolation:isolate;min-width:5.4rem}
 .bar::before{content:"";position:absolute;z-index:-1;inset:-.12rem 0 -.12rem auto;width:var(--w);background:var(--c);

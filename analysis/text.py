@@ -8,6 +8,7 @@ import lzma
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +60,14 @@ class Text:
 
 def sentence_of(text: str, shortest: int, longest: int) -> str:
     """The first plain sentence of so many bytes, or the first `longest` characters if there is none."""
-    prose = " ".join(text.split())
-    for match in re.finditer(r"(?<=[.!?:] )[A-Z][a-z]+(?: [a-zA-Z,'’-]+)+\.(?= |$)", prose):
-        if shortest <= len(match[0].encode()) <= longest:
-            return match[0]
-    return prose[:longest] or "."
+    fitting = (s for s in sentences(text) if shortest <= len(s.encode()) <= longest)
+    return next(fitting, None) or " ".join(text.split())[:longest] or "."
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The plain sentences of a text, lines joined: words and commas between a capital and a full stop."""
+    for match in re.finditer(r"(?<=[.!?:] )[A-Z][a-z]+(?: [a-zA-Z,'’-]+)+\.(?= |$)", " ".join(text.split())):
+        yield match[0]
 
 
 def load_text(path: Path | None = None) -> Text:

@@ -1,0 +1,149 @@
+"""What `dsf analyze` does between its options and its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dsf.analysis.analyze import Analysis, Choice, analyze
+from dsf.analysis.models import load_model
+from dsf.analysis.record import RecordingError
+from dsf.analysis.report import duration, write_json
+from dsf.analysis.report_figures import require_matplotlib
+from dsf.analysis.text import read_text
+from dsf.errors import InputError
+
+
+def run(model: str, text: Path | None, choice: Choice) -> Analysis:
+    """Load, analyze, show how far it is."""
+    require_matplotlib()
+    name, data = read_text(text)
+    with Bar() as bar, _quiet_transformers():
+        bar.step(f"load {model}", 0, 1)
+        pretrained = load_model(model)
+        try:
+            return analyze(pretrained, data.decode("utf-8", errors="replace"), name, choice, bar.step)
+        except RecordingError as error:
+            raise RecordingError(str(error).replace("raise limit=", "raise --memory")) from error
+
+
+def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
+    """Write the page, the JSON beside it and the pictures; returns a line for each kind."""
+    from dsf.analysis.analyze_page import page, write_pngs
+
+    beside = out.with_suffix(".json")
+    with Bar() as bar:
+        bar.step("draw the report", 0, 1)
+        page(analysis).write(out)
+        write_json(beside, analysis.data)
+        lines = [f"wrote {out} and {beside}"]
+        if pictures is not None:
+            bar.step("draw the pictures", 0, 1)
+            lines.append(f"wrote {len(write_pngs(analysis, pictures))} pictures to {pictures}")
+    return lines
+
+
+def out_file(out: Path) -> Path:
+    """The page's path, its folder made. Raises InputError for a name without .html, or a folder that cannot be."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--out {out} is the page to write; expected a name that ends in .html")
+    if out.is_dir():
+        raise InputError(f"--out {out} is a folder; expected the page to write")
+    folder(out.parent, "--out")
+    return out
+
+
+def folder(path: Path, option: str) -> Path:
+    """The folder, made if it is not there. Raises InputError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot make this folder ({error.strerror})") from error
+    return path
+
+
+def heads_of(spec: str | None) -> slice | None:
+    """The heads that `2` or `0-3` stands for. Raises InputError."""
+    if spec is None:
+        return None
+    between = re.fullmatch(r"(\d+)(?:-(\d+))?", spec.strip())
+    if between is None or int(between[2] or between[1]) < int(between[1]):
+        raise InputError(f"--heads {spec!r}: expected a head or a range of heads, such as 2 or 0-3")
+    return slice(int(between[1]), int(between[2] or between[1]) + 1)
+
+
+def summary(analysis: Analysis) -> Table:
+    """One line a layer, for the terminal."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for label in ("layer", "structure", "heads", "half-life", "looks back", "effective state"):
+        shown.add_column(label, justify="left" if label in ("layer", "structure") else "right", no_wrap=True)
+    for run in analysis.data["runs"]:
+        life, size = run.get("half_life"), run.get("effective_state_size")
+        middle = life["percentiles"]["50"] if life else None
+        kept = f"window {run['window']}" if "window" in run else "–" if middle is None else duration(middle)
+        shown.add_row(
+            run["name"], run["structure"], str(len(run["heads"])), kept,
+            f"{run['distance']:.1f}" if "distance" in run else "–", f"{size['entropy']:.1f}" if size else "–",
+        )  # fmt: skip
+    return shown
+
+
+def verdict(analysis: Analysis) -> list[str]:
+    """What was converted and left alone, in lines."""
+    found = analysis.data["conversion"]
+    lines = [
+        f"{analysis.data['model']['class']}: {len(found['layers'])} mixers ran as recurrences on "
+        f"{analysis.data['text']['tokens']} tokens; outputs moved by {found['deviation']:.1g} of their range"
+    ]
+    return lines + [f"left alone: {x['name'] or 'the model'} ({x['type']}): {x['why']}" for x in found["left_alone"]]
+
+
+class Bar:
+    """One progress bar on stderr, if that is a terminal; its words change with the step, and nothing is left of it."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        self.task = self.progress.add_task("", total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def step(self, name: str, done: int, of: int) -> None:
+        """`done` parts of `of` of a step are finished."""
+        self.progress.update(self.task, description=name, completed=done, total=of)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without transformers' own bars and warnings, which would run over ours."""
+    try:
+        logging: Any = importlib.import_module("transformers.utils.logging")
+    except ImportError:
+        yield
+        return
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,121 @@
+"""A trained model by name, or from a local folder as transformers saves it, with its tokenizer."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsf.analysis.pretrained import PRETRAINED, Pretrained
+from dsf.errors import DsfError, InputError
+
+GIB = 1 << 30
+
+
+def load_model(given: str) -> Pretrained:
+    """The model that a name of PRETRAINED or a folder stands for, in float32 and eval mode; nothing is downloaded.
+
+    A folder needs what save_pretrained writes: config.json, weights and a tokenizer. The class is the one it was saved
+    from, causal language model or encoder. A name wins over a folder of the same name: write ./name for that.
+    Raises InputError for neither, a folder without config, a broken one, weights larger than the free memory, an
+    encoder-decoder; DsfError without transformers; NotInstalledError for a name whose package is missing.
+    """
+    if given in PRETRAINED:
+        return PRETRAINED[given]()
+    folder = Path(given)
+    if folder.is_dir():
+        return _from_folder(folder)
+    if folder.exists():
+        raise InputError(f"{given} is a file; expected the folder of a model (config.json, weights, tokenizer)")
+    near = difflib.get_close_matches(given, PRETRAINED, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise InputError(f"there is no model folder {given!r}, and no model of that name: {', '.join(PRETRAINED)}{hint}")
+
+
+def longest_context(model: nn.Module) -> int | None:
+    """Tokens that the model has positions for, or None where nothing limits them."""
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+def free_memory() -> float:
+    """Bytes of memory that this machine can still give, infinite where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as info:
+            return next(1024.0 * int(line.split()[1]) for line in info if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return _pages("SC_AVPHYS_PAGES") * _pages("SC_PAGE_SIZE")
+
+
+def _pages(name: str) -> float:
+    try:
+        return float(os.sysconf(name))
+    except (AttributeError, OSError, ValueError):  # systems without this answer
+        return math.inf
+
+
+def _from_folder(folder: Path) -> Pretrained:
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} has no config.json; expected a folder that save_pretrained has written")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise DsfError("model folders need transformers: pip install 'dsf-zoo[convert]'") from error
+    config = _attempt(folder, "configuration", lambda: transformers.AutoConfig.from_pretrained(folder, **LOCAL))
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"{folder}: {config.model_type} is an encoder-decoder; analyze takes decoders and encoders")
+    cls = _class_of(transformers, config)
+    _check_size(folder, config)
+    tokenizer = _attempt(folder, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder, **LOCAL))
+    model, loading = _attempt(
+        folder,
+        "model",
+        lambda: cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **LOCAL),
+    )
+    about = f"{type(model).__name__} from the folder {folder.resolve().name}"
+    missing = sorted(loading.get("missing_keys", ()))
+    if missing:
+        about += f"; {len(missing)} weights are not in its files and therefore random, {missing[0]} first"
+
+    def tokenize(text: str) -> list[int]:
+        if not tokenizer(text, add_special_tokens=False).input_ids:
+            return []  # [CLS][SEP] around nothing is no text
+        return list(tokenizer(text).input_ids)
+
+    return Pretrained(folder.resolve().name, model.eval(), tokenize, about, lambda token: tokenizer.decode([token]))
+
+
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+def _class_of(transformers: Any, config: Any) -> Any:
+    """The class that the folder was saved from; without a known one, the causal model of its type, else its base."""
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or []]
+    if named and named[0] is not None:
+        return named[0]
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+
+
+def _check_size(folder: Path, config: Any) -> None:
+    """Refuse weights that do not fit in float32."""
+    stored = sum(f.stat().st_size for kind in ("*.safetensors", "*.bin") for f in folder.glob(kind))
+    dtype = getattr(config, "dtype", None)
+    need, free = stored * 4 / (dtype.itemsize if isinstance(dtype, torch.dtype) else 4), free_memory()
+    if need > free:
+        raise InputError(f"{folder}: its weights take {need / GIB:.1f} GiB in float32, but {free / GIB:.1f} are free")
+
+
+def _attempt(folder: Path, what: str, load: Any) -> Any:
+    """load(), whose failure in transformers becomes one InputError: it raises nearly every kind there is."""
+    try:
+        return load()
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = lines[0] if lines else type(error).__name__
+        raise InputError(f"{folder}: its {what} cannot be loaded: {why}") from error

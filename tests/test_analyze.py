@@ -1,0 +1,334 @@
+"""`dsf analyze` from end to end: a saved model becomes numbers, a page, pictures; bad input one clear line."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("typer")
+
+import convert_models as zoo
+import tiny_models
+from tiny_models import TEXT
+from typer.testing import CliRunner
+
+import dsf
+from dsf.analysis import analyze as engine
+from dsf.analysis import anatomy, measures
+from dsf.analysis import models as loading
+from dsf.analysis._cli_app import app
+from dsf.analysis.analyze import Choice, analyze
+from dsf.analysis.analyze_page import page
+from dsf.analysis.models import load_model
+from dsf.analysis.pretrained import EmptyTextError, Pretrained
+from dsf.analysis.record import record
+
+TOP = {
+    "schema", "dsf", "machine", "model", "conversion", "text", "window", "contexts", "state", "costs", "runs",
+    "seconds", "peak_gib",
+}  # fmt: skip
+OF_EVERY_RUN = {
+    "name", "layer", "call", "part", "backward", "kind", "recurrence", "structure", "N", "P", "causal", "heads",
+    "distance", "shares", "received",
+}  # fmt: skip
+OF_A_RECURRENCE = {"eigenvalues", "half_life", "horizon", "effective_state_size", "along", "gates", "decay", "write"}
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, ["analyze", *map(str, args)], env={"COLUMNS": "160"})
+    assert result.exit_code == code, f"{result.exit_code}: {result.output} {result.exception!r}"
+    return result
+
+
+def one_line(result) -> str:
+    """What bad input gets, beside exit code 2: nothing on stdout, one line on stderr."""
+    assert result.stdout == "" and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+    return result.stderr
+
+
+def letters(model_type):
+    """A random model as load_model would give it."""
+    model = zoo.build(model_type) if model_type in zoo.CONFIGS else zoo.backbone(model_type)
+    ids = {letter: place for place, letter in enumerate(tiny_models.LETTERS, start=3)}
+    pieces = {place: letter for letter, place in ids.items()}
+    return Pretrained(model_type, model, lambda t: [ids[c] for c in t if c in ids], "tiny", pieces.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.save("jamba", tmp_path_factory.mktemp("models") / "jamba")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT * 3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def analysed(folder, text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "deep" / "jamba.html"
+    result = run(folder, "--text", text, "--tokens", 60, "--out", out, "--png", out.parent / "png")
+    return out, result, json.loads(out.with_suffix(".json").read_text())
+
+
+# From end to end
+
+
+def test_a_saved_model_becomes_a_page_data_and_pictures(analysed):
+    out, result, data = analysed
+    assert "0 S6" in result.stdout and "1 softmax" in result.stdout and str(out) in result.stdout
+    assert "4 mixers ran as recurrences on 60 tokens" in result.stdout
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    pictures = {p.name for p in (out.parent / "png").iterdir()}
+    assert {"maps.png", "map_0_S6.png", "map_1_softmax.png", "half_lives.png", "tokens_write.png"} <= pictures
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in (out.parent / "png").iterdir())
+
+
+def test_the_page_loads_nothing_and_says_no_nan(analysed):
+    html = analysed[0].read_text(encoding="utf-8")
+    assert not re.search(r"https?:|src=\"(?!data:)|href=\"(?!#|data:)", html)
+    shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
+    assert not {"nan", "inf", "None"} & set(shown.split())
+    for title in ("Layer by layer", "What they look at", "What they remember", "What it keeps", "What was converted"):
+        assert f">{title}</h2>" in html
+
+
+def test_the_data_has_its_schema(analysed):
+    data = analysed[2]
+    assert data["schema"] == "dsf.analyze/1" and data.keys() == TOP
+    assert data["conversion"]["deviation"] < 1e-5 and not data["conversion"]["left_alone"]
+    assert [x["kind"] for x in data["conversion"]["layers"]] == ["S6", "softmax", "S6", "softmax"]
+    assert data["text"]["sentence"] == "The wife had found out about the affair." and data["text"]["tokens"] == 60
+    assert data["text"]["bits_per_token"] > 0 and data["model"]["class"] == "JambaForCausalLM"
+    for found in data["runs"]:
+        assert found.keys() >= OF_EVERY_RUN
+        if found["kind"] == "S6":
+            assert found.keys() >= OF_A_RECURRENCE and found["half_life"]["percentiles"]["50"] > 0
+            assert found["heads"][0].keys() >= {"half_life", "horizon", "eigenvalues", "effective_state_size", "gates"}
+        else:
+            assert found["half_life"]["share_never"] == 1 and "gates" not in found
+    assert {c["recurrence"] for c in data["costs"]} == {"s6", "softmax_attention"}
+
+
+def test_maps_are_in_the_order_of_the_sentence(analysed):
+    data = analysed[2]
+    size = len(data["text"]["pieces"])
+    for found in data["runs"]:
+        shares = torch.tensor(found["shares"])
+        assert shares.shape == (size, size) and float(shares.triu(1).abs().max()) == 0
+        torch.testing.assert_close(shares.sum(1), torch.ones(size), atol=1e-2, rtol=0)
+
+
+def test_json_on_request(folder, text, tmp_path):
+    found = json.loads(run(folder, "--text", text, "--tokens", 40, "--out", tmp_path / "a.html", "--json").stdout)
+    assert found.keys() == TOP
+
+
+def test_layers_and_heads_narrow_it_down(folder, text, tmp_path):
+    args = (folder, "--text", text, "--tokens", 30, "--out", tmp_path / "a.html", "--layers", "1,3", "--heads", "2-3")
+    data = json.loads(run(*args, "--json").stdout)
+    assert [r["name"] for r in data["runs"]] == ["1 softmax", "3 softmax"]
+    assert [len(r["heads"]) for r in data["runs"]] == [2, 2]
+    assert len(data["conversion"]["layers"]) == 4
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "recurrent_gemma", "kimi_linear", "rwkv", "zamba", "bert"])
+def test_every_kind_of_mixer_has_a_page(name):
+    found = analyze(letters(name), TEXT * 2, "text", Choice(tokens=40))
+    html = page(found).html()
+    shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
+    assert not {"nan", "inf", "None"} & set(shown.split())
+    assert found.deviation < 1e-5
+    if name == "lfm2":
+        assert found.data["runs"][0]["window"] == 3 and "half_life" not in found.data["runs"][0]
+    if name == "bert":
+        assert not any(r["causal"] or "half_life" in r or "eigenvalues" in r for r in found.data["runs"])
+
+
+def test_typesegs_two_directions_are_told_apart_and_read_in_order(tmp_path):
+    pytest.importorskip("typeseg")
+    html = tmp_path / "typeseg.html"
+    data = json.loads(run("typeseg", "--tokens", 64, "--layers", "2", "--out", html, "--json").stdout)
+    forth, back = data["runs"]
+    assert (forth["name"], back["name"]) == ("2 S6 →", "2 S6 ←") and back["backward"]
+    assert torch.tensor(forth["shares"]).triu(1).abs().max() == 0
+    assert torch.tensor(back["shares"]).tril(-1).abs().max() == 0
+    assert data["state"]["bytes_by_kind"]["S6, both directions"] == [2 * 6 * 16 * 256 * 4] * len(data["contexts"])
+    assert 3 < forth["half_life"]["percentiles"]["50"] < 20  # bytes
+
+
+# The numbers
+
+
+def test_the_numbers_are_those_of_the_measures():
+    model = letters("mamba2")
+    found = analyze(model, TEXT, "text", Choice(tokens=50)).data["runs"]
+    ids = model.encode(TEXT)[:, :50]
+    with torch.no_grad(), dsf.convert(model.model) as converted, record(converted) as recording:
+        model.model(ids)
+    for entry, run_ in zip(recording, found, strict=True):
+        lives = measures.half_life(entry.trajectory)
+        for head in run_["heads"]:
+            own = measures.percentiles(lives[:, head["head"]])[1]
+            assert head["half_life"]["percentiles"]["50"] == pytest.approx(float(own), rel=1e-5)
+        part = entry.trajectory.select(channels=slice(0, anatomy.CHANNELS))
+        distance = measures.mean_distance(part).mean()
+        assert run_["distance"] == pytest.approx(float(distance), rel=1e-5)
+        entropy = measures.effective_state_size(part).entropy.mean()
+        assert run_["effective_state_size"]["entropy"] == pytest.approx(float(entropy), rel=1e-4)
+
+
+def test_long_texts_are_measured_on_a_window(monkeypatch):
+    monkeypatch.setattr(anatomy, "WINDOW", 16)
+    found = analyze(letters("llama"), TEXT, "text", Choice(tokens=48)).data
+    short = analyze(letters("llama"), TEXT, "text", Choice(tokens=16)).data
+    for long, whole in zip(found["runs"], short["runs"], strict=True):
+        assert long["distance"] == pytest.approx(whole["distance"], rel=1e-4)
+
+
+def test_wide_spectra_are_measured_on_fewer_tokens(monkeypatch):
+    monkeypatch.setattr(anatomy, "WORK", 1)
+    found = analyze(letters("kimi_linear"), TEXT, "text", Choice(tokens=40)).data["runs"][0]
+    assert found["eigenvalues"]["max"] <= 1 + 1e-6 and found["half_life"]["percentiles"]["50"] > 0
+
+
+def test_tokens_looked_at_like_any_other_count_one():
+    even = torch.ones(2, 5, 5).tril()
+    found = anatomy.received(even / even.sum(-1, keepdim=True))
+    assert found[0] > found[1] and found[-1] == 0  # nobody is left to look at the last one
+    band = torch.eye(5).roll(1, 0).tril()[None]  # each looks at the one before
+    torch.testing.assert_close(anatomy.received(band)[:4], torch.ones(4, dtype=torch.float64))
+
+
+def test_rounding_keeps_significant_digits():
+    assert anatomy.rounded(torch.tensor([0.0, 1.23456e-7, -123456.0])) == [0.0, 1.235e-7, -123500.0]
+
+
+def test_the_model_is_its_own_again_afterwards():
+    model = letters("mamba2")
+    analyze(model, TEXT, "text", Choice(tokens=20))
+    dsf.convert(model.model).undo()
+
+
+def test_short_names_leave_out_what_all_share():
+    with dsf.convert(letters("falcon_h1").model) as converted:
+        assert engine.short_names(converted.layers) == ["0 SSD", "0 softmax", "1 SSD", "1 softmax"]
+    with dsf.convert(letters("inkling_text").model) as converted:
+        names = engine.short_names(converted.layers)
+        assert len(set(names)) == len(names)
+
+
+def test_progress_is_reported():
+    steps = []
+    analyze(letters("llama"), TEXT, "text", Choice(tokens=20), lambda *step: steps.append(step))
+    assert (engine.STEPS[2], 2, 2) in steps and (engine.STEPS[3], 2, 2) in steps
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("typesg",), "no model folder 'typesg', and no model of that name: typeseg, smollm2; did you mean typeseg?"),
+        (("{folder}", "--layers", "7"), "4 converted layers, 0-3, model.layers.0.mamba to"),
+        (("{folder}", "--layers", "0", "--heads", "1-2"), "model.layers.0.mamba has 1 head, counted from 0"),
+        (("{folder}", "--heads", "b"), "such as 2 or 0-3"),
+        (("{folder}", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("{folder}", "--out", "page"), "a name that ends in .html"),
+        (("{folder}", "--memory", "0.000001"), "more than the limit of 0.00 GiB; record fewer layers, heads or tokens"),
+        (("{folder}/config.json",), "is a file; expected the folder of a model"),
+    ],
+)
+def test_bad_options_are_one_clear_line(args, expected, folder, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = [a.format(folder=folder) for a in args]
+    extra = [] if "--text" in given else ["--text", text]
+    assert expected in one_line(run(*given, *extra, "--tokens", 30, code=2))
+
+
+def test_folders_without_a_model_are_one_clear_line(folder, tmp_path):
+    assert "has no config.json" in one_line(run(tmp_path, code=2))
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    assert "its configuration cannot be loaded" in one_line(run(tmp_path, code=2))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert "its tokenizer cannot be loaded" in one_line(run(tmp_path, code=2))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text((folder / file).read_text())
+    assert "its model cannot be loaded" in one_line(run(tmp_path, code=2))
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    tiny_models.save("t5", tmp_path)
+    assert "t5 is an encoder-decoder" in one_line(run(tmp_path, code=2))
+
+
+def test_weights_larger_than_the_memory_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(loading, "free_memory", lambda: 1e4)
+    with pytest.raises(dsf.InputError, match=r"its weights take 0\.0 GiB in float32, but 0\.0 are free"):
+        load_model(str(folder))
+
+
+def test_a_text_that_tokenises_to_nothing_or_too_little_is_refused(folder, tmp_path):
+    digits = tmp_path / "digits.txt"
+    digits.write_text("0123456789")
+    assert "the text of 10 characters has no tokens" in one_line(run(folder, "--text", digits, code=2))
+    digits.write_text("All 1")
+    assert "the text has 4 tokens" in one_line(run(folder, "--text", digits, code=2))
+    with pytest.raises(EmptyTextError):
+        load_model(str(folder)).encode("123")
+
+
+def test_a_foreign_tokenizer_is_noticed():
+    model = letters("llama")
+    foreign = Pretrained("foreign", model.model, lambda text: [99] * len(text), "tiny", str)
+    with pytest.raises(dsf.InputError, match="the token 99, but the model has only 64"):
+        analyze(foreign, TEXT, "text", Choice(tokens=20))
+
+
+def test_missing_weights_are_said(folder, tmp_path):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.0.mamba.A_log"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert (
+        "1 weights are not in its files and therefore random, model.layers.0.mamba.A_log"
+        in load_model(str(broken)).about
+    )
+
+
+def test_unknown_mixers_are_listed(text):
+    model = letters("llama")
+    model.model.add_module("odd", torch.nn.LSTM(4, 4))
+    found = analyze(model, TEXT, "text", Choice(tokens=20))
+    assert found.data["conversion"]["left_alone"] == [
+        {"name": "odd", "type": "LSTM", "why": "its recurrence is nonlinear in its state"}
+    ]
+    assert "nonlinear in its state" in page(found).html()
+
+
+def test_a_conversion_that_changes_the_model_exits_with_one(folder, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "_of_conversion", off(engine._of_conversion))
+    run(folder, "--text", text, "--tokens", 20, "--out", tmp_path / "a.html", code=1)
+
+
+def off(honest):
+    return lambda *args: {**honest(*args), "deviation": 0.5}
+
+
+def test_free_memory_is_a_number_everywhere(monkeypatch):
+    assert loading.free_memory() > 1e6
+    monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError()))
+    assert loading.free_memory() > 1e6
+    monkeypatch.setattr(loading.os, "sysconf", lambda _: (_ for _ in ()).throw(ValueError()))
+    assert loading.free_memory() == math.inf
