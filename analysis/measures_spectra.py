@@ -29,8 +29,9 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
     paper: of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
     Closed forms: elementwise, the entries; α(I - βkkᵀ), α (N-1 times) and α(1 - β|k|²); R corrections of a scalar
     decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), those of the
-    symmetric D^½(I - βkkᵀ)D^½ from its secular equation. Otherwise dense. For softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form,
-    η_{t-1}/η_t. Raises InputError for a dense problem wider than DENSE_LIMIT.
+    symmetric D^½(I - βkkᵀ)D^½ from its secular equation, to 1e-9 of the spectrum's extent. Otherwise dense. For
+    softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form, η_{t-1}/η_t. Raises InputError for a dense
+    problem wider than DENSE_LIMIT.
     """
     if trajectory.attention is not None:
         factor = trajectory.paper_factor
