@@ -15,16 +15,37 @@ from dsf.gpu_matrix import Timed
 from dsf.spec import Spec
 
 
-def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device) -> str | None:
+def refusal(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device, grad: bool = False
+) -> str | None:
     """Why the triton backend cannot run this call, in the user's words; None when it can."""
-    if form not in ("auto", *forms_of(spec)):
-        return f"the {form} form of {spec.structure} runs on torch only"
     if not _installed():
         return "triton is not installed"
     if device.type != "cuda" and not interpreted():
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
+    if steps(spec, sizes, dtype, form, grad):
+        return None
+    if form not in ("auto", *forms_of(spec)):
+        return f"the {form} form of {spec.structure} runs on torch only, but for one token without gradients"
     room = gpu_scan if is_scan(spec) else gpu_matrix
     return room.refusal(spec, sizes, dtype)
+
+
+def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
+    """True for calls that the decode kernel takes: one token, and no gradients, which it does not have."""
+    if sizes.tokens != 1 or grad or is_scan(spec) or form not in ("auto", "recurrent"):
+        return False
+    return gpu_matrix.step_refusal(spec, sizes, dtype) is None
+
+
+def is_step(spec: Spec, form: str, backend: str) -> bool:
+    """True where a plan's choice is the decode kernel."""
+    return backend == "triton" and form == "recurrent" and not is_scan(spec)
+
+
+def step(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """y [B, 1, H, P] and the new state, one launch."""
+    return gpu_matrix.run_step(spec, bound, state, in_place)
 
 
 def is_scan(spec: Spec) -> bool:
@@ -47,20 +68,26 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
+def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, one_step: bool = False) -> tuple[str, int]:
     """Name of the kernel, with its tiles, and its chunk length in tokens."""
+    if one_step:
+        return gpu_matrix.step_kernel_of(spec, sizes), 0
     return gpu_scan.kernel_of(sizes) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype)
 
 
-def source(spec: Spec) -> str:
+def source(spec: Spec, one_step: bool = False) -> str:
     """The source printed for this spec."""
+    if one_step:
+        return gpu_matrix.step_of(spec)[0].text
     return gpu_scan.source_of(spec).text if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 
 def run_gpu(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, form: str = "chunk"
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] and the final state, as the torch forms return them."""
+    if is_step(spec, form, "triton"):
+        return step(spec, bound, state)
     if is_scan(spec):
         return gpu_scan.fused_scan(spec, bound, timed, state, valid)
     return gpu_matrix.run_matrix(spec, bound, timed, state, valid)

@@ -214,3 +214,47 @@ def run_matrix(
         operands.append(valid.to(bound.dtype).unsqueeze(2))
     y, final, _ = matrix_mixer(operands, state, name, False)
     return y, final
+
+
+def step_refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
+    """Why the decode kernel cannot step this, in the user's words; None when it can."""
+    from dsf.emit_step import step_refusal
+
+    if dtype == torch.float64:
+        return "GPU kernels compute in float32; float64 inputs run on the torch backend"
+    for name, size in (("N", sizes.n), ("P", sizes.p)):
+        if size > LARGEST:
+            return f"the decode kernel holds at most {name} = {LARGEST}, got {size}"
+    return step_refusal(spec)
+
+
+@functools.cache
+def step_of(spec: Spec) -> tuple[Source, str]:
+    """The printed decode kernel of a spec, and the name under which the operators know it; once a process."""
+    from dsf.emit_step import emit_step
+    from dsf.kernels.triton.step_ops import STEPS
+
+    source, program = emit_step(spec)
+    name = f"{source.name}_{source.digest}"
+    STEPS[name] = replace(program, function=source.module().step)
+    return source, name
+
+
+def step_kernel_of(spec: Spec, sizes: Sizes) -> str:
+    """Name of the decode kernel with its tile."""
+    from dsf.kernels.triton.step_ops import STEPS, tile
+
+    keys, channels, warps = tile(sizes.n, sizes.p, STEPS[step_of(spec)[1]].whole)
+    return f"decode step ({keys} keys x {channels} channels, {warps} warps)"
+
+
+def run_step(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool) -> tuple[Tensor, Tensor]:
+    """y [B, 1, H, P] and the new state, which is the old one where in_place."""
+    from dsf.kernels.triton.step_ops import matrix_step, matrix_step_in_place
+
+    _, name = step_of(spec)
+    operands = list(bound.tensors.values())
+    if in_place and state is not None:
+        return matrix_step_in_place(operands, state, name), state
+    y, new = matrix_step(operands, state, name)
+    return y, new

@@ -73,9 +73,10 @@ CPU = torch.device("cpu")
 
 
 def make_plan(
-    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device = CPU
-) -> Plan:
-    """Choose form, backend and kernel.
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device = CPU,
+    grad: bool = False,
+) -> Plan:  # fmt: skip
+    """Choose form, backend and kernel. grad: whether a gradient is to be taken.
 
     The ladder, first match wins; explicit `form` and `backend` are honoured or refused:
 
@@ -88,8 +89,9 @@ def make_plan(
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
 
     On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, with or without a delta rule,
-    runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise systems (one fused scan);
-    everything else, and everything on a CPU, on torch.
+    runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise systems (one fused scan)
+    and one token of any other finite state without gradients (the decode step); everything else, and everything on a
+    CPU, on torch.
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
@@ -100,14 +102,17 @@ def make_plan(
         raise FormError(f"{spec.name}: {spec.structure} has no {form} form; it has {', '.join(forms)}")
     if backend not in ("auto", *BACKENDS):
         raise FormError(f"{spec.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto")
-    on_gpu = _use_triton(spec, sizes, dtype, form, backend, device)
+    on_gpu = _use_triton(spec, sizes, dtype, form, backend, device, grad)
+    one_step = on_gpu and gpu.steps(spec, sizes, dtype, form, grad)
     if form != "auto":
         chosen, reason = form, f"form={form!r} was asked for"
+    elif one_step:
+        chosen, reason = "recurrent", "one token without gradients: the state is read and written once, in one launch"
     elif on_gpu:
         chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
     else:
         chosen, reason = _choose(spec, sizes)
-    kernel, chunk = gpu.kernel_of(spec, sizes, dtype) if on_gpu else _kernel(spec, sizes, chosen)
+    kernel, chunk = gpu.kernel_of(spec, sizes, dtype, one_step) if on_gpu else _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
     if spec.is_softmax:
         k_heads, v_heads = cache_heads(spec, sizes)
@@ -118,15 +123,16 @@ def make_plan(
     return Plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
         math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
-        gpu.source(spec) if on_gpu else "",
+        gpu.source(spec, one_step) if on_gpu else "",
     )  # fmt: skip
 
 
-def _use_triton(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device) -> bool:
-    short = sizes.tokens <= SHORT and not gpu.is_scan(spec)  # the fused scan walks few tokens in one launch
-    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or short)):
+def _use_triton(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool
+) -> bool:
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return False
-    refused = gpu.refusal(spec, sizes, dtype, form, device)
+    refused = gpu.refusal(spec, sizes, dtype, form, device, grad)
     if refused is not None and backend == "triton":
         raise FormError(f"{spec.name}: backend='triton' was asked for, but {refused}")
     return refused is None

@@ -9,7 +9,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from dsf import gpu
 from dsf.bind import Bound, Sizes, bind, check_cache, check_cu_seqlens, check_state, state_keys
+from dsf.calls import Calls, call_in_graph, register
 from dsf.errors import FormError, InputError, TraceError
 from dsf.expr import substitute
 from dsf.kernels.attention import KVCache
@@ -34,6 +36,14 @@ class Recurrence:
         self.name = spec.name
         self.__name__ = spec.name
         self.__doc__ = spec.doc
+        self._calls = Calls(spec)
+        self._key = register(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"spec": self.spec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Recurrence.__init__(self, state["spec"])
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -63,10 +73,19 @@ class Recurrence:
         through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
-        bound = bind(self.spec, args, kwargs)
+        if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(initial_state, KVCache):
+            options = (return_state, form, backend)
+            tensors = (*args, *kwargs.values())
+            return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, *tensors)
+        return self._call(args, kwargs, initial_state, return_state, form, backend, cu_seqlens)
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        bound, plan = self._calls.prepare(args, kwargs, state, form, backend)
         bounds = None if cu_seqlens is None else check_cu_seqlens(self.spec, cu_seqlens, bound.sizes)
-        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
-        y, final = self._run(bound, bounds, initial_state, plan)
+        y, final = self._run(bound, bounds, state, plan)
         y = y.to(bound.dtype)
         return (y, final) if return_state else y
 
@@ -91,15 +110,43 @@ class Recurrence:
             expected = (rows, bound.sizes.heads, bound.sizes.n, columns(self.spec, bound.sizes.p).total)
             check_state(self.spec, state, expected, bound)
 
-    def step(self, state: State | None, /, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, State]:
+    def step(
+        self, state: State | None, /, *args: Tensor, in_place: bool = False, **kwargs: Tensor
+    ) -> tuple[Tensor, State]:
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
+
+        in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient.
 
         Returns y_t [B, H, P] and the new state. Raises InputError as a call does.
         """
-        bound = bind(self.spec, args, kwargs, one_token=True)
-        plan = make_plan(self.spec, bound.sizes, bound.dtype, "recurrent", "auto", bound.device)
+        if torch.compiler.is_dynamo_compiling() and not isinstance(state, KVCache):
+            tensors = (*args, *kwargs.values())
+            return call_in_graph(self._key, "_step", (in_place,), tuple(kwargs), state, *tensors)
+        return self._step(args, kwargs, state, in_place)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool) -> tuple[Tensor, State]:
+        bound, plan = self._calls.prepare(args, kwargs, state, "recurrent", "auto", True)
+        if in_place and state is not None:
+            y = self._overwrite(bound, state, plan)
+            return y[:, 0].to(bound.dtype), state
         y, final = self._run(bound, None, state, plan)
         return y[:, 0].to(bound.dtype), final
+
+    def _overwrite(self, bound: Bound, state: Any, plan: Plan) -> Tensor:
+        """One step that leaves the new state where the old one was."""
+        if not isinstance(state, Tensor):
+            raise InputError(f"{self.name}: in_place overwrites a state tensor, got {type(state).__name__}")
+        self._check_state(state, bound.sizes.batch, bound)
+        if not state.is_contiguous():
+            raise InputError(f"{self.name}: in_place needs a contiguous state, got strides {list(state.stride())}")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*bound.tensors.values(), state)):
+            raise InputError(f"{self.name}: in_place overwrites what a gradient would need; use torch.no_grad()")
+        if gpu.is_step(self.spec, plan.form, plan.backend):
+            return gpu.step(self.spec, bound, state, in_place=True)[0]
+        y, final = self._run(bound, None, state, plan)
+        assert isinstance(final, Tensor)
+        state.copy_(final)
+        return y
 
     def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
         """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns.

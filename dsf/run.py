@@ -53,7 +53,7 @@ def _run(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     if plan.backend == "triton":
-        return run_gpu(spec, bound, timed, state, valid)
+        return run_gpu(spec, bound, timed, state, valid, plan.form)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
     small = spec.is_elementwise and valid is None and decay_factors(spec) is not None

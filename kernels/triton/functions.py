@@ -105,6 +105,12 @@ def sum_key(x, n_ok):
 
 
 @triton.jit
+def max_key(x, n_ok):
+    """Largest entry over the Key axis of a tile, padding left out: [K, N, P] -> [K, 1, P]."""
+    return tl.max(tl.where(n_ok, x, -1e30), 1, keep_dims=True)
+
+
+@triton.jit
 def sum_value(x, p_ok):
     """Sum over this program's channels, padding left out: [K, N, P] -> [K, N, 1]."""
     return tl.sum(tl.where(p_ok, x, 0.0), 2, keep_dims=True)

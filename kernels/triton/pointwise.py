@@ -98,3 +98,17 @@ def levels(args, maps, first, out, T, H, blocks, body: tl.constexpr, K: tl.const
     drift, own = _maps(args, lane // H, lane % H, lane * 0 + block * K, T, H, body, K)
     rows = block * K + tl.arange(0, K)
     tl.store(to + 1 + rows, tl.maximum(level + drift, own), mask=rows < T)
+
+
+@triton.jit
+def step(args, H, P, body: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr):
+    """One token of every sequence: a program owns `BP` channels of one head. Grid (channel blocks · H · B)."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(P, BP)
+    place = program % blocks
+    i_h = (program // blocks % H).to(tl.int64)
+    i_b = (program // blocks // H).to(tl.int64)
+    t = tl.arange(0, 1)[:, None, None]
+    n = tl.arange(0, NB)[None, :, None]
+    p = place * BP + tl.arange(0, BP)[None, None, :]
+    body(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, place, place * BP, 1, H, P, N))

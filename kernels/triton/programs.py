@@ -89,6 +89,24 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
+def arguments_of(accesses: Sequence[Access], tensors: Mapping[str, Tensor | None], heads: int) -> tuple[Any, ...]:
+    """Pointers and strides of tensors in the order that a printed function reads them."""
+    found: list[Any] = []
+    for a in accesses:
+        x = tensors[a.role]
+        if x is None or a.summed:
+            found += [x, *[0] * (a.width - 1)]
+            continue
+        if a.step is not None:
+            x = x.select(2, a.step)
+        lead = 2 if a.time else 0
+        strides = x.stride()
+        found += [x, *strides[:lead], strides[lead], heads // x.shape[lead], *strides[lead + 1 :]]
+        if a.tail:
+            found.append(x.shape[-1])
+    return tuple(found)
+
+
 class Call:
     """One call: sizes, tensors by role, and launches (none of which happen for fake tensors)."""
 
@@ -152,22 +170,7 @@ class Call:
 
     def arguments(self, accesses: Sequence[Access]) -> tuple[Any, ...]:
         """Pointers and strides in the order that a printed function reads them."""
-        found: list[Any] = []
-        for a in accesses:
-            x = self.tensors[a.role]
-            if x is None:
-                found += [None, *[0] * (a.width - 1)]
-                continue
-            if a.summed:
-                found.append(x)
-                continue
-            if a.step is not None:
-                x = x.select(2, a.step)
-            lead = 2 if a.time else 0
-            found += [x, *x.stride()[:lead], x.stride(lead), self.heads // x.shape[lead], *x.stride()[lead + 1 :]]
-            if a.tail:
-                found.append(x.shape[-1])
-        return tuple(found)
+        return arguments_of(accesses, self.tensors, self.heads)
 
     def make(self) -> list[Tensor]:
         """Run the prologue: every operand that is no bare input, in order."""

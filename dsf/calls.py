@@ -1,0 +1,108 @@
+"""Calls of a recurrence: their checks and plans, kept for calls of the same shapes, and calls inside torch.compile.
+
+What a call's tensors must be and what runs depends on shapes, dtypes and devices alone, so both are worked out once for
+each combination. Under torch.compile a whole call is one node of the graph: dynamo does not look into it, and what it
+launches is traced through it (torch.compiler.allow_in_graph), expressions evaluated by torch and kernels alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dsf.bind import Bound, bind
+from dsf.gpu import interpreted
+from dsf.plan import Plan, make_plan
+from dsf.spec import Spec
+
+if TYPE_CHECKING:
+    from dsf.recurrence import Recurrence
+
+LARGEST = 256  # combinations a recurrence remembers
+
+
+@functools.cache
+def _names(spec: Spec) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """Names of the inputs, and which have a token axis."""
+    return tuple(i.name for i in spec.inputs), tuple(i.kind.time for i in spec.inputs)
+
+
+class Calls:
+    """The bound sizes and plans of a recurrence's calls so far, by shapes, dtypes, devices and options."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.kept: dict[Any, tuple[Any, ...]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Calls, (self.spec,)
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, form: str, backend: str,
+        one_token: bool = False,
+    ) -> tuple[Bound, Plan]:  # fmt: skip
+        """The checked inputs and what runs. Raises InputError and FormError."""
+        names, timed = _names(self.spec)
+        tensors = self._ordered(names, args, kwargs)
+        key = None
+        if tensors is not None:
+            grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state) if isinstance(x, Tensor))
+            key = (form, backend, one_token, grad, interpreted(), *((x.shape, x.dtype, x.device) for x in tensors))
+            try:
+                found = self.kept.get(key)
+            except TypeError:  # sizes that torch.compile leaves open
+                key = found = None
+            if found is not None:
+                sizes, dtype, compute, device, plan = found
+                if one_token:
+                    tensors = tuple(x.unsqueeze(1) if t else x for x, t in zip(tensors, timed, strict=True))
+                return Bound(dict(zip(names, tensors, strict=True)), sizes, dtype, compute, device), plan
+        bound = bind(self.spec, tuple(args), kwargs, one_token)
+        given = (*bound.tensors.values(), state)
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if isinstance(x, Tensor))
+        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device, grad)
+        if key is not None:
+            if len(self.kept) >= LARGEST:
+                self.kept.clear()
+            self.kept[key] = (bound.sizes, bound.dtype, bound.compute, bound.device, plan)
+        return bound, plan
+
+    @staticmethod
+    def _ordered(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """The inputs in the declaration's order, or None where something is amiss."""
+        if len(args) + len(kwargs) != len(names):
+            return None
+        try:
+            found = (*args, *[kwargs[name] for name in names[len(args) :]])
+        except KeyError:
+            return None
+        return found if all(isinstance(x, Tensor) for x in found) else None
+
+
+RECURRENCES: weakref.WeakValueDictionary[str, Recurrence] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(recurrence: Recurrence) -> str:
+    """A name for a recurrence that a graph can hold."""
+    name = f"{recurrence.name}#{next(_numbers)}"
+    RECURRENCES[name] = recurrence
+    return name
+
+
+def call_in_graph(
+    name: str, method: str, options: tuple[Any, ...], names: tuple[str, ...], state: Tensor | None, *tensors: Tensor
+) -> Any:
+    """A call (or step) of the recurrence of that name, as one node of a compiled graph."""
+    count = len(tensors) - len(names)
+    kwargs = dict(zip(names, tensors[count:], strict=True))
+    return getattr(RECURRENCES[name], method)(tensors[:count], kwargs, state, *options)
+
+
+torch.compiler.allow_in_graph(call_in_graph)

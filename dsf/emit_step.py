@@ -1,0 +1,163 @@
+"""Printing one step of a recurrence: the decode kernel of any system with a finite state.
+
+The state is one more input of axes {Key, Value}; A, B and the readout act on it as the declaration says, micro-step
+after micro-step, so the whole step is a few expressions: y, the new state, the normaliser's new column and the new
+running maximum. They are printed like any others and run in one launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsf.emit import RESERVED, Printer, Source, _body, _comment, _identifier, _name, symbol
+from dsf.emit_matrix import Body
+from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.kernels.triton.programs import Access
+from dsf.kernels.triton.step_ops import StepProgram
+from dsf.lower import FLOOR
+from dsf.operator import times
+from dsf.primitives import abs as absolute
+from dsf.primitives import exp, log, log_of, maximum, minimum, sum_key
+from dsf.spec import Row, Spec
+from dsf.system import DEN, NUM, ONE
+
+BOTH = frozenset({KEY, VALUE})
+STATE, COLUMN, LEVEL = symbol(".state", BOTH), symbol(".column", frozenset({KEY})), symbol(".level", frozenset({KEY}))
+ZERO, UNIT = const(0), const(1)
+
+
+def step_refusal(spec: Spec) -> str | None:
+    """Why the decode kernel cannot step this, in the user's words; None when it can."""
+    if spec.is_softmax:
+        return "the decode kernel keeps a finite state"
+    if spec.features is not None:
+        return "no printed kernel evaluates Taylor features"
+    if not spec.has_key and any(KEY in x.axes for r in spec.rows for x in (r.normal.decay, *(t.key for t in r.terms))):
+        return "the decode kernel has no vector state (N = 1) made of Key inputs"
+    if spec.ones is not None and spec.den_has_channels:
+        return "the decode kernel takes a normaliser of one number a head"
+    if spec.is_stabilised and (spec.gain_axes or spec.system.D is not ZERO):
+        return "the decode kernel takes exponential gains of one number a head, without D"
+    return None
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """The state at some point of a step: S e^{-level}, the normaliser's column in the same scale, the level."""
+
+    state: Expr
+    column: Expr | None
+    level: Expr | None
+
+
+def _advance(row: Row, ones: Row | None, now: _Moment) -> _Moment:
+    """One micro-step."""
+    level, moved = now.level, None
+    if now.level is not None:
+        decay = row.normal.decay
+        drift = log_of(decay)
+        level = now.level + maximum(drift if drift is not None else log(absolute(decay)), FLOOR)
+        for term in row.terms:
+            level = maximum(level, term.gain if term.gain is not None else 0.0)
+        moved = exp(now.level - level)
+    state = _apply(row, row, now.state, level, moved)
+    column = None if now.column is None or ones is None else _apply(row, ones, now.column, level, moved)
+    return _Moment(state, column, level)
+
+
+def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | None) -> Expr:
+    """A x + B, with B of `source`, in the scale of `level`."""
+    total = times(row.normal.decay, x)
+    for c in row.normal.corrections:
+        total = total + times(c.scale, c.left) * sum_key(c.right * x)
+    if moved is not None:
+        total = total * moved
+    if source.dense is not None:
+        return total + source.dense
+    for term in source.terms:
+        product = times(term.key, term.value)
+        if level is not None:
+            product = product * exp((term.gain if term.gain is not None else const(0)) - level)
+        total = total + product
+    return total
+
+
+def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
+    """What one step stores."""
+    ones, stabilised = spec.ones, spec.is_stabilised
+    top = Expr("max_key", (LEVEL,), (), frozenset()) if stabilised else None
+    scale = exp(LEVEL - top) if top is not None else UNIT
+    now = first = _Moment(STATE * scale, COLUMN * scale if ones is not None else None, top)
+    for i, row in enumerate(spec.rows):
+        now = _advance(row, None if ones is None else ones.rows[i], now)
+    seen = first if spec.system.read == "before" else now
+    y = _read(spec, seen.state) + spec.system.D
+    if spec.rule is not None:
+        assert ones is not None and seen.column is not None
+        one = UNIT if seen.level is None else exp(minimum(-seen.level, 80.0))
+        den = _read(spec, seen.column) + ones.system.D
+        y = substitute(spec.rule, {NUM: y, DEN: den, ONE: one})
+    roots = [
+        (y, Access(".y", None, True, False, True, True)),
+        (now.state, Access(".new_state", None, True, True, True, True)),
+    ]
+    if now.column is not None:
+        roots.append((now.column, Access(".new_column", None, True, True, False, True)))
+    if now.level is not None:
+        roots.append((now.level, Access(".new_level", None, True, True, False, True)))
+    return roots
+
+
+def _read(spec: Spec, state: Expr) -> Expr:
+    product = spec.readout * state
+    return sum_key(product) if spec.has_key else product
+
+
+class _Printer(Printer):
+    """Knows the largest entry over the Key axis, too."""
+
+    def _expression(self, node: Expr) -> str:
+        if node.op == "max_key":
+            return f"fn.max_key({self.text[node.args[0]]}, n_ok)"
+        return super()._expression(node)
+
+
+def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
+    """Source and program of a spec's decode kernel."""
+    kinds = {i.name: i.kind for i in spec.inputs}
+    roots = _roots(spec)
+    names: dict[Expr, str] = {}
+    nodes = inputs_of(*(e for e, _ in roots))
+    for node in nodes:
+        text = _name(node).strip("_") if node.attrs[0].startswith(".") else _name(node)
+        while text in {*names.values(), "sums"}:
+            text += "_"
+        names[node] = text
+    body = Body(names)
+    for node in nodes:
+        name, step = node.attrs
+        time = name not in kinds or kinds[name].time
+        body.load(node, Access(name, step, time, KEY in node.axes, VALUE in node.axes))
+    printer = _Printer(names, RESERVED)
+    values = printer.print([e for e, _ in roots])
+    body.lines += printer.lines
+    for value, (_, access) in zip(values, roots, strict=True):
+        body.store(value, access)
+    head = [
+        '"""' + _comment(str(spec)),
+        "",
+        "One step, printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise.step.",
+        '"""',
+        "",
+        "import triton",
+        "import triton.language as tl",
+        "",
+        "from dsf.kernels.triton import functions as fn",
+    ]
+    text = "\n".join([*head, "", "", "@triton.jit", "def step(args, at):", *_body(body.lines)]) + "\n"
+    inputs = tuple(
+        Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
+    )
+    whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
+    program = StepProgram(inputs, tuple(body.accesses), spec.ones is not None, spec.is_stabilised, whole)
+    return Source(f"{_identifier(spec.name)}_step", text, ()), program

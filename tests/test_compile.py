@@ -1,0 +1,90 @@
+"""torch.compile(fullgraph=True) of whole public calls and steps: the same numbers, forward and backward, at any T."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from mixer_inputs import sample
+from torch.utils.checkpoint import checkpoint
+
+import dsf
+from dsf import mixers
+
+NAMES = ["mlstm", "gated_deltanet", "s6", "qlstm"]
+
+
+def leaves_of(recurrence, tokens):
+    return {n: x.float().requires_grad_() for n, x in sample(recurrence, tokens=tokens).items()}
+
+
+def loss_of(recurrence):
+    def loss(given):
+        y, state = recurrence(**{n: x * 1.0 for n, x in given.items()}, return_state=True)
+        return y.sin().sum() + state.square().sum() * 1e-3
+
+    return loss
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_call_is_one_graph(name):
+    torch.compiler.reset()
+    recurrence = mixers.get(name).recurrence
+    loss = loss_of(recurrence)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for tokens in (20, 13):
+        given = leaves_of(recurrence, tokens)
+        wanted = list(given.values())
+        for a, b in zip(
+            torch.autograd.grad(compiled(given), wanted), torch.autograd.grad(loss(given), wanted), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mlstm", "rwkv7"])
+def test_a_step_is_one_graph(name):
+    torch.compiler.reset()
+    recurrence = mixers.get(name).recurrence
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    given = {n: x.float() for n, x in sample(recurrence, tokens=2).items()}
+    first, second = ({n: x[:, t] if n in timed else x for n, x in given.items()} for t in (0, 1))
+    compiled = torch.compile(lambda state, x: recurrence.step(state, **x), fullgraph=True, backend="aot_eager")
+    _, state = recurrence.step(None, **first)
+    for a, b in zip(compiled(state, second), recurrence.step(state, **second), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_checkpointed_call_is_one_graph():
+    torch.compiler.reset()
+    delta = mixers.deltanet
+    given = leaves_of(delta, 20)
+
+    def loss(x):
+        return checkpoint(lambda q, k, v, b: delta(q, k, v, b), *x.values(), use_reentrant=False).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    wanted = list(given.values())
+    for a, b in zip(
+        torch.autograd.grad(compiled(given), wanted), torch.autograd.grad(loss(given), wanted), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_calls_of_the_same_shapes_are_checked_once_and_others_again():
+    delta = mixers.deltanet
+    given = {n: x.float() for n, x in sample(delta, tokens=12).items()}
+    first = delta(**given)
+    assert torch.equal(delta(given["q"], given["k"], v=given["v"], beta=given["beta"]), first)
+    with pytest.raises(dsf.InputError, match="beta"):
+        delta(**given | {"beta": given["beta"][:, :5]})
+    with pytest.raises(dsf.InputError, match="must be a tensor"):
+        delta(**given | {"beta": 0.5})
+    assert delta(**given | {"beta": given["beta"][:, :12]}).shape == first.shape
+
+
+def test_recurrences_that_have_been_called_can_be_copied():
+    delta = mixers.deltanet
+    given = {n: x.float() for n, x in sample(delta, tokens=12).items()}
+    first = delta(**given)
+    for copied in (copy.deepcopy(delta), pickle.loads(pickle.dumps(delta))):
+        assert torch.equal(copied(**given), first)

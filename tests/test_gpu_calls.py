@@ -1,0 +1,136 @@
+"""Public calls on a CUDA GPU: compiled whole, captured in graphs, checkpointed, under autocast; and the decode step."""
+
+import pytest
+import torch
+from matrix_family import UNSEEN
+from mixer_inputs import RANGES
+from torch.utils.checkpoint import checkpoint
+
+from dsf import mixers
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+NAMES = ["mlstm", "ssd", "gated_deltanet", "gla", "s6", "qlstm"]
+MATRIX = [e.recurrence for e in mixers.ZOO if not (e.recurrence.spec.is_softmax or e.recurrence.spec.is_elementwise)]
+
+
+def draw(recurrence, batch=2, tokens=128, heads=2, n=64, p=64, dtype=torch.bfloat16, grad=True):
+    """Leaves by name."""
+    torch.manual_seed(0)
+    out = {}
+    for i in recurrence.spec.inputs:
+        sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
+        lead = [batch, tokens, *([i.kind.steps] if i.kind.steps else []), heads] if i.kind.time else [heads]
+        x = RANGES.get(i.name, lambda x: x)(torch.randn([*lead, *sizes], device="cuda"))
+        out[i.name] = (x / n**0.5 if i.kind.axes == {"key"} else x).to(dtype).requires_grad_(grad)
+    return out
+
+
+def loss_of(recurrence):
+    def loss(*given):
+        y, state = recurrence(*given, return_state=True)
+        return y.float().square().mean() + state.square().mean()
+
+    return loss
+
+
+def gradients(loss, given):
+    return torch.autograd.grad(loss(*given.values()), list(given.values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_call_compiles_whole(name):
+    torch.compiler.reset()
+    recurrence = mixers.get(name).recurrence
+    given = draw(recurrence)
+    loss = loss_of(recurrence)
+    plain, whole = gradients(loss, given), gradients(torch.compile(loss, fullgraph=True), given)
+    for a, b in zip(whole, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_training_step_are_captured(name):
+    recurrence = mixers.get(name).recurrence
+    given = draw(recurrence)
+    loss, side = loss_of(recurrence), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = gradients(loss, given)
+        with torch.no_grad():
+            y = recurrence(**given)
+    torch.cuda.synchronize()
+    graph, forward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(loss, given)
+    with torch.no_grad(), torch.cuda.graph(forward):
+        again = recurrence(**given)
+    graph.replay()
+    forward.replay()
+    assert torch.equal(again, y) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpointing_and_autocast_change_nothing(name):
+    recurrence = mixers.get(name).recurrence
+    given = draw(recurrence)
+    plain = torch.autograd.grad(recurrence(**given).float().sum(), list(given.values()))
+    with torch.autocast("cuda", torch.bfloat16):
+        y = checkpoint(lambda *x: recurrence(*x), *given.values(), use_reentrant=False)
+    again = torch.autograd.grad(y.float().sum(), list(given.values()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def step_of(recurrence, batch, heads, n, p, dtype, seed=0):
+    given = draw(recurrence, batch, 1, heads, n, p, dtype, grad=False)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    return {name: x[:, 0] if name in timed else x for name, x in given.items()}
+
+
+def state_of(recurrence, batch, heads, n, p):
+    state = torch.randn(batch, heads, *recurrence.state_shape(N=n, P=p), device="cuda")
+    if recurrence.spec.is_stabilised:
+        state[..., -1] = state[:, :, :1, -1]
+    return state
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 64, 64), (3, 2, 24, 40), (2, 1, 256, 256), (2, 3, 5, 3), (130, 2, 128, 128)])
+@pytest.mark.parametrize("recurrence", [*UNSEEN, *MATRIX], ids=lambda r: r.name)
+def test_a_step_equals_float64_and_overwrites_on_request(recurrence, sizes):
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    y, new = recurrence.step(state, **given)
+    wide, last = recurrence.step(state.double(), **{n: x.double() for n, x in given.items()})
+    for found, expected, limit in ((y, wide, 8e-3), (new, last, 1e-5)):
+        error = (found.double() - expected).abs().amax((-1, *range(2, expected.dim() - 1)))
+        assert (error / expected.abs().amax().clamp(min=1e-3)).max().item() < limit
+    kept = state.clone()
+    again, same = recurrence.step(kept, **given, in_place=True)
+    assert same.data_ptr() == kept.data_ptr()
+    torch.testing.assert_close(kept, new, rtol=1e-5, atol=1e-5 * new.abs().max().item())
+    torch.testing.assert_close(again, y, rtol=1e-2, atol=1e-2 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["mlstm", "gated_deltanet"])
+def test_decoding_is_captured_and_compiled(name):
+    torch.compiler.reset()
+    recurrence = mixers.get(name).recurrence
+    sizes = (4, 2, 64, 64)
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    recurrence.step(state, **given)
+    expected, _ = recurrence.step(recurrence.step(state, **given)[1], **given)
+    kept, graph = state.clone(), torch.cuda.CUDAGraph()
+    recurrence.step(kept.clone(), **given, in_place=True)
+    with torch.cuda.graph(graph):
+        y, _ = recurrence.step(kept, **given, in_place=True)
+    graph.replay()
+    graph.replay()
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+    compiled = torch.compile(lambda s, x: recurrence.step(s, **x), fullgraph=True)
+    torch.testing.assert_close(compiled(compiled(state, given)[1], given)[0], expected, rtol=1e-2, atol=1e-2)
+
+
+def test_the_plan_says_what_decodes():
+    given = draw(mixers.rwkv7, tokens=1, grad=False)
+    plan = mixers.rwkv7.plan(**given)
+    assert plan.backend == "triton" and plan.form == "recurrent" and "decode step" in plan.kernel
+    assert "def step(" in plan.source
+    assert mixers.rwkv7.plan(**draw(mixers.rwkv7, tokens=1)).backend != "triton" or mixers.rwkv7.plan().form == "chunk"

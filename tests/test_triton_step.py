@@ -1,0 +1,111 @@
+"""The decode kernel in Triton's interpreter: token by token it is the recurrence, for every matrix mixer."""
+
+import pytest
+import torch
+from interpreted import interpreted
+from matrix_family import UNSEEN
+from mixer_inputs import sample
+
+import dsf
+from dsf import Key, System, Value, exp, mixers
+
+pytestmark = interpreted
+MATRIX = [e.recurrence for e in mixers.ZOO if not (e.recurrence.spec.is_softmax or e.recurrence.spec.is_elementwise)]
+
+
+@dsf.recurrence
+def channels_forget(q: Key, k: Key, v: Value, g: Value) -> System:
+    """In no library: a decay a channel, and a second thing that is written."""
+    return System(A=exp(-(g**2)), B=k * v + q * g, C=q)
+
+
+def tokens_of(recurrence, given, t):
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    return {name: x[:, t] if name in timed else x for name, x in given.items()}
+
+
+def decode(recurrence, given, **how):
+    """Outputs of every token and the last state."""
+    state, outputs = None, []
+    tokens = max(x.shape[1] for x in given.values() if x.dim() > 2)
+    for t in range(tokens):
+        y, state = recurrence.step(state, **tokens_of(recurrence, given, t), **how)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+@pytest.fixture(autouse=True)
+def on_the_kernels(monkeypatch):
+    """`step` chooses the backend; the interpreter's tensors are the CPU's, so it is told to."""
+    from dsf import plan
+
+    choose = plan._use_triton
+    monkeypatch.setattr(plan, "_use_triton", lambda s, z, d, f, b, e, g: choose(s, z, d, f, b if g else "triton", e, g))
+
+
+def assert_same(a, b, tolerance=2e-5):
+    assert ((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() < tolerance
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("recurrence", [*UNSEEN, *MATRIX, channels_forget], ids=lambda r: r.name)
+def test_token_by_token_is_the_recurrence(recurrence, in_place):
+    given = {n: x.float() for n, x in sample(recurrence, tokens=5).items()}
+    assert "decode step" in recurrence.plan(**{n: x[:, :1] if x.dim() > 2 else x for n, x in given.items()}).kernel
+    y, state = decode(recurrence, given, in_place=in_place)
+    wide = {n: x.double() for n, x in given.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dsf.plan._use_triton", lambda *_: False)
+        expected, last = recurrence(**wide, return_state=True, form="naive")
+    assert_same(y.double(), expected)
+    if not recurrence.spec.is_stabilised:
+        assert_same(state.double(), last)
+
+
+def test_sizes_that_are_no_powers_of_two_in_several_blocks(monkeypatch):
+    from dsf.kernels.triton import step_ops
+
+    monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (4, 8 if whole else 2, 1))
+    mlstm = mixers.mlstm
+    given = {n: torch.cat([x.float()] * 2, -1)[..., :7] if n == "v" else x.float()
+             for n, x in sample(mlstm, tokens=4).items()}  # fmt: skip
+    apart, _ = decode(mlstm, given)
+    together, _ = decode(mlstm, given, in_place=True)
+    assert apart.shape[-1] == 7
+    assert_same(apart, together)
+
+
+def test_grouped_heads_and_strided_states():
+    gated = mixers.gated_deltanet
+    given = {n: x.float() for n, x in sample(gated, tokens=3, heads=4).items()}
+    given["k"] = given["k"][:, :, ::2]
+    shared = given | {"k": given["k"].repeat_interleave(2, 2)}
+    state = torch.randn(2, 4, 4, 3).transpose(-1, -2)
+    first = {n: x[:, 0] for n, x in given.items()}
+    y, new = gated.step(state, **first)
+    expected, last = gated.step(state.contiguous(), **{n: x[:, 0] for n, x in shared.items()})
+    assert_same(y, expected)
+    assert_same(new, last)
+
+
+def test_overwriting_is_refused_where_it_would_lose_something():
+    gated = mixers.gated_deltanet
+    first = {n: x[:, 0].float() for n, x in sample(gated, tokens=1).items()}
+    state = torch.zeros(2, 2, 3, 4)
+    with pytest.raises(dsf.InputError, match="contiguous"):
+        gated.step(torch.zeros(2, 2, 4, 3).transpose(-1, -2), **first, in_place=True)
+    with pytest.raises(dsf.InputError, match="gradient"):
+        gated.step(state.requires_grad_(), **first, in_place=True)
+
+
+@pytest.mark.parametrize("name", ["mlstm", "gated_delta_product"])
+def test_operators_pass_opcheck(name):
+    from dsf.gpu_matrix import step_of
+    from dsf.kernels.triton.step_ops import matrix_step, matrix_step_in_place
+
+    recurrence = mixers.get(name).recurrence
+    given = sample(recurrence, tokens=1)
+    operands = [given[i.name].float() for i in recurrence.spec.inputs]
+    state = torch.zeros(2, 2, *recurrence.state_shape(N=3, P=4))
+    torch.library.opcheck(matrix_step, (operands, state, step_of(recurrence.spec)[1]))
+    torch.library.opcheck(matrix_step_in_place, (operands, state, step_of(recurrence.spec)[1]))
