@@ -38,17 +38,17 @@ def run(model: str, text: Path | None, choice: Choice) -> Analysis:
 
 def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
     """Write the page, the JSON beside it and the pictures; returns a line for each kind."""
-    from dsf.analysis.analyze_page import page, write_pngs
+    from dsf.analysis.analyze_page import Report
 
-    beside = out.with_suffix(".json")
+    beside, report = out.with_suffix(".json"), Report(analysis)
     with Bar() as bar:
         bar.step("draw the report", 0, 1)
-        page(analysis).write(out)
+        report.page().write(out)
         write_json(beside, analysis.data)
         lines = [f"wrote {out} and {beside}"]
         if pictures is not None:
             bar.step("draw the pictures", 0, 1)
-            lines.append(f"wrote {len(write_pngs(analysis, pictures))} pictures to {pictures}")
+            lines.append(f"wrote {len(report.write_pngs(pictures))} pictures to {pictures}")
     return lines
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,8 @@ TERMS = {
 }
 
 
-def page(analysis: Analysis) -> Page:
-    """The whole report."""
-    return _Builder(analysis).build()
-
-
-def write_pngs(analysis: Analysis, folder: Path) -> list[Path]:
-    """Every picture as folder/<picture>.png; returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, drawn in _Builder(analysis).figures().items():
-        paths.append(folder / f"{_file_name(name)}.png")
-        png(drawn, paths[-1])
-    return paths
-
-
-class _Builder:
-    """Puts the page together from the data and one colour a layer, blue to red by depth."""
+class Report:
+    """The report of an Analysis: page() and write_pngs(). Every layer has its colour, blue to red by depth."""
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis, self.data = analysis, analysis.data
@@ -76,6 +62,16 @@ class _Builder:
         """The runs whose state fades."""
         return [r for r in self.having("half_life") if r["half_life"]["share_never"] < 1]
 
+    def write_pngs(self, folder: Path) -> list[Path]:
+        """Every picture as folder/<picture>.png; returns the paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name, drawn in self.figures.items():
+            paths.append(folder / f"{_file_name(name)}.png")
+            png(drawn, paths[-1])
+        return paths
+
+    @cached_property
     def figures(self) -> dict[str, Any]:
         """All figures, name -> matplotlib figure."""
         colors, drawn = self.colors, {}
@@ -114,7 +110,7 @@ class _Builder:
         )
         return drawn
 
-    def build(self) -> Page:
+    def page(self) -> Page:
         """The page with all sections."""
         model, conversion, words = self.data["model"], self.data["conversion"], self.data["text"]
         out = Page(f"{model['name']}, opened up", f"{model['about']}.")
@@ -128,7 +124,7 @@ class _Builder:
                 "Outputs moved by": f"{conversion['deviation']:.1g} of their range",
             })
         )  # fmt: skip
-        self.drawn = {name: svg(drawn, name.replace("_", " ")) for name, drawn in self.figures().items()}
+        self.drawn = {name: svg(drawn, name.replace("_", " ")) for name, drawn in self.figures.items()}
         self.layers(out)
         out.section("How to read this", "Eight words are enough for every picture below.", terms(TERMS))
         self.attention(out)
@@ -408,6 +404,3 @@ def _spectrum_words(run: Run) -> str:
 def _file_name(name: str) -> str:
     words = name.replace("←", "backward").replace("→", "forward")
     return "_".join("".join(c if c.isalnum() or c in "._-" else " " for c in words).split())
-
-
-__all__: Sequence[str] = ["page", "write_pngs"]

@@ -111,11 +111,15 @@ def kernel(record: Record, color: str) -> Any:
 def attention(shares: Sequence[Sequence[float]], pieces: Sequence[str], color: str, side: float = 3.9) -> Any:
     """A matrix of shares in the order of pieces of text: row = output, column = the piece looked at."""
     size, long = len(shares), max(map(len, pieces)) > 1
-    figure, axes = new_figure(side, side if long else side - 0.15)
+    figure, axes = new_figure(side, side)
     axes.imshow(shades(shares), cmap=fade(color), vmin=0, vmax=1, interpolation="none", aspect="equal")
-    font = {"fontfamily": MONO, "fontsize": max(4.5, min(8.0, 300 / size))}
-    axes.set_xticks(range(size), [printable(c) for c in pieces], rotation=90 if long else 0, **font)
-    axes.set_yticks(range(size), [printable(c) for c in pieces], **font)
+    labels, points = [printable(c) for c in pieces], max(4.5, min(8.0, 300 / size))
+    font = {"fontfamily": MONO, "fontsize": points}
+    axes.set_xticks(range(size), labels, rotation=90 if long else 0, **font)
+    axes.set_yticks(range(size), labels, **font)
+    margin = (max(map(len, labels)) * 0.62 + 0.9) * points / 72 / side  # measuring so many labels takes seconds
+    figure.set_layout_engine("none")
+    axes.set_position((margin, 0.01, 0.99 - margin, 0.99 - margin))
     axes.xaxis.tick_top()
     axes.tick_params(length=0, pad=1.5)
     for edge in axes.spines.values():

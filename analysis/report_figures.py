@@ -90,7 +90,9 @@ def svg(figure: Any, label: str) -> str:
 
 def _settle(figure: Any) -> None:
     """Lay the figure out once: laying it out at every drawing would move things by a hair each time."""
-    if figure.get_layout_engine() is not None:
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
 

@@ -22,7 +22,7 @@ from dsf.analysis import anatomy, measures
 from dsf.analysis import models as loading
 from dsf.analysis._cli_app import app
 from dsf.analysis.analyze import Choice, analyze
-from dsf.analysis.analyze_page import page
+from dsf.analysis.analyze_page import Report
 from dsf.analysis.models import load_model
 from dsf.analysis.pretrained import EmptyTextError, Pretrained
 from dsf.analysis.record import record
@@ -141,7 +141,7 @@ def test_layers_and_heads_narrow_it_down(folder, text, tmp_path):
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "recurrent_gemma", "kimi_linear", "rwkv", "zamba", "bert"])
 def test_every_kind_of_mixer_has_a_page(name):
     found = analyze(letters(name), TEXT * 2, "text", Choice(tokens=40))
-    html = page(found).html()
+    html = Report(found).page().html()
     shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
     assert not {"nan", "inf", "None"} & set(shown.split())
     assert found.deviation < 1e-5
@@ -314,7 +314,7 @@ def test_unknown_mixers_are_listed(text):
     assert found.data["conversion"]["left_alone"] == [
         {"name": "odd", "type": "LSTM", "why": "its recurrence is nonlinear in its state"}
     ]
-    assert "nonlinear in its state" in page(found).html()
+    assert "nonlinear in its state" in Report(found).page().html()
 
 
 def test_a_conversion_that_changes_the_model_exits_with_one(folder, text, tmp_path, monkeypatch):
