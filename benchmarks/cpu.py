@@ -2,9 +2,9 @@
 
     python benchmarks/cpu.py [--out benchmarks/results/cpu.json] [--threads 2] [--case NAME]
 
-Every case runs forward and backward of ours and of each peer on the same float32 inputs, in turns, in this process: a
-turn is one run that does not count, for caches and allocator are still the other side's, and three that do. The median
-of all turns is reported, and docs/cpu.md is made from it. Outputs are compared with the float64 oracle first:
+Every case runs forward and backward of ours and of each peer on the same float32 inputs, in turns, in this process: one
+run each, so that both find caches and allocator as the other left them. The first turn does not count; the median of
+the others does, and docs/cpu.md is made from it. Outputs are compared with the float64 oracle first:
 a fast wrong answer is no result. Peak memory is the tensors alive at once above the inputs, allocation by allocation.
 """
 
@@ -30,7 +30,6 @@ from torch.profiler import ProfilerActivity, profile
 from dsf import mixers
 
 Run = Callable[..., Tensor]
-RUNS = 3  # in a row, of one side
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Case:
     ours: Run
     peers: dict[str, Run]
     target: dict[str, float]
-    repeats: int = 5
+    repeats: int = 7
 
 
 def gated_deltanet() -> Case:
@@ -131,7 +130,7 @@ def s6(tokens: int, peer: str) -> Case:
     shape = f"B={B} T={T} channels={P} N={N}"
     if peer == "transformers":
         name, peers, target = f"s6_T{T}_sequential", {"transformers": sequential}, {"transformers": 100.0}
-        return Case(name, shape, inputs, ours, peers, target, repeats=3)
+        return Case(name, shape, inputs, ours, peers, target)
     return Case(f"s6_T{T}", shape, inputs, ours, {"mambapy": mambapy}, {"mambapy": 1.5})
 
 
@@ -178,9 +177,11 @@ def measure(case: Case) -> dict[str, object]:
     with torch.no_grad():
         weight = torch.randn_like(case.ours(**inputs))
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(case.repeats):
+    for turn in range(case.repeats + 1):
         for name, run in sides.items():
-            times[name] += [once(run, inputs, weight) for _ in range(RUNS + 1)][1:]
+            took = once(run, inputs, weight)
+            if turn:
+                times[name].append(took)
     seconds = {name: statistics.median(t) for name, t in times.items()}
     memory = {name: peak_memory(run, inputs, weight) for name, run in sides.items()}
     ratio = {name: seconds[name] / seconds["dsf"] for name in case.peers}

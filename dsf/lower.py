@@ -74,19 +74,21 @@ def lower(
     shape: tuple[int, int, int, int],
     state: Tensor | None,
     valid: Tensor | None,
-    factored: bool = False,
+    compact: bool = False,
 ) -> Lowered:
     """The Problem of one call.
 
     shape: (B, T, H, N). state: [B, H, N, columns] or None. valid: [B, T] bool, False for padding tokens, which leave
-    the state as it is. factored: hand over the two decay_factors, not their product.
+    the state as it is. compact: for the scan and the chunks of systems without corrections or running maximum, tensors
+    as small as they come: decay_factors instead of their product, one head where all share a key or a readout.
     """
     batch, tokens, heads, n = shape
     layout = columns(spec, values.p)
-    factors = decay_factors(spec) if factored else None
+    factors = decay_factors(spec) if compact and valid is None else None
     decay, log = (values(factors[0]), True) if factors else _decays(spec, values, tokens)
-    readout = values(spec.readout).expand(batch, tokens, heads, -1, -1)
-    key, value, gain = _injections(spec, values, shape, layout)
+    own = -1 if compact else heads
+    readout = values(spec.readout).expand(batch, tokens, own, -1, -1)
+    key, value, gain = _injections(spec, values, shape, layout, own)
     dense = _dense(spec, values, shape, layout)
     low: dict[str, Tensor | None] = {}
     if spec.rank:
@@ -147,9 +149,12 @@ def _stack(rows: list[Tensor]) -> Tensor:
 
 
 def _injections(
-    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layout: Columns
+    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layout: Columns, own: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """key [B, rows, H, G, n], value [B, rows, H, G, columns], gain [B, rows, H, 1, p]; None where B does not factor."""
+    """key [B, rows, H, G, n], value [B, rows, H, G, columns], gain [B, rows, H, 1, p]; None where B does not factor.
+
+    own: heads of the keys, -1 for as many as they have.
+    """
     if any(r.dense is not None for r in spec.rows):
         return None, None, None
     batch, tokens, heads, n = shape
@@ -160,7 +165,7 @@ def _injections(
         gains.append(_gain(spec, values, row, shape))
         for g in range(groups):
             term = row.terms[g] if g < len(row.terms) else Term(const(1), const(0))
-            row_keys.append(values(term.key).squeeze(-1).expand(batch, tokens, heads, n))
+            row_keys.append(values(term.key).squeeze(-1).expand(batch, tokens, own, n))
             row_values.append(_value(spec, values, (index, g), term, layout).expand(batch, tokens, heads, -1))
         keys.append(_side_by_side(row_keys))
         vals.append(_side_by_side(row_values))

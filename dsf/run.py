@@ -56,11 +56,11 @@ def _run(
         return run_gpu(spec, bound, timed, state, valid, plan.form)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
-    small = spec.is_elementwise and valid is None and decay_factors(spec) is not None
-    if plan.form == "chunk" and spec.is_elementwise and not small:
+    compact = plan.form in ("scan", "chunk") and not spec.rank and not spec.is_stabilised
+    if plan.form == "chunk" and spec.is_elementwise and (valid is not None or decay_factors(spec) is None):
         return _segments(spec, bound, timed, state, valid, plan)
     values, shape = _evaluator(spec, bound, timed)
-    lowered = lower(spec, values, shape, state, valid, factored=small and plan.form in ("scan", "chunk"))
+    lowered = lower(spec, values, shape, state, valid, compact)
     y, final = _solve(lowered.problem, lowered.state, plan)
     return finish(spec, values, lowered, y, final)
 

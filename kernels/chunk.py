@@ -18,7 +18,7 @@ from torch import Tensor
 from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
 from dsf.kernels.problem import Problem, fold_state, read, unfold_output, unfold_state
 from dsf.kernels.scan import associative_scan, combine_dense
-from dsf.kernels.walk import UnitLowerSolve, Walk
+from dsf.kernels.walk import UnitLowerSolve, Walk, add_product
 
 SUB_ROWS = 16  # rows over which key-diagonal decays are multiplied pair by pair
 
@@ -68,7 +68,7 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: Carry) -> t
     else:
         chunks = _summarise(shifted, length)
         starts, entries, final = carry(chunks, initial)
-        y = chunks.starts @ starts + chunks.scores @ entries
+        y = add_product(chunks.starts @ starts, chunks.scores, entries)
     y = y.flatten(2, 3)[:, :, : problem.tokens].transpose(1, 2)
     if problem.before:
         y = torch.cat([read(problem.readout[:, 0], initial).unsqueeze(1), y[:, :-1]], dim=1)
@@ -101,14 +101,6 @@ def _blocks(x: Tensor, rows: int, length: int, pad: float = 0.0) -> Tensor:
     return x.unflatten(1, (-1, length)).movedim(3, 1).contiguous()  # once here, or at every product below
 
 
-def _shared(x: Tensor) -> Tensor:
-    """One head for all where the heads are views of one (a key shared by a whole group): [B, rows, 1, ...].
-
-    The cotangent then enters the view at its first head, which is the same to the tensor behind the view.
-    """
-    return x[:, :, :1] if x.stride(2) == 0 else x
-
-
 def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, int]:
     """The chunk's decay products, and the number of rows a chunk really has."""
     rows, micro = problem.tokens * problem.micro, problem.micro
@@ -126,8 +118,6 @@ def _summarise(problem: Problem, length: int) -> Chunks:
     decay, size = _decay_of(problem, length)
     rows = problem.tokens * problem.micro
     readout, key = problem.readout, problem.key
-    if not problem.rank:
-        readout, key = _shared(readout), _shared(key)
     queries = _blocks(readout.squeeze(-1), problem.tokens, size // problem.micro)
     sources = _blocks(key, rows, size)
     known = _blocks(problem.value, rows, size).flatten(-3, -2)

@@ -59,7 +59,7 @@ class LogPairProducts(torch.autograd.Function):
         rounding error instead of 0, which the derivative of an extreme logarithm (of exp(-exp(12)): 2e5) makes large.
         """
         (pair,) = ctx.saved_tensors
-        reached = (pair * cotangents[0]).tril_(-1).cumsum_(-1).tril_(-1)  # [i, r - 1] = Σ_{j < r} of row i
+        reached = (pair * cotangents[0]).cumsum_(-1).tril_(-1)  # [i, r - 1] = Σ_{j < r} of row i
         return (torch.nn.functional.pad(reached.sum(-2)[..., :-1], (1, 0)),)
 
 

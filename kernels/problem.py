@@ -20,6 +20,7 @@ class Problem:
     """Tensors of one recurrence; all float32 or all float64.
 
     decay: [B, rows, H, n, p]; its logarithm when `log` is true. n in {1, N}, p in {1, P}.
+    The scan and the chunks without corrections also take a key or a readout with one head for all.
     factor: what the logarithm has still to be multiplied by, for the scan alone, which does so a segment at a time.
     left, right: [B, rows, H, R, N, p] corrections, or None.
     tie: [B, rows, H, R]: the delta family, where left_r = tie_r · key_r is not stored; right is None if it is key too.
@@ -59,7 +60,9 @@ class Problem:
     @property
     def leading(self) -> tuple[int, int]:
         """(B, H)."""
-        return self.readout.shape[0], self.readout.shape[2]
+        written = self.value if self.dense is None else self.dense
+        assert written is not None
+        return self.readout.shape[0], max(self.readout.shape[2], written.shape[2])
 
     def transition(self) -> Transition:
         """The structured A of every row, leading axes [B, rows, H]."""

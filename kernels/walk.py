@@ -37,6 +37,18 @@ def unit_lower_inverse(system: Tensor) -> Tensor:
     return out
 
 
+def _dot(x: Tensor, y: Tensor, n: int) -> Tensor:
+    """Sums of x y over P [..., N, 1], or over N and P [..., 1, 1] when n = 1."""
+    x, y = (z.unsqueeze(-2) if n > 1 else z.flatten(-2)[..., None, None, :] for z in (x, y))
+    return (x @ y.transpose(-1, -2)).squeeze(-1)
+
+
+def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a b for x [..., L, P], a [..., L, K], b [..., K, P], without storing the product first."""
+    a, b = (y.expand(*x.shape[:-2], -1, -1).flatten(0, -3) for y in (a, b))
+    return torch.baddbmm(x.flatten(0, -3), a, b).view_as(x)
+
+
 class UnitLowerSolve(torch.autograd.Function):
     """X = (I - M)^-1 R for two right-hand sides."""
 
@@ -74,20 +86,21 @@ class Walk(torch.autograd.Function):
         count = known.shape[2]
         totals = total.expand(-1, -1, count, -1, -1)
         starts = initial.new_empty(*initial.shape[:2], count, *initial.shape[2:])
+        starts[:, :, 0] = initial
+        places = [*starts.unbind(2), torch.empty_like(initial)]
         entries = known.view_as(known) if weight is None else torch.empty_like(known)
-        state = initial
         writes = ends.transpose(-1, -2) @ known if weight is None else None
         for c in range(count):
-            starts[:, :, c] = state
+            state, following = places[c : c + 2]
             if writes is not None:
-                state = torch.addcmul(writes[:, :, c], totals[:, :, c], state)
+                torch.addcmul(writes[:, :, c], totals[:, :, c], state, out=following)
                 continue
             assert weight is not None
             entry = entries[:, :, c]
             torch.add(known[:, :, c], weight[:, :, c] @ state, out=entry)
-            state = torch.addcmul(ends[:, :, c].transpose(-1, -2) @ entry, totals[:, :, c], state)
+            torch.addcmul(ends[:, :, c].transpose(-1, -2) @ entry, totals[:, :, c], state, out=following)
         ctx.save_for_backward(total, ends, entries, weight, starts)
-        return starts, entries, state
+        return starts, entries, places[-1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
@@ -99,7 +112,7 @@ class Walk(torch.autograd.Function):
         lasts = torch.empty_like(starts)  # G of every chunk
         if weight is not None:
             dentries = dentries.clone()
-        for c in range(count - 1, -1, -1):
+        for c in range(count - 1, -1, -1):  # nothing written with out=: this pass can be differentiated again
             lasts[:, :, c] = state
             before = torch.addcmul(dstarts[:, :, c], totals[:, :, c], state)
             if weight is not None:
@@ -108,8 +121,8 @@ class Walk(torch.autograd.Function):
                 before += weight[:, :, c].transpose(-1, -2) @ dentry
             state = before
         if weight is None:
-            dentries = dentries + ends @ lasts
-        dtotal = reduce_to((lasts * starts).sum(-1, keepdim=True), total.shape)
+            dentries = add_product(dentries, ends, lasts)
+        dtotal = reduce_to(_dot(lasts, starts, total.shape[-2]), total.shape)
         dends = entries @ lasts.transpose(-1, -2)
         dweight = None if weight is None else dentries @ starts.transpose(-1, -2)
         return dtotal, dends, dentries, dweight, state
