@@ -109,6 +109,10 @@ class Printer:
         return [f"tl.full((1, 1, 1), {self.text[r]}, tl.float32)" if not r.args and r.op != "input" else self.text[r]
                 for r in roots]  # fmt: skip
 
+    def _inline(self, node: Expr) -> bool:
+        """True for a part that is written inside its user, not as a line of its own."""
+        return self.text[node].startswith("(")
+
     def _fresh(self) -> str:
         while True:
             self.count += 1
@@ -123,6 +127,8 @@ class Printer:
         args = [self.text[a] for a in node.args]
         if node.op == "pow":
             return _power(args[0], args[1], node.args[1])
+        if node.op == "exp" and (parts := _key_and_rest(node.args[0])) and self._inline(node.args[0]):
+            return f"tl.exp2({self.text[parts[0]]} * ({self.text[parts[1]]} * fn.LOG2E))"
         if node.op in OPERATORS:
             return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
         if node.op == "where":
@@ -131,6 +137,14 @@ class Printer:
             mask = "n_ok" if node.op == "sum_key" else "p_ok"
             return f"fn.{node.op}({args[0]}, {mask})"
         return f"fn.{node.op}({', '.join(args)})"
+
+
+def _key_and_rest(node: Expr) -> tuple[Expr, Expr] | None:
+    """The factors of a product of one along the Key axis and one that is the same for all of it, if it is that."""
+    if node.op != "mul" or (KEY in node.args[0].axes) == (KEY in node.args[1].axes):
+        return None
+    first, second = node.args
+    return (first, second) if KEY in first.axes else (second, first)
 
 
 def _power(base: str, exponent: str, node: Expr) -> str:
@@ -182,8 +196,11 @@ class Operand:
         pointers = " + ".join(terms)
         return f"tl.load({pointers}{where}).to(tl.float32)"
 
-    def store(self, value: str) -> list[str]:
-        """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed."""
+    def store(self, value: str, summed: bool = False) -> list[str]:
+        """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
+
+        summed: the value is yet to be summed over the channels (a Key operand's).
+        """
         ends, masks = [], (["t_ok"] if self.time else [])
         width = "1"
         if KEY in self.axes:
@@ -202,6 +219,10 @@ class Operand:
             row = f"(({lead} * segments + segment) * H + head)"
         pointer = f"grads[{self.index}]"
         target = " + ".join([pointer, f"{row} * {width}", *ends])
+        if summed:
+            base = " + ".join([pointer, f"{row} * {width}", *ends[1:]])
+            call = f"fn.store_sums({base}, {value}, n, p, p_ok, {'t_ok' if self.time else 'True'}, N)"
+            return [f"if {pointer} is not None:", f"    {call}"]
         if self.axes == {KEY}:
             target = f"fn.to_lanes({target}, p)"
         return [f"if {pointer} is not None:", f"    fn.store({target}, {value}, {' & '.join(masks)})"]
@@ -369,10 +390,12 @@ class _Emission:
         wanted = [*self.tokens, *self.held.values()]
         slopes = derivatives(total, const(1), wanted, late=VALUE)
         printer = Printer({**self._scope(), **{c: c.attrs[0] for c in cotangents}}, {*RESERVED, *axes})
-        values = printer.print(slopes)
+        late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(wanted, slopes, strict=True)]
+        late[len(self.tokens) :] = [False] * len(self.held)
+        values = printer.print(x.args[0] if open_ else x for x, open_ in zip(slopes, late, strict=True))
         stores = ["first = p == edge"]
-        for node, value in zip(self.tokens, values, strict=False):
-            stores += self.operands[node].store(value)
+        for node, value, summed in zip(self.tokens, values, late, strict=False):
+            stores += self.operands[node].store(value, summed)
         added = [f"sums[{i}] + fn.sum_time({v})" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
         body = [*self._unpack(), *printer.lines, *stores, _tuple(added)]
         return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at):", *_body(body)]

@@ -39,7 +39,7 @@ def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) ->
 
 RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging]
 OTHERS = [hgrn, mingru, modified_qlstm, s6_negative]
-SMALL = {1: (2, 4, 1, 4, 4, 4, 64), 256: (1, 4, 1, 4, 4, 4, 64)}  # two channel blocks, several segments
+SMALL = {1: (2, 4, 1, 4, 4, 2, 4, 64, 0), 256: (1, 4, 1, 4, 4, 2, 4, 64, 0)}  # two channel blocks, several segments
 
 
 def draw(recurrence: dsf.Recurrence, tokens: int, heads: int = 2, n: int = 3, p: int = 5, batch: int = 1) -> dict:

@@ -123,6 +123,56 @@ def sum_time(x):
 
 
 @triton.jit
+def halves(x):
+    """The first and the second half of the rows: [K, N, P] -> two [K, N / 2, P]."""
+    pair = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
+    return tl.split(tl.permute(pair, (0, 2, 3, 1)))
+
+
+@triton.jit
+def swap(x, lane, bit: tl.constexpr):
+    """Every lane's value from the lane whose number differs in `bit`."""
+    return tl.gather(x, tl.broadcast_to(lane ^ bit, x.shape), 2)
+
+
+@triton.jit
+def fold(x, lane, bit: tl.constexpr):
+    """One step of sums over lanes: lanes with `bit` go on with the second half of the rows, the others with the first.
+
+    So n sums over 32 lanes cost n shuffles, not 5 n.
+    """
+    if x.shape[1] > 1:
+        low, high = halves(x)
+        upper = (lane & bit) != 0
+        kept = tl.where(upper, high, low)
+        given = tl.where(upper, low, high)
+    else:
+        kept = x
+        given = x
+    return kept + swap(given, lane, bit)
+
+
+@triton.jit
+def store_sums(pointers, x, n, p, p_ok, ok, N: tl.constexpr):
+    """Store Σ_p x[k, n, p] at pointers[k] + n, each by one lane of its own."""
+    K: tl.constexpr = x.shape[0]
+    NB: tl.constexpr = n.shape[1]
+    BP: tl.constexpr = p.shape[2]
+    L: tl.constexpr = min(BP, 32)
+    x = tl.where(p_ok, tl.broadcast_to(x, (K, NB, BP)), 0.0)
+    if BP > L:
+        x = tl.sum(tl.reshape(x, (K, NB, BP // L, L)), 2)
+    lane = tl.arange(0, L)[None, None, :]
+    for i in tl.static_range(5):
+        if (16 >> i) < L:
+            x = fold(x, lane, 16 >> i)
+    R: tl.constexpr = x.shape[1]
+    same: tl.constexpr = L * R // NB  # neighbouring lanes that hold the same sum
+    row = lane // same * R + tl.arange(0, R)[None, :, None]
+    tl.store(pointers + row, x.to(pointers.dtype.element_ty), mask=ok & (row < N) & (lane % same == 0))
+
+
+@triton.jit
 def to_lanes(pointers, p):
     """The same pointers for every channel p: all lanes touch one place.
 

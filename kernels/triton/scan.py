@@ -159,9 +159,12 @@ def summaries(
     """What a segment does to the state that enters it: multiplies by `product`, adds `local`.
 
     With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P]. A cotangent
-    is carried to the segment's start by the product of the A it passes, so this too walks forward in time.
+    is carried to the segment's start by the product of the A it passes, so this too walks forward in time. What leaves
+    the last segment (the first, for cotangents) enters no other, so the grid has one segment less.
     """
-    place, segment, i_h, i_b = _program(P, segments, H, BP)
+    place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
+    if dy is not None:
+        segment += 1
     n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
     t = tl.arange(0, K)[:, None, None]
     begin = segment * span
@@ -211,7 +214,7 @@ def combine(local, product, first, size, segments, BLOCK: tl.constexpr, K: tl.co
         carry += tl.load(first + row * size + i, mask=i < size, other=0.0)
     for s0 in range(0, segments, K):
         order = segments - 1 - (s0 + k) if REVERSE else s0 + k
-        ok = (s0 + k < segments) & (i < size)
+        ok = (s0 + k < segments - 1) & (i < size)
         here = (row * segments + order) * size + i
         adds = tl.load(local + here, mask=ok, other=0.0)
         keeps = tl.load(product + here, mask=ok, other=1.0)
@@ -219,4 +222,4 @@ def combine(local, product, first, size, segments, BLOCK: tl.constexpr, K: tl.co
         for j in tl.static_range(K):
             enters = tl.where(k == j, carry, enters)
             carry = take(keeps, k, j) * carry + take(adds, k, j)
-        tl.store(local + here, enters, mask=ok)
+        tl.store(local + here, enters, mask=(s0 + k < segments) & (i < size))

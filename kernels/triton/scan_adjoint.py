@@ -8,27 +8,61 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.functions import sum_key, take
-from dsf.kernels.triton.scan import _program, blend, channels, fetch, last_state, state_offset, walk
+from dsf.kernels.triton.scan import _program, blend, channels, last_state, state_offset, walk
 
 
 @triton.jit
-def fetch_dy(dy, i_b, i_h, t0, end, t, p, p_ok, T, H, P):
-    """The outputs' gradients of the tile at t0, float32."""
+def at_of(tile, N: tl.constexpr, BP: tl.constexpr):
+    """What the holes know of a tile; one whose end is None has all its tokens."""
+    i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P = tile
+    t_ok = t >= 0 if end is None else t0 + t < end
+    return (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
+
+
+@triton.jit
+def fetch_both(args, dy, tile, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr):
+    """The tile's tokens and its outputs' gradients, float32."""
+    at = at_of(tile, N, BP)
+    i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, count = at
     base = dy + ((i_b * T + t0) * H + i_h) * P
-    return tl.load(base + t * (H * P) + p, mask=(t0 + t < end) & p_ok, other=0.0).to(tl.float32)
+    dd = tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32)
+    return load(args, at), dd
+
+
+@triton.jit
+def fetch_group(
+    args, i_b, i_h, t0, t, n, p, n_ok, p_ok, place, T, H, P, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr,
+    K: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """The tokens of U whole tiles."""
+    found = ()
+    for u in tl.static_range(U):
+        tile = (i_b, i_h, t0 + u * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+        found = found + (load(args, at_of(tile, N, BP)),)
+    return found
+
+
+@triton.jit
+def pass_tile(
+    tokens, held, state, tile, step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr
+):
+    """The state after a whole tile that `state` enters."""
+    at = at_of(tile, N, BP)
+    a, b, c, e, d = step(tokens, held, at)
+    a, b = blend(a, b, tile[4], True, K, NB, BP, False)
+    return last_state(a, b, state, tile[4], K)
 
 
 @triton.jit
 def pull_tile(
-    tokens, dd, grads, held, sums, state, cotangent, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
-    step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
-    BP: tl.constexpr, BEFORE: tl.constexpr,
+    tokens, dd, grads, held, sums, state, cotangent, tile, step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile backwards: `state` enters it from the left, `cotangent` from the right; the holes store gradients."""
-    t_ok = t0 + t < end
-    at = (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
+    at = at_of(tile, N, BP)
+    t, n_ok, t_ok = at[3], at[7], at[6]
     a, b, c, e, d = step(tokens, held, at)
-    a, b = blend(a, b, t, t_ok, K, NB, BP, K > 1)
+    a, b = blend(a, b, t, t_ok, K, NB, BP, MASKED)
     before, after, _ = walk(a, b, state, t, K)
     seen = before if BEFORE else after
     scaled = e * dd
@@ -41,7 +75,7 @@ def pull_tile(
         cotangent = take(a, t, K - 1 - j) * cotangent
         if BEFORE:
             cotangent += take(written, t, K - 1 - j)
-    if K > 1:
+    if MASKED:
         g = tl.where(t_ok, g, 0.0)
     de = dd * sum_key(c * seen, n_ok)
     sums = pull(tokens, held, sums, grads, g * before, g, seen * scaled, de, dd, at)
@@ -53,13 +87,13 @@ def gradients(
     args, grads, dy, saved, entering, initial, scratch, T, H, P, segments, span,
     setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr, zeros: tl.constexpr,
     finish: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, V: tl.constexpr,
-    EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
+    EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one segment's tokens and of the Params' part in it.
 
     saved: the state before every M-th token. entering: [B, H, segments, N, P], the cotangent that reaches each
     segment's end, or None (zeros). initial: gradient of the first state, written by the first segment. scratch: room
-    for M / K states a program.
+    for M / (U K) states a program. States between two of those stay in registers.
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
@@ -75,38 +109,66 @@ def gradients(
     held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
     sums = zeros(NB, BP)
     lane = tl.multiple_of(tl.arange(0, BP)[None, None, :], [1, 1, V])
-    mine = scratch + tl.program_id(0).to(tl.int64) * (M // K * NB * BP) + n * BP + lane
+    mine = scratch + tl.program_id(0).to(tl.int64) * (M // (U * K) * NB * BP) + n * BP + lane
     chunks = tl.cdiv(end - begin, M)
     for back in range(chunks):
         c0 = begin + (chunks - 1 - back) * M
         c1 = tl.minimum(c0 + M, end)
         state = tl.load(saved + state_offset(row * tl.cdiv(T, M) + c0 // M, n, p, P, N), mask=ok, other=0.0)
-        tiles = tl.cdiv(c1 - c0, K)
-        tokens = fetch(args, i_b, i_h, long + c0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
-        for j in range(tiles - 1):
+        groups = tl.cdiv(c1 - c0, U * K)
+        group = fetch_group(args, i_b, i_h, long + c0, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
+        for j in range(groups - 1):
             tl.store(mine + j * (NB * BP), state)
-            t0 = long + c0 + j * K
-            ahead = fetch(args, i_b, i_h, t0 + K, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
-            at = (i_b, i_h, t0, t, n, p, t < K, n_ok, p_ok, place, place * BP, T, H, P, N)
-            a, b, c, e, d = step(tokens, held, at)
-            tokens = ahead
-            a, b = blend(a, b, t, t < K, K, NB, BP, False)
-            state = last_state(a, b, state, t, K)
-        tl.store(mine + (tiles - 1) * (NB * BP), state)
+            g0 = long + c0 + j * (U * K)
+            next0 = long + c0 + tl.minimum(j + 1, groups - 2) * (U * K)
+            ahead = fetch_group(args, i_b, i_h, next0, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
+            for u in tl.static_range(U):
+                tile = (i_b, i_h, g0 + u * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                state = pass_tile(group[u], held, state, tile, step, N, K, NB, BP)
+            group = ahead
         tl.debug_barrier()
-        dd = fetch_dy(dy, i_b, i_h, long + c0 + (tiles - 1) * K, end, t, p, p_ok, T, H, P)
-        for j in range(tiles):
-            t0 = long + c0 + (tiles - 1 - j) * K
-            state = tl.load(mine + (tiles - 1 - j) * (NB * BP))
-            back_to = tl.maximum(t0 - K, long + c0)
-            ahead = fetch(args, i_b, i_h, back_to, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
-            dd_ahead = fetch_dy(dy, i_b, i_h, back_to, end, t, p, p_ok, T, H, P)
-            cotangent, sums = pull_tile(
-                tokens, dd, grads, held, sums, state, cotangent, i_b, i_h, t0, end, t, n, p,
-                n_ok, p_ok, place, T, H, P, step, pull, N, K, NB, BP, BEFORE,
-            )  # fmt: skip
-            tokens = ahead
-            dd = dd_ahead
+        whole = (c1 - c0) // (U * K)
+        if U * K > 1:
+            r0 = c0 + whole * (U * K)
+            rest = tl.cdiv(c1 - r0, K)
+            for i in range(rest):  # tokens that fill no group, each from the group's first state
+                s = state
+                for j in range(rest - 1 - i):
+                    tile = (i_b, i_h, long + r0 + j * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                    s = pass_tile(load(args, at_of(tile, N, BP)), held, s, tile, step, N, K, NB, BP)
+                tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+                tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+                cotangent, sums = pull_tile(
+                    tokens, dd, grads, held, sums, s, cotangent, tile, step, pull, N, K, NB, BP, BEFORE, K > 1
+                )
+        tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), None, t, n, p, n_ok, p_ok, place, T, H, P)
+        tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+        for j in range(whole):
+            g0 = long + c0 + (whole - 1 - j) * (U * K)
+            if g0 + U * K < c1:
+                state = tl.load(mine + (whole - 1 - j) * (NB * BP))
+            states = (state,)
+            for u in tl.static_range(U - 1):
+                tile = (i_b, i_h, g0 + u * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                then = (i_b, i_h, g0 + (u + 1) * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                ahead, dd = fetch_both(args, dy, then, load, N, BP)
+                state = pass_tile(tokens, held, state, tile, step, N, K, NB, BP)
+                states = states + (state,)
+                tokens = ahead
+            for u in tl.static_range(U):
+                tile = (i_b, i_h, g0 + (U - 1 - u) * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                if u == U - 1:
+                    next0 = tl.maximum(g0 - U * K, long + c0)
+                else:
+                    next0 = g0 + (U - 2 - u) * K
+                then = (i_b, i_h, next0, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                ahead, dd_ahead = fetch_both(args, dy, then, load, N, BP)
+                cotangent, sums = pull_tile(
+                    tokens, dd, grads, held, sums, states[U - 1 - u], cotangent, tile,
+                    step, pull, N, K, NB, BP, BEFORE, False,
+                )  # fmt: skip
+                tokens = ahead
+                dd = dd_ahead
         tl.debug_barrier()
     finish(
         args, grads, sums, segment, segments, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N)

@@ -106,11 +106,12 @@ class Launch:
         return self.sizes.tokens, self.sizes.heads, self.sizes.p, self.segments, self.span
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         """The kernels' tile arguments."""
         t = self.tile
         even = self.sizes.p % t.BP == 0
-        return {"N": self.sizes.n, "K": t.K, "NB": t.NB, "BP": t.BP, "V": t.V, "EVEN": even, "num_warps": t.warps}
+        shape = {"N": self.sizes.n, "K": t.K, "NB": t.NB, "BP": t.BP, "V": t.V, "EVEN": even, "num_warps": t.warps}
+        return shape | ({"maxnreg": t.registers} if t.registers else {})
 
     def states(self, like: Tensor, count: int) -> Tensor:
         """Room for `count` states a row: [B, H, count, N, P] float32."""
@@ -130,7 +131,7 @@ def _entering(go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tenso
     """What enters every segment: states, or with dy cotangents from the segments' ends."""
     local, product = go.states(like, go.segments), go.states(like, go.segments)
     f = hole.functions
-    summaries[go.grid](
+    summaries[(go.grid[0] // go.segments * (go.segments - 1),)](
         args, dy, local, product, *go.scalars, setup=f.setup, load=f.load, step=f.step, BEFORE=hole.before, **go.shape
     )
     size = go.sizes.n * go.sizes.p
@@ -196,12 +197,12 @@ def fused_scan_adjoint(
     partial = [_partial(o, x, go) if need else None for o, x, need in zip(spec.operands, operands, needs, strict=True)]
     initial = torch.empty_like(dfinal, memory_format=torch.contiguous_format)
     t = go.tile
-    scratch = torch.empty(go.grid[0] * (t.M // t.K) * t.NB * t.BP, dtype=torch.float32, device=dy.device)
+    scratch = torch.empty(go.grid[0] * (t.M // (t.U * t.K)) * t.NB * t.BP, dtype=torch.float32, device=dy.device)
     f = spec.functions
     gradients[go.grid](
         args, (sizes.batch, *partial), dy, saved, entering, initial, scratch, *go.scalars,
         setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros, finish=f.finish, BEFORE=spec.before, M=t.M,
-        **go.shape,
+        U=t.U, **go.shape,
     )  # fmt: skip
     trios = zip(spec.operands, operands, partial, strict=True)
     return [_whole(o, x, g) for o, x, g in trios if g is not None], initial

@@ -10,15 +10,16 @@ import torch
 LANES = 32
 
 
-Row = tuple[int, int, int, int, int, int, int]
+Row = tuple[int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Tile:
     """K tokens by NB state entries by BP channels; V neighbouring channels a thread; the warps of a program.
 
-    M: tokens between two states saved for the adjoint. span: fewest tokens worth a segment of their own. busy: warps a
-    processor is to have before time is cut into segments.
+    M: tokens between two states saved for the adjoint, U: tiles between two that it keeps for itself. span: fewest
+    tokens worth a segment of their own. busy: warps a processor is to have before time is cut into segments.
+    registers: most that a thread may take (0: as many as it likes).
     """
 
     K: int
@@ -27,41 +28,43 @@ class Tile:
     V: int
     warps: int
     M: int
+    U: int
     span: int
     busy: int
+    registers: int
 
 
-# State entries up to -> (K, BP, V, warps, M, span, busy), forward and adjoint. With a Key axis K is 1: longer tiles
-# make Triton spread tokens over lanes, which costs shuffles.
+# State entries up to -> (K, BP, V, warps, M, U, span, busy, registers), forward and adjoint. With a Key axis K is 1:
+# longer tiles make Triton spread tokens over lanes, which costs shuffles.
 FORWARD: dict[int, Row] = {
-    1: (2, 512, 4, 4, 64, 64, 16),
-    16: (1, 64, 1, 1, 32, 128, 12),
-    32: (1, 32, 1, 2, 32, 128, 12),
-    64: (1, 64, 1, 8, 32, 128, 12),
-    128: (1, 32, 1, 8, 32, 128, 12),
-    256: (1, 32, 1, 16, 32, 128, 12),
+    1: (2, 512, 4, 4, 64, 1, 64, 16, 0),
+    16: (1, 32, 1, 1, 32, 1, 128, 16, 128),
+    32: (1, 32, 1, 2, 32, 1, 128, 12, 0),
+    64: (1, 64, 1, 8, 32, 1, 128, 12, 0),
+    128: (1, 32, 1, 8, 32, 1, 128, 12, 0),
+    256: (1, 32, 1, 16, 32, 1, 128, 12, 0),
 }
 ADJOINT: dict[int, Row] = {
-    1: (4, 512, 4, 4, 64, 64, 16),
-    16: (1, 64, 1, 1, 32, 128, 8),
-    32: (1, 32, 1, 2, 32, 128, 8),
-    64: (1, 32, 1, 4, 32, 128, 8),
-    128: (1, 32, 1, 8, 32, 128, 8),
-    256: (1, 32, 1, 16, 32, 128, 8),
+    1: (4, 512, 4, 4, 64, 1, 64, 16, 0),
+    16: (1, 32, 1, 1, 16, 2, 128, 16, 0),
+    32: (1, 32, 1, 2, 32, 1, 128, 8, 0),
+    64: (1, 32, 1, 4, 32, 1, 128, 8, 0),
+    128: (1, 32, 1, 8, 32, 1, 128, 8, 0),
+    256: (1, 32, 1, 16, 32, 1, 128, 8, 0),
 }
 
 
 def tile(table: dict[int, Row], n: int, p: int) -> Tile:
     """The row of the table for n state entries, made narrower where there are few channels."""
     padded = 1 << (n - 1).bit_length()
-    K, BP, V, warps, M, span, busy = table[min(size for size in table if size >= padded)]
+    K, BP, V, warps, M, U, span, busy, registers = table[min(size for size in table if size >= padded)]
     while BP > LANES and BP // 2 >= p:
         BP //= 2
         if warps > 1:
             warps //= 2
         else:
             V = max(V // 2, 1)
-    return Tile(K, padded, BP, V, warps, M, span, busy)
+    return Tile(K, padded, BP, V, warps, M, U, span, busy, registers)
 
 
 def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple[int, int]:
