@@ -21,6 +21,7 @@ from dsf.kernels.triton.keywise import last_running, read_products, source_produ
 from dsf.kernels.triton.tiles import (
     ERASE,
     READ,
+    SIGN,
     SOURCE,
     TINY,
     between,
@@ -40,23 +41,27 @@ def chunk_gradient(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, LEVELS: tl.constexpr,
     DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk, head and sequence: dv of a slice of P, and that slice's part of all the others.
 
-    dv [B, T, H, P]; dq, dk [slices, B, T, H, N] and the scalars' [slices, B, T, H], to be summed over the slices.
+    dv [B, T, H, P]; dq, dk [slices, B, T, H, N] and the scalars' [slices, B, T, H], to be summed over the slices. With
+    two ROLES a chunk has two programs, one for what reads give and one for what writes give (dg [2 · slices, ...]):
+    neighbours, so that the second finds its operands in the cache; in one program they would not fit in registers.
     """
-    chunk, lane, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES
+    lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
     scalars += lane * length
     flat = batch * tokens * heads + head
+    part = flat + piece.to(tl.int64) * batches * tokens * heads
     at_state = (lane * tl.cdiv(tokens, L) + chunk) * N * P
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = chunk * L + local
-    before = local[:, None] <= local[None, :]
     rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
     rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
     given = load_rows(dy + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
@@ -64,60 +69,127 @@ def chunk_gradient(
         written = load_rows(entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
     else:
         written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+    running += flat * N
+    if ROLES == 1:
+        grad = _of_reads(
+            rows_q, rows_k, given, written, scalars, running, adjoint_entries, states + at_state,
+            adjoints + at_state, dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+            N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
+        )  # fmt: skip
+        grad += _of_writes(
+            rows_q, rows_k, given, written, v, v_t, scalars, running, scores_of, adjoint_entries, states + at_state,
+            adjoints + at_state, dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+            N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
+        )  # fmt: skip
+    else:
+        if role == 0:
+            grad = _of_reads(
+                rows_q, rows_k, given, written, scalars, running, adjoint_entries, states + at_state,
+                adjoints + at_state, dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+                N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
+            )  # fmt: skip
+        else:
+            grad = _of_writes(
+                rows_q, rows_k, given, written, v, v_t, scalars, running, scores_of, adjoint_entries, states + at_state,
+                adjoints + at_state, dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+                N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
+            )  # fmt: skip
+    if DECAY:
+        if DECAY == 2:
+            decay = tl.load(g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, mask=rows < tokens, other=1.0)
+            grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
+        at = part + role.to(tl.int64) * tl.num_programs(2) * batches * tokens * heads + rows.to(tl.int64) * heads
+        tl.store(dg + at, grad, mask=rows < tokens)
+
+
+@triton.jit
+def _of_reads(
+    rows_q, rows_k, given, written, scalars, running, adjoint_entries, state_of, adjoint_of, dq, dg, dc,
+    chunk, tokens, heads, plane, flat, part, keys, columns, local,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, KEYWISE: tl.constexpr, LEVELS: tl.constexpr,
+    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, READ_WANTED: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
+    rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
-    part = flat + piece.to(tl.int64) * batches * tokens * heads
-    at = part + rows.to(tl.int64) * heads
-
-    if KEYWISE:
-        running += flat * N
-        last = last_running(running, heads * N, chunk, tokens, keys, N, L)
-
-    # dq, and the rows' shares of products of decays that end in a read
-    state = tl.load(states + at_state + place, mask=inside, other=0.0).to(KIND)
+    state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
+    grad = tl.zeros([L], tl.float32)
+    if DECAY:  # S carried through the chunk
+        adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0)
+        grad += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk, L, DECAY)
+    yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
+    yx = _weigh(yx, scalars, rows, local[:, None] >= local[None, :], False, DECAY)
+    if SCALED and not DELTA:
+        yx *= tl.load(scalars + SOURCE * plane + rows)[None, :]
+    if DECAY:
+        pairs = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * yx
+        if READ_SCALED:
+            pairs *= tl.load(scalars + READ * plane + rows)[:, None]
+        if DELTA:
+            f = load_rows(adjoint_entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+            fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
+            fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
+            fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
+            pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
+        grad += _spanning(pairs, local, KIND, PRECISION)
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
     if DECAY:
-        grad_q *= prefix_of(scalars, plane, rows, DECAY)[:, None]
+        grad_q *= prefix_of(scalars, rows)[:, None]
         reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         if READ_SCALED:
             reads *= tl.load(scalars + READ * plane + rows)
+        grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
     if KEYWISE:
         grad_q *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
-    yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
-    yx = _weigh(yx, scalars, plane, rows, local[:, None] >= local[None, :], False, DECAY)
-    if SCALED and not DELTA:
-        yx *= tl.load(scalars + SOURCE * plane + rows)[None, :]
-    if KEYWISE:
         grad_q += _diagonal(yx, local)[:, None] * rows_k.to(tl.float32)
         grad_q += read_products(
             yx, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
         )
     else:
-        grad_q += tl.dot(yx.to(KIND), rows_k, input_precision=PRECISION)
-    if DECAY:
-        pairs = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * yx
-        if READ_SCALED:
-            pairs *= tl.load(scalars + READ * plane + rows)[:, None]
-        grad = _spanning(pairs, local, KIND, PRECISION)
+        grad_q = tl.dot(yx.to(KIND), rows_k, grad_q, input_precision=PRECISION)
+    if READ_WANTED:
+        of_read = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
+        tl.store(dc + at, _turned(of_read, scalars, plane, rows, DECAY), mask=rows < tokens)
     if READ_SCALED:
-        tl.store(dc + at, tl.sum(grad_q * rows_q.to(tl.float32), axis=1), mask=rows < tokens)
         grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
     store_rows(dq + part * N, heads * N, rows, tokens, keys, N, BN, grad_q)
     if KEYWISE:
         # gradient of G, gathered in dg: what is read with exp(G) less what is written with exp(-G)
         store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_q * rows_q.to(tl.float32))
+    return grad
 
-    if DELTA:  # what the erasing of each row read, S_{t-1} decayed, times f; db
+
+@triton.jit
+def _of_writes(
+    rows_q, rows_k, given, written, v, v_t, scalars, running, scores_of, adjoint_entries, state_of, adjoint_of,
+    dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, KEYWISE: tl.constexpr, LEVELS: tl.constexpr,
+    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv, ds, db. Returns dlog decay's sum over the products that end in the last state, or in an erasing [L]."""
+    rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
+    before = local[:, None] <= local[None, :]
+    place = keys[:, None] * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    grad = tl.zeros([L], tl.float32)
+    if KEYWISE:
+        last = last_running(running, heads * N, chunk, tokens, keys, N, L)
+    if DELTA:  # d, what the erasing of each row read: S_{t-1} decayed, times f; db
         f = load_rows(adjoint_entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
-        d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
+        state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
         erase = tl.load(scalars + ERASE * plane + rows)
         fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
-        fx = _weigh(fx, scalars, plane, rows, local[:, None] > local[None, :], False, DECAY)
+        fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
+        d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
         if DECAY:
-            d *= prefix_of(scalars, plane, rows, DECAY)[:, None]
-            reads -= erase * tl.sum(d * rows_k.to(tl.float32), axis=1)
-            pairs = erase[:, None] * tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
-            grad -= _spanning(pairs, local, KIND, PRECISION)
+            d *= prefix_of(scalars, rows)[:, None]
+            reads = tl.load(scalars + ERASE * plane + rows) * tl.sum(d * rows_k.to(tl.float32), axis=1)
+            grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
         if KEYWISE:
             d *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
             d += read_products(
@@ -128,31 +200,29 @@ def chunk_gradient(
             by_row -= erase[:, None] * d * rows_k.to(tl.float32)
             store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, by_row)
         else:
-            d += tl.dot(fx.to(KIND), rows_k, input_precision=PRECISION)
+            d = tl.dot(fx.to(KIND), rows_k, d, input_precision=PRECISION)
         tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
+        d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
 
     # z = G x, from the last state and from the reads of later rows; dk
-    adjoint = tl.load(adjoints + at_state + place, mask=inside, other=0.0).to(KIND)
+    adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0).to(KIND)
     z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
     if DECAY:
         z *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
         writes = tl.sum(z * rows_k.to(tl.float32), axis=1)
         if SCALED and not DELTA:
             writes *= tl.load(scalars + SOURCE * plane + rows)
-        # read again: kept in registers since dq, it would spill
-        again = tl.load(states + at_state + place, mask=inside, other=0.0)
-        carried = tl.sum(again.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk, L, DECAY)
-        grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1) + carried
+        grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     if KEYWISE:
         own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
         z *= tl.exp(last[None, :] - own)
         at_end = z * rows_k.to(tl.float32)
         if SCALED and not DELTA:
             at_end *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        again = tl.load(states + at_state + place, mask=inside, other=0.0)
+        again = tl.load(state_of + place, mask=inside, other=0.0)
         by_end = tl.sum(at_end, axis=0) + tl.exp(last) * tl.sum(again.to(tl.float32) * adjoint.to(tl.float32), axis=1)
     xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
-    xy = _weigh(xy, scalars, plane, rows, before, True, DECAY)
+    xy = _weigh(xy, scalars, rows, before, True, DECAY)
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
     if KEYWISE:
@@ -161,27 +231,31 @@ def chunk_gradient(
             xy, rows_q, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
         )
     else:
-        z += tl.dot(xy.to(KIND), rows_q, input_precision=PRECISION)
+        z = tl.dot(xy.to(KIND), rows_q, z, input_precision=PRECISION)
     if DELTA:
         xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
-        xf = _weigh(xf, scalars, plane, rows, local[:, None] < local[None, :], True, DECAY) * erase[None, :]
+        xf = _weigh(xf, scalars, rows, local[:, None] < local[None, :], True, DECAY)
+        xf *= -tl.load(scalars + ERASE * plane + rows)[None, :]
         if KEYWISE:
-            z -= source_products(
+            z += source_products(
                 xf, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
             )
             tl.debug_barrier()
             by_row = load_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, tl.float32)
             by_row -= z * rows_k.to(tl.float32)
         else:
-            z -= tl.dot(xf.to(KIND), rows_k, input_precision=PRECISION)
-        z -= erase[:, None] * d
+            z = tl.dot(xf.to(KIND), rows_k, z, input_precision=PRECISION)
+        z += d
         grad_v = f.to(tl.float32)
-        if SCALED:
+        if SOURCE_WANTED:
             values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
-            tl.store(ds + at, tl.sum(grad_v * values, axis=1), mask=rows < tokens)
+            of_source = tl.sum(grad_v * values, axis=1)
+            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
     else:
+        if SOURCE_WANTED:
+            of_source = tl.sum(z * rows_k.to(tl.float32), axis=1)
+            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
         if SCALED:
-            tl.store(ds + at, tl.sum(z * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         if KEYWISE:
             tl.debug_barrier()
@@ -193,13 +267,13 @@ def chunk_gradient(
         else:
             written_k = rows_k
             scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
-            scores = _weigh(scores, scalars, plane, rows, before, True, DECAY)
+            scores = _weigh(scores, scalars, rows, before, True, DECAY)
         grad_v = tl.dot(written_k, adjoint, input_precision=PRECISION)
         if DECAY:
             grad_v *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
         if READ_SCALED:
             scores *= tl.load(scalars + READ * plane + rows)[None, :]
-        grad_v += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
+        grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
     store_rows(dk + part * N, heads * N, rows, tokens, keys, N, BN, z)
     if SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
@@ -211,12 +285,15 @@ def chunk_gradient(
         grad_log = tl.dot(after, main, input_precision=PRECISION) + by_end[None, :]
         grad_log += tl.dot(after, (by_row - main.to(tl.float32)).to(KIND), input_precision=PRECISION)
         store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_log)
-    if DECAY:
-        grad += tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
-        if DECAY == 2:
-            decay = tl.load(g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, mask=rows < tokens, other=1.0)
-            grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
-        tl.store(dg + at, grad, mask=rows < tokens)
+    return grad
+
+
+@triton.jit
+def _turned(x, scalars, plane, rows, DECAY: tl.constexpr):
+    """The gradient of a scale that carries the sign of decays."""
+    if DECAY == 2:
+        x *= tl.load(scalars + SIGN * plane + rows)
+    return x
 
 
 @triton.jit
@@ -235,8 +312,8 @@ def _spanning(pairs, local, KIND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _weigh(x, scalars, plane, rows, seen, transposed: tl.constexpr, DECAY: tl.constexpr):
+def _weigh(x, scalars, rows, seen, transposed: tl.constexpr, DECAY: tl.constexpr):
     """x times the decays between its rows and columns, 0 where not `seen`."""
     if DECAY:
-        return x * between(scalars, plane, rows, seen, transposed, DECAY)
+        return x * between(scalars, rows, seen, transposed)
     return tl.where(seen, x, 0.0)

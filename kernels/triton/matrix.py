@@ -39,7 +39,8 @@ class _Call:
         self.plane = self.lanes * self.length
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
-        self.delta, self.scaled, self.read = b is not None, s is not None, c is not None
+        self.delta = b is not None
+        self.scaled, self.read = (x is not None or self.decay == 2 for x in (s, c))  # 2: signs travel with them
         kind, precision = _arithmetic(q.dtype)
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
@@ -60,8 +61,8 @@ class _Call:
         xs = [self.q if x is None else x for x in given]
         prepare[(self.chunks, self.lanes)](
             *xs, planes, self.plane, self.tokens, self.heads, self.length, *(x.stride(i) for x in xs for i in range(3)),
-            L=self.tiles.chunk, DECAY=self.decay, SCALED=self.scaled, DELTA=self.delta, READ_SCALED=self.read,
-            num_warps=1,
+            L=self.tiles.chunk, DECAY=self.decay, SCALED=given[1] is not None, DELTA=self.delta,
+            READ_SCALED=given[3] is not None, num_warps=1,
         )  # fmt: skip
         return planes
 
@@ -256,19 +257,23 @@ def _chunk_matrix_backward(
     parts = (pieces, *lead)
     dq, dk = (call.empty(*parts, call.n, dtype=q.dtype if pieces == 1 else torch.float32) for _ in range(2))
     dv = call.empty(*lead, call.p, dtype=q.dtype)
+    roles = t.gradient_roles
     scalars = [
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32) for x in (decay, source, erase, read)
     ]
+    if call.decay:
+        scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if call.keywise:
         scalars[0] = call.empty(*parts, call.n, dtype=torch.float32)
     given = q if decay is None else decay
-    chunk_gradient[(call.chunks, call.lanes, pieces)](
+    chunk_gradient[(call.chunks * roles, call.lanes, pieces)](
         q, k, v, dy, given, call.scalars, call.running, call.scores, entries, adjoint_entries, states, adjoints,
         dq, dk, dv, *scalars,
         call.tokens, heads, call.length, call.plane, call.batch,
         *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
         BP=t.gradient_piece, DECAY=call.decay, KEYWISE=call.keywise, LEVELS=call.levels,
         DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
         num_warps=t.gradient_warps, num_stages=2, **call.sizes,
     )  # fmt: skip
     dq, dk = (_sum_pieces(x).to(q.dtype) for x in (dq, dk))

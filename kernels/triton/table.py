@@ -30,6 +30,7 @@ class Tiles:
     transform_warps: int = 4
     transform_terms: int = 1
     reverse_stages: int = 2
+    gradient_roles: int = 1
 
 
 def padded(size: int) -> int:
@@ -49,7 +50,9 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     stages = 2 if decay == "key" and keys > 64 else 3
     reverse = 2 if decay != "none" and delta and keys > 64 else stages
     walk = 8 if decay == "key" and keys > 64 else 4
-    return Tiles(64, keys, narrow, walk, stages, wide, 8 if decay == "key" else 4, reverse_stages=reverse)
+    roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
+    warps = 8 if decay == "key" else 4
+    return Tiles(64, keys, narrow, walk, stages, wide, warps, reverse_stages=reverse, gradient_roles=roles)
 
 
 def segments(chunks: int, programs: int) -> int:

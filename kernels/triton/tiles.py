@@ -2,7 +2,11 @@
 
 Notation inside the kernels (per head, one chunk of L rows): G the running sum of log decays from the chunk's first row,
 M[i, j] = exp(G_i - G_j) for i ≥ j the decay between two rows, prefix = exp(G_i) seen from the chunk's first state,
-suffix = exp(G_L - G_j) towards its last one. For decays of at most one no exponent exceeds zero.
+suffix = exp(G_L - G_j) towards its last one. For decays of at most one no exponent exceeds zero. G is kept in units of
+log 2, whose exponential is one instruction.
+
+Decays of any sign are run as their absolute values: with the running product's sign σ, σ_t S_t decays by |a_t|, writes
+σ_t s_t v_t and is read with σ_t c_t; a chunk's last state is turned back by σ of its last row.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import triton
 import triton.language as tl
 
 LOG_TINY = tl.constexpr(-55.262042)
+LOG2E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1e-24)  # a decay of zero counts as this: what it forgets is gone, and its gradient keeps its digits
 
 # Planes of `prepare`'s output, each [B·H, chunks · L].
@@ -59,55 +64,59 @@ def prepare(
     to = planes + lane * length + rows
     if DECAY == 1:
         log = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to, tl.cumsum(tl.maximum(log, LOG_TINY), axis=0))
+        tl.store(to, tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E)
     if DECAY == 2:
         given = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=1.0).to(tl.float32)
-        tl.store(to, tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=0))
+        tl.store(to, tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=0) * LOG2E)
         odd = tl.cumsum((given < 0).to(tl.int32), axis=0) & 1
-        tl.store(to + SIGN * plane, 1.0 - 2.0 * odd.to(tl.float32))
-    if SCALED:
-        x = tl.load(s + batch * s_b + head * s_h + time * s_t, mask=inside, other=0.0)
-        tl.store(to + SOURCE * plane, x.to(tl.float32))
+        sign = 1.0 - 2.0 * odd.to(tl.float32)
+        tl.store(to + SIGN * plane, sign)
+    else:
+        sign = tl.full([L], 1.0, tl.float32)
+    if SCALED or DECAY == 2:
+        if SCALED:
+            sign_s = sign * tl.load(s + batch * s_b + head * s_h + time * s_t, mask=inside, other=0.0).to(tl.float32)
+        else:
+            sign_s = sign
+        tl.store(to + SOURCE * plane, sign_s)
     if DELTA:
         x = tl.load(b + batch * b_b + head * b_h + time * b_t, mask=inside, other=0.0)
         tl.store(to + ERASE * plane, x.to(tl.float32))
-    if READ_SCALED:
-        x = tl.load(c + batch * c_b + head * c_h + time * c_t, mask=inside, other=0.0)
-        tl.store(to + READ * plane, x.to(tl.float32))
+    if READ_SCALED or DECAY == 2:
+        if READ_SCALED:
+            sign *= tl.load(c + batch * c_b + head * c_h + time * c_t, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to + READ * plane, sign)
 
 
 @triton.jit
-def prefix_of(scalars, plane, rows, DECAY: tl.constexpr):
-    """exp(G) with its sign; [L]."""
-    prefix = tl.exp(tl.load(scalars + rows))
-    if DECAY == 2:
-        prefix *= tl.load(scalars + SIGN * plane + rows)
-    return prefix
+def prefix_of(scalars, rows):
+    """exp(G); [L]."""
+    return tl.exp2(tl.load(scalars + rows))
 
 
 @triton.jit
 def total_of(scalars, plane, chunk, L: tl.constexpr, DECAY: tl.constexpr):
     """The product of a whole chunk's decays."""
-    return prefix_of(scalars, plane, chunk * L + L - 1, DECAY)
+    last = chunk * L + L - 1
+    total = tl.exp2(tl.load(scalars + last))
+    if DECAY == 2:
+        total *= tl.load(scalars + SIGN * plane + last)
+    return total
 
 
 @triton.jit
 def suffix_of(scalars, plane, chunk, rows, L: tl.constexpr, DECAY: tl.constexpr):
-    """exp(G_L - G) with its sign."""
+    """exp(G_L - G), times the sign of the last row; [L]."""
     last = chunk * L + L - 1
-    suffix = tl.exp(tl.load(scalars + last) - tl.load(scalars + rows))
+    suffix = tl.exp2(tl.load(scalars + last) - tl.load(scalars + rows))
     if DECAY == 2:
-        suffix *= tl.load(scalars + SIGN * plane + rows) * tl.load(scalars + SIGN * plane + last)
+        suffix *= tl.load(scalars + SIGN * plane + last)
     return suffix
 
 
 @triton.jit
-def between(scalars, plane, rows, seen, transposed: tl.constexpr, DECAY: tl.constexpr):
+def between(scalars, rows, seen, transposed: tl.constexpr):
     """Decay between two rows where `seen`, else 0: M with rows down and sources across [L, L], or Mᵀ."""
     running = tl.load(scalars + rows)
     gap = running[:, None] - running[None, :]
-    products = tl.where(seen, tl.exp(-gap if transposed else gap), 0.0)
-    if DECAY == 2:
-        sign = tl.load(scalars + SIGN * plane + rows)
-        products *= sign[:, None] * sign[None, :]
-    return products
+    return tl.where(seen, tl.exp2(-gap if transposed else gap), 0.0)

@@ -37,7 +37,7 @@ def delta_transform(
         rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
         system = tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION)
         if DECAY:
-            system *= between(scalars, plane, rows, strict, False, DECAY)
+            system *= between(scalars, rows, strict, False)
         else:
             system = tl.where(strict, system, 0.0)
     system *= tl.load(scalars + ERASE * plane + rows)[:, None]

@@ -77,7 +77,7 @@ def forward_walk(
             known = tl.dot(read_k, seen, input_precision=PRECISION)
             erase = tl.load(scalars + ERASE * plane + rows)
             if DECAY:
-                erase *= prefix_of(scalars, plane, rows, DECAY)
+                erase *= prefix_of(scalars, rows)
             if SCALED:
                 known = (
                     write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None] - known * erase[:, None]
@@ -98,8 +98,8 @@ def forward_walk(
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = tl.dot(rows_q, seen, input_precision=PRECISION)
             if DECAY:
-                out *= prefix_of(scalars, plane, rows, DECAY)[:, None]
-                scores *= between(scalars, plane, rows, causal, False, DECAY)
+                out *= prefix_of(scalars, rows)[:, None]
+                scores *= between(scalars, rows, causal, False)
             elif not KEYWISE:
                 scores = tl.where(causal, scores, 0.0)
             if SCALED and not DELTA:
@@ -182,7 +182,7 @@ def reverse_walk(
             carried = tl.dot(written_k, state.to(KIND), input_precision=PRECISION)
             if DECAY:
                 carried *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
-                scores *= between(scalars, plane, rows, causal, True, DECAY)
+                scores *= between(scalars, rows, causal, True)
             elif not KEYWISE:
                 scores = tl.where(causal, scores, 0.0)
             if READ_SCALED:
@@ -194,15 +194,15 @@ def reverse_walk(
                 store_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, adjoint)
             erase = tl.load(scalars + ERASE * plane + rows)
             if DECAY:
-                erase *= prefix_of(scalars, plane, rows, DECAY)
+                erase *= prefix_of(scalars, rows)
             adjoint *= erase[:, None]
         if READ_SCALED:
             scale = tl.load(scalars + READ * plane + rows)
             if DECAY:
-                scale *= prefix_of(scalars, plane, rows, DECAY)
+                scale *= prefix_of(scalars, rows)
             given = (given.to(tl.float32) * scale[:, None]).to(KIND)
         elif DECAY:
-            given = (given.to(tl.float32) * prefix_of(scalars, plane, rows, DECAY)[:, None]).to(KIND)
+            given = (given.to(tl.float32) * prefix_of(scalars, rows)[:, None]).to(KIND)
         if DECAY:
             state *= total_of(scalars, plane, chunk, L, DECAY)
         if KEYWISE:
