@@ -1,4 +1,4 @@
-"""docs/cpu.md says what benchmarks/results/cpu.json holds."""
+"""docs/cpu.md and docs/transformer-lens.md say what benchmarks/results/cpu.json and lens.json hold."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_page_is_made_from_the_measurements() -> None:
-    spec = importlib.util.spec_from_file_location("cpu_page", ROOT / "benchmarks" / "cpu_page.py")
+@pytest.mark.parametrize("name", ["cpu_page", "lens_page"])
+def test_the_page_is_made_from_the_measurements(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
