@@ -71,10 +71,8 @@ def _default(value: Any) -> Any:
 def eigenvalue_range(recurrence: Recurrence) -> dict[str, Any]:
     """Smallest and largest real part of A_t's eigenvalues, met on random inputs of three sizes in their legal ranges.
 
-    In the framework paper's gauge (DSF eqs. 15, 22). Softmax attention never forgets: 1.
+    In the framework paper's gauge (DSF eqs. 15, 22), in which quotients and softmax attention have η_{t-1}/η_t.
     """
-    if recurrence.spec.is_softmax:
-        return {"low": 1.0, "high": 1.0, "complex": False}
     values = torch.cat([_eigenvalues(recurrence, scale) for scale in SCALES])
     real = values.real if values.is_complex() else values
     complex_ = bool(values.is_complex() and (values.imag.abs() > 1e-9).any())

@@ -132,14 +132,12 @@ def special_case(
 def embed(trajectory: Trajectory, n: int) -> Trajectory:
     """The same input-output map with a state of n rows: rows are added and C is zero on them (DSF Lemma 2).
 
-    The new rows are written like the first one, so they are not empty; nothing reads them. Raises InputError for n
-    below the present size or a system with corrections.
+    The new rows are written like the first one, so they are not empty; nothing reads them, and corrections leave them
+    alone. Raises InputError for n below the present size.
     """
     size = trajectory.state_size[0]
-    a = trajectory.transition
-    if n < size or a.left is not None:
-        why = "it has corrections" if a.left is not None else f"its state has {size} rows"
-        raise InputError(f"{trajectory.spec.name}: cannot be embedded in {n} rows, {why}")
+    if n < size:
+        raise InputError(f"{trajectory.spec.name}: cannot be embedded in {n} rows, its state has {size} rows")
 
     def wide(x: Tensor | None, axis: int, zero: bool) -> Tensor | None:
         if x is None:
@@ -152,9 +150,10 @@ def embed(trajectory: Trajectory, n: int) -> Trajectory:
         return torch.cat([x, torch.zeros_like(fresh).expand(shape) if zero else fresh.expand(shape)], dim=axis)
 
     def problem(p):  # type: ignore[no-untyped-def]
+        left, right = (wide(p.full_left(), -2, True), wide(p.full_right(), -2, True)) if p.rank else (None, None)
         return replace(
-            p, n=n, decay=wide(p.decay, -2, False), readout=wide(p.readout, -2, True),
-            key=wide(p.key, -1, False), dense=wide(p.dense, -2, False),
+            p, n=n, decay=wide(p.decay, -2, False), readout=wide(p.readout, -2, True), left=left, right=right,
+            tie=None, key=wide(p.key, -1, False), dense=wide(p.dense, -2, False),
         )  # fmt: skip
 
     return replace(

@@ -39,16 +39,17 @@ def inputs_of_layers(model: ByteLM, ids: Tensor) -> list[Inputs]:
 def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> dict[str, Any]:
     """Eigenvalues of A_t (real parts; the framework paper's gauge) and half-lives, over layers, tokens, heads, modes.
 
-    Half-lives in tokens, of the Lyapunov exponents: what is written is halved after so many tokens, erasure included.
-    Softmax attention has infinitely many states, none of which decays: every eigenvalue is 1.
+    The gauge shows by what normalised systems dilute their sums, softmax attention too: η_{t-1}/η_t, below 1 where a
+    token adds to the denominator. Half-lives in tokens, of the Lyapunov exponents of A_t alone (the gauge does not
+    change an output): what is written is halved after so many tokens, erasure included; never for softmax attention.
     """
+    # From the second token on: where a sequence begins, a reset may clear the state.
+    found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
+    values = torch.cat([eigenvalues(t, paper=True)[:, 1:].flatten() for t in found])
+    real = values.real if values.is_complex() else values
     if recurrence.spec.is_softmax:
-        real, lives = torch.ones(1), torch.full((1,), torch.inf)
+        lives = torch.full((1,), torch.inf)
     else:
-        # From the second token on: where a sequence begins, a reset may clear the state.
-        found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
-        values = torch.cat([eigenvalues(t, paper=True)[:, 1:].flatten() for t in found])
-        real = values.real if values.is_complex() else values
         # A thousandth of a rounding is no forgetting: products of orthogonal steps keep lengths to rounding only.
         lives = torch.cat([half_life(t, of="transition").flatten() for t in found]).double()
         lives = torch.where(lives > 1e9, torch.inf, lives)

@@ -230,9 +230,16 @@ def test_the_spectrum_of_a_fixed_decay_is_that_decay():
     assert found["half_life"]["share_never"] == 0
 
 
-def test_softmax_attention_never_forgets():
-    found = spectrum(find("softmax_attention").recurrence, [])
-    assert found["half_life"]["share_never"] == 1 and found["eigenvalues"]["share_one"] == 1
+def test_softmax_attention_never_forgets_but_dilutes():
+    softmax = find("softmax_attention").recurrence
+    inputs = random_inputs(softmax, tokens=40, heads=2, N=3, P=3)
+    found = spectrum(softmax, [inputs])
+    assert found["half_life"]["share_never"] == 1
+    scores = torch.einsum("bihn,bjhn->hij", inputs["q"][:, 1:], inputs["k"][:, 1:]) * 3**-0.5
+    eta = scores.exp().tril().sum(-1)  # from the second token on
+    ratio = eta[:, :-1] / eta[:, 1:]
+    assert math.isclose(found["eigenvalues"]["max"], float(ratio.max()), rel_tol=1e-9)
+    assert math.isclose(found["eigenvalues"]["min"], float(ratio.min()), rel_tol=1e-9)
 
 
 def test_disagreement_sees_a_form_that_is_off(monkeypatch):

@@ -253,12 +253,12 @@ def test_gated_deltanet_at_alpha_one_is_deltanet():
     assert m.phi_distance(a, mixers.gated_deltanet.trajectory(**half(inputs))).min() > 1e-2
 
 
-@pytest.mark.parametrize("r", [r for r in FINITE if not r.spec.rank], ids=lambda r: r.name)
+@EVERY_FINITE
 def test_a_small_state_embeds_in_a_larger_one(r):
     t = trajectory(r)
     wide = m.embed(t, 7)
     assert wide.state_size[0] == 7
-    torch.testing.assert_close(m.kernel_matrix(wide), m.kernel_matrix(t), **CLOSE)
+    torch.testing.assert_close(m.kernel_matrix(wide), m.kernel_matrix(t), rtol=1e-12, atol=1e-12)
     assert (wide.states()[..., 3:, :] != 0).any()
     with pytest.raises(InputError, match="cannot be embedded in 0 rows"):
         m.embed(t, 0)
