@@ -9,6 +9,7 @@ import torch
 
 from dsf import FormError, InputError, mixers
 from dsf.analysis import measures as m
+from dsf.analysis.special_cases import CASES
 
 ZOO = [e.recurrence for e in mixers.ZOO]
 FINITE = [r for r in ZOO if not r.spec.is_softmax]
@@ -251,6 +252,11 @@ def test_gated_deltanet_at_alpha_one_is_deltanet():
     a, b = mixers.deltanet.trajectory(**inputs), mixers.gated_deltanet.trajectory(**translate(inputs))
     assert m.phi_distance(a, b).max() < 1e-14
     assert m.phi_distance(a, mixers.gated_deltanet.trajectory(**half(inputs))).min() > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.general} -> {case.special}")
+def test_special_cases_are_what_the_table_says(case):
+    assert case.error() < 1e-13
 
 
 @EVERY_FINITE
