@@ -235,7 +235,7 @@ class _Builder:
                 "**Eigenvalues of A, token by token.** Mass at 1 (dashed) is memory that is kept as it is; mass near 0 "
                 "is overwritten; in between it fades. Heights are on a square-root scale so that rare values show. "
                 "Where outputs are divided by a sum (softmax, linear and normalised attention), A includes the factor "
-                "by which one token changes that sum: below 1, older tokens' shares shrink, though nothing is forgotten."
+                "by which one token changes that sum: below 1 older tokens' shares shrink, though nothing is forgotten."
             ),
             grid(histograms, 245),
         )
