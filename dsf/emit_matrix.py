@@ -53,6 +53,13 @@ class Body:
         self.accesses.append(access)
         self.place += access.width
         pointer, masks = f"args[{place}]", []
+        if access.column is not None:
+            masks += ["n_ok", "p_ok" if access.value else "(place == 0)" if access.stored else "True"]
+            return (
+                pointer,
+                f"{pointer} + (batch * H + head) * (N * COLUMNS) + (n * COLUMNS + {access.column})",
+                " & ".join(masks),
+            )
         if access.summed:
             sizes = {(False, False): "1", (True, False): "N", (False, True): "P", (True, True): "(N * P)"}
             size = sizes[access.key, access.value]
@@ -80,9 +87,10 @@ class Body:
             masks.append(f"(beside < args[{next(at)}])" if access.tail else "p_ok")
         return pointer, " + ".join(terms), " & ".join(masks)
 
-    def load(self, node: Expr, access: Access) -> None:
-        """One line that makes the tile of an input."""
+    def load(self, node: Expr, access: Access, spread: bool = False) -> None:
+        """One line that makes the tile of an input. spread: a Key vector is loaded by every lane of the channels."""
         _, address, mask = self.reach(access)
+        address = f"fn.to_lanes({address}, p)" if spread else address
         masked = f", mask={mask}, other=0.0" if mask else ""
         self.lines.append(f"{self.names[node]} = tl.load({address}{masked}).to(tl.float32)")
 

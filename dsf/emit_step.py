@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsf.emit import RESERVED, Printer, Source, _body, _comment, _identifier, _name, symbol
+from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, symbol
 from dsf.emit_matrix import Body
 from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import Access
@@ -24,6 +24,7 @@ from dsf.system import DEN, NUM, ONE
 BOTH = frozenset({KEY, VALUE})
 STATE, COLUMN, LEVEL = symbol(".state", BOTH), symbol(".column", frozenset({KEY})), symbol(".level", frozenset({KEY}))
 ZERO, UNIT = const(0), const(1)
+LANES = ".lanes"  # suffix of a Key input as every lane of the channels loads it
 
 
 def step_refusal(spec: Spec) -> str | None:
@@ -39,6 +40,13 @@ def step_refusal(spec: Spec) -> str | None:
     if spec.is_stabilised and (spec.gain_axes or spec.system.D is not ZERO):
         return "the decode kernel takes exponential gains of one number a head, without D"
     return None
+
+
+def _place(node: Expr, stored: bool) -> Access:
+    """Where a part of the state lies."""
+    column = {STATE: "p", COLUMN: "P", LEVEL: "COLUMNS - 1"}[node]
+    role = ".new_state" if stored else ".state"
+    return Access(role, None, True, True, VALUE in node.axes, stored, column=column)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ def _advance(row: Row, ones: Row | None, now: _Moment) -> _Moment:
             level = maximum(level, term.gain if term.gain is not None else 0.0)
         moved = exp(now.level - level)
     state = _apply(row, row, now.state, level, moved)
+    state = state if now.column is None else _in_lanes(state)
     column = None if now.column is None or ones is None else _apply(row, ones, now.column, level, moved)
     return _Moment(state, column, level)
 
@@ -92,6 +101,7 @@ def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
         now = _advance(row, None if ones is None else ones.rows[i], now)
     seen = first if spec.system.read == "before" else now
     y = _read(spec, seen.state) + spec.system.D
+    y = y if ones is None else _in_lanes(y)
     if spec.rule is not None:
         assert ones is not None and seen.column is not None
         one = UNIT if seen.level is None else exp(minimum(-seen.level, 80.0))
@@ -99,13 +109,22 @@ def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
         y = substitute(spec.rule, {NUM: y, DEN: den, ONE: one})
     roots = [
         (y, Access(".y", None, True, False, True, True)),
-        (now.state, Access(".new_state", None, True, True, True, True)),
+        (now.state, _place(STATE, True)),
     ]
     if now.column is not None:
-        roots.append((now.column, Access(".new_column", None, True, True, False, True)))
+        roots.append((now.column, _place(COLUMN, True)))
     if now.level is not None:
-        roots.append((now.level, Access(".new_level", None, True, True, False, True)))
+        roots.append((now.level, _place(LEVEL, True)))
     return roots
+
+
+def _in_lanes(x: Expr) -> Expr:
+    """x with its Key inputs loaded by every lane: beside rows of P + 1 or P + 2 columns, whose layout differs from that
+    of a Key vector, this spares the tile a way through shared memory."""
+    keys = [
+        i for i in inputs_of(x) if i.axes == {KEY} and not i.attrs[0].startswith(".") and not i.attrs[0].endswith(LANES)
+    ]
+    return substitute(x, {i: Expr("input", (), (i.attrs[0] + LANES, i.attrs[1]), i.axes) for i in keys})
 
 
 def _read(spec: Spec, state: Expr) -> Expr:
@@ -129,18 +148,24 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     names: dict[Expr, str] = {}
     nodes = inputs_of(*(e for e, _ in roots))
     for node in nodes:
-        text = _name(node).strip("_") if node.attrs[0].startswith(".") else _name(node)
+        text = _name(node).strip("_") if "." in node.attrs[0] else _name(node)
         while text in {*names.values(), "sums"}:
             text += "_"
         names[node] = text
     body = Body(names)
+    body.lines = [AT.replace("N = at", "N, COLUMNS = at")]
     for node in nodes:
         name, step = node.attrs
-        time = name not in kinds or kinds[name].time
-        body.load(node, Access(name, step, time, KEY in node.axes, VALUE in node.axes))
-    printer = _Printer(names, RESERVED)
+        if node in (STATE, COLUMN, LEVEL):
+            body.load(node, _place(node, False))
+            continue
+        kind = kinds.get(name.removesuffix(LANES))
+        time = kind is None or kind.time
+        spread = name.endswith(LANES)
+        body.load(node, Access(name.removesuffix(LANES), step, time, KEY in node.axes, VALUE in node.axes), spread)
+    printer = _Printer(names, RESERVED | {"COLUMNS"})
     values = printer.print([e for e, _ in roots])
-    body.lines += printer.lines
+    body.lines += [*printer.lines, "tl.debug_barrier()"]  # what is overwritten has been read by every thread
     for value, (_, access) in zip(values, roots, strict=True):
         body.store(value, access)
     head = [
@@ -159,5 +184,5 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
         Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
     )
     whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
-    program = StepProgram(inputs, tuple(body.accesses), spec.ones is not None, spec.is_stabilised, whole)
+    program = StepProgram(inputs, tuple(body.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0)
     return Source(f"{_identifier(spec.name)}_step", text, ()), program

@@ -244,7 +244,7 @@ def step_kernel_of(spec: Spec, sizes: Sizes) -> str:
     """Name of the decode kernel with its tile."""
     from dsf.kernels.triton.step_ops import STEPS, tile
 
-    keys, channels, warps = tile(sizes.n, sizes.p, STEPS[step_of(spec)[1]].whole)
+    keys, channels, warps = tile(sizes.n, sizes.p, STEPS[step_of(spec)[1]])
     return f"decode step ({keys} keys x {channels} channels, {warps} warps)"
 
 

@@ -65,7 +65,7 @@ def test_token_by_token_is_the_recurrence(recurrence, in_place):
 def test_sizes_that_are_no_powers_of_two_in_several_blocks(monkeypatch):
     from dsf.kernels.triton import step_ops
 
-    monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (4, 8 if whole else 2, 1))
+    monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (4, 2, 1))
     mlstm = mixers.mlstm
     given = {n: torch.cat([x.float()] * 2, -1)[..., :7] if n == "v" else x.float()
              for n, x in sample(mlstm, tokens=4).items()}  # fmt: skip

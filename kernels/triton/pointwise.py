@@ -101,14 +101,22 @@ def levels(args, maps, first, out, T, H, blocks, body: tl.constexpr, K: tl.const
 
 
 @triton.jit
-def step(args, H, P, body: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr):
-    """One token of every sequence: a program owns `BP` channels of one head. Grid (channel blocks · H · B)."""
+def step(
+    args, H, P, body: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One token of every sequence: a program owns BLOCKS · BP channels of one head. Grid (P / those · H · B).
+
+    The first channels come last: with them goes what all channels share, when nobody reads its old value any more.
+    """
     program = tl.program_id(0)
-    blocks = tl.cdiv(P, BP)
-    place = program % blocks
-    i_h = (program // blocks % H).to(tl.int64)
-    i_b = (program // blocks // H).to(tl.int64)
+    parts = tl.cdiv(P, BP * BLOCKS)
+    part = program % parts
+    i_h = (program // parts % H).to(tl.int64)
+    i_b = (program // parts // H).to(tl.int64)
     t = tl.arange(0, 1)[:, None, None]
-    n = tl.arange(0, NB)[None, :, None]
-    p = place * BP + tl.arange(0, BP)[None, None, :]
-    body(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, place, place * BP, 1, H, P, N))
+    n = tl.arange(0, NB)[None, :, None].to(tl.int64)  # constant multiples of it become offsets inside instructions
+    for back in range(BLOCKS):
+        place = part * BLOCKS + BLOCKS - 1 - back
+        p = place * BP + tl.arange(0, BP)[None, None, :]
+        body(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, place, place * BP, 1, H, P, N, COLUMNS))

@@ -25,7 +25,8 @@ class Access:
     """A tile of a tensor: [B, T, (n), H, (N), (P)] a token, [H, (N), (P)] for a Param, by its name.
 
     step: micro-step (of an input: how many it has). stored: fewer heads than the launch are written once. tail: the
-    columns beside the values. summed: the sums over a program's tokens, one row a program.
+    columns beside the values. summed: the sums over a program's tokens, one row a program. column: of the state
+    [B, H, N, COLUMNS], contiguous: the first that is meant.
     """
 
     role: str
@@ -36,11 +37,12 @@ class Access:
     stored: bool = False
     tail: bool = False
     summed: bool = False
+    column: str | None = None
 
     @property
     def width(self) -> int:
         """How many places of `args` it takes."""
-        if self.summed:
+        if self.summed or self.column is not None:
             return 1
         return 1 + (2 if self.time else 0) + 2 + self.key + self.value + self.tail
 
@@ -94,7 +96,7 @@ def arguments_of(accesses: Sequence[Access], tensors: Mapping[str, Tensor | None
     found: list[Any] = []
     for a in accesses:
         x = tensors[a.role]
-        if x is None or a.summed:
+        if x is None or a.width == 1:
             found += [x, *[0] * (a.width - 1)]
             continue
         if a.step is not None:

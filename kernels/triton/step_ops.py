@@ -15,20 +15,20 @@ from torch import Tensor
 from dsf.kernels.triton.pointwise import step
 from dsf.kernels.triton.programs import Access, arguments_of
 
-TILE = 4096  # state entries a program holds where channels can be split
 EMPTY = -1e30
 
 
 @dataclass(frozen=True)
 class StepProgram:
     """What the operators know of a spec. ones: the state has a column driven by ones, stabilised: and one of running
-    maxima; whole: a sum over all channels needs them in one program."""
+    maxima; whole: a sum over all channels needs them in one program; corrected: A sums over the Key axis."""
 
     inputs: tuple[Access, ...]
     accesses: tuple[Access, ...]
     ones: bool
     stabilised: bool
     whole: bool
+    corrected: bool
     function: Any = field(default=None, compare=False)
 
 
@@ -46,12 +46,16 @@ def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, 
     return batch, heads, n, p
 
 
-def tile(n: int, p: int, whole: bool) -> tuple[int, int, int]:
-    """Padded N, channels and warps of a program."""
+def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
+    """Padded N, channels at a time and warps of a program.
+
+    Sums over many keys are best kept inside one warp where the new state waits for them.
+    """
     keys, channels = (1 << (x - 1).bit_length() for x in (n, p))
-    if not whole:
-        channels = max(min(channels, 16), min(channels, TILE // keys))
-    return keys, channels, max(1, min(16, keys * channels // 1024))
+    numbers, own = (2048, 2048) if program.corrected and keys >= 128 else (4096, 1024)
+    if not program.whole:
+        channels = max(min(channels, 16), min(channels, numbers // keys))
+    return keys, channels, max(1, min(16, keys * channels // own))
 
 
 def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new: Tensor) -> Tensor:
@@ -61,15 +65,24 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     y = torch.empty((batch, 1, heads, p), dtype=first.dtype, device=first.device)
     tensors: dict[str, Tensor | None] = {a.role: x for a, x in zip(program.inputs, operands, strict=True)}
     tensors[".y"] = y
-    for prefix, x in (("", state), ("new_", new)):
-        x = x.unsqueeze(1)
-        tensors[f".{prefix}state"] = x[..., :p]
-        tensors[f".{prefix}column"] = x[..., p] if program.ones else None
-        tensors[f".{prefix}level"] = x[..., -1] if program.stabilised else None
-    keys, channels, warps = tile(n, p, program.whole or (program.ones and new is state))
-    grid = (-(-p // channels) * heads * batch,)
+    tensors |= {".state": state, ".new_state": new}
+    keys, channels, warps = tile(n, p, program)
+    parts = -(-p // channels)
+    shared = program.ones and new is state  # the column that all channels read: one program must own them
+    blocks = parts if shared else 1
     args = arguments_of(program.accesses, tensors, heads)
-    step[grid](args, heads, p, body=program.function, N=n, NB=keys, BP=channels, num_warps=warps)
+    step[(parts // blocks * heads * batch,)](
+        args,
+        heads,
+        p,
+        body=program.function,
+        N=n,
+        COLUMNS=state.shape[-1],
+        NB=keys,
+        BP=channels,
+        BLOCKS=blocks,
+        num_warps=warps,
+    )
     return y
 
 
@@ -85,8 +98,8 @@ def _start(program: StepProgram, operands: Sequence[Tensor]) -> Tensor:
 
 def _step(operands: Sequence[Tensor], state: Tensor | None, program: str) -> tuple[Tensor, Tensor]:
     known = STEPS[program]
-    old = _start(known, operands) if state is None else state
-    new = torch.empty_like(old, memory_format=torch.contiguous_format)
+    old = _start(known, operands) if state is None else state.contiguous()
+    new = torch.empty_like(old)
     return _launch(known, operands, old, new), new
 
 
