@@ -10,10 +10,16 @@ after a strong decay and be NaN after a zero one). Linear decays are multiplied,
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dsf.kernels.operators import reduce_to
+
+LOG2_E = math.log2(math.e)  # powers of two are made in half the time of powers of e
 
 
 class PairProducts(torch.autograd.Function):
@@ -45,9 +51,7 @@ class LogPairProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, d: Tensor) -> Tensor:
         """d: [..., L] -> [..., L, L], lower triangular."""
-        length = d.shape[-1]
-        below = torch.ones(length, length, dtype=torch.bool, device=d.device).tril(-1)
-        pair = torch.where(below, d.unsqueeze(-1), d.new_zeros(())).cumsum_(-2).exp_().tril_()
+        pair = _log_pair(d)
         ctx.save_for_backward(pair)
         return pair
 
@@ -59,8 +63,41 @@ class LogPairProducts(torch.autograd.Function):
         rounding error instead of 0, which the derivative of an extreme logarithm (of exp(-exp(12)): 2e5) makes large.
         """
         (pair,) = ctx.saved_tensors
-        reached = (pair * cotangents[0]).cumsum_(-1).tril_(-1)  # [i, r - 1] = Σ_{j < r} of row i
-        return (torch.nn.functional.pad(reached.sum(-2)[..., :-1], (1, 0)),)
+        return (_spanning(pair * cotangents[0]),)
+
+
+class LogWeighed(torch.autograd.Function):
+    """products ⊙ pair, and pair, from the logarithms of the decays: one step, for its adjoint shares a product."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """products: [..., L, L], fewer heads allowed; d: [..., L]. Returns two [..., L, L], lower triangular."""
+        pair = _log_pair(d)
+        ctx.save_for_backward(products, pair)
+        ctx.set_materialize_grads(False)
+        return products * pair, pair
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As LogPairProducts; pair has a cotangent of its own in second derivatives."""
+        products, pair = ctx.saved_tensors
+        weighed, direct = cotangents
+        dproducts = pair * (0 if weighed is None else weighed)
+        dd = reduce_to(_spanning(dproducts * products), pair.shape[:-1])
+        return reduce_to(dproducts, products.shape), dd if direct is None else dd + _spanning(pair * direct)
+
+
+def _log_pair(d: Tensor) -> Tensor:
+    """pair [..., L, L] from logarithms [..., L]."""
+    length = d.shape[-1]
+    below = torch.ones(length, length, dtype=torch.bool, device=d.device).tril(-1)
+    return torch.where(below, (d * LOG2_E).unsqueeze(-1), d.new_zeros(())).cumsum_(-2).exp2_().tril_()
+
+
+def _spanning(terms: Tensor) -> Tensor:
+    """[..., r]: Σ of terms [..., i, j] with i ≥ r > j. Overwrites terms."""
+    reached = terms.cumsum_(-1).tril_(-1)  # [i, r - 1] = Σ_{j < r} of row i
+    return torch.nn.functional.pad(reached.sum(-2)[..., :-1], (1, 0))
 
 
 def pair_products(decay: Tensor, log: bool) -> Tensor:
@@ -68,14 +105,18 @@ def pair_products(decay: Tensor, log: bool) -> Tensor:
     return (LogPairProducts if log else PairProducts).apply(decay)
 
 
-def prefix_products(decay: Tensor, pair: Tensor, log: bool) -> Tensor:
-    """prefix [..., L]."""
-    return decay.cumsum(-1).exp() if log else pair[..., 0] * decay[..., :1]
+def prefix_products(decay: Tensor, pair: Tensor | None, log: bool) -> Tensor:
+    """prefix [..., L]; pair is needed of linear decays."""
+    if log:
+        return decay.cumsum(-1).exp()
+    assert pair is not None
+    return pair[..., 0] * decay[..., :1]
 
 
-def suffix_products(decay: Tensor, pair: Tensor, log: bool) -> Tensor:
-    """suffix [..., L]."""
+def suffix_products(decay: Tensor, pair: Tensor | None, log: bool) -> Tensor:
+    """suffix [..., L]; pair is needed of linear decays."""
     if not log:
+        assert pair is not None
         return pair[..., -1, :]
     later = torch.cat([decay[..., 1:], torch.zeros_like(decay[..., :1])], dim=-1)
     return later.flip(-1).cumsum(-1).flip(-1).exp()
@@ -93,14 +134,23 @@ class ScalarDecay:
     def __init__(self, decay: Tensor, log: bool, stride: int) -> None:
         """decay: [B, H, C, L, 1, 1]. stride: rows a token; queries sit on every stride-th row."""
         flat = decay.squeeze(-1).squeeze(-1)
-        self.pair = pair_products(flat, log)
-        self.prefix = prefix_products(flat, self.pair, log).unsqueeze(-1)
-        self.suffix = suffix_products(flat, self.pair, log).unsqueeze(-1)
+        self.decay, self.log = flat, log
+        pair = None if log else self.pair
+        self.prefix = prefix_products(flat, pair, log).unsqueeze(-1)
+        self.suffix = suffix_products(flat, pair, log).unsqueeze(-1)
         self.total = self.prefix[..., -1:, :]  # [B, H, C, 1, 1], scales the state
         self.stride = stride
 
+    @functools.cached_property
+    def pair(self) -> Tensor:
+        """[B, H, C, L, L]."""
+        return pair_products(self.decay, self.log)
+
     def scores(self, queries: Tensor, sources: Tensor) -> Tensor:
         """Σ_n q_i[n] pair[i, j] x_j[n]: [.., Lq, N] x [.., L, G, N] -> [.., Lq, L·G]; Lq rows, or one a token."""
+        whole = queries.shape[-2] == sources.shape[-3] and sources.shape[-2] == 1
+        if self.log and whole and "pair" not in self.__dict__:  # nothing else has needed it
+            return LogWeighed.apply(queries @ sources.squeeze(-2).transpose(-1, -2), self.decay)[0]
         return self._weigh(queries, sources, self._query_rows(self.pair, queries.shape[-2]))
 
     def read_scores(self, reads: Tensor, sources: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ them. A decay that comes as two factors of its logarithm is multiplied out insid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.decays import LOG2_E
 from dsf.kernels.operators import reduce_to, refuse_second_order
 from dsf.kernels.problem import Problem, read
 from dsf.kernels.scan import scan_backward_, scan_forward_
 
-LOG2_E = math.log2(math.e)  # powers of two are made in half the time of powers of e
 BLOCK = 1 << 19  # state numbers that the chain of products in the decays' gradients takes at a time (2 MiB a tensor)
 
 
