@@ -102,7 +102,8 @@ def make_plan(
         raise FormError(f"{spec.name}: {spec.structure} has no {form} form; it has {', '.join(forms)}")
     if backend not in ("auto", *BACKENDS):
         raise FormError(f"{spec.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto")
-    on_gpu = _use_triton(spec, sizes, dtype, form, backend, device, grad)
+    refused = _refusal(spec, sizes, dtype, form, backend, device, grad)
+    on_gpu = refused is None
     one_step = on_gpu and gpu.steps(spec, sizes, dtype, form, grad)
     if form != "auto":
         chosen, reason = form, f"form={form!r} was asked for"
@@ -112,6 +113,8 @@ def make_plan(
         chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
     else:
         chosen, reason = _choose(spec, sizes)
+    if refused:
+        reason += f"; not on triton: {refused}"
     kernel, chunk = gpu.kernel_of(spec, sizes, dtype, one_step) if on_gpu else _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
     if spec.is_softmax:
@@ -127,15 +130,16 @@ def make_plan(
     )  # fmt: skip
 
 
-def _use_triton(
+def _refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool
-) -> bool:
+) -> str | None:
+    """Why the call does not run on the triton backend (empty where that goes without saying), or None when it does."""
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return False
+        return ""
     refused = gpu.refusal(spec, sizes, dtype, form, device, grad)
     if refused is not None and backend == "triton":
         raise FormError(f"{spec.name}: backend='triton' was asked for, but {refused}")
-    return refused is None
+    return refused
 
 
 def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:

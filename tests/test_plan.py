@@ -132,3 +132,10 @@ def test_specs_print_as_they_were_written():
     assert "A [2] = I - sigmoid(b[1]) * outer(k[1], k[1])" in text
     assert "read before the update" in text
     assert "y = num / maximum(abs(den), one), den driven by v = 1" in str(structures.stabilised)
+
+
+def test_the_plan_says_why_a_cuda_call_stays_on_torch():
+    longhorn = dsf.mixers.longhorn_exact
+    plan = longhorn.plan(T=100, device="cuda", dtype=torch.bfloat16)
+    assert plan.backend == "torch" and "not on triton: " in plan.reason
+    assert "not on triton" not in longhorn.plan(T=100).reason

@@ -39,8 +39,8 @@ def on_the_kernels(monkeypatch):
     """`step` chooses the backend; the interpreter's tensors are the CPU's, so it is told to."""
     from dsf import plan
 
-    choose = plan._use_triton
-    monkeypatch.setattr(plan, "_use_triton", lambda s, z, d, f, b, e, g: choose(s, z, d, f, b if g else "triton", e, g))
+    choose = plan._refusal
+    monkeypatch.setattr(plan, "_refusal", lambda s, z, d, f, b, e, g: choose(s, z, d, f, b if g else "triton", e, g))
 
 
 def assert_same(a, b, tolerance=2e-5):
@@ -55,7 +55,7 @@ def test_token_by_token_is_the_recurrence(recurrence, in_place):
     y, state = decode(recurrence, given, in_place=in_place)
     wide = {n: x.double() for n, x in given.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsf.plan._use_triton", lambda *_: False)
+        patch.setattr("dsf.plan._refusal", lambda *_: "")
         expected, last = recurrence(**wide, return_state=True, form="naive")
     assert_same(y.double(), expected)
     if not recurrence.spec.is_stabilised:

@@ -191,9 +191,11 @@ def _segment_starts(call: _Call, local: Tensor, start: Tensor | None, span: int,
     return starts
 
 
-def _sum_pieces(x: Tensor) -> Tensor:
-    """Gradients [slices, ...] that were computed slice by slice."""
-    return x[0] if x.shape[0] == 1 else x.sum(0)
+def _sum_pieces(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gradients [slices, ...] that were computed slice by slice, in `dtype`."""
+    if x.shape[0] == 2:  # one pass where sum and cast are two
+        return torch.add(x[0], x[1], out=torch.empty_like(x[0], dtype=dtype))
+    return (x[0] if x.shape[0] == 1 else x.sum(0)).to(dtype)
 
 
 def _transform(call: _Call) -> Tensor:
@@ -276,7 +278,7 @@ def _chunk_matrix_backward(
         SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
         num_warps=t.gradient_warps, num_stages=2, **call.sizes,
     )  # fmt: skip
-    dq, dk = (_sum_pieces(x).to(q.dtype) for x in (dq, dk))
+    dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
     outs = [_sum_pieces(x) for x in scalars]
     first = call.empty(0, dtype=torch.float32) if first is None else first
     return dq, dk, dv, outs[0], outs[1], outs[2], outs[3], first
