@@ -233,10 +233,13 @@ def check_cu_seqlens(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> list[int]:
     return bounds
 
 
-def environment(spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = None) -> dict[Expr, Tensor]:
+def environment(
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = None, compact: bool = False
+) -> dict[Expr, Tensor]:
     """Input nodes -> tensors [B, T, H, n, p] in the computing dtype (size one where an axis is absent).
 
     timed: replaces the per-token tensors (a slice or a repacking of them); the sizes B, T then follow from it.
+    compact: an input with one head for all keeps it.
     """
     env: dict[Expr, Tensor] = {}
     for entry in spec.inputs:
@@ -245,7 +248,8 @@ def environment(spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = N
         pieces = x.unbind(2) if entry.kind.steps is not None else (x,)
         for step, piece in enumerate(pieces):
             node = Expr("input", (), (entry.name, step if entry.kind.steps is not None else None), entry.kind.axes)
-            env[node] = named_axes(entry.kind, piece, bound.sizes.heads)
+            alike = compact and piece.shape[-1 - len(entry.kind.axes)] == 1
+            env[node] = named_axes(entry.kind, piece, 1 if alike else bound.sizes.heads)
     return env
 
 
@@ -258,8 +262,7 @@ def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
     if VALUE not in kind.axes:
         x = x.unsqueeze(4)
     if x.shape[2] == heads:
-        # Heads that are views of one are how the forms know a shared key: only views made here may look like that.
-        return x.contiguous() if heads > 1 and x.stride(2) == 0 else x
+        return x
     if x.shape[2] == 1:
         return x.expand(-1, -1, heads, -1, -1)
     return x.repeat_interleave(heads // x.shape[2], dim=2)

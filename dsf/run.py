@@ -59,16 +59,18 @@ def _run(
     compact = plan.form in ("scan", "chunk") and not spec.rank and not spec.is_stabilised
     if plan.form == "chunk" and spec.is_elementwise and (valid is not None or decay_factors(spec) is None):
         return _segments(spec, bound, timed, state, valid, plan)
-    values, shape = _evaluator(spec, bound, timed)
+    values, shape = _evaluator(spec, bound, timed, compact)
     lowered = lower(spec, values, shape, state, valid, compact)
     y, final = _solve(lowered.problem, lowered.state, plan)
     return finish(spec, values, lowered, y, final)
 
 
-def _evaluator(spec: Spec, bound: Bound, timed: Timed) -> tuple[Evaluator, tuple[int, int, int, int]]:
+def _evaluator(
+    spec: Spec, bound: Bound, timed: Timed, compact: bool = False
+) -> tuple[Evaluator, tuple[int, int, int, int]]:
     first = next(iter(timed.values()))
     sizes = bound.sizes
-    values = Evaluator(environment(spec, bound, timed), sizes.keys, sizes.p)
+    values = Evaluator(environment(spec, bound, timed, compact), sizes.keys, sizes.p)
     return values, (first.shape[0], first.shape[1], sizes.heads, sizes.n)
 
 
