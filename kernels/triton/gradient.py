@@ -119,7 +119,7 @@ def _of_reads(
     grad = tl.zeros([L], tl.float32)
     if DECAY:  # S carried through the chunk
         adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0)
-        grad += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk, L, DECAY)
+        grad += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk, L)
     yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
     yx = _weigh(yx, scalars, rows, local[:, None] >= local[None, :], False, DECAY)
     if SCALED and not DELTA:
@@ -141,7 +141,6 @@ def _of_reads(
         reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         if READ_SCALED:
             reads *= tl.load(scalars + READ * plane + rows)
-        grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
     if KEYWISE:
         grad_q *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
         grad_q += _diagonal(yx, local)[:, None] * rows_k.to(tl.float32)
@@ -159,6 +158,8 @@ def _of_reads(
     if KEYWISE:
         # gradient of G, gathered in dg: what is read with exp(G) less what is written with exp(-G)
         store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_q * rows_q.to(tl.float32))
+    if DECAY:
+        grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
     return grad
 
 
@@ -188,8 +189,7 @@ def _of_writes(
         d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
         if DECAY:
             d *= prefix_of(scalars, rows)[:, None]
-            reads = tl.load(scalars + ERASE * plane + rows) * tl.sum(d * rows_k.to(tl.float32), axis=1)
-            grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
+            reads = tl.sum(d * rows_k.to(tl.float32), axis=1)
         if KEYWISE:
             d *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
             d += read_products(
@@ -208,11 +208,10 @@ def _of_writes(
     adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0).to(KIND)
     z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
     if DECAY:
-        z *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
+        z *= suffix_of(scalars, plane, rows)[:, None]
         writes = tl.sum(z * rows_k.to(tl.float32), axis=1)
         if SCALED and not DELTA:
             writes *= tl.load(scalars + SOURCE * plane + rows)
-        grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     if KEYWISE:
         own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
         z *= tl.exp(last[None, :] - own)
@@ -270,7 +269,7 @@ def _of_writes(
             scores = _weigh(scores, scalars, rows, before, True, DECAY)
         grad_v = tl.dot(written_k, adjoint, input_precision=PRECISION)
         if DECAY:
-            grad_v *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
+            grad_v *= suffix_of(scalars, plane, rows)[:, None]
         if READ_SCALED:
             scores *= tl.load(scalars + READ * plane + rows)[None, :]
         grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
@@ -285,6 +284,11 @@ def _of_writes(
         grad_log = tl.dot(after, main, input_precision=PRECISION) + by_end[None, :]
         grad_log += tl.dot(after, (by_row - main.to(tl.float32)).to(KIND), input_precision=PRECISION)
         store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_log)
+    if DECAY:  # last, when registers are free
+        if DELTA:
+            reads *= tl.load(scalars + ERASE * plane + rows)
+            grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
+        grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad
 
 

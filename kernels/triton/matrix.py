@@ -17,7 +17,7 @@ from torch import Tensor
 from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.keywise import key_scores, prepare_keys
 from dsf.kernels.triton.table import Tiles, segments, tiles
-from dsf.kernels.triton.tiles import prepare
+from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_segments, forward_walk, reverse_walk
 
@@ -41,6 +41,8 @@ class _Call:
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.delta = b is not None
         self.scaled, self.read = (x is not None or self.decay == 2 for x in (s, c))  # 2: signs travel with them
+        self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
+        self.pitch = self.tiles.chunk * (2 if self.scored else 1)
         kind, precision = _arithmetic(q.dtype)
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
@@ -57,7 +59,7 @@ class _Call:
         """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk."""
         if all(x is None for x in given):
             return self.q
-        planes = self.empty(5, self.plane, dtype=torch.float32)
+        planes = self.empty(PLANES, self.plane, dtype=torch.float32)
         xs = [self.q if x is None else x for x in given]
         prepare[(self.chunks, self.lanes)](
             *xs, planes, self.plane, self.tokens, self.heads, self.length, *(x.stride(i) for x in xs for i in range(3)),
@@ -136,13 +138,14 @@ def _forward_launch(
     t, unused = call.tiles, call.q
     entries, states = saved or (unused, unused)
     forward_walk[(-(-call.p // t.piece), call.lanes, count)](
-        call.q, call.k, call.v, call.scalars, call.running, call.scores, solve,
+        call.q, call.k, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final,
         call.tokens, call.heads, count, span, call.length, call.plane,
         *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
-        START=start is not None, OUTPUT=y is not None, STATES=saved is not None, FINAL=final is not None,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, OUTPUT=y is not None,
+        STATES=saved is not None, FINAL=final is not None,
         STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
     )  # fmt: skip
 
@@ -167,12 +170,13 @@ def _reverse_launch(
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     reverse_walk[(-(-call.p // t.piece), call.lanes, count)](
-        call.q, call.k, dy, call.scalars, call.running, call.scores, solve,
+        call.q, call.k, dy, call.scalars, call.running, _scores(call, solve), solve,
         adjoint_entries, unused if adjoints is None else adjoints, unused if start is None else start,
         unused if final is None else final,
         call.tokens, call.heads, count, span, call.length, call.plane, *call.rows(call.q), *call.rows(call.k),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
-        START=start is not None, STATES=adjoints is not None, FINAL=final is not None,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=adjoints is not None,
+        FINAL=final is not None,
         STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
     )  # fmt: skip
 
@@ -191,6 +195,11 @@ def _segment_starts(call: _Call, local: Tensor, start: Tensor | None, span: int,
     return starts
 
 
+def _scores(call: _Call, solve: Tensor) -> Tensor:
+    """Where the walks find the products between a chunk's rows, if they were made before."""
+    return solve[..., call.tiles.chunk :] if call.scored else call.scores
+
+
 def _sum_pieces(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Gradients [slices, ...] that were computed slice by slice, in `dtype`."""
     if x.shape[0] == 2:  # one pass where sum and cast are two
@@ -199,14 +208,15 @@ def _sum_pieces(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _transform(call: _Call) -> Tensor:
-    """The delta rule's triangular inverses [B, T, H, L]."""
+    """The delta rule's triangular inverses [B, T, H, L], with scalar decays beside the scores [B, T, H, 2L]."""
     t = call.tiles
-    solve = call.empty(call.batch, call.tokens, call.heads, t.chunk)
+    solve = call.empty(call.batch, call.tokens, call.heads, call.pitch)
     sizes = {name: x for name, x in call.sizes.items() if name != "P"}
     delta_transform[(call.chunks, call.lanes)](
-        call.k, call.scalars, call.system, solve, call.tokens, call.heads, call.length, call.plane, *call.rows(call.k),
-        LEVELS=call.levels, DECAY=call.decay, KEYWISE=call.keywise, TERMS=t.transform_terms,
-        num_warps=t.transform_warps, **sizes,
+        call.q, call.k, call.scalars, call.system, solve, call.tokens, call.heads, call.length, call.plane,
+        *call.rows(call.q), *call.rows(call.k),
+        LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
+        TERMS=t.transform_terms, num_warps=t.transform_warps, maxnreg=t.transform_registers, **sizes,
     )  # fmt: skip
     return solve
 
@@ -232,7 +242,8 @@ def _chunk_matrix_shapes(
     shape = (batch, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     chunk = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None).chunk
-    solve = (0,) if erase is None else (batch, tokens, heads, chunk)
+    pitch = 2 * chunk if _kind(decay) == "scalar" else chunk
+    solve = (0,) if erase is None else (batch, tokens, heads, pitch)
     return (
         q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),
         q.new_empty(shape, dtype=torch.float32),

@@ -18,7 +18,10 @@ PROCESSORS = 132
 
 @dataclass(frozen=True)
 class Tiles:
-    """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options."""
+    """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options.
+
+    gradient_roles: programs that share a chunk's gradients; transform_registers: three programs a processor at 168.
+    """
 
     chunk: int
     keys: int
@@ -31,6 +34,7 @@ class Tiles:
     transform_terms: int = 1
     reverse_stages: int = 2
     gradient_roles: int = 1
+    transform_registers: int | None = None
 
 
 def padded(size: int) -> int:
@@ -52,7 +56,10 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     walk = 8 if decay == "key" and keys > 64 else 4
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
     warps = 8 if decay == "key" else 4
-    return Tiles(64, keys, narrow, walk, stages, wide, warps, reverse_stages=reverse, gradient_roles=roles)
+    return Tiles(
+        64, keys, narrow, walk, stages, wide, warps, reverse_stages=reverse, gradient_roles=roles,
+        transform_registers=168,
+    )  # fmt: skip
 
 
 def segments(chunks: int, programs: int) -> int:

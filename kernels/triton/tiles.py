@@ -24,6 +24,11 @@ SIGN = tl.constexpr(1)
 SOURCE = tl.constexpr(2)
 ERASE = tl.constexpr(3)
 READ = tl.constexpr(4)
+PREFIX_ERASE = tl.constexpr(5)  # where there are decays: what scales the rows of the walks
+PREFIX_READ = tl.constexpr(6)
+SUFFIX = tl.constexpr(7)
+TOTAL = tl.constexpr(8)
+PLANES = 9
 
 
 @triton.jit
@@ -62,17 +67,24 @@ def prepare(
     inside = rows < tokens
     time = rows.to(tl.int64)
     to = planes + lane * length + rows
+    sign = tl.full([L], 1.0, tl.float32)
     if DECAY == 1:
         log = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to, tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E)
+        running = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
     if DECAY == 2:
         given = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=1.0).to(tl.float32)
-        tl.store(to, tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=0) * LOG2E)
+        running = tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=0) * LOG2E
         odd = tl.cumsum((given < 0).to(tl.int32), axis=0) & 1
         sign = 1.0 - 2.0 * odd.to(tl.float32)
         tl.store(to + SIGN * plane, sign)
-    else:
-        sign = tl.full([L], 1.0, tl.float32)
+    if DECAY:
+        is_last = tl.arange(0, L) == L - 1
+        last = tl.sum(tl.where(is_last, running, 0.0), axis=0)
+        turn = tl.sum(tl.where(is_last, sign, 0.0), axis=0)
+        prefix = tl.exp2(running)
+        tl.store(to, running)
+        tl.store(to + SUFFIX * plane, tl.exp2(last - running) * turn)
+        tl.store(to + TOTAL * plane, tl.full([L], 1.0, tl.float32) * tl.exp2(last) * turn)
     if SCALED or DECAY == 2:
         if SCALED:
             sign_s = sign * tl.load(s + batch * s_b + head * s_h + time * s_t, mask=inside, other=0.0).to(tl.float32)
@@ -82,10 +94,14 @@ def prepare(
     if DELTA:
         x = tl.load(b + batch * b_b + head * b_h + time * b_t, mask=inside, other=0.0)
         tl.store(to + ERASE * plane, x.to(tl.float32))
+        if DECAY:
+            tl.store(to + PREFIX_ERASE * plane, x.to(tl.float32) * prefix)
     if READ_SCALED or DECAY == 2:
         if READ_SCALED:
             sign *= tl.load(c + batch * c_b + head * c_h + time * c_t, mask=inside, other=0.0).to(tl.float32)
         tl.store(to + READ * plane, sign)
+    if DECAY:
+        tl.store(to + PREFIX_READ * plane, sign * prefix)
 
 
 @triton.jit
@@ -95,23 +111,15 @@ def prefix_of(scalars, rows):
 
 
 @triton.jit
-def total_of(scalars, plane, chunk, L: tl.constexpr, DECAY: tl.constexpr):
+def total_of(scalars, plane, chunk, L: tl.constexpr):
     """The product of a whole chunk's decays."""
-    last = chunk * L + L - 1
-    total = tl.exp2(tl.load(scalars + last))
-    if DECAY == 2:
-        total *= tl.load(scalars + SIGN * plane + last)
-    return total
+    return tl.load(scalars + TOTAL * plane + chunk * L)
 
 
 @triton.jit
-def suffix_of(scalars, plane, chunk, rows, L: tl.constexpr, DECAY: tl.constexpr):
+def suffix_of(scalars, plane, rows):
     """exp(G_L - G), times the sign of the last row; [L]."""
-    last = chunk * L + L - 1
-    suffix = tl.exp2(tl.load(scalars + last) - tl.load(scalars + rows))
-    if DECAY == 2:
-        suffix *= tl.load(scalars + SIGN * plane + last)
-    return suffix
+    return tl.load(scalars + SUFFIX * plane + rows)
 
 
 @triton.jit

@@ -10,23 +10,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.tiles import ERASE, between, load_rows
+from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, store_rows
 
 
 @triton.jit
 def delta_transform(
-    k, scalars, system_of, solve,
+    q, k, scalars, system_of, solve,
     tokens, heads, length, plane,
-    k_b, k_t, k_h, k_group,
+    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
-    DECAY: tl.constexpr, KEYWISE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
+    DECAY: tl.constexpr, READ_SCALED: tl.constexpr, SCORES: tl.constexpr, KEYWISE: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the inverse [B, T, H, L]; rows beyond the sequence are those of the identity."""
+    """Write the inverse [B, T, H, L]; rows beyond the sequence are those of the identity.
+
+    SCORES: beside it, in rows of 2L, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P.
+    """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     k += batch * k_b + head // k_group * k_h
     scalars += lane * length
-    solve += (batch * tokens * heads + head) * L
+    PITCH: tl.constexpr = 2 * L if SCORES else L
+    solve += (batch * tokens * heads + head) * PITCH
     keys, local = tl.arange(0, BN), tl.arange(0, L)
     rows = chunk * L + local
     if KEYWISE:
@@ -37,19 +42,27 @@ def delta_transform(
         rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
         system = tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION)
         if DECAY:
-            system *= between(scalars, rows, strict, False)
+            weights = between(scalars, rows, local[:, None] >= local[None, :], False)
+            if SCORES:
+                q += batch * q_b + head // q_group * q_h
+                rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+                scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * weights
+                if READ_SCALED:
+                    scores *= tl.load(scalars + READ * plane + rows)[:, None]
+                store_rows(solve + L, heads * PITCH, rows, tokens, local, L, L, scores)
+            system = tl.where(strict, system * weights, 0.0)
         else:
             system = tl.where(strict, system, 0.0)
     system *= tl.load(scalars + ERASE * plane + rows)[:, None]
     # blocks of size one have inverse 1, so the first doubling needs no product
-    apart = local[:, None] ^ local[None, :]  # its highest bit: the size of the block in which two rows meet
-    inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, system, 0.0)
+    inverse = tl.where(local[:, None] == local[None, :], 1.0, 0.0)
+    inverse -= tl.where((local[:, None] ^ local[None, :]) == 1, system, 0.0)
     for level in tl.static_range(1, LEVELS):
-        below = tl.where((apart >> level) == 1, system, 0.0)
+        block = local >> level
+        below = tl.where((block[:, None] ^ block[None, :]) == 1, system, 0.0)
         step = _product(inverse, below, KIND, PRECISION, TERMS)
         inverse -= _product(step, inverse, KIND, PRECISION, TERMS)
-    store_rows_to = solve + rows[:, None].to(tl.int64) * heads * L + local[None, :]
-    tl.store(store_rows_to, inverse.to(solve.dtype.element_ty), mask=rows[:, None] < tokens)
+    store_rows(solve, heads * PITCH, rows, tokens, local, L, L, inverse)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 One program per (slice of P, sequence and head, segment of T) keeps its state [N, slice] in registers and walks chunks
 of L rows. Rows write k_j e_jᵀ: e_j = s_j v_j in decay systems; with the delta rule e solves, per chunk,
 (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse `solve` was made by the transform.
+SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
 Grouped heads are read by dividing the head's index; nothing is copied.
 """
 
@@ -14,11 +15,12 @@ import triton.language as tl
 from dsf.kernels.triton.keywise import last_running
 from dsf.kernels.triton.tiles import (
     ERASE,
+    PREFIX_ERASE,
+    PREFIX_READ,
     READ,
     SOURCE,
     between,
     load_rows,
-    prefix_of,
     store_rows,
     suffix_of,
     total_of,
@@ -32,6 +34,7 @@ def forward_walk(
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    SCORED: tl.constexpr, PITCH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -42,8 +45,8 @@ def forward_walk(
     k += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
     scalars += lane * length
-    solve += (batch * tokens * heads + head) * L
-    scores_of += (batch * tokens * heads + head) * L
+    solve += (batch * tokens * heads + head) * PITCH
+    scores_of += (batch * tokens * heads + head) * PITCH
     running += (batch * tokens * heads + head) * N
     flat = (batch * tokens * heads + head) * P
     y += flat
@@ -75,16 +78,14 @@ def forward_walk(
             if KEYWISE:
                 read_k = (rows_k.to(tl.float32) * from_start).to(KIND)
             known = tl.dot(read_k, seen, input_precision=PRECISION)
-            erase = tl.load(scalars + ERASE * plane + rows)
-            if DECAY:
-                erase *= prefix_of(scalars, rows)
+            erase = tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)
             if SCALED:
                 known = (
                     write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None] - known * erase[:, None]
                 )
             else:
                 known = write.to(tl.float32) - known * erase[:, None]
-            inverse = load_rows(solve, heads * L, rows, tokens, local, L, L, KIND)
+            inverse = load_rows(solve, heads * PITCH, rows, tokens, local, L, L, KIND)
             entry = tl.dot(inverse, known.to(KIND), input_precision=PRECISION)
             write = entry.to(KIND)
             if STATES:
@@ -93,27 +94,31 @@ def forward_walk(
             rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
             if KEYWISE:
                 rows_q = (rows_q.to(tl.float32) * from_start).to(KIND)
-                scores = load_rows(scores_of, heads * L, rows, tokens, local, L, L, tl.float32)
+            if SCORED:
+                scores = load_rows(scores_of, heads * PITCH, rows, tokens, local, L, L, KIND)
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = tl.dot(rows_q, seen, input_precision=PRECISION)
             if DECAY:
-                out *= prefix_of(scalars, rows)[:, None]
+                out *= tl.load(scalars + PREFIX_READ * plane + rows)[:, None]
+            if DECAY and not SCORED:
                 scores *= between(scalars, rows, causal, False)
-            elif not KEYWISE:
+                if READ_SCALED:
+                    scores *= tl.load(scalars + READ * plane + rows)[:, None]
+            elif not SCORED:
                 scores = tl.where(causal, scores, 0.0)
             if SCALED and not DELTA:
                 scores *= tl.load(scalars + SOURCE * plane + rows)[None, :]
             out += tl.dot(scores.to(KIND), write, input_precision=PRECISION)
-            if READ_SCALED:
+            if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             store_rows(y, heads * P, rows, tokens, columns, P, BP, out)
         if DECAY:
-            scale = suffix_of(scalars, plane, chunk, rows, L, DECAY)
+            scale = suffix_of(scalars, plane, rows)
             if SCALED and not DELTA:
                 scale *= tl.load(scalars + SOURCE * plane + rows)
             write = (write.to(tl.float32) * scale[:, None]).to(KIND)
-            state *= total_of(scalars, plane, chunk, L, DECAY)
+            state *= total_of(scalars, plane, chunk, L)
         elif SCALED and not DELTA:
             write = (write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]).to(KIND)
         if KEYWISE:
@@ -131,7 +136,7 @@ def reverse_walk(
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
-    START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
+    SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL)."""
@@ -140,8 +145,8 @@ def reverse_walk(
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
     scalars += lane * length
-    solve += (batch * tokens * heads + head) * L
-    scores_of += (batch * tokens * heads + head) * L
+    solve += (batch * tokens * heads + head) * PITCH
+    scores_of += (batch * tokens * heads + head) * PITCH
     running += (batch * tokens * heads + head) * N
     flat = (batch * tokens * heads + head) * P
     dy += flat
@@ -176,35 +181,28 @@ def reverse_walk(
             written_k = rows_k
             if KEYWISE:
                 written_k = (rows_k.to(tl.float32) * tl.exp(last[None, :] - own)).to(KIND)
-                scores = tl.trans(load_rows(scores_of, heads * L, rows, tokens, local, L, L, tl.float32))
+            if SCORED:
+                scores = tl.trans(load_rows(scores_of, heads * PITCH, rows, tokens, local, L, L, KIND))
             else:
                 scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
             carried = tl.dot(written_k, state.to(KIND), input_precision=PRECISION)
             if DECAY:
-                carried *= suffix_of(scalars, plane, chunk, rows, L, DECAY)[:, None]
-                scores *= between(scalars, rows, causal, True)
-            elif not KEYWISE:
+                carried *= suffix_of(scalars, plane, rows)[:, None]
+            if not SCORED:
                 scores = tl.where(causal, scores, 0.0)
-            if READ_SCALED:
+            if READ_SCALED and not DECAY:
                 scores *= tl.load(scalars + READ * plane + rows)[None, :]
             carried += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
-            inverse = load_rows(solve, heads * L, rows, tokens, local, L, L, KIND)
+            inverse = load_rows(solve, heads * PITCH, rows, tokens, local, L, L, KIND)
             adjoint = tl.dot(tl.trans(inverse), carried.to(KIND), input_precision=PRECISION)
             if STATES:
                 store_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, adjoint)
-            erase = tl.load(scalars + ERASE * plane + rows)
-            if DECAY:
-                erase *= prefix_of(scalars, rows)
-            adjoint *= erase[:, None]
-        if READ_SCALED:
-            scale = tl.load(scalars + READ * plane + rows)
-            if DECAY:
-                scale *= prefix_of(scalars, rows)
+            adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
+        if READ_SCALED or DECAY:
+            scale = tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
             given = (given.to(tl.float32) * scale[:, None]).to(KIND)
-        elif DECAY:
-            given = (given.to(tl.float32) * prefix_of(scalars, rows)[:, None]).to(KIND)
         if DECAY:
-            state *= total_of(scalars, plane, chunk, L, DECAY)
+            state *= total_of(scalars, plane, chunk, L)
         if KEYWISE:
             rows_q = (rows_q.to(tl.float32) * from_start).to(KIND)
             if DELTA:
@@ -239,5 +237,5 @@ def combine_segments(
             for inner in range(per_segment):
                 chunk = segment * per_segment + inner
                 if chunk < chunks:
-                    state *= total_of(scalars, plane, chunk, L, DECAY)
+                    state *= total_of(scalars, plane, chunk, L)
         state += tl.load(local + to, mask=inside, other=0.0)
