@@ -1,27 +1,33 @@
-"""Times the fused scan on a CUDA GPU beside the machine's copy ceiling, after checking it against float64.
+"""Times the fused scan on a CUDA GPU beside mamba-ssm's CUDA kernel and accelerated_scan, after checking it.
 
-python benchmarks/gpu_scan.py [--only s6] [--tokens 8192] [--sweep] [--json out.json]
-B·T = 32,768 tokens; median of CUDA-event timings. --sweep also tries the tiles of SWEEP.
+python benchmarks/gpu_scan.py [--only s6 given] [--peers] [--json benchmarks/results/gpu_scan.json]
+python benchmarks/gpu_scan.py --page benchmarks/results/gpu_scan.json   # the table of docs/performance.md
+
+Public calls in bfloat16 (peers: their own operators, in their own layout), B·T = 32,768 tokens, 4096 channels; medians
+of CUDA-event timings with a cold L2. Peers need `selective_scan_cuda` (built from mamba-ssm's csrc/selective_scan) and
+`accelerated_scan` on the path, and run in the same process.
 """
 
 import argparse
+import importlib
 import json
+import os
 import platform
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch
-import triton
 
 import dsf
 from dsf import Key, Param, System, Value, exp, silu, softplus
-from dsf.kernels.triton import scan_table
 from dsf.mixers.longhorn import longhorn
 from dsf.mixers.qlstm import qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6
 
-TOTAL, CHANNELS = 32_768, 4096
+TOTAL, CHANNELS, LENGTHS = 32_768, 4096, (2048, 8192, 32768)
 
 
 @dsf.recurrence
@@ -37,15 +43,12 @@ def given(a: Value, b: Value) -> System:
     return System(A=a, B=b, C=1)
 
 
+# name: recurrence, N, the peer it is measured beside
 ROWS = {
-    "s6": (s6, 16), "s6_gated": (s6_gated, 16), "longhorn": (longhorn, 16), "s6_64": (s6, 64), "s6_128": (s6, 128),
-    "rg_lru": (rg_lru, 1), "qlstm": (qlstm, 1), "given": (given, 1),
-}  # fmt: skip
-# (K, BP, V, warps, M, span, busy) to try, by row
-SWEEP = {
-    "s6": [(1, 64, 1, 4, 32, 128, 6), (1, 32, 1, 4, 32, 128, 6), (1, 32, 1, 2, 32, 128, 6), (1, 128, 1, 8, 32, 128, 6)],
-    "s6_64": [(1, 32, 1, 1, 32, 128, 8), (1, 32, 1, 2, 32, 128, 8), (1, 64, 1, 8, 32, 128, 12)],
-    "rg_lru": [(K, BP, V, 4, 64, 64, 16) for K, BP, V in ((1, 512, 4), (2, 512, 4), (4, 512, 4), (2, 1024, 8))],
+    "s6": (s6, 16, None), "s6_gated": (s6_gated, 16, "mamba"), "longhorn": (longhorn, 16, None),
+    "s6_64": (s6_gated, 64, "mamba"), "s6_128": (s6_gated, 128, "mamba"),
+    "rg_lru": (rg_lru, 1, "accelerated_scan"), "qlstm": (qlstm, 1, "accelerated_scan"),
+    "given": (given, 1, "accelerated_scan"),
 }  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def draw(recurrence, batch, tokens, n, p, dtype=torch.bfloat16, device="cuda"):
         x = torch.randn([batch, tokens, 1, *sizes] if i.kind.time else [1, *sizes], device=device)
         if i.name == "A_log":
             x = torch.arange(1.0, n + 1, device=device).log()[None, :, None].expand(1, n, p).contiguous()
-        if i.name in ("dt",):
+        if i.name == "dt":
             x = x - 3.0
         if i.name in ("beta", "a"):
             x = x.sigmoid()
@@ -67,13 +70,15 @@ def draw(recurrence, batch, tokens, n, p, dtype=torch.bfloat16, device="cuda"):
     return found
 
 
-def median(f, seconds=0.25):
+def median(f, seconds=0.2):
     """Median milliseconds."""
-    return triton.testing.do_bench(f, warmup=25, rep=int(seconds * 1000), return_mode="median")
+    from triton.testing import do_bench
+
+    return float(do_bench(f, warmup=25, rep=int(seconds * 1000), return_mode="median"))
 
 
 def errors(recurrence, n):
-    """Worst error against float64 of y and every gradient, over blocks of tokens: max |error| / max |reference|."""
+    """Worst error against float64 of y and every gradient, over all entries: max |error| / max |reference|."""
     x = draw(recurrence, 2, 333, n, 160, torch.float32)  # neither tokens nor channels fill their tiles
     wide = {k: v.detach().double().requires_grad_() for k, v in x.items()}
     y, s = recurrence(**x, return_state=True, backend="triton")
@@ -83,38 +88,72 @@ def errors(recurrence, n):
     g2 = torch.autograd.grad(
         (y2 * w).sum() + (s2 * ws).sum(), list(wide.values()), allow_unused=True, materialize_grads=True
     )
-    worst = [block_error(a, b) for a, b in zip([y, *g], [y2, *g2], strict=True)]
-    again = torch.autograd.grad((recurrence(**x, backend="triton") * w).sum(), list(x.values()))
-    more = torch.autograd.grad((recurrence(**x, backend="triton") * w).sum(), list(x.values()))
-    return worst[0], max(worst[1:]), all(torch.equal(a, b) for a, b in zip(again, more, strict=True))
+    worst = [relative_error(a, b) for a, b in zip([y, *g], [y2, *g2], strict=True)]
+    runs = [torch.autograd.grad((recurrence(**x, backend="triton") * w).sum(), list(x.values())) for _ in range(2)]
+    return worst[0], max(worst[1:]), all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def block_error(a, b):
+def relative_error(a, b):
     scale = b.abs().max().clamp(min=1e-12)
     return float((a - b).detach().abs().max() / scale.detach()) if bool(torch.isfinite(a).all()) else float("inf")
 
 
-def time_row(recurrence, n, tokens):
-    """Forward, forward+backward milliseconds, peak MiB over the inputs."""
-    x = draw(recurrence, TOTAL // tokens, tokens, n, CHANNELS)
-    plain = {k: v.detach() for k, v in x.items()}
-    dy = torch.randn_like(
-        plain[recurrence.spec.inputs[0].name if "value" in recurrence.spec.inputs[0].kind.axes else "x"]
-    )
-    leaves = list(x.values())
-
-    def both():
-        return torch.autograd.grad(recurrence(**x, backend="triton"), leaves, dy)
-
+def measure(forward, both):
+    """Forward and forward+backward ms, peak MiB over the inputs, seconds of the first call."""
     start = time.perf_counter()
     both()
     torch.cuda.synchronize()
-    cold = time.perf_counter() - start
+    first = time.perf_counter() - start
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     both()
+    torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - base) / 2**20
-    return median(lambda: recurrence(**plain, backend="triton")), median(both), peak, cold
+    return {"forward": median(forward), "both": median(both), "peak": peak, "first_call_s": first}
+
+
+def ours(recurrence, n, tokens):
+    x = draw(recurrence, TOTAL // tokens, tokens, n, CHANNELS)
+    plain = {k: v.detach() for k, v in x.items()}
+    dy = torch.randn(TOTAL // tokens, tokens, 1, CHANNELS, device="cuda", dtype=torch.bfloat16)
+    leaves = list(x.values())
+    found = measure(
+        lambda: recurrence(**plain, backend="triton"),
+        lambda: torch.autograd.grad(recurrence(**x, backend="triton"), leaves, dy),
+    )
+    plan = recurrence.plan(B=TOTAL // tokens, T=tokens, H=1, N=n, P=CHANNELS, dtype=torch.bfloat16)
+    return found | {"bytes": plan.bytes}
+
+
+def mamba(n, tokens):
+    """mamba-ssm's CUDA selective scan with skip, softplus and gate: its two operators, called directly."""
+    scan = importlib.import_module("selective_scan_cuda")
+    batch = TOTAL // tokens
+    u, dt, z, dy = (torch.randn(batch, CHANNELS, tokens, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    b, c = (torch.randn(batch, 1, n, tokens, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    dt -= 3.0
+    a, d = -torch.arange(1.0, n + 1, device="cuda").repeat(CHANNELS, 1), torch.randn(CHANNELS, device="cuda")
+
+    def forward():
+        return scan.fwd(u, dt, a, b, c, d, z, None, True)
+
+    def both():
+        out, states, _ = forward()
+        scan.bwd(u, dt, a, b, c, d, z, None, dy, states, out, None, True, False)
+
+    return measure(forward, both)
+
+
+def accelerated_scan(n, tokens):
+    """accelerated_scan of given a, b, [B, channels, T]."""
+    scan = importlib.import_module("accelerated_scan.scalar").scan
+    shape = (TOTAL // tokens, CHANNELS, tokens)
+    a = torch.rand(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    b, dy = torch.randn_like(a).requires_grad_(), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return measure(lambda: scan(a.detach(), b.detach()), lambda: torch.autograd.grad(scan(a, b), [a, b], dy))
+
+
+PEERS = {"mamba": mamba, "accelerated_scan": accelerated_scan}
 
 
 def copy_rate():
@@ -124,56 +163,72 @@ def copy_rate():
     return 2 * a.numel() * 4 / (median(lambda: b.copy_(a)) * 1e-3)
 
 
-def measure(name, tokens):
-    """One row: correctness at a small odd size, then times at B·T = 32,768."""
-    recurrence, n = ROWS[name]
-    forward_error, gradient_error, repeatable = errors(recurrence, n)
-    for t in tokens:
-        forward, both, peak, cold = time_row(recurrence, n, t)
-        plan = recurrence.plan(B=TOTAL // t, T=t, H=1, N=n, P=CHANNELS, dtype=torch.bfloat16)
-        row = {"row": name, "N": n, "channels": CHANNELS, "T": t, "forward_ms": forward, "both_ms": both}
-        row |= {"peak_MiB": peak, "first_call_s": cold, "bytes": plan.bytes}
-        row |= {"error_y": forward_error, "error_gradients": gradient_error, "repeatable": repeatable}
-        print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-        yield row
-
-
-def sweep(names, tokens):
-    """The same for every tile of SWEEP, forward and adjoint alike."""
-    for name in names:
-        for config in SWEEP.get(name, ()):
-            for table in (scan_table.FORWARD, scan_table.ADJOINT):
-                table.clear()
-                table.update({256: config})
-            print(config)
-            list(measure(name, tokens))
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default=",".join(ROWS))
-    parser.add_argument("--tokens", default="2048,8192,32768")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--json")
-    parser.add_argument("--commit", default=commit())
-    options = parser.parse_args()
-    names, tokens = options.only.split(","), [int(t) for t in options.tokens.split(",")]
-    if options.sweep:
-        sweep(names, tokens)
-        return
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-    machine = {"gpu": torch.cuda.get_device_name(), **versions, "commit": options.commit}
-    machine["copy_bytes_per_second"] = copy_rate()
-    print(machine)
-    found = [row for name in names for row in measure(name, tokens)]
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": found}, file, indent=1)
-
-
 def commit():
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(ROWS))
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    if options.page:
+        print(page(json.loads(options.page.read_text())))
+        return
+    import triton
+
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    machine |= {"python": platform.python_version(), "commit": options.commit or commit()}
+    data = {"machine": machine | {"copy_bytes_per_second": copy_rate()}, "checks": {}, "rows": []}
+    print(data["machine"], flush=True)
+    sys.setdlopenflags(os.RTLD_LAZY)  # a selective_scan_cuda built for bfloat16 alone lacks the other types' symbols
+    work = [(name, *ROWS[name]) for name in options.only]
+    for name, recurrence, n, _ in work:
+        data["checks"][name] = dict(zip(("y", "gradients", "repeatable"), errors(recurrence, n), strict=True))
+        print(name, data["checks"][name], flush=True)
+    sides = [(name, n, "ours", lambda t, r=r, n=n: ours(r, n, t)) for name, r, n, _ in work]
+    if options.peers:
+        found = {(who, n): (who, n, who, lambda t, who=who, n=n: PEERS[who](n, t)) for _, _, n, who in work if who}
+        sides = [*found.values(), *sides]
+    for name, n, who, run in sides:
+        for tokens in LENGTHS:
+            row = {"name": name, "who": who, "N": n, "T": tokens}
+            try:
+                row |= run(tokens)
+            except Exception as error:  # a peer that does not run here is a result too
+                row["error"] = f"{type(error).__name__}: {error}"[:200]
+            data["rows"].append(row)
+            print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+            torch.cuda.empty_cache()
+            if options.json:
+                options.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def page(data):
+    """The rows as a Markdown table, each beside its byte floor, its exponentials' floor and its peer."""
+    rate, exponentials = data["machine"]["copy_bytes_per_second"], 132 * 16 * 1.98e9
+    head = ["row", "N", "T", "forward ms", "forward+backward ms", "peak MiB", "first call s", "byte floor ms"]
+    head += ["exponentials' floor ms", "peer", "peer ms", "peer peak MiB", "ours ÷ peer"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    peers = {(r["who"], r["N"], r["T"]): r for r in data["rows"] if r["who"] != "ours" and "both" in r}
+    for r in data["rows"]:
+        if r["who"] != "ours" or "both" not in r:
+            continue
+        who = ROWS[r["name"]][2]
+        other = peers.get((who, r["N"], r["T"]))
+        beside = [who or "", "", "", ""]
+        if other:
+            ratios = f"{r['forward'] / other['forward']:.2f} / {r['both'] / other['both']:.2f}"
+            beside = [who, f"{other['forward']:.2f} / {other['both']:.2f}", f"{other['peak']:.0f}", ratios]
+        floor = TOTAL * CHANNELS * r["N"] / exponentials * 1e3
+        cells = [r["name"], r["N"], r["T"], f"{r['forward']:.2f}", f"{r['both']:.2f}", f"{r['peak']:.0f}"]
+        cells += [f"{r['first_call_s']:.1f}", f"{r['bytes'] / rate * 1e3:.2f}", f"{floor:.2f}", *beside]
+        lines.append(f"| {' | '.join(str(c) for c in cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

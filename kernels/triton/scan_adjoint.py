@@ -13,9 +13,9 @@ from dsf.kernels.triton.scan import _program, blend, channels, last_state, state
 
 @triton.jit
 def at_of(tile, N: tl.constexpr, BP: tl.constexpr):
-    """What the holes know of a tile; one whose end is None has all its tokens."""
+    """What the holes know of a tile. Tiles of one token are asked for only where there is one."""
     i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P = tile
-    t_ok = t >= 0 if end is None else t0 + t < end
+    t_ok = t >= 0 if t.shape[0] == 1 else t0 + t < end
     return (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
 
 
@@ -31,14 +31,14 @@ def fetch_both(args, dy, tile, load: tl.constexpr, N: tl.constexpr, BP: tl.const
 
 @triton.jit
 def fetch_group(
-    args, i_b, i_h, t0, t, n, p, n_ok, p_ok, place, T, H, P, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr,
+    args, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr,
     K: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of U whole tiles."""
+    """The tokens of U tiles; the last token again past the end."""
     found = ()
     for u in tl.static_range(U):
-        tile = (i_b, i_h, t0 + u * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
-        found = found + (load(args, at_of(tile, N, BP)),)
+        tile = (i_b, i_h, tl.minimum(t0 + u * K, end - 1), end, t, n, p, n_ok, p_ok, place, T, H, P)
+        found = found + (load(args, at_of(tile, N, BP)),)  # noqa: RUF005  (Triton has no starred tuples)
     return found
 
 
@@ -116,14 +116,14 @@ def gradients(
         c1 = tl.minimum(c0 + M, end)
         state = tl.load(saved + state_offset(row * tl.cdiv(T, M) + c0 // M, n, p, P, N), mask=ok, other=0.0)
         groups = tl.cdiv(c1 - c0, U * K)
-        group = fetch_group(args, i_b, i_h, long + c0, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
+        group = fetch_group(args, i_b, i_h, long + c0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
         for j in range(groups - 1):
             tl.store(mine + j * (NB * BP), state)
             g0 = long + c0 + j * (U * K)
             next0 = long + c0 + tl.minimum(j + 1, groups - 2) * (U * K)
-            ahead = fetch_group(args, i_b, i_h, next0, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
+            ahead = fetch_group(args, i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
             for u in tl.static_range(U):
-                tile = (i_b, i_h, g0 + u * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 state = pass_tile(group[u], held, state, tile, step, N, K, NB, BP)
             group = ahead
         tl.debug_barrier()
@@ -134,14 +134,14 @@ def gradients(
             for i in range(rest):  # tokens that fill no group, each from the group's first state
                 s = state
                 for j in range(rest - 1 - i):
-                    tile = (i_b, i_h, long + r0 + j * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                    tile = (i_b, i_h, long + r0 + j * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                     s = pass_tile(load(args, at_of(tile, N, BP)), held, s, tile, step, N, K, NB, BP)
                 tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 tokens, dd = fetch_both(args, dy, tile, load, N, BP)
                 cotangent, sums = pull_tile(
                     tokens, dd, grads, held, sums, s, cotangent, tile, step, pull, N, K, NB, BP, BEFORE, K > 1
                 )
-        tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), None, t, n, p, n_ok, p_ok, place, T, H, P)
+        tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), end, t, n, p, n_ok, p_ok, place, T, H, P)
         tokens, dd = fetch_both(args, dy, tile, load, N, BP)
         for j in range(whole):
             g0 = long + c0 + (whole - 1 - j) * (U * K)
@@ -149,19 +149,19 @@ def gradients(
                 state = tl.load(mine + (whole - 1 - j) * (NB * BP))
             states = (state,)
             for u in tl.static_range(U - 1):
-                tile = (i_b, i_h, g0 + u * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
-                then = (i_b, i_h, g0 + (u + 1) * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+                then = (i_b, i_h, g0 + (u + 1) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 ahead, dd = fetch_both(args, dy, then, load, N, BP)
                 state = pass_tile(tokens, held, state, tile, step, N, K, NB, BP)
-                states = states + (state,)
+                states = states + (state,)  # noqa: RUF005
                 tokens = ahead
             for u in tl.static_range(U):
-                tile = (i_b, i_h, g0 + (U - 1 - u) * K, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                tile = (i_b, i_h, g0 + (U - 1 - u) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 if u == U - 1:
                     next0 = tl.maximum(g0 - U * K, long + c0)
                 else:
                     next0 = g0 + (U - 2 - u) * K
-                then = (i_b, i_h, next0, None, t, n, p, n_ok, p_ok, place, T, H, P)
+                then = (i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 ahead, dd_ahead = fetch_both(args, dy, then, load, N, BP)
                 cotangent, sums = pull_tile(
                     tokens, dd, grads, held, sums, states[U - 1 - u], cotangent, tile,
