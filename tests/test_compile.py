@@ -88,3 +88,15 @@ def test_recurrences_that_have_been_called_can_be_copied():
     first = delta(**given)
     for copied in (copy.deepcopy(delta), pickle.loads(pickle.dumps(delta))):
         assert torch.equal(copied(**given), first)
+
+
+def test_a_layer_is_one_graph():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = mixers.GatedDeltaNet(d_model=32, n_heads=2)
+    x = torch.randn(2, 20, 32)
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x)[0].square().sum(), list(layer.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
