@@ -8,7 +8,9 @@ CUDA-event timings with a cold L2. Outputs and gradients are compared with float
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import platform
 from pathlib import Path
 
@@ -76,8 +78,6 @@ def measure(forward, leaves):
 
 def peer(path, recurrence, x):
     """The same computation by fla, from the same inputs."""
-    import importlib
-
     module, name = path.split(".")
     function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
     q, k, v = x["q"], x["k"], x["v"]
@@ -86,6 +86,12 @@ def peer(path, recurrence, x):
              "gla": lambda: {"g": torch.nn.functional.logsigmoid(x["g"]) / 16},
              "kda": lambda: {"g": x["g"], "beta": x["beta"]}}[module]  # fmt: skip
     return lambda: function(q, k, v, scale=1.0, **extra())[0]
+
+
+def backend(path, n):
+    """What computes fla's row: it hands gated delta rules of 128 keys to FlashQLA where that is installed."""
+    given = path.startswith("gated_delta_rule") and n == 128 and importlib.util.find_spec("flash_qla")
+    return "FlashQLA" if given and not os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") else "fla"
 
 
 def ceilings():
@@ -127,6 +133,7 @@ def main():
                 try:
                     run = peer(path, recurrence, given) if who == "fla" else lambda r=recurrence, x=given: r(**x)
                     row |= measure(run, list(given.values()))
+                    row |= {"backend": backend(path, n)} if who == "fla" else {}
                     row["bytes"] = recurrence.plan(**given).bytes
                 except Exception as error:  # a peer that does not run here is a result too
                     row["error"] = f"{type(error).__name__}: {error}"[:200]
@@ -159,6 +166,7 @@ def page(data):
             continue
         other = peers.get(tuple(r[x] for x in key))
         beside = f"{other['forward']:.2f} / {other['both']:.2f}" if other else "not run"
+        beside += f" ({other['backend']})" if other and other.get("backend", "fla") != "fla" else ""
         lines.append(
             f"| {r['name']} | {r['heads']} x {r['N']} x {r['P']} | {r['T']} | {r['forward']:.2f} | {r['both']:.2f} | "
             f"{r['peak']:.0f} | {r['bytes'] / rate / 1e6:.2f} | {beside} |"
