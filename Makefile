@@ -17,7 +17,7 @@ run: $(READY)  ## the main job: compare the zoo, write report/compare.html and r
 	$(BIN)/dsf compare --out report
 
 test: lint  ## all checks, on the installed package
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/test_triton_matrix.py tests/test_triton_scan.py
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/test_triton_*.py
 	$(BIN)/pytest -n 2
 
 # mypy knows packages by their place on disk, so it gets the tree as installed, made of links; sed names the real files.

@@ -7,7 +7,23 @@ import torch
 from interpreted import INTERPRETED, interpreted
 
 import dsf
-from dsf import Key, Param, Scalar, System, Value, dot, exp, l2norm, maximum, sigmoid, softplus, tanh, where
+from dsf import (
+    Key,
+    Param,
+    Scalar,
+    Steps,
+    System,
+    Value,
+    compose,
+    dot,
+    exp,
+    l2norm,
+    maximum,
+    sigmoid,
+    softplus,
+    tanh,
+    where,
+)
 from dsf.emit import emit, write
 from dsf.errors import FormError
 from dsf.mixers.hgrn import hgrn
@@ -37,7 +53,14 @@ def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) ->
     return System(A=where(stop > 0.5, 0, tanh(s * v)), B=k**2 * v, C=q, D=D * v)
 
 
-RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging]
+@dsf.recurrence
+def twice(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], g: Steps[Value, 2]) -> System:
+    """In no library: two writes a token, each with a leak of its own for every entry."""
+    first = System(A=sigmoid(g[0] * k[0]), B=k[0] * v[0])
+    return compose(first, System(A=tanh(g[1] * k[1]), B=k[1] * v[1], C=q))
+
+
+RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, twice]
 OTHERS = [hgrn, mingru, modified_qlstm, s6_negative]
 SMALL = {1: (2, 4, 1, 4, 4, 2, 4, 64, 0), 256: (1, 4, 1, 4, 4, 2, 4, 64, 0)}  # two channel blocks, several segments
 
@@ -47,7 +70,8 @@ def draw(recurrence: dsf.Recurrence, tokens: int, heads: int = 2, n: int = 3, p:
     for i in recurrence.spec.inputs:
         sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
         shared = 1 if i.kind.time and "key" in i.kind.axes else heads
-        x = torch.randn([batch, tokens, shared, *sizes] if i.kind.time else [heads, *sizes])
+        steps = [i.kind.steps] if i.kind.steps else []
+        x = torch.randn([batch, tokens, *steps, shared, *sizes] if i.kind.time else [heads, *sizes])
         found[i.name] = (x > 0.7).float() if i.name in ("reset", "stop") else x.sigmoid() if i.name == "beta" else x
     return found
 
@@ -146,7 +170,7 @@ def test_source_is_named_by_its_content(
     monkeypatch.setenv("DSF_CACHE_DIR", str(tmp_path))
     source = emit(recurrence.spec)
     assert write(source) == write(emit(recurrence.spec))
-    assert all(f"{i.name} = tl.load(" in source.text for i in recurrence.spec.inputs)
+    assert all(f"{o.name} = tl.load(" in source.text or o.step is not None for o in source.operands)
     assert compile(source.text, source.name, "exec")
 
 
