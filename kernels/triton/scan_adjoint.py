@@ -38,7 +38,7 @@ def fetch_group(
     found = ()
     for u in tl.static_range(U):
         tile = (i_b, i_h, tl.minimum(t0 + u * K, end - 1), end, t, n, p, n_ok, p_ok, place, T, H, P)
-        found = found + (load(args, at_of(tile, N, BP)),)  # noqa: RUF005  (Triton has no starred tuples)
+        found = found + (load(args, at_of(tile, N, BP)),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -153,7 +153,7 @@ def gradients(
                 then = (i_b, i_h, g0 + (u + 1) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 ahead, dd = fetch_both(args, dy, then, load, N, BP)
                 state = pass_tile(tokens, held, state, tile, step, N, K, NB, BP)
-                states = states + (state,)  # noqa: RUF005
+                states = states + (state,)  # type: ignore[assignment]  # noqa: RUF005
                 tokens = ahead
             for u in tl.static_range(U):
                 tile = (i_b, i_h, g0 + (U - 1 - u) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
