@@ -105,4 +105,10 @@ def call_in_graph(
     return getattr(RECURRENCES[name], method)(tensors[:count], kwargs, state, *options)
 
 
-torch.compiler.allow_in_graph(call_in_graph)
+def allow() -> bool:
+    """Let dynamo take call_in_graph as one node. It runs this itself, so that importing dsf does not import dynamo."""
+    torch.compiler.allow_in_graph(call_in_graph)
+    return True
+
+
+allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets

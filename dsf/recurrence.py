@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsf import gpu
 from dsf.bind import Bound, Sizes, bind, check_cache, check_cu_seqlens, check_state, state_keys
-from dsf.calls import Calls, call_in_graph, register
+from dsf.calls import Calls, allow, call_in_graph, register
 from dsf.errors import FormError, InputError, TraceError
 from dsf.expr import substitute
 from dsf.kernels.attention import KVCache
@@ -74,6 +74,7 @@ class Recurrence:
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
         if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(initial_state, KVCache):
+            allow()
             options = (return_state, form, backend)
             tensors = (*args, *kwargs.values())
             return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, *tensors)
@@ -120,6 +121,7 @@ class Recurrence:
         Returns y_t [B, H, P] and the new state. Raises InputError as a call does.
         """
         if torch.compiler.is_dynamo_compiling() and not isinstance(state, KVCache):
+            allow()
             tensors = (*args, *kwargs.values())
             return call_in_graph(self._key, "_step", (in_place,), tuple(kwargs), state, *tensors)
         return self._step(args, kwargs, state, in_place)
