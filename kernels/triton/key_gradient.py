@@ -3,7 +3,9 @@
 The sums of gradient.py with decays inside the Key axis: what meets the chunk's first state or last adjoint is one
 product, what meets rows of the chunk goes through the blocks of keywise.py. The log decays' gradient comes from the
 rows': G_i grows with what row i reads and falls with what it writes, so dG = q ⊙ dq - k ⊙ dk inside the chunk, where
-writes into the last state and S carried through depend on the last G alone. dlog decay_t sums dG of the rows from t on.
+writes into the last state and S carried through depend on the last G alone. What a row reads of its own write no decay
+touches: it is left out of both, so that decays near zero keep their gradient's digits. dlog decay_t sums dG over the
+rows from t on.
 """
 
 from __future__ import annotations
@@ -117,15 +119,18 @@ def _of_reads(
     own = load_chunk(running, local, keys, N, BK)
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION) * tl.exp2(own)
     rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, KIND)
-    grad_q += _diagonal(yx, local)[:, None] * rows_k.to(tl.float32)
     grad_q = read_products(grad_q, yx, rows_k, running, own, local, keys, LEVELS, N, BK, KIND, PRECISION)
     rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+    of_rows = grad_q * rows_q
+    if READ_SCALED:
+        of_rows *= tl.load(scalars + READ * plane + rows)[:, None]
+    grad_q += _diagonal(yx, local)[:, None] * rows_k.to(tl.float32)
     if READ_WANTED:
         tl.store(dc, tl.sum(grad_q * rows_q, axis=1), mask=rows < tokens)
     if READ_SCALED:
         grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
     store_rows(dq, heads * N, rows, tokens, keys, N, BK, grad_q)
-    return grad_q * rows_q
+    return of_rows
 
 
 @triton.jit
@@ -155,8 +160,8 @@ def _of_writes(
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
     rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, KIND)
-    z += _diagonal(xy, local)[:, None] * rows_q.to(tl.float32)
     z = source_products(z, xy, rows_q, running, own, local, keys, LEVELS, N, BK, KIND, PRECISION)
+    at_once = _diagonal(xy, local)[:, None]
     if DELTA:
         f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
         xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
@@ -168,8 +173,9 @@ def _of_writes(
         d = read_products(d, fx, rows_k, running, own, local, keys, LEVELS, N, BK, KIND, PRECISION)
         tl.store(db, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
         d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
-        store_rows(dk, heads * N, rows, tokens, keys, N, BK, z + d)
         of_rows = (d - z) * rows_k.to(tl.float32)
+        z += d + at_once * load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+        store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
         grad_v = f.to(tl.float32)
         if SOURCE_WANTED:
             values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
@@ -179,12 +185,15 @@ def _of_writes(
         if is_first:
             store_rows(dv, heads * P, rows, tokens, columns, P, BP, grad_v)
     else:
+        of_rows = -z * rows_k.to(tl.float32)
+        if SCALED:
+            of_rows *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+        z += at_once * load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
         if SOURCE_WANTED:
             tl.store(ds, tl.sum(z * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
         if SCALED:
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
-        of_rows = -z * rows_k.to(tl.float32)
     return of_rows, of_end
 
 
