@@ -2,7 +2,7 @@
 
 A sequence may be cut into segments. Then A and B exist for one segment at a time: the backward pass computes them again
 from the segment's first state (the recomputation of Mamba, arXiv 2312.00752 §3.3.2, on any machine) unless told to keep
-them. A decay that comes as two factors of its logarithm is multiplied out inside a segment too.
+the states. A decay that comes as two factors of its logarithm is multiplied out inside a segment too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 1 << 19  # state numbers that the chain of products in the decays' gradi
 class Cuts:
     """Which rows are read, after the last or before the first of every token's `micro` rows, and where T is cut.
 
-    span: tokens a segment. keep: what the backward pass needs is stored, not computed again.
+    span: tokens a segment. keep: states are stored for the backward pass, not computed again.
     """
 
     tokens: int
@@ -80,19 +80,24 @@ class Given:
             _cut(self.decay, rows), factor, self.key[:, rows], self.value[:, rows], self.c[:, tokens], self.log
         )
 
-    def scan(self, initial: Tensor, scratch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The decays [B|1, R, H|1, n, p] and the states [B, R, H, N, P] after every row, in the memory of `scratch`."""
+    def decays(self, memory: Tensor | None) -> Tensor:
+        """[B|1, R, H|1, n, p], in `memory` where they are a product."""
+        a = self.decay
         if self.factor is not None:
-            shape = torch.Size(map(max, self.decay.shape, self.factor.shape))  # broadcast_shapes takes 0.1 ms
-            a = torch.mul(self.decay * LOG2_E, self.factor, out=_view(scratch[0], shape)).exp2_()
-        else:
-            a = self.decay.exp() if self.log else self.decay
+            assert memory is not None
+            shape = torch.Size(map(max, a.shape, self.factor.shape))  # broadcast_shapes takes 0.1 ms
+            a = torch.mul(a * LOG2_E, self.factor, out=_view(memory, shape)).exp2_()
+        elif self.log:
+            a = a.exp()
+        return a.expand(-1, self.key.shape[1], -1, -1, -1)
+
+    def scan(self, a: Tensor, initial: Tensor, memory: Tensor) -> Tensor:
+        """The states [B, R, H, N, P] after every row, in `memory`."""
         shape = torch.Size(map(max, self.key.shape, self.value.shape))
-        states = torch.mul(self.key, self.value, out=_view(scratch[1], shape))
-        a = a.expand(-1, shape[1], -1, -1, -1)
+        states = torch.mul(self.key, self.value, out=_view(memory, shape))
         states[:, 0].addcmul_(a[:, 0], initial)
         scan_forward_(a, states)
-        return a, states
+        return states
 
 
 def _cut(x: Tensor, rows: slice) -> Tensor:
@@ -104,10 +109,9 @@ def _view(memory: Tensor, shape: torch.Size) -> Tensor:
     return memory[: shape.numel()].view(shape)
 
 
-def _memory(given: Given, initial: Tensor, cuts: Cuts) -> tuple[Tensor, Tensor]:
-    """Memory for one segment's decays and states."""
-    numbers = initial.numel() * min(cuts.span, cuts.tokens) * cuts.micro
-    return initial.new_empty(0 if given.factor is None else numbers), initial.new_empty(numbers)
+def _memory(like: Tensor, cuts: Cuts) -> Tensor:
+    """Memory for what one segment has for every number of the state."""
+    return like.new_empty(like.numel() * min(cuts.span, cuts.tokens) * cuts.micro)
 
 
 class ReadScan(torch.autograd.Function):
@@ -121,14 +125,17 @@ class ReadScan(torch.autograd.Function):
         """Inputs as Given has them, initial [B, H, N, P]. Returns y [B, T, H, P] and the last state [B, H, N, P]."""
         given = Given(decay, factor, key, value, c, log)
         y = initial.new_empty(*c.shape[:2], *initial.shape[1::2])
-        starts, kept, memory = [initial], [], None
+        starts, kept = [initial], []
+        products = None if factor is None else _memory(initial, cuts)
+        memory = None
         for tokens, rows in cuts.segments():
             piece = given.cut(tokens, rows)
-            memory = _memory(given, initial, cuts) if memory is None or cuts.keep else memory
-            a, states = piece.scan(starts[-1], memory)
+            memory = _memory(initial, cuts) if memory is None or cuts.keep else memory
+            a = piece.decays(products)
+            states = piece.scan(a, starts[-1], memory)
             _read(piece.c, states, starts[-1], y[:, tokens], cuts)
             starts.append(states[:, -1].clone())
-            kept += [a, states] if cuts.keep else []
+            kept += [states] if cuts.keep else []
         ctx.save_for_backward(decay, factor, key, value, c, *starts[:-1], *kept)
         ctx.log, ctx.cuts = log, cuts
         return y, starts[-1]
@@ -142,12 +149,13 @@ class ReadScan(torch.autograd.Function):
         pieces = list(cuts.segments())
         starts, kept = rest[: len(pieces)], rest[len(pieces) :]
         dy, dstate = cotangents[0].unsqueeze(-2), cotangents[1]
-        memory = None if cuts.keep else _memory(given, dstate, cuts)
-        spare = None if given.factor is None else _memory(given, dstate, cuts)[1]
+        memory = None if cuts.keep else _memory(dstate, cuts)
+        products, spare = (None if factor is None else _memory(dstate, cuts) for _ in range(2))
         found = []
         for index, (tokens, rows) in reversed(list(enumerate(pieces))):
             piece = given.cut(tokens, rows)
-            a, states = kept[2 * index : 2 * index + 2] if memory is None else piece.scan(starts[index], memory)
+            a = piece.decays(products)
+            states = kept[index] if memory is None else piece.scan(a, starts[index], memory)
             adjoint, dstate = _adjoint(piece.c, a, states, dy[:, tokens], dstate, cuts, spare)
             found.append(_gradients(ctx, piece, a, states, starts[index], dy[:, tokens], adjoint, cuts))
         inputs = (decay, factor, key, value, c)
@@ -233,7 +241,7 @@ def scan_elementwise(
 ) -> tuple[Tensor, Tensor]:
     """The scan form of every transition without corrections. Returns y [B, T, H, P] and the final state.
 
-    span: tokens a segment, all by default; keep: store what the backward pass needs instead of computing it again.
+    span: tokens a segment, all by default; keep: store states for the backward pass instead of computing them again.
     """
     initial = problem.zero_state() if state is None else state
     if problem.dense is None and problem.key is not None and problem.key.shape[3] == 1:
