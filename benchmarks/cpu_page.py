@@ -19,9 +19,9 @@ Made by `python benchmarks/cpu.py` (or `make bench`) from `benchmarks/results/cp
 
 Forward and backward, float32, {threads} threads, Python {python}, {versions}; commit{s} {commits}.
 Both sides ran in one process on the same inputs, in turns; times are medians, but of one run where the other side takes
-minutes. *error* is the worst head and block of 64 tokens against the float64 recurrence, on the first 512 tokens. *peak*
-is the tensors alive at once above the inputs, followed allocation by allocation. *ratio* is the other's time over ours;
-in brackets what the project set out to reach.
+minutes. *error* is the worst head and block of 64 tokens against the float64 recurrence, on the first 512 tokens.
+*peak* is the tensors alive at once above the inputs, followed allocation by allocation. *ratio* is the other time over
+ours; in brackets is what the project set out to reach.
 
 | work | shape | who | time (ms) | peak (MiB) | error | ratio |
 |---|---|---|---:|---:|---:|---:|
