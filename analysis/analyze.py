@@ -29,7 +29,7 @@ from dsf.errors import InputError
 SCHEMA = "dsf.analyze/1"
 LAW = 1e-4  # how far a conversion may move outputs, relative to their range, in float32
 LEAST_TOKENS = 8
-SENTENCE = (24, 44)  # tokens that a sentence to look at should have
+SENTENCE = (20, 44)  # tokens that a sentence to look at should have
 LARGEST_RECORDING = 4.0  # GiB
 STEPS = ("run the original", "convert", "measure on the text", "measure on a sentence")
 

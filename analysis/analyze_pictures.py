@@ -204,7 +204,7 @@ def _name_rows(axes: Any, runs: Sequence[Run]) -> None:
 
 def _name_columns(axes: Any, names: Sequence[str]) -> None:
     places = spread(len(names), 32)
-    upright = len(names) > 8 or max(map(len, names)) > 8
+    upright = sum(len(names[i]) + 2 for i in places) > 12 * axes.figure.get_figwidth()
     axes.set_xticks(places, [names[i] for i in places], rotation=90 if upright else 0, fontsize=7.5)
     axes.set_xlim(-0.7, len(names) - 0.3)
 

@@ -101,10 +101,10 @@ def _font(match: re.Match[str]) -> str:
     return f"{match[1]} {_MONO if 'Mono' in match[0] else _FONTS}"
 
 
-def png(figure: Any, path: Path) -> None:
-    """Write the figure as a PNG on white."""
+def png(figure: Any, path: Path, dpi: int = 200) -> None:
+    """Write the figure as a PNG on white, the same every time."""
     _settle(figure)
-    figure.savefig(path, format="png", dpi=200, facecolor="white")
+    figure.savefig(path, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
 
 
 def png_inline(figure: Any, label: str) -> str:

@@ -50,6 +50,7 @@ def run(source, scope):
 @EACH_PAGE
 def test_python_blocks_run_in_order_and_print_what_the_page_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     scope = {"__name__": "page"}
     for source, line, expected in examples(page.read_text()):
         try:
