@@ -5,15 +5,19 @@ import time
 
 import mixer_inputs
 import pytest
+import structures
 import torch
 
 from dsf import FormError, InputError, mixers
 from dsf.analysis import measures as m
 from dsf.analysis.special_cases import CASES
 
-ZOO = [e.recurrence for e in mixers.ZOO]
-FINITE = [r for r in ZOO if not r.spec.is_softmax]
-EVERY = pytest.mark.parametrize("r", ZOO, ids=lambda r: r.name)
+ALL = [*(e.recurrence for e in mixers.ZOO), *structures.ALL]
+FINITE = [r for r in ALL if not r.spec.is_softmax]
+EVERY = pytest.mark.parametrize("r", ALL, ids=lambda r: r.name)
+DRIVEN = [r for r in ALL if r not in (structures.dense_write, structures.two_writes)]  # one input, linear in it
+EVERY_DRIVEN = pytest.mark.parametrize("r", DRIVEN, ids=lambda r: r.name)
+EVERY_DRIVEN_FINITE = pytest.mark.parametrize("r", [r for r in DRIVEN if r in FINITE], ids=lambda r: r.name)
 EVERY_FINITE = pytest.mark.parametrize("r", FINITE, ids=lambda r: r.name)
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -132,10 +136,16 @@ def test_a_quotients_denominator_is_its_gauge_in_the_papers_form():
     torch.testing.assert_close(values, f[:, 1:] * eta[:, :-1] / eta[:, 1:], **CLOSE)
 
 
-@EVERY
+@EVERY_DRIVEN
 def test_phi_times_the_input_is_the_output(r):
     inputs = mixer_inputs.sample(r)
     torch.testing.assert_close(m.output(r.trajectory(**inputs)), r(**inputs, form="naive"), **CLOSE)
+
+
+def test_phi_does_not_apply_to_an_input_where_none_drives_the_system():
+    for r in (structures.dense_write, structures.two_writes):
+        with pytest.raises(InputError, match=f"{r.name}: no one input drives the system"):
+            m.output(trajectory(r))
 
 
 @EVERY
@@ -156,7 +166,7 @@ def test_mean_distance_of_a_fixed_decay_is_the_geometric_mean_age():
     assert m.mean_distance(t)[0, 0, -1, 0].item() == pytest.approx(gamma / (1 - gamma), rel=1e-8)
 
 
-@EVERY_FINITE
+@EVERY_DRIVEN_FINITE
 def test_effective_state_size_is_at_most_the_states_rows(r):
     t = trajectory(r, tokens=12)
     size = m.effective_state_size(t, at=[3, 6], tolerance=1e-9)
@@ -259,7 +269,7 @@ def test_special_cases_are_what_the_table_says(case):
     assert case.error() < 1e-13
 
 
-@EVERY_FINITE
+@EVERY_DRIVEN_FINITE
 def test_a_small_state_embeds_in_a_larger_one(r):
     t = trajectory(r)
     wide = m.embed(t, 7)
