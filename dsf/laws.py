@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 from itertools import pairwise
 
 import torch
@@ -246,7 +247,7 @@ def step(subject: Subject, form: str, example: Example) -> Measures:
     def tokens(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
         outputs = []
         for t in range(example.tokens):
-            now = {name: x[:, t] if name in timed else x for name, x in inputs.items()}
+            now: dict[str, Any] = {name: x[:, t] if name in timed else x for name, x in inputs.items()}
             y, state = subject.recurrence.step(state, **now)
             outputs.append(y)
         return torch.stack(outputs, dim=1), state
