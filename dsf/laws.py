@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
