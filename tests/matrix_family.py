@@ -1,7 +1,7 @@
 """Matrix-family recurrences that are in no library, for the tests of the chunk kernels."""
 
 import dsf
-from dsf import I, Key, Param, Scalar, System, Value, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
+from dsf import I, Key, Param, Scalar, System, Value, diag, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
 
 
 @dsf.recurrence
@@ -23,4 +23,16 @@ def late_ratio(q: Key, k: Key, v: Value, a: Scalar) -> System:
     return System(A=sigmoid(a), B=elu1(k) * v, C=softplus(q), read="before", normalize=lambda n, d: n / (d + 1))
 
 
-UNSEEN = [swinging, forgetful_delta, late_ratio]
+@dsf.recurrence
+def fading_rows(q: Key, k: Key, v: Value, g: Key, a: Scalar, s: Scalar) -> System:
+    """A decay for each key, one for all, a strength of writing and a gated readout."""
+    return System(A=diag(exp(g) * sigmoid(a)), B=k * (s * v), C=q * sigmoid(s))
+
+
+@dsf.recurrence
+def fading_delta(q: Key, k: Key, v: Value, g: Key, b: Scalar, s: Scalar) -> System:
+    """Rows that decay, then a delta rule that erases with another strength than it writes with, and a gated readout."""
+    return System(A=(I - sigmoid(b) * outer(k, k)) @ diag(exp(g)), B=k * (s * v), C=q * sigmoid(s))
+
+
+UNSEEN = [swinging, forgetful_delta, late_ratio, fading_rows, fading_delta]

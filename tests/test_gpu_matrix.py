@@ -89,6 +89,15 @@ def test_every_tile_size(recurrence, n, p):
     compare(recurrence, given, torch.bfloat16, state=state)
 
 
+@pytest.mark.parametrize("n, strength", [(64, 8), (128, 1), (128, 8)])
+@pytest.mark.parametrize("name", ["gla", "kda"])
+def test_decays_of_keys_weak_and_strong(name, n, strength):
+    recurrence = get(name).recurrence
+    given = draw(recurrence, 200, n, n, torch.bfloat16)
+    given["g"] = (strength * given["g"]).detach().requires_grad_()
+    compare(recurrence, given, torch.bfloat16)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127])
 def test_any_number_of_tokens(tokens):
     compare(forgetful_delta, draw(forgetful_delta, tokens, 32, 32, torch.bfloat16), torch.bfloat16)

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import mixer_inputs
 import pytest
 import torch
 from interpreted import interpreted
-from matrix_family import UNSEEN, forgetful_delta, late_ratio, swinging
+from matrix_family import UNSEEN, fading_delta, fading_rows, forgetful_delta, late_ratio, swinging
 from mixer_inputs import sample
 
 import dsf
@@ -23,10 +24,8 @@ ALL = UNSEEN + [get(name).recurrence for name in NAMES]
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Chunks of 16 rows, so that a few dozen tokens cross several."""
-    table = matrix_kernels.tiles
-    monkeypatch.setattr(
-        matrix_kernels, "tiles", lambda *key: replace(table(*key), chunk=16, piece=16, gradient_piece=16)
-    )
+    table, small = matrix_kernels.tiles, {"chunk": 16, "piece": 16, "gradient_piece": 16, "gradient_keys": 16}
+    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), **small))
 
 
 def outcome(recurrence, given, state, dtype, **how):
@@ -57,7 +56,19 @@ def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("recurrence", [forgetful_delta, late_ratio, get("ssd").recurrence], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [fading_rows, fading_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize("strength", [0.01, 1.0, 30.0])
+def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
+    monkeypatch.setitem(mixer_inputs.SIZE, "key", 20)
+    given = sample(recurrence, tokens=35)
+    given["g"] *= strength
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize(
+    "recurrence", [forgetful_delta, late_ratio, fading_delta, get("ssd").recurrence], ids=lambda r: r.name
+)
 @pytest.mark.parametrize("tokens", [1, 15, 17])
 def test_initial_states_and_any_length(recurrence, tokens):
     given = sample(recurrence, tokens=tokens)

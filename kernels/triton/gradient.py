@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import last_running, read_products, source_products
 from dsf.kernels.triton.tiles import (
     ERASE,
     READ,
@@ -35,12 +34,11 @@ from dsf.kernels.triton.tiles import (
 
 @triton.jit
 def chunk_gradient(
-    q, k, v, dy, g, scalars, running, scores_of, entries, adjoint_entries, states, adjoints, dq, dk, dv, dg, ds, db, dc,
+    q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, dg, ds, db, dc,
     tokens, heads, length, plane, batches,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, KEYWISE: tl.constexpr, LEVELS: tl.constexpr,
-    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -69,30 +67,29 @@ def chunk_gradient(
         written = load_rows(entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
     else:
         written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
-    running += flat * N
     if ROLES == 1:
         grad = _of_reads(
-            rows_q, rows_k, given, written, scalars, running, adjoint_entries, states + at_state,
+            rows_q, rows_k, given, written, scalars, adjoint_entries, states + at_state,
             adjoints + at_state, dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-            N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
+            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
         )  # fmt: skip
         grad += _of_writes(
-            rows_q, rows_k, given, written, v, v_t, scalars, running, scores_of, adjoint_entries, states + at_state,
+            rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states + at_state,
             adjoints + at_state, dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-            N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
+            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
         )  # fmt: skip
     else:
         if role == 0:
             grad = _of_reads(
-                rows_q, rows_k, given, written, scalars, running, adjoint_entries, states + at_state,
+                rows_q, rows_k, given, written, scalars, adjoint_entries, states + at_state,
                 adjoints + at_state, dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-                N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
+                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
             )  # fmt: skip
         else:
             grad = _of_writes(
-                rows_q, rows_k, given, written, v, v_t, scalars, running, scores_of, adjoint_entries, states + at_state,
+                rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states + at_state,
                 adjoints + at_state, dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-                N, P, BN, BP, L, DECAY, KEYWISE, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
+                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
             )  # fmt: skip
     if DECAY:
         if DECAY == 2:
@@ -104,12 +101,11 @@ def chunk_gradient(
 
 @triton.jit
 def _of_reads(
-    rows_q, rows_k, given, written, scalars, running, adjoint_entries, state_of, adjoint_of, dq, dg, dc,
+    rows_q, rows_k, given, written, scalars, adjoint_entries, state_of, adjoint_of, dq, dg, dc,
     chunk, tokens, heads, plane, flat, part, keys, columns, local,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, KEYWISE: tl.constexpr, LEVELS: tl.constexpr,
-    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, READ_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
     rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
@@ -141,23 +137,13 @@ def _of_reads(
         reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         if READ_SCALED:
             reads *= tl.load(scalars + READ * plane + rows)
-    if KEYWISE:
-        grad_q *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
-        grad_q += _diagonal(yx, local)[:, None] * rows_k.to(tl.float32)
-        grad_q += read_products(
-            yx, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
-        )
-    else:
-        grad_q = tl.dot(yx.to(KIND), rows_k, grad_q, input_precision=PRECISION)
+    grad_q = tl.dot(yx.to(KIND), rows_k, grad_q, input_precision=PRECISION)
     if READ_WANTED:
         of_read = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         tl.store(dc + at, _turned(of_read, scalars, plane, rows, DECAY), mask=rows < tokens)
     if READ_SCALED:
         grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
     store_rows(dq + part * N, heads * N, rows, tokens, keys, N, BN, grad_q)
-    if KEYWISE:
-        # gradient of G, gathered in dg: what is read with exp(G) less what is written with exp(-G)
-        store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_q * rows_q.to(tl.float32))
     if DECAY:
         grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
     return grad
@@ -165,12 +151,11 @@ def _of_reads(
 
 @triton.jit
 def _of_writes(
-    rows_q, rows_k, given, written, v, v_t, scalars, running, scores_of, adjoint_entries, state_of, adjoint_of,
+    rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
     dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, KEYWISE: tl.constexpr, LEVELS: tl.constexpr,
-    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    SOURCE_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, ds, db. Returns dlog decay's sum over the products that end in the last state, or in an erasing [L]."""
     rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
@@ -178,29 +163,16 @@ def _of_writes(
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     grad = tl.zeros([L], tl.float32)
-    if KEYWISE:
-        last = last_running(running, heads * N, chunk, tokens, keys, N, L)
     if DELTA:  # d, what the erasing of each row read: S_{t-1} decayed, times f; db
         f = load_rows(adjoint_entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
         state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
-        erase = tl.load(scalars + ERASE * plane + rows)
         fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
         fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
         d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
         if DECAY:
             d *= prefix_of(scalars, rows)[:, None]
             reads = tl.sum(d * rows_k.to(tl.float32), axis=1)
-        if KEYWISE:
-            d *= tl.exp(load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32))
-            d += read_products(
-                fx, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
-            )
-            tl.debug_barrier()
-            by_row = load_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, tl.float32)
-            by_row -= erase[:, None] * d * rows_k.to(tl.float32)
-            store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, by_row)
-        else:
-            d = tl.dot(fx.to(KIND), rows_k, d, input_precision=PRECISION)
+        d = tl.dot(fx.to(KIND), rows_k, d, input_precision=PRECISION)
         tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
         d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
 
@@ -212,38 +184,16 @@ def _of_writes(
         writes = tl.sum(z * rows_k.to(tl.float32), axis=1)
         if SCALED and not DELTA:
             writes *= tl.load(scalars + SOURCE * plane + rows)
-    if KEYWISE:
-        own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
-        z *= tl.exp(last[None, :] - own)
-        at_end = z * rows_k.to(tl.float32)
-        if SCALED and not DELTA:
-            at_end *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        again = tl.load(state_of + place, mask=inside, other=0.0)
-        by_end = tl.sum(at_end, axis=0) + tl.exp(last) * tl.sum(again.to(tl.float32) * adjoint.to(tl.float32), axis=1)
     xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
     xy = _weigh(xy, scalars, rows, before, True, DECAY)
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
-    if KEYWISE:
-        z += _diagonal(xy, local)[:, None] * rows_q.to(tl.float32)
-        z += source_products(
-            xy, rows_q, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
-        )
-    else:
-        z = tl.dot(xy.to(KIND), rows_q, z, input_precision=PRECISION)
+    z = tl.dot(xy.to(KIND), rows_q, z, input_precision=PRECISION)
     if DELTA:
         xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
         xf = _weigh(xf, scalars, rows, local[:, None] < local[None, :], True, DECAY)
         xf *= -tl.load(scalars + ERASE * plane + rows)[None, :]
-        if KEYWISE:
-            z += source_products(
-                xf, rows_k, running, heads * N, chunk * L, tokens, local, keys, LEVELS, N, BN, KIND, PRECISION
-            )
-            tl.debug_barrier()
-            by_row = load_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, tl.float32)
-            by_row -= z * rows_k.to(tl.float32)
-        else:
-            z = tl.dot(xf.to(KIND), rows_k, z, input_precision=PRECISION)
+        z = tl.dot(xf.to(KIND), rows_k, z, input_precision=PRECISION)
         z += d
         grad_v = f.to(tl.float32)
         if SOURCE_WANTED:
@@ -256,18 +206,9 @@ def _of_writes(
             tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
         if SCALED:
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        if KEYWISE:
-            tl.debug_barrier()
-            by_row = load_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, tl.float32)
-            by_row -= z * rows_k.to(tl.float32)
-            own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
-            written_k = (rows_k.to(tl.float32) * tl.exp(last[None, :] - own)).to(KIND)
-            scores = tl.trans(load_rows(scores_of + flat * L, heads * L, rows, tokens, local, L, L, tl.float32))
-        else:
-            written_k = rows_k
-            scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
-            scores = _weigh(scores, scalars, rows, before, True, DECAY)
-        grad_v = tl.dot(written_k, adjoint, input_precision=PRECISION)
+        scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
+        scores = _weigh(scores, scalars, rows, before, True, DECAY)
+        grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
         if DECAY:
             grad_v *= suffix_of(scalars, plane, rows)[:, None]
         if READ_SCALED:
@@ -278,12 +219,6 @@ def _of_writes(
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     store_rows(dv + flat * P, heads * P, rows, tokens, columns, P, BP, grad_v)
 
-    if KEYWISE:
-        after = tl.where(before, 1.0, 0.0).to(KIND)  # [t, i] where i ≥ t: sums over the rows after each
-        main = by_row.to(KIND)
-        grad_log = tl.dot(after, main, input_precision=PRECISION) + by_end[None, :]
-        grad_log += tl.dot(after, (by_row - main.to(tl.float32)).to(KIND), input_precision=PRECISION)
-        store_rows(dg + part * N, heads * N, rows, tokens, keys, N, BN, grad_log)
     if DECAY:  # last, when registers are free
         if DELTA:
             reads *= tl.load(scalars + ERASE * plane + rows)
@@ -298,12 +233,6 @@ def _turned(x, scalars, plane, rows, DECAY: tl.constexpr):
     if DECAY == 2:
         x *= tl.load(scalars + SIGN * plane + rows)
     return x
-
-
-@triton.jit
-def _diagonal(x, local):
-    """The diagonal of x [L, L] as [L]."""
-    return tl.sum(tl.where(local[:, None] == local[None, :], x, 0.0), axis=1)
 
 
 @triton.jit

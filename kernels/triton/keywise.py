@@ -4,6 +4,9 @@ Rows i > j of a chunk meet in a block of 2m rows, i in its upper half and j in i
 of i xor j. With the middle G' = G of the lower half's last row, exp(G_i - G_j) = exp(G_i - G') exp(G' - G_j), both at
 most one. So each of the log2 L sizes m is one matrix product over all blocks at once (the binary form of GLA's
 secondary chunking, arXiv 2312.06635 §4.3, where no pair of rows is left to elementwise work).
+
+G is kept in units of log 2, chunk by chunk without gaps: [B·H, chunks · L, N] float32. So are the rows that the walks
+multiply with states: queries and erased keys decayed from the chunk's start, written keys decayed to its end.
 """
 
 from __future__ import annotations
@@ -11,104 +14,123 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.tiles import LOG_TINY, load_rows, store_rows
+from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows
 
 
 @triton.jit
 def prepare_keys(
-    g, running, tokens, heads, g_b, g_t, g_h, g_group,
-    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
+    q, k, g, running, reads, erased, writes, scores, system,
+    tokens, heads, length,
+    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, g_b, g_t, g_h, g_group,
+    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log decays [B, T, Hg, N] -> running sums over each chunk [B, T, H, N], float32."""
+    """Log decays -> G, the rows for the walks, and scores[i, j] = Σ_n q_i k_j exp(G_i - G_j), i ≥ j [B, T, H, L].
+
+    DELTA: also the erased keys, and system, the scores of k_i with k_j for i > j.
+    """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
-    keys, rows = tl.arange(0, BN), chunk * L + tl.arange(0, L)
+    keys, local = tl.arange(0, BN), tl.arange(0, L)
+    rows = chunk * L + local
     log = load_rows(g + batch * g_b + head // g_group * g_h, g_t, rows, tokens, keys, N, BN, tl.float32)
-    sums = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0)
-    store_rows(running + (batch * tokens * heads + head) * N, heads * N, rows, tokens, keys, N, BN, sums)
+    own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
+    block = (lane * length + chunk * L) * N
+    running += block
+    store_chunk(running, own, local, keys, N, BN)
+    last = tl.sum(tl.where((local == L - 1)[:, None], own, 0.0), axis=0)
+    rows_q = load_rows(q + batch * q_b + head // q_group * q_h, q_t, rows, tokens, keys, N, BN, KIND)
+    rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BN, KIND)
+    from_start = tl.exp2(own)
+    store_chunk(reads + block, rows_q.to(tl.float32) * from_start, local, keys, N, BN)
+    store_chunk(writes + block, rows_k.to(tl.float32) * tl.exp2(last[None, :] - own), local, keys, N, BN)
+    if DELTA:
+        store_chunk(erased + block, rows_k.to(tl.float32) * from_start, local, keys, N, BN)
+    apart = local[:, None] ^ local[None, :]
+    products = tl.sum(rows_q.to(tl.float32) * rows_k.to(tl.float32), axis=1)
+    out = tl.where(apart == 0, products[:, None], 0.0)
+    between_keys = tl.zeros([L, L], tl.float32)
+    tl.debug_barrier()  # G is read again, by other threads
+    for level in tl.range(0, LEVELS, num_stages=1):
+        factor = halves(running, own, local, keys, level, N, BN)
+        meet = ((apart >> level) == 1) & (local[:, None] > local[None, :])
+        weighed = (rows_k.to(tl.float32) * factor).to(KIND)  # rows of the wrong half meet no other
+        readers = (rows_q.to(tl.float32) * factor).to(KIND)
+        out += tl.where(meet, tl.dot(readers, tl.trans(weighed), input_precision=PRECISION), 0.0)
+        if DELTA:
+            between_keys += tl.where(meet, tl.dot(weighed, tl.trans(weighed), input_precision=PRECISION), 0.0)
+    at = (batch * tokens * heads + head) * L + rows[:, None].to(tl.int64) * heads * L + local[None, :]
+    tl.store(scores + at, out.to(scores.dtype.element_ty), mask=rows[:, None] < tokens)
+    if DELTA:
+        tl.store(system + at, between_keys, mask=rows[:, None] < tokens)
 
 
 @triton.jit
-def last_running(running, stride, chunk, tokens, keys, N: tl.constexpr, L: tl.constexpr):
+def store_chunk(base, x, local, keys, N: tl.constexpr, BN: tl.constexpr):
+    """Write x [L, BN] as the rows of one chunk, without gaps."""
+    at = base + local[:, None] * N + keys[None, :]
+    if N == BN:
+        tl.store(at, x.to(base.dtype.element_ty))
+    else:
+        tl.store(at, x.to(base.dtype.element_ty), mask=keys[None, :] < N)
+
+
+@triton.jit
+def load_chunk(base, local, keys, N: tl.constexpr, BN: tl.constexpr):
+    """Rows `local` of a chunk [L, BN], in float32."""
+    at = base + local[:, None] * N + keys[None, :]
+    if N == BN:
+        return tl.load(at).to(tl.float32)
+    return tl.load(at, mask=keys[None, :] < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def last_running(running, lane, length, chunk, keys, N: tl.constexpr, L: tl.constexpr):
     """G of a chunk's last row [BN]."""
-    last = tl.minimum(chunk * L + L - 1, tokens - 1).to(tl.int64)
-    return tl.load(running + last * stride + keys, mask=keys < N, other=0.0)
+    return tl.load(running + (lane * length + chunk * L + L - 1) * N + keys, mask=keys < N, other=0.0)
 
 
 @triton.jit
-def _halves(running, stride, start, tokens, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
-    """exp(-|G - G'|) [L, BN] at a block size of 2^(level+1), zero exponent beyond the sequence."""
-    middle = start + ((local >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    anchor = load_rows(running, stride, tl.minimum(middle, tokens - 1), tokens, keys, N, BN, tl.float32)
-    own = load_rows(running, stride, start + local, tokens, keys, N, BN, tl.float32)
-    return tl.exp(-tl.abs(own - anchor))
+def halves(running, own, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
+    """exp(-|G - G'|) [L, BN] at a block size of 2^(level+1); running: where the chunk's G begins, own: its rows."""
+    middle = ((local >> (level + 1)) << (level + 1)) + (1 << level) - 1
+    return tl.exp2(-tl.abs(own - load_chunk(running, middle, keys, N, BN)))
 
 
 @triton.jit
 def read_products(
-    weights, x, running, stride, start, tokens, local, keys,
+    out, weights, x, running, own, local, keys,
     LEVELS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[i] Σ_{j < i} weights[i, j] exp(G_i - G_j) x_j, [L, BN]."""
-    out = tl.zeros([x.shape[0], BN], tl.float32)
-    apart = local[:, None] ^ local[None, :]
+    """out [i] + Σ_{j < i} weights[i, j] exp(G_i - G_j) x_j, [L, BN]."""
+    meet = _meeting(local, True)
     for level in tl.range(0, LEVELS, num_stages=1):
-        factor = _halves(running, stride, start, tokens, local, keys, level, N, BN)
-        upper = ((local >> level) & 1)[:, None] == 1
-        sources = tl.where(upper, 0.0, x.to(tl.float32) * factor).to(KIND)
-        mine = tl.where((apart >> level) == 1, weights, 0.0).to(KIND)
-        out += tl.where(upper, tl.dot(mine, sources, input_precision=PRECISION) * factor, 0.0)
+        factor = halves(running, own, local, keys, level, N, BN)
+        sources = (x.to(tl.float32) * factor).to(KIND)
+        mine = tl.where((meet >> level) == 1, weights, 0.0).to(KIND)
+        out += tl.dot(mine, sources, input_precision=PRECISION) * factor
     return out
 
 
 @triton.jit
 def source_products(
-    weights, x, running, stride, start, tokens, local, keys,
+    out, weights, x, running, own, local, keys,
     LEVELS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[j] Σ_{i > j} weights[j, i] exp(G_i - G_j) x_i, [L, BN]."""
-    out = tl.zeros([x.shape[0], BN], tl.float32)
-    apart = local[:, None] ^ local[None, :]
+    """out [j] + Σ_{i > j} weights[j, i] exp(G_i - G_j) x_i, [L, BN]."""
+    meet = _meeting(local, False)
     for level in tl.range(0, LEVELS, num_stages=1):
-        factor = _halves(running, stride, start, tokens, local, keys, level, N, BN)
-        upper = ((local >> level) & 1)[:, None] == 1
-        readers = tl.where(upper, x.to(tl.float32) * factor, 0.0).to(KIND)
-        mine = tl.where((apart >> level) == 1, weights, 0.0).to(KIND)
-        out += tl.where(upper, 0.0, tl.dot(mine, readers, input_precision=PRECISION) * factor)
+        factor = halves(running, own, local, keys, level, N, BN)
+        readers = (x.to(tl.float32) * factor).to(KIND)
+        mine = tl.where((meet >> level) == 1, weights, 0.0).to(KIND)
+        out += tl.dot(mine, readers, input_precision=PRECISION) * factor
     return out
 
 
 @triton.jit
-def key_scores(
-    q, k, running, scores, system,
-    tokens, heads, q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
-    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """scores[i, j] = Σ_n q_i k_j exp(G_i - G_j), i ≥ j, and (DELTA) system, the same of k_i, i > j: [B, T, H, L]."""
-    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = lane // heads, lane % heads
-    keys, local = tl.arange(0, BN), tl.arange(0, L)
-    start = chunk * L
-    rows = start + local
-    flat = batch * tokens * heads + head
-    running += flat * N
-    rows_q = load_rows(q + batch * q_b + head // q_group * q_h, q_t, rows, tokens, keys, N, BN, KIND).to(tl.float32)
-    rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BN, KIND).to(tl.float32)
+def _meeting(local, reads: tl.constexpr):
+    """i xor j where row i reads row j < i (or is read by row j > i), else 0: its highest bit is where they meet."""
     apart = local[:, None] ^ local[None, :]
-    out = tl.where(apart == 0, tl.sum(rows_q * rows_k, axis=1)[:, None], 0.0)
-    erased = tl.zeros([L, L], tl.float32)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        factor = _halves(running, heads * N, start, tokens, local, keys, level, N, BN)
-        upper = ((local >> level) & 1)[:, None] == 1
-        meet = ((apart >> level) == 1) & (local[:, None] > local[None, :])
-        sources = tl.where(upper, 0.0, rows_k * factor).to(KIND)
-        readers = tl.where(upper, rows_q * factor, 0.0).to(KIND)
-        out += tl.where(meet, tl.dot(readers, tl.trans(sources), input_precision=PRECISION), 0.0)
-        if DELTA:
-            readers = tl.where(upper, rows_k * factor, 0.0).to(KIND)
-            erased += tl.where(meet, tl.dot(readers, tl.trans(sources), input_precision=PRECISION), 0.0)
-    at = flat * L + rows[:, None].to(tl.int64) * heads * L + local[None, :]
-    tl.store(scores + at, out.to(scores.dtype.element_ty), mask=rows[:, None] < tokens)
-    if DELTA:
-        tl.store(system + at, erased, mask=rows[:, None] < tokens)
+    if reads:
+        return tl.where(local[:, None] > local[None, :], apart, 0)
+    return tl.where(local[:, None] < local[None, :], apart, 0)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.gradient import chunk_gradient
-from dsf.kernels.triton.keywise import key_scores, prepare_keys
+from dsf.kernels.triton.key_gradient import key_gradient
+from dsf.kernels.triton.keywise import prepare_keys
 from dsf.kernels.triton.table import Tiles, segments, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
@@ -51,6 +52,7 @@ class _Call:
         self.levels = self.tiles.chunk.bit_length() - 1
         self.scalars = self._prepare(None if self.keywise else g, s, b, c)
         self.running = self.scores = self.system = q
+        self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
         if self.keywise:
             assert g is not None
             self._prepare_keys(g)
@@ -69,19 +71,20 @@ class _Call:
         return planes
 
     def _prepare_keys(self, g: Tensor) -> None:
-        """Key-diagonal decays: running sums over each chunk, and the products between its rows that they weigh."""
-        rows = (self.batch, self.tokens, self.heads)
+        """Key-diagonal decays: running sums over each chunk, the products of its rows and the rows for the walks."""
         sizes = {name: x for name, x in self.sizes.items() if name != "P"}
-        self.running = self.empty(*rows, self.n, dtype=torch.float32)
+        self.running = self.empty(self.lanes, self.length, self.n, dtype=torch.float32)
+        # [B, T', H, N] in memory that has all chunks of a head in one piece
+        self.reads, self.writes, *erased = (
+            self.empty(self.batch, self.heads, self.length, self.n).transpose(1, 2) for _ in range(2 + self.delta)
+        )
+        self.erased = erased[0] if erased else self.writes
+        self.scores = self.empty(self.batch, self.tokens, self.heads, self.tiles.chunk)
+        self.system = torch.empty_like(self.scores, dtype=torch.float32) if self.delta else self.scores
         prepare_keys[(self.chunks, self.lanes)](
-            g, self.running, self.tokens, self.heads, *self.rows(g),
-            N=self.n, BN=self.tiles.keys, L=self.tiles.chunk, num_warps=4,
-        )  # fmt: skip
-        self.scores = self.empty(*rows, self.tiles.chunk)
-        self.system = self.empty(*rows, self.tiles.chunk, dtype=torch.float32) if self.delta else self.scores
-        key_scores[(self.chunks, self.lanes)](
-            self.q, self.k, self.running, self.scores, self.system, self.tokens, self.heads,
-            *self.rows(self.q), *self.rows(self.k), LEVELS=self.levels, DELTA=self.delta, num_warps=8, **sizes,
+            self.q, self.k, g, self.running, self.reads, self.erased, self.writes, self.scores, self.system,
+            self.tokens, self.heads, self.length, *self.rows(self.q), *self.rows(self.k), *self.rows(g),
+            LEVELS=self.levels, DELTA=self.delta, num_warps=8, **sizes,
         )  # fmt: skip
 
     def rows(self, x: Tensor) -> tuple[int, int, int, int]:
@@ -138,11 +141,11 @@ def _forward_launch(
     t, unused = call.tiles, call.q
     entries, states = saved or (unused, unused)
     forward_walk[(-(-call.p // t.piece), call.lanes, count)](
-        call.q, call.k, call.v, call.scalars, call.running, _scores(call, solve), solve,
+        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final,
         call.tokens, call.heads, count, span, call.length, call.plane,
-        *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
+        *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, OUTPUT=y is not None,
         STATES=saved is not None, FINAL=final is not None,
@@ -170,10 +173,11 @@ def _reverse_launch(
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     reverse_walk[(-(-call.p // t.piece), call.lanes, count)](
-        call.q, call.k, dy, call.scalars, call.running, _scores(call, solve), solve,
+        call.reads, call.writes, call.erased, dy, call.scalars, call.running, _scores(call, solve), solve,
         adjoint_entries, unused if adjoints is None else adjoints, unused if start is None else start,
         unused if final is None else final,
-        call.tokens, call.heads, count, span, call.length, call.plane, *call.rows(call.q), *call.rows(call.k),
+        call.tokens, call.heads, count, span, call.length, call.plane,
+        *call.rows(call.reads), *call.rows(call.writes),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=adjoints is not None,
         FINAL=final is not None,
@@ -277,18 +281,31 @@ def _chunk_matrix_backward(
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if call.keywise:
-        scalars[0] = call.empty(*parts, call.n, dtype=torch.float32)
-    given = q if decay is None else decay
-    chunk_gradient[(call.chunks * roles, call.lanes, pieces)](
-        q, k, v, dy, given, call.scalars, call.running, call.scores, entries, adjoint_entries, states, adjoints,
-        dq, dk, dv, *scalars,
-        call.tokens, heads, call.length, call.plane, call.batch,
-        *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
-        BP=t.gradient_piece, DECAY=call.decay, KEYWISE=call.keywise, LEVELS=call.levels,
-        DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
-        SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
-        num_warps=t.gradient_warps, num_stages=2, **call.sizes,
-    )  # fmt: skip
+        block = min(t.keys, t.gradient_keys)
+        blocks = t.keys // block
+        sums = (
+            call.empty(*((pieces * blocks, *lead) if x is not None else (1, 0)), dtype=torch.float32)
+            for x in (source, erase, read)
+        )
+        scalars = [call.empty(2 * pieces, *lead, call.n, dtype=torch.float32), *sums]
+        key_gradient[(call.chunks * (2 * blocks + (not delta)), call.lanes, pieces)](
+            q, k, v, dy, call.scalars, call.running, call.writes, call.scores, entries, adjoint_entries, states,
+            adjoints, dq, dk, dv, *scalars,
+            call.tokens, heads, call.length, call.plane, *call.rows(q), *call.rows(k), *call.rows(v),
+            BK=block, BP=t.gradient_piece, LEVELS=call.levels, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
+            SOURCE_WANTED=source is not None, READ_WANTED=read is not None,
+            num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+        )  # fmt: skip
+    else:
+        given = q if decay is None else decay
+        chunk_gradient[(call.chunks * roles, call.lanes, pieces)](
+            q, k, v, dy, given, call.scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, *scalars,
+            call.tokens, heads, call.length, call.plane, call.batch,
+            *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
+            BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
+            SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
+            num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+        )  # fmt: skip
     dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
     outs = [_sum_pieces(x) for x in scalars]
     first = call.empty(0, dtype=torch.float32) if first is None else first

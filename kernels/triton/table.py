@@ -20,7 +20,8 @@ PROCESSORS = 132
 class Tiles:
     """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options.
 
-    gradient_roles: programs that share a chunk's gradients; transform_registers: three programs a processor at 168.
+    gradient_roles: programs that share a chunk's gradients; gradient_keys: keys a program of key-diagonal decays;
+    transform_registers: three programs a processor at 168.
     """
 
     chunk: int
@@ -35,6 +36,7 @@ class Tiles:
     reverse_stages: int = 2
     gradient_roles: int = 1
     transform_registers: int | None = None
+    gradient_keys: int = 64
 
 
 def padded(size: int) -> int:

@@ -4,6 +4,7 @@ One program per (slice of P, sequence and head, segment of T) keeps its state [N
 of L rows. Rows write k_j e_jᵀ: e_j = s_j v_j in decay systems; with the delta rule e solves, per chunk,
 (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse `solve` was made by the transform.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
+KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
 Grouped heads are read by dividing the head's index; nothing is copied.
 """
 
@@ -29,7 +30,7 @@ from dsf.kernels.triton.tiles import (
 
 @triton.jit
 def forward_walk(
-    q, k, v, scalars, running, scores_of, solve, y, entries, states, start, final,
+    q, k, erased, v, scalars, running, scores_of, solve, y, entries, states, start, final,
     tokens, heads, segments, per_segment, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -43,11 +44,11 @@ def forward_walk(
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
+    erased += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
     scalars += lane * length
     solve += (batch * tokens * heads + head) * PITCH
     scores_of += (batch * tokens * heads + head) * PITCH
-    running += (batch * tokens * heads + head) * N
     flat = (batch * tokens * heads + head) * P
     y += flat
     entries += flat
@@ -69,14 +70,10 @@ def forward_walk(
         if STATES:
             tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
         seen = state.to(KIND)
-        if KEYWISE:
-            own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
-            last = last_running(running, heads * N, chunk, tokens, keys, N, L)
-            from_start = tl.exp(own)
         if DELTA:
             read_k = rows_k
             if KEYWISE:
-                read_k = (rows_k.to(tl.float32) * from_start).to(KIND)
+                read_k = load_rows(erased, k_t, rows, tokens, keys, N, BN, KIND)
             known = tl.dot(read_k, seen, input_precision=PRECISION)
             erase = tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)
             if SCALED:
@@ -92,8 +89,6 @@ def forward_walk(
                 store_rows(entries, heads * P, rows, tokens, columns, P, BP, write)
         if OUTPUT:
             rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-            if KEYWISE:
-                rows_q = (rows_q.to(tl.float32) * from_start).to(KIND)
             if SCORED:
                 scores = load_rows(scores_of, heads * PITCH, rows, tokens, local, L, L, KIND)
             else:
@@ -122,8 +117,7 @@ def forward_walk(
         elif SCALED and not DELTA:
             write = (write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]).to(KIND)
         if KEYWISE:
-            rows_k = (rows_k.to(tl.float32) * tl.exp(last[None, :] - own)).to(KIND)
-            state *= tl.exp(last)[:, None]
+            state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         state += tl.dot(tl.trans(rows_k), write, input_precision=PRECISION)
     if FINAL:
         tl.store(final + ends + place, state, mask=inside)
@@ -131,7 +125,7 @@ def forward_walk(
 
 @triton.jit
 def reverse_walk(
-    q, k, dy, scalars, running, scores_of, solve, adjoint_entries, adjoints, start, final,
+    q, k, erased, dy, scalars, running, scores_of, solve, adjoint_entries, adjoints, start, final,
     tokens, heads, segments, per_segment, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -144,10 +138,10 @@ def reverse_walk(
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
+    erased += batch * k_b + head // k_group * k_h
     scalars += lane * length
     solve += (batch * tokens * heads + head) * PITCH
     scores_of += (batch * tokens * heads + head) * PITCH
-    running += (batch * tokens * heads + head) * N
     flat = (batch * tokens * heads + head) * P
     dy += flat
     adjoint_entries += flat
@@ -172,20 +166,13 @@ def reverse_walk(
             tl.store(
                 adjoints + (lane * chunks + chunk) * N * P + place, state.to(adjoints.dtype.element_ty), mask=inside
             )
-        if KEYWISE:
-            own = load_rows(running, heads * N, rows, tokens, keys, N, BN, tl.float32)
-            last = last_running(running, heads * N, chunk, tokens, keys, N, L)
-            from_start = tl.exp(own)
         if DELTA:
             rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-            written_k = rows_k
-            if KEYWISE:
-                written_k = (rows_k.to(tl.float32) * tl.exp(last[None, :] - own)).to(KIND)
             if SCORED:
                 scores = tl.trans(load_rows(scores_of, heads * PITCH, rows, tokens, local, L, L, KIND))
             else:
                 scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
-            carried = tl.dot(written_k, state.to(KIND), input_precision=PRECISION)
+            carried = tl.dot(rows_k, state.to(KIND), input_precision=PRECISION)
             if DECAY:
                 carried *= suffix_of(scalars, plane, rows)[:, None]
             if not SCORED:
@@ -204,10 +191,9 @@ def reverse_walk(
         if DECAY:
             state *= total_of(scalars, plane, chunk, L)
         if KEYWISE:
-            rows_q = (rows_q.to(tl.float32) * from_start).to(KIND)
             if DELTA:
-                rows_k = (rows_k.to(tl.float32) * from_start).to(KIND)
-            state *= tl.exp(last)[:, None]
+                rows_k = load_rows(erased, k_t, rows, tokens, keys, N, BN, KIND)
+            state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         state += tl.dot(tl.trans(rows_q), given, input_precision=PRECISION)
         if DELTA:
             state -= tl.dot(tl.trans(rows_k), adjoint.to(KIND), input_precision=PRECISION)
