@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import load_chunk, read_products, source_products
+from dsf.kernels.triton.keywise import load_chunk, pair_products, rounded
 from dsf.kernels.triton.tiles import ERASE, READ, SOURCE, load_rows, store_rows
 
 
@@ -114,17 +114,20 @@ def _of_reads(
     written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
     state = _load_state(state_of, keys, columns, N, P, KIND)
     yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
-    if SCALED and not DELTA:
-        yx *= tl.load(scalars + SOURCE * plane + rows)[None, :]
     own = load_chunk(running, local, keys, N, BK)
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION) * tl.exp2(own)
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, KIND)
-    grad_q = read_products(grad_q, yx, rows_k, running, own, local, keys, LEVELS, N, BK, KIND, PRECISION)
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+    if SCALED and not DELTA:
+        rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
-    of_rows = grad_q * rows_q
+    read_q = rows_q
     if READ_SCALED:
-        of_rows *= tl.load(scalars + READ * plane + rows)[:, None]
-    grad_q += _diagonal(yx, local)[:, None] * rows_k.to(tl.float32)
+        read_q *= tl.load(scalars + READ * plane + rows)[:, None]
+    grad_q, of_rows = pair_products(
+        grad_q, grad_q * read_q, yx, rows_k, read_q, running, own, local, keys,
+        True, LEVELS, N, BK, KIND, PRECISION,
+    )  # fmt: skip
+    grad_q += _diagonal(yx, local)[:, None] * rows_k
     if READ_WANTED:
         tl.store(dc, tl.sum(grad_q * rows_q, axis=1), mask=rows < tokens)
     if READ_SCALED:
@@ -146,35 +149,41 @@ def _of_writes(
     state = _load_state(state_of, keys, columns, N, P, KIND)
     through = tl.sum(state.to(tl.float32) * adjoint.to(tl.float32), axis=1)
     written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, KIND)
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+    written_k = rows_k
+    if SCALED and not DELTA:
+        written_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     own = load_chunk(running, local, keys, N, BK)
-    # z = G x, from the last state and from the reads of later rows
+    # z = G x, from the last state and from the reads of later rows; its part of the gradient of G is negative
     last = tl.sum(tl.where((local == L - 1)[:, None], own, 0.0), axis=0)
     z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION) * tl.exp2(last[None, :] - own)
-    at_end = z * rows_k.to(tl.float32)
-    if SCALED and not DELTA:
-        at_end *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    at_end = z * written_k
     of_end = tl.sum(at_end, axis=0) + tl.exp2(last) * through
     given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
     xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
+    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
     if READ_SCALED:
-        xy *= tl.load(scalars + READ * plane + rows)[None, :]
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, KIND)
-    z = source_products(z, xy, rows_q, running, own, local, keys, LEVELS, N, BK, KIND, PRECISION)
-    at_once = _diagonal(xy, local)[:, None]
+        rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
+    z, of_rows = pair_products(
+        z, at_end, xy, rows_q, written_k, running, own, local, keys, False, LEVELS, N, BK, KIND, PRECISION
+    )
+    at_once = _diagonal(xy, local)[:, None] * rows_q
     if DELTA:
         f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
         xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
-        xf *= -tl.load(scalars + ERASE * plane + rows)[None, :]
-        z = source_products(z, xf, rows_k, running, own, local, keys, LEVELS, N, BK, KIND, PRECISION)
+        erased = rows_k * -tl.load(scalars + ERASE * plane + rows)[:, None]
+        z, of_rows = pair_products(
+            z, of_rows, xf, erased, rows_k, running, own, local, keys, False, LEVELS, N, BK, KIND, PRECISION
+        )
         # d, what the erasing of each row read: S_{t-1} decayed, times f; db
         fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
         d = tl.dot(f, tl.trans(state), input_precision=PRECISION) * tl.exp2(own)
-        d = read_products(d, fx, rows_k, running, own, local, keys, LEVELS, N, BK, KIND, PRECISION)
-        tl.store(db, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
-        d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
-        of_rows = (d - z) * rows_k.to(tl.float32)
-        z += d + at_once * load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+        d, of_erased = pair_products(
+            d, d * erased, fx, rows_k, erased, running, own, local, keys, True, LEVELS, N, BK, KIND, PRECISION
+        )
+        of_rows = of_erased - of_rows
+        tl.store(db, -tl.sum(d * rows_k, axis=1), mask=rows < tokens)
+        z += at_once - d * tl.load(scalars + ERASE * plane + rows)[:, None]
         store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
         grad_v = f.to(tl.float32)
         if SOURCE_WANTED:
@@ -185,12 +194,10 @@ def _of_writes(
         if is_first:
             store_rows(dv, heads * P, rows, tokens, columns, P, BP, grad_v)
     else:
-        of_rows = -z * rows_k.to(tl.float32)
-        if SCALED:
-            of_rows *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        z += at_once * load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+        of_rows = -of_rows
+        z += at_once
         if SOURCE_WANTED:
-            tl.store(ds, tl.sum(z * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
+            tl.store(ds, tl.sum(z * rows_k, axis=1), mask=rows < tokens)
         if SCALED:
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
@@ -201,9 +208,9 @@ def _of_writes(
 def _sum_after(x, local, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """[t]: the sum of the rows of x from t on."""
     after = tl.where(local[:, None] <= local[None, :], 1.0, 0.0).to(KIND)
-    main = x.to(KIND)
+    main = rounded(x, KIND, PRECISION)
     out = tl.dot(after, main, input_precision=PRECISION)
-    if KIND != tl.float32:  # sums whose terms cancel: what rounding left out
+    if PRECISION == "tf32":  # sums whose terms cancel: what rounding left out
         out += tl.dot(after, (x - main.to(tl.float32)).to(KIND), input_precision=PRECISION)
     return out
 

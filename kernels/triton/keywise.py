@@ -98,32 +98,34 @@ def halves(running, own, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def read_products(
-    out, weights, x, running, own, local, keys,
-    LEVELS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+def pair_products(
+    out, log, weights, x, mine, running, own, local, keys,
+    READS: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [i] + Σ_{j < i} weights[i, j] exp(G_i - G_j) x_j, [L, BN]."""
-    meet = _meeting(local, True)
+    """out + Σ_j weights[i, j] exp(-|G_i - G_j|) x_j of rows j < i (READS) or j > i; log + mine ⊙ that sum.
+
+    In log what a row reads of another and what that one writes to it cancel, so both are products of the same rounded
+    factors: rows without their scales would leave, summed over a chunk, as much as what remains of strong decays.
+    """
+    meet = _meeting(local, READS)
     for level in tl.range(0, LEVELS, num_stages=1):
         factor = halves(running, own, local, keys, level, N, BN)
-        sources = (x.to(tl.float32) * factor).to(KIND)
-        mine = tl.where((meet >> level) == 1, weights, 0.0).to(KIND)
-        out += tl.dot(mine, sources, input_precision=PRECISION) * factor
-    return out
+        there = rounded(x.to(tl.float32) * factor, KIND, PRECISION)
+        weigh = tl.where((meet >> level) == 1, weights, 0.0).to(KIND)
+        products = tl.dot(weigh, there, input_precision=PRECISION)
+        out += products * factor
+        log += products * rounded(mine.to(tl.float32) * factor, KIND, PRECISION).to(tl.float32)
+    return out, log
 
 
 @triton.jit
-def source_products(
-    out, weights, x, running, own, local, keys,
-    LEVELS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out [j] + Σ_{i > j} weights[j, i] exp(G_i - G_j) x_i, [L, BN]."""
-    meet = _meeting(local, False)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        factor = halves(running, own, local, keys, level, N, BN)
-        readers = (x.to(tl.float32) * factor).to(KIND)
-        mine = tl.where((meet >> level) == 1, weights, 0.0).to(KIND)
-        out += tl.dot(mine, readers, input_precision=PRECISION) * factor
+def rounded(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """float32 x as products take it: rounded to KIND, or to tf32's 10 bits."""
+    if KIND == tl.float32 and PRECISION == "tf32":
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(KIND)
     return out
 
 
