@@ -109,10 +109,26 @@ def test_grouped_heads_and_packed_sequences():
     compare(ssd, given, torch.bfloat16, cu_seqlens=torch.tensor([0, 1, 70, 300]))
 
 
-def test_segments_of_long_sequences():
-    retnet = get("retnet").recurrence
-    given = draw(retnet, 8192, 64, 64, torch.bfloat16, batch=1)
-    compare(retnet, given, torch.bfloat16)
+SEGMENT = 96 * 64  # tokens that are worth a segment of a delta rule
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", ["retnet", "deltanet", "gated_deltanet", "gla", "kda"])
+def test_segments_of_long_sequences(name, dtype):
+    recurrence = get(name).recurrence
+    given = draw(recurrence, 2 * SEGMENT, 64, 64, dtype, batch=1)
+    state = torch.randn(1, 2, 64, 64, device="cuda")
+    compare(recurrence, given, dtype, state=state)
+
+
+@pytest.mark.parametrize("n", [64, 128])
+def test_the_future_of_segments_changes_no_bit_of_the_past(n):
+    given = {x: y.detach() for x, y in draw(forgetful_delta, 2 * SEGMENT, n, n, torch.bfloat16, batch=1).items()}
+    y = forgetful_delta(**given, backend="triton")
+    assert torch.equal(forgetful_delta(**given, backend="triton"), y)
+    for x in given.values():
+        x[:, SEGMENT + 999 :] *= -1
+    assert torch.equal(forgetful_delta(**given, backend="triton")[:, : SEGMENT + 999], y[:, : SEGMENT + 999])
 
 
 @pytest.mark.parametrize("recurrence", [forgetful_delta, get("retnet").recurrence], ids=lambda r: r.name)

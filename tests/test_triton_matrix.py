@@ -98,12 +98,26 @@ def test_grouped_heads_and_strided_inputs(name):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_segments_of_time_are_joined(count, monkeypatch):
-    monkeypatch.setattr(matrix_kernels, "segments", lambda chunks, programs: count)
-    given = sample(swinging, tokens=70)
+@pytest.mark.parametrize(
+    "recurrence",
+    [swinging, forgetful_delta, fading_rows, fading_delta, get("deltanet").recurrence],
+    ids=lambda r: r.name,
+)
+def test_segments_of_time_are_joined(recurrence, count, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: count)
+    given = sample(recurrence, tokens=70)
     state = torch.randn(2, 2, 3, 4, dtype=torch.float64)
-    found = outcome(swinging, given, state, torch.float32, backend="triton")
-    assert_same(found, outcome(swinging, given, state, torch.float64, form="naive"))
+    found = outcome(recurrence, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
+def test_the_future_of_segments_changes_no_bit_of_the_past(monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: 3)
+    given = {n: x.float() for n, x in sample(forgetful_delta, tokens=70).items()}
+    y = forgetful_delta(**given, backend="triton")
+    for x in given.values():
+        x[:, 45:] *= -1
+    assert torch.equal(forgetful_delta(**given, backend="triton")[:, :45], y[:, :45])
 
 
 def test_a_decay_of_zero_forgets_and_keeps_its_gradient():

@@ -9,6 +9,7 @@ of all chunks in parallel.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ class _Call:
         return self.empty(self.batch, self.heads, *lead, self.n, self.p, dtype=dtype)
 
     def cut(self) -> tuple[int, int]:
-        """(segments, chunks a segment). Segments are joined where their decay is a number, else T is walked whole."""
-        count = 1 if self.delta or self.keywise else segments(self.chunks, self.lanes * -(-self.p // self.tiles.piece))
+        """(segments of T that are walked at once, chunks a segment)."""
+        count = segments(self.chunks, self.lanes * -(-self.p // self.tiles.piece), self.delta)
         span = -(-self.chunks // count)
         return -(-self.chunks // span), span
 
@@ -122,61 +123,72 @@ def _arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
 
 def _forward(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: bool, saved: tuple[Tensor, Tensor] | None
-) -> Tensor | None:
-    """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill. Returns S_T."""
+) -> tuple[Tensor | None, Tensor]:
+    """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill.
+
+    Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
+    """
     count, span = call.cut()
+    passed = call.q
     if count > 1:
         local = call.states(count)
-        _forward_launch(call, solve, None, None, local, None, count, span)
-        start = _segment_starts(call, local, start, span, False)
+        shape = (call.lanes, count, *(call.n,) * (2 if call.delta else 1))
+        passed = call.empty(*shape, dtype=torch.float32)
+        stop = call.chunks if saved else (count - 1) * span
+        _forward_launch(call, solve, None, None, local, None, count, span, stop, passed)
+        start = _segment_starts(call, local, passed, start, False)
     last = call.states(count) if final else None
-    _forward_launch(call, solve, start, y, last, saved, count, span)
-    return None if last is None else last[:, :, -1].contiguous()
+    _forward_launch(call, solve, start, y, last, saved, count, span, call.chunks, None)
+    return None if last is None else last[:, :, -1].contiguous(), passed
 
 
 def _forward_launch(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None, count: int, span: int,
+    saved: tuple[Tensor, Tensor] | None, count: int, span: int, stop: int, passed: Tensor | None,
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     entries, states = saved or (unused, unused)
-    forward_walk[(-(-call.p // t.piece), call.lanes, count)](
+    pieces = -(-call.p // t.piece)
+    if passed is not None and call.delta:
+        pieces += -(-call.n // t.piece)
+    forward_walk[(pieces, call.lanes, count)](
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
-        unused if final is None else final,
-        call.tokens, call.heads, count, span, call.length, call.plane,
+        unused if final is None else final, unused if passed is None else passed,
+        call.tokens, call.heads, count, span, 0, stop, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, OUTPUT=y is not None,
-        STATES=saved is not None, FINAL=final is not None,
+        STATES=saved is not None, FINAL=final is not None, SUMMARY=passed is not None,
         STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
     )  # fmt: skip
 
 
 def _reverse(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, adjoint_entries: Tensor, adjoints: Tensor, first: bool
-) -> Tensor | None:
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, adjoint_entries: Tensor,
+    adjoints: Tensor, first: bool,
+) -> Tensor | None:  # fmt: skip
     """Run the reverse walk; fills adjoint_entries (delta) and adjoints. Returns the gradient of S_0 when `first`."""
     count, span = call.cut()
     if count > 1:
         local = call.states(count)
-        _reverse_launch(call, dy, solve, None, None, adjoint_entries, local, count, span)
-        start = _segment_starts(call, local, start, span, True)
+        _reverse_launch(call, dy, solve, None, None, adjoint_entries, local, count, span, span)
+        start = _segment_starts(call, local, passed, start, True)
     last = call.states(count) if first else None
-    _reverse_launch(call, dy, solve, start, adjoints, adjoint_entries, last, count, span)
+    _reverse_launch(call, dy, solve, start, adjoints, adjoint_entries, last, count, span, 0)
     return None if last is None else last[:, :, 0].contiguous()
 
 
 def _reverse_launch(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, adjoints: Tensor | None, adjoint_entries: Tensor,
-    final: Tensor | None, count: int, span: int,
+    final: Tensor | None, count: int, span: int, base: int,
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     reverse_walk[(-(-call.p // t.piece), call.lanes, count)](
         call.reads, call.writes, call.erased, dy, call.scalars, call.running, _scores(call, solve), solve,
         adjoint_entries, unused if adjoints is None else adjoints, unused if start is None else start,
         unused if final is None else final,
-        call.tokens, call.heads, count, span, call.length, call.plane,
+        call.tokens, call.heads, count, span, base, call.chunks, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=adjoints is not None,
@@ -185,17 +197,27 @@ def _reverse_launch(
     )  # fmt: skip
 
 
-def _segment_starts(call: _Call, local: Tensor, start: Tensor | None, span: int, reverse: bool) -> Tensor:
+def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
     """First state of every segment [B, H, S, N, P] from what each adds on its own (local) and S_0.
 
-    reverse: the walk runs backwards, so that a segment starts from those after it.
+    passed: what a segment does to its first state. reverse: the walk runs backwards, so that a segment starts from
+    those after it.
     """
-    starts, size = torch.empty_like(local), call.n * call.p
-    combine_segments[(-(-size // 512), call.lanes)](
-        local, local if start is None else start, starts, call.scalars, local.shape[2], span, call.chunks,
-        call.length, call.plane, size,
-        BLOCK=512, L=call.tiles.chunk, DECAY=call.decay, START=start is not None, REVERSE=reverse, num_warps=4,
-    )  # fmt: skip
+    starts, size, count = torch.empty_like(local), call.n * call.p, local.shape[2]
+    if not call.delta:
+        combine_segments[(-(-size // 512), call.lanes)](
+            local, passed, local if start is None else start, starts, count, size, call.p,
+            N=call.n, BLOCK=512, START=start is not None, REVERSE=reverse, num_warps=4,
+        )  # fmt: skip
+        return starts
+    own, into = (x.view(call.lanes, count, call.n, call.p) for x in (local, starts))
+    order = range(count - 1, -1, -1) if reverse else range(count)
+    state = torch.zeros_like(own[:, 0]) if start is None else start.reshape(call.lanes, call.n, call.p)
+    moves = passed.mT if reverse else passed
+    into[:, order[0]] = state
+    for before, after in pairwise(order):
+        state = torch.baddbmm(own[:, before], moves[:, before], state)
+        into[:, after] = state
     return starts
 
 
@@ -233,7 +255,7 @@ def _chunk_matrix(
     call = _Call(q, k, v, decay, source, erase, read, heads, log)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     solve = _transform(call) if erase is not None else call.empty(0)
-    last = _forward(call, solve, state, y, final, None)
+    last, _ = _forward(call, solve, state, y, final, None)
     return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
 
 
@@ -267,9 +289,9 @@ def _chunk_matrix_backward(
     delta = erase is not None
     entries, adjoint_entries = (call.empty(*lead, call.p) if delta else q for _ in range(2))
     states, adjoints = (call.states(call.chunks, dtype=call.stored) for _ in range(2))
-    _forward(call, solve, state, None, False, (entries, states))
+    _, passed = _forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
-    first = _reverse(call, dy, solve, start, adjoint_entries, adjoints, state is not None)
+    first = _reverse(call, dy, solve, start, passed, adjoint_entries, adjoints, state is not None)
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
     dq, dk = (call.empty(*parts, call.n, dtype=q.dtype if pieces == 1 else torch.float32) for _ in range(2))

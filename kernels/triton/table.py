@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-SEGMENT_CHUNKS = 24  # fewest chunks that are worth a segment of their own
+SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 96  # fewest chunks that are worth a segment of their own
 PROCESSORS = 132
 
 
@@ -64,8 +64,13 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     )  # fmt: skip
 
 
-def segments(chunks: int, programs: int) -> int:
-    """Into how many segments to cut T when `programs` alone leave processors idle."""
+def segments(chunks: int, programs: int, delta: bool) -> int:
+    """Into how many segments to cut T when `programs` alone leave processors idle.
+
+    A delta rule's transitions through the segments are walked too: no more of them than fit at once, and longer ones.
+    """
     if programs >= 0.7 * PROCESSORS:
         return 1
+    if delta:
+        return max(1, min(PROCESSORS // programs, chunks // DELTA_SEGMENT_CHUNKS))
     return max(1, min(-(-2 * PROCESSORS // programs), chunks // SEGMENT_CHUNKS))

@@ -1,9 +1,12 @@
 """The two walks: states forwards with outputs, and the adjoint states backwards.
 
-One program per (slice of P, sequence and head, segment of T) keeps its state [N, slice] in registers and walks chunks
-of L rows. Rows write k_j e_jᵀ: e_j = s_j v_j in decay systems; with the delta rule e solves, per chunk,
-(I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse `solve` was made by the transform.
+One program per (slice of P, sequence and head, segment of T) keeps its state [N, slice] in registers and walks those
+chunks of L rows of its segment that lie from `base` up to `limit`. Rows write k_j e_jᵀ: e_j = s_j v_j in decay systems;
+with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse is
+`solve`, made by the transform.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
+SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
+either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
 Grouped heads are read by dividing the head's index; nothing is copied.
 """
@@ -28,18 +31,21 @@ from dsf.kernels.triton.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def forward_walk(
-    q, k, erased, v, scalars, running, scores_of, solve, y, entries, states, start, final,
-    tokens, heads, segments, per_segment, length, plane,
+    q, k, erased, v, scalars, running, scores_of, solve, y, entries, states, start, final, passed,
+    tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr,
-    START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
+    START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL)."""
+    """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL).
+
+    SUMMARY: also `passed`, what a segment does to its first state: [B, H, S, N], or (DELTA) [B, H, S, N, N].
+    """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
@@ -53,6 +59,11 @@ def forward_walk(
     y += flat
     entries += flat
     chunks = tl.cdiv(tokens, L)
+    filled = tokens
+    if SUMMARY and DELTA:
+        carries = piece >= tl.cdiv(P, BP)
+        piece -= tl.where(carries, tl.cdiv(P, BP), 0)
+        filled = tl.where(carries, 0, tokens)
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] >= local[None, :]
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
@@ -62,11 +73,16 @@ def forward_walk(
         state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
-    first = segment * per_segment
-    for chunk in tl.range(first, tl.minimum(first + per_segment, chunks), num_stages=STAGES):
+    if SUMMARY:
+        if DELTA:
+            state = tl.where((keys[:, None] == columns[None, :]) & carries, 1.0, 0.0)
+        else:
+            decayed = tl.full([BN], 1.0, tl.float32)
+    first, stop = tl.maximum(segment * per_segment, base), tl.minimum((segment + 1) * per_segment, limit)
+    for chunk in tl.range(first, stop, num_stages=STAGES):
         rows = chunk * L + local
         rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-        write = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+        write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
         if STATES:
             tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
         seen = state.to(KIND)
@@ -114,19 +130,36 @@ def forward_walk(
                 scale *= tl.load(scalars + SOURCE * plane + rows)
             write = (write.to(tl.float32) * scale[:, None]).to(KIND)
             state *= total_of(scalars, plane, chunk, L)
+            if SUMMARY and not DELTA:
+                decayed *= total_of(scalars, plane, chunk, L)
         elif SCALED and not DELTA:
             write = (write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]).to(KIND)
         if KEYWISE:
-            state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
+            total = tl.exp2(last_running(running, lane, length, chunk, keys, N, L))
+            state *= total[:, None]
+            if SUMMARY and not DELTA:
+                decayed *= total
         state += tl.dot(tl.trans(rows_k), write, input_precision=PRECISION)
-    if FINAL:
+    if SUMMARY:
+        at = lane * segments + segment
+        if DELTA:
+            if carries:
+                to = passed + at * N * N + keys[:, None] * N + columns[None, :]
+                tl.store(to, state, mask=(keys[:, None] < N) & (columns[None, :] < N))
+            else:
+                tl.store(final + ends + place, state, mask=inside)
+        else:
+            tl.store(final + ends + place, state, mask=inside)
+            if piece == 0:
+                tl.store(passed + at * N + keys, decayed, mask=keys < N)
+    elif FINAL:
         tl.store(final + ends + place, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def reverse_walk(
     q, k, erased, dy, scalars, running, scores_of, solve, adjoint_entries, adjoints, start, final,
-    tokens, heads, segments, per_segment, length, plane,
+    tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
@@ -155,8 +188,7 @@ def reverse_walk(
         state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
-    first = segment * per_segment
-    stop = tl.minimum(first + per_segment, chunks)
+    first, stop = tl.maximum(segment * per_segment, base), tl.minimum((segment + 1) * per_segment, limit)
     for step in tl.range(0, stop - first, num_stages=STAGES):
         chunk = stop - 1 - step
         rows = chunk * L + local
@@ -203,25 +235,19 @@ def reverse_walk(
 
 @triton.jit
 def combine_segments(
-    local, start, starts, scalars, segments, per_segment, chunks, length, plane, size,
-    BLOCK: tl.constexpr, L: tl.constexpr, DECAY: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
+    local, passed, start, starts, segments, size, P,
+    N: tl.constexpr, BLOCK: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """First state of every segment from what each adds: S_{s+1} = total_s S_s + local_s, in either direction."""
+    """First state of every segment from what each adds: S_{s+1} = passed_s S_s + local_s, in either direction."""
     lane = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    scalars += lane * length
     if START:
         state = tl.load(start + lane * size + at, mask=inside, other=0.0)
     else:
         state = tl.zeros([BLOCK], tl.float32)
     for step in range(segments):
-        segment = segments - 1 - step if REVERSE else step
-        to = (lane * segments + segment) * size + at
-        tl.store(starts + to, state, mask=inside)
-        if DECAY:
-            for inner in range(per_segment):
-                chunk = segment * per_segment + inner
-                if chunk < chunks:
-                    state *= total_of(scalars, plane, chunk, L)
-        state += tl.load(local + to, mask=inside, other=0.0)
+        segment = lane * segments + (segments - 1 - step if REVERSE else step)
+        tl.store(starts + segment * size + at, state, mask=inside)
+        state *= tl.load(passed + segment * N + at // P, mask=inside, other=0.0)
+        state += tl.load(local + segment * size + at, mask=inside, other=0.0)
