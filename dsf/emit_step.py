@@ -2,11 +2,13 @@
 
 The state is one more input of axes {Key, Value}; A, B and the readout act on it as the declaration says, micro-step
 after micro-step, so the whole step is a few expressions: y, the new state, the normaliser's new column and the new
-running maximum. They are printed like any others and run in one launch.
+running maximum. They are printed like any others and run in one launch; what all channels of a normalised system share
+is printed as a function of its own, which a program calls once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, symbol
@@ -132,6 +134,17 @@ def _read(spec: Spec, state: Expr) -> Expr:
     return sum_key(product) if spec.has_key else product
 
 
+def _shared(roots: Sequence[Expr]) -> list[Expr]:
+    """The largest parts of roots with channels that are the same for all of them; not what every lane loads itself."""
+    order = children_first(*roots)
+    apart = {x for x in order if VALUE in x.axes or (x.op == "input" and x.attrs[0].endswith(LANES))}
+    for x in order:
+        if any(a in apart for a in x.args) and x.axes:
+            apart.add(x)
+    used = {a for x in order if x in apart for a in x.args}
+    return [x for x in order if x in used and x not in apart and x.args]
+
+
 class _Printer(Printer):
     """Knows the largest entry over the Key axis, too."""
 
@@ -141,33 +154,68 @@ class _Printer(Printer):
         return super()._expression(node)
 
 
-def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
-    """Source and program of a spec's decode kernel."""
-    kinds = {i.name: i.kind for i in spec.inputs}
-    roots = _roots(spec)
-    names: dict[Expr, str] = {}
-    nodes = inputs_of(*(e for e, _ in roots))
-    for node in nodes:
-        text = _name(node).strip("_") if "." in node.attrs[0] else _name(node)
-        while text in {*names.values(), "sums"}:
-            text += "_"
-        names[node] = text
-    body = Body(names)
-    body.lines = [AT.replace("N = at", "N, COLUMNS = at")]
-    for node in nodes:
+class _Step:
+    """One spec on its way to the functions of its decode kernel."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.kinds = {i.name: i.kind for i in spec.inputs}
+        self.names: dict[Expr, str] = {}
+        self.accesses: list[Access] = []
+
+    def name(self, nodes: Sequence[Expr]) -> None:
+        """Give nodes names of their own in the printed text."""
+        for node in (x for x in nodes if x not in self.names):
+            text = _name(node).strip("_") if "." in node.attrs[0] else _name(node)
+            while text in {*self.names.values(), "sums", "shared"}:
+                text += "_"
+            self.names[node] = text
+
+    def print(self, roots: Sequence[tuple[Expr, Access]], given: Sequence[Expr], gives: Sequence[Expr]) -> list[str]:
+        """The lines of a function that stores roots and returns `gives`; `given` are among its arguments."""
+        exprs = [*(e for e, _ in roots), *gives]
+        nodes = [x for x in inputs_of(*exprs) if x not in given]
+        self.name(nodes)
+        body = Body(self.names)
+        body.place = sum(a.width for a in self.accesses)
+        body.lines = [AT.replace("N = at", "N, COLUMNS = at")]
+        if given:
+            body.lines.append(f"{', '.join(self.names[x] for x in given)}, = shared")
+        for node in nodes:
+            body.load(node, *self._place(node))
+        printer = _Printer(self.names, RESERVED | {"COLUMNS", "shared"})
+        values = printer.print(exprs)
+        body.lines += [*printer.lines, "tl.debug_barrier()"]  # what is overwritten has been read by every thread
+        for value, (_, access) in zip(values, roots, strict=False):
+            body.store(value, access)
+        if gives:
+            body.lines.append(f"return ({', '.join(values[len(roots) :])},)")
+        self.accesses += body.accesses
+        return _body(body.lines)
+
+    def _place(self, node: Expr) -> tuple[Access, bool]:
+        """Where an input lies, and whether every lane of the channels loads it."""
         name, step = node.attrs
         if node in (STATE, COLUMN, LEVEL):
-            body.load(node, _place(node, False))
-            continue
-        kind = kinds.get(name.removesuffix(LANES))
+            return _place(node, False), False
+        kind = self.kinds.get(name.removesuffix(LANES))
         time = kind is None or kind.time
-        spread = name.endswith(LANES)
-        body.load(node, Access(name.removesuffix(LANES), step, time, KEY in node.axes, VALUE in node.axes), spread)
-    printer = _Printer(names, RESERVED | {"COLUMNS"})
-    values = printer.print([e for e, _ in roots])
-    body.lines += [*printer.lines, "tl.debug_barrier()"]  # what is overwritten has been read by every thread
-    for value, (_, access) in zip(values, roots, strict=True):
-        body.store(value, access)
+        return Access(name.removesuffix(LANES), step, time, KEY in node.axes, VALUE in node.axes), name.endswith(LANES)
+
+
+def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
+    """Source and program of a spec's decode kernel."""
+    roots = _roots(spec)
+    step, parts = _Step(spec), []
+    held: list[Expr] = []
+    if spec.ones is not None:
+        own = [(e, a) for e, a in roots if not a.value]
+        roots = [(e, a) for e, a in roots if a.value]
+        common = _shared([e for e, _ in roots])
+        held = [symbol(f".shared_{i}", x.axes) for i, x in enumerate(common)]
+        parts.append(["def shared(args, at):", *step.print(own, [], common)])
+        roots = [(substitute(e, dict(zip(common, held, strict=True))), a) for e, a in roots]
+        step.name(held)
+    parts.append(["def step(args, at, shared):", *step.print(roots, held, [])])
     head = [
         '"""' + _comment(str(spec)),
         "",
@@ -179,10 +227,10 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
         "",
         "from dsf.kernels.triton import functions as fn",
     ]
-    text = "\n".join([*head, "", "", "@triton.jit", "def step(args, at):", *_body(body.lines)]) + "\n"
+    text = "\n".join(head) + "\n" + "".join("\n\n" + "\n".join(["@triton.jit", *x]) + "\n" for x in parts)
     inputs = tuple(
         Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
     )
     whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
-    program = StepProgram(inputs, tuple(body.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0)
+    program = StepProgram(inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0)
     return Source(f"{_identifier(spec.name)}_step", text, ()), program

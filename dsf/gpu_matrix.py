@@ -236,7 +236,7 @@ def step_of(spec: Spec) -> tuple[Source, str]:
 
     source, program = emit_step(spec)
     name = f"{source.name}_{source.digest}"
-    STEPS[name] = replace(program, function=source.module().step)
+    STEPS[name] = replace(program, functions=source.module())
     return source, name
 
 

@@ -102,12 +102,12 @@ def levels(args, maps, first, out, T, H, blocks, body: tl.constexpr, K: tl.const
 
 @triton.jit
 def step(
-    args, H, P, body: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    args, H, P, body: tl.constexpr, shared: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr,
+    BP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One token of every sequence: a program owns BLOCKS · BP channels of one head. Grid (P / those · H · B).
 
-    The first channels come last: with them goes what all channels share, when nobody reads its old value any more.
+    shared: what all channels need, with the columns of the state that it overwrites; None where there is nothing.
     """
     program = tl.program_id(0)
     parts = tl.cdiv(P, BP * BLOCKS)
@@ -116,7 +116,12 @@ def step(
     i_b = (program // parts // H).to(tl.int64)
     t = tl.arange(0, 1)[:, None, None]
     n = tl.arange(0, NB)[None, :, None].to(tl.int64)  # constant multiples of it become offsets inside instructions
-    for back in range(BLOCKS):
-        place = part * BLOCKS + BLOCKS - 1 - back
-        p = place * BP + tl.arange(0, BP)[None, None, :]
-        body(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, place, place * BP, 1, H, P, N, COLUMNS))
+    p = tl.arange(0, BP)[None, None, :]
+    held = (t,)
+    if shared is not None:
+        held = shared(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, part, part, 1, H, P, N, COLUMNS))
+    for block in range(BLOCKS):
+        place = part * BLOCKS + block
+        channel = place * BP + p
+        at = (i_b, i_h, i_b * 0, t, n, channel, t < 1, n < N, channel < P, place, place * BP, 1, H, P, N, COLUMNS)
+        body(args, at, held)

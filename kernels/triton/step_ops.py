@@ -29,7 +29,7 @@ class StepProgram:
     stabilised: bool
     whole: bool
     corrected: bool
-    function: Any = field(default=None, compare=False)
+    functions: Any = field(default=None, compare=False)
 
 
 STEPS: dict[str, StepProgram] = {}
@@ -68,14 +68,15 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     tensors |= {".state": state, ".new_state": new}
     keys, channels, warps = tile(n, p, program)
     parts = -(-p // channels)
-    shared = program.ones and new is state  # the column that all channels read: one program must own them
-    blocks = parts if shared else 1
+    together = program.ones and new is state  # the column that all channels read: one program must own them
+    blocks = parts if together else 1
     args = arguments_of(program.accesses, tensors, heads)
     step[(parts // blocks * heads * batch,)](
         args,
         heads,
         p,
-        body=program.function,
+        body=program.functions.step,
+        shared=program.functions.shared if program.ones else None,
         N=n,
         COLUMNS=state.shape[-1],
         NB=keys,
