@@ -71,7 +71,6 @@ def _advance(row: Row, ones: Row | None, now: _Moment) -> _Moment:
             level = maximum(level, term.gain if term.gain is not None else 0.0)
         moved = exp(now.level - level)
     state = _apply(row, row, now.state, level, moved)
-    state = state if now.column is None else _in_lanes(state)
     column = None if now.column is None or ones is None else _apply(row, ones, now.column, level, moved)
     return _Moment(state, column, level)
 
@@ -103,7 +102,6 @@ def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
         now = _advance(row, None if ones is None else ones.rows[i], now)
     seen = first if spec.system.read == "before" else now
     y = _read(spec, seen.state) + spec.system.D
-    y = y if ones is None else _in_lanes(y)
     if spec.rule is not None:
         assert ones is not None and seen.column is not None
         one = UNIT if seen.level is None else exp(minimum(-seen.level, 80.0))
@@ -135,14 +133,10 @@ def _read(spec: Spec, state: Expr) -> Expr:
 
 
 def _shared(roots: Sequence[Expr]) -> list[Expr]:
-    """The largest parts of roots with channels that are the same for all of them; not what every lane loads itself."""
+    """The largest parts of roots with channels that are the same for all of them."""
     order = children_first(*roots)
-    apart = {x for x in order if VALUE in x.axes or (x.op == "input" and x.attrs[0].endswith(LANES))}
-    for x in order:
-        if any(a in apart for a in x.args) and x.axes:
-            apart.add(x)
-    used = {a for x in order if x in apart for a in x.args}
-    return [x for x in order if x in used and x not in apart and x.args]
+    used = {a for x in order if VALUE in x.axes for a in x.args} | set(roots)
+    return [x for x in order if x in used and VALUE not in x.axes and x.args]
 
 
 class _Printer(Printer):
@@ -213,7 +207,7 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
         common = _shared([e for e, _ in roots])
         held = [symbol(f".shared_{i}", x.axes) for i, x in enumerate(common)]
         parts.append(["def shared(args, at):", *step.print(own, [], common)])
-        roots = [(substitute(e, dict(zip(common, held, strict=True))), a) for e, a in roots]
+        roots = [(_in_lanes(substitute(e, dict(zip(common, held, strict=True)))), a) for e, a in roots]
         step.name(held)
     parts.append(["def step(args, at, shared):", *step.print(roots, held, [])])
     head = [
