@@ -49,10 +49,13 @@ def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, 
 def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
     """Padded N, channels at a time and warps of a program.
 
-    Sums over many keys are best kept inside one warp where the new state waits for them.
+    Sums over many keys are best kept inside one warp where the new state waits for them; beside a normaliser's column
+    a program has several blocks to walk, and as many numbers under way as registers allow.
     """
     keys, channels = (1 << (x - 1).bit_length() for x in (n, p))
-    numbers, own = (2048, 2048) if program.corrected and keys >= 128 else (4096, 1024)
+    numbers, own = 4096, 1024
+    if keys >= 128 and (program.corrected or program.ones):
+        numbers, own = (2048 if program.corrected else 8192), 2048
     if not program.whole:
         channels = max(min(channels, 16), min(channels, numbers // keys))
     return keys, channels, max(1, min(16, keys * channels // own))
