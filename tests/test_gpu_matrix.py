@@ -103,6 +103,14 @@ def test_any_number_of_tokens(tokens):
     compare(forgetful_delta, draw(forgetful_delta, tokens, 32, 32, torch.bfloat16), torch.bfloat16)
 
 
+def test_pointers_that_are_not_aligned():
+    linear = get("unnormalized_linear_attention").recurrence
+    wide = [torch.randn(2, 130, 2, 72, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+    for first in (0, 8, 1):
+        given = [x[..., first : first + 64] for x in wide]
+        assert torch.equal(linear(*given, backend="triton"), linear(*(x.clone() for x in given), backend="triton"))
+
+
 def test_grouped_heads_and_packed_sequences():
     ssd = get("ssd").recurrence
     given = draw(ssd, 300, 64, 64, torch.bfloat16, batch=1, heads=8, groups=2)
@@ -119,6 +127,14 @@ def test_segments_of_long_sequences(name, dtype):
     given = draw(recurrence, 2 * SEGMENT, 64, 64, dtype, batch=1)
     state = torch.randn(1, 2, 64, 64, device="cuda")
     compare(recurrence, given, dtype, state=state)
+
+
+@pytest.mark.parametrize("n, p", [(128, 128), (24, 40), (256, 64), (128, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_segments_of_every_size(n, p, dtype):
+    given = draw(forgetful_delta, 2 * SEGMENT, n, p, dtype, batch=1, heads=1)
+    state = torch.randn(1, 1, n, p, device="cuda")
+    compare(forgetful_delta, given, dtype, state=state)
 
 
 @pytest.mark.parametrize("n", [64, 128])

@@ -9,7 +9,6 @@ of all chunks in parallel.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from torch import Tensor
 from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.key_gradient import key_gradient
 from dsf.kernels.triton.keywise import prepare_keys
+from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.table import Tiles, segments, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
-from dsf.kernels.triton.walk import combine_segments, forward_walk, reverse_walk
+from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
 
 
 class _Call:
@@ -64,7 +64,8 @@ class _Call:
             return self.q
         planes = self.empty(PLANES, self.plane, dtype=torch.float32)
         xs = [self.q if x is None else x for x in given]
-        prepare[(self.chunks, self.lanes)](
+        launch(
+            prepare, (self.chunks, self.lanes),
             *xs, planes, self.plane, self.tokens, self.heads, self.length, *(x.stride(i) for x in xs for i in range(3)),
             L=self.tiles.chunk, DECAY=self.decay, SCALED=given[1] is not None, DELTA=self.delta,
             READ_SCALED=given[3] is not None, num_warps=1,
@@ -82,7 +83,8 @@ class _Call:
         self.erased = erased[0] if erased else self.writes
         self.scores = self.empty(self.batch, self.tokens, self.heads, self.tiles.chunk)
         self.system = torch.empty_like(self.scores, dtype=torch.float32) if self.delta else self.scores
-        prepare_keys[(self.chunks, self.lanes)](
+        launch(
+            prepare_keys, (self.chunks, self.lanes),
             self.q, self.k, g, self.running, self.reads, self.erased, self.writes, self.scores, self.system,
             self.tokens, self.heads, self.length, *self.rows(self.q), *self.rows(self.k), *self.rows(g),
             LEVELS=self.levels, DELTA=self.delta, num_warps=8, **sizes,
@@ -151,7 +153,8 @@ def _forward_launch(
     pieces = -(-call.p // t.piece)
     if passed is not None and call.delta:
         pieces += -(-call.n // t.piece)
-    forward_walk[(pieces, call.lanes, count)](
+    launch(
+        forward_walk, (pieces, call.lanes, count),
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed,
@@ -184,7 +187,8 @@ def _reverse_launch(
     final: Tensor | None, count: int, span: int, base: int,
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
-    reverse_walk[(-(-call.p // t.piece), call.lanes, count)](
+    launch(
+        reverse_walk, (-(-call.p // t.piece), call.lanes, count),
         call.reads, call.writes, call.erased, dy, call.scalars, call.running, _scores(call, solve), solve,
         adjoint_entries, unused if adjoints is None else adjoints, unused if start is None else start,
         unused if final is None else final,
@@ -204,20 +208,19 @@ def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | 
     those after it.
     """
     starts, size, count = torch.empty_like(local), call.n * call.p, local.shape[2]
-    if not call.delta:
-        combine_segments[(-(-size // 512), call.lanes)](
-            local, passed, local if start is None else start, starts, count, size, call.p,
-            N=call.n, BLOCK=512, START=start is not None, REVERSE=reverse, num_warps=4,
+    given, how = local if start is None else start, {"START": start is not None, "REVERSE": reverse}
+    if call.delta:
+        launch(
+            combine_moves, (-(-call.p // 32), call.lanes),
+            local, passed, given, starts, count,
+            N=call.n, P=call.p, BN=call.tiles.keys, BP=32, BK=min(32, call.tiles.keys),
+            PRECISION=call.sizes["PRECISION"], num_warps=4, num_stages=2, **how,
         )  # fmt: skip
-        return starts
-    own, into = (x.view(call.lanes, count, call.n, call.p) for x in (local, starts))
-    order = range(count - 1, -1, -1) if reverse else range(count)
-    state = torch.zeros_like(own[:, 0]) if start is None else start.reshape(call.lanes, call.n, call.p)
-    moves = passed.mT if reverse else passed
-    into[:, order[0]] = state
-    for before, after in pairwise(order):
-        state = torch.baddbmm(own[:, before], moves[:, before], state)
-        into[:, after] = state
+    else:
+        launch(
+            combine_segments, (-(-size // 512), call.lanes),
+            local, passed, given, starts, count, size, call.p, N=call.n, BLOCK=512, num_warps=4, **how,
+        )  # fmt: skip
     return starts
 
 
@@ -238,7 +241,8 @@ def _transform(call: _Call) -> Tensor:
     t = call.tiles
     solve = call.empty(call.batch, call.tokens, call.heads, call.pitch)
     sizes = {name: x for name, x in call.sizes.items() if name != "P"}
-    delta_transform[(call.chunks, call.lanes)](
+    launch(
+        delta_transform, (call.chunks, call.lanes),
         call.q, call.k, call.scalars, call.system, solve, call.tokens, call.heads, call.length, call.plane,
         *call.rows(call.q), *call.rows(call.k),
         LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
@@ -310,7 +314,8 @@ def _chunk_matrix_backward(
             for x in (source, erase, read)
         )
         scalars = [call.empty(2 * pieces, *lead, call.n, dtype=torch.float32), *sums]
-        key_gradient[(call.chunks * (2 * blocks + (not delta)), call.lanes, pieces)](
+        launch(
+            key_gradient, (call.chunks * (2 * blocks + (not delta)), call.lanes, pieces),
             q, k, v, dy, call.scalars, call.running, call.writes, call.scores, entries, adjoint_entries, states,
             adjoints, dq, dk, dv, *scalars,
             call.tokens, heads, call.length, call.plane, *call.rows(q), *call.rows(k), *call.rows(v),
@@ -320,7 +325,8 @@ def _chunk_matrix_backward(
         )  # fmt: skip
     else:
         given = q if decay is None else decay
-        chunk_gradient[(call.chunks * roles, call.lanes, pieces)](
+        launch(
+            chunk_gradient, (call.chunks * roles, call.lanes, pieces),
             q, k, v, dy, given, call.scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, *scalars,
             call.tokens, heads, call.length, call.plane, call.batch,
             *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],

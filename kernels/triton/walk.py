@@ -251,3 +251,36 @@ def combine_segments(
         tl.store(starts + segment * size + at, state, mask=inside)
         state *= tl.load(passed + segment * N + at // P, mask=inside, other=0.0)
         state += tl.load(local + segment * size + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def combine_moves(
+    local, moves, start, starts, segments,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+    START: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same with transitions [N, N] (transposed in reverse), which meet the stored state BK rows at a time."""
+    lane = tl.program_id(1).to(tl.int64)
+    keys, columns = tl.arange(0, BN), tl.program_id(0) * BP + tl.arange(0, BP)
+    place = keys[:, None] * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    if START:
+        state = tl.load(start + lane * N * P + place, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BN, BP], tl.float32)
+    for step in range(segments):
+        segment = lane * segments + (segments - 1 - step if REVERSE else step)
+        first = starts + segment * N * P
+        tl.store(first + place, state, mask=inside)
+        tl.debug_barrier()  # it is read again, by other threads
+        state = tl.load(local + segment * N * P + place, mask=inside, other=0.0)
+        for block in tl.range(0, BN, BK, num_stages=2):
+            inner = block + tl.arange(0, BK)
+            if REVERSE:
+                at = inner[None, :] * N + keys[:, None]
+            else:
+                at = keys[:, None] * N + inner[None, :]
+            move = tl.load(moves + segment * N * N + at, mask=(keys[:, None] < N) & (inner[None, :] < N), other=0.0)
+            rows = (inner[:, None] < N) & (columns[None, :] < P)
+            part = tl.load(first + inner[:, None] * P + columns[None, :], mask=rows, other=0.0)
+            state = tl.dot(move, part, state, input_precision=PRECISION)
