@@ -103,6 +103,10 @@ def test_any_number_of_tokens(tokens):
     compare(forgetful_delta, draw(forgetful_delta, tokens, 32, 32, torch.bfloat16), torch.bfloat16)
 
 
+def test_adjoints_used_a_stretch_at_a_time():
+    compare(forgetful_delta, draw(forgetful_delta, 3000, 128, 64, torch.bfloat16, heads=48), torch.bfloat16)
+
+
 def test_pointers_that_are_not_aligned():
     linear = get("unnormalized_linear_attention").recurrence
     wide = [torch.randn(2, 130, 2, 72, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
@@ -117,14 +121,14 @@ def test_grouped_heads_and_packed_sequences():
     compare(ssd, given, torch.bfloat16, cu_seqlens=torch.tensor([0, 1, 70, 300]))
 
 
-SEGMENT = 96 * 64  # tokens that are worth a segment of a delta rule
+SEGMENT = 64 * 64  # tokens that are worth a segment of a delta rule
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ["retnet", "deltanet", "gated_deltanet", "gla", "kda"])
 def test_segments_of_long_sequences(name, dtype):
     recurrence = get(name).recurrence
-    given = draw(recurrence, 2 * SEGMENT, 64, 64, dtype, batch=1)
+    given = draw(recurrence, 4 * SEGMENT, 64, 64, dtype, batch=1)
     state = torch.randn(1, 2, 64, 64, device="cuda")
     compare(recurrence, given, dtype, state=state)
 
@@ -132,14 +136,14 @@ def test_segments_of_long_sequences(name, dtype):
 @pytest.mark.parametrize("n, p", [(128, 128), (24, 40), (256, 64), (128, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_segments_of_every_size(n, p, dtype):
-    given = draw(forgetful_delta, 2 * SEGMENT, n, p, dtype, batch=1, heads=1)
+    given = draw(forgetful_delta, 4 * SEGMENT, n, p, dtype, batch=1, heads=1)
     state = torch.randn(1, 1, n, p, device="cuda")
     compare(forgetful_delta, given, dtype, state=state)
 
 
 @pytest.mark.parametrize("n", [64, 128])
 def test_the_future_of_segments_changes_no_bit_of_the_past(n):
-    given = {x: y.detach() for x, y in draw(forgetful_delta, 2 * SEGMENT, n, n, torch.bfloat16, batch=1).items()}
+    given = {x: y.detach() for x, y in draw(forgetful_delta, 4 * SEGMENT, n, n, torch.bfloat16, batch=1).items()}
     y = forgetful_delta(**given, backend="triton")
     assert torch.equal(forgetful_delta(**given, backend="triton"), y)
     for x in given.values():

@@ -111,6 +111,16 @@ def test_segments_of_time_are_joined(recurrence, count, monkeypatch):
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("recurrence", [swinging, forgetful_delta, fading_delta], ids=lambda r: r.name)
+def test_stretches_of_time_share_memory(recurrence, count, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
+    given = sample(recurrence, tokens=70)
+    state = torch.randn(2, 2, 3, 4, dtype=torch.float64)
+    found = outcome(recurrence, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
 def test_the_future_of_segments_changes_no_bit_of_the_past(monkeypatch):
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: 3)
     given = {n: x.float() for n, x in sample(forgetful_delta, tokens=70).items()}

@@ -32,23 +32,25 @@ from dsf.kernels.triton.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base", "count"])
 def chunk_gradient(
-    q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, dg, ds, db, dc,
-    tokens, heads, length, plane, batches,
+    q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
+    dq, dk, dv, dg, ds, db, dc,
+    tokens, heads, length, plane, batches, base, count,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk, head and sequence: dv of a slice of P, and that slice's part of all the others.
+    """Gradients of one of `count` chunks from `base` on: dv of a slice of P, and that slice's part of all the others.
 
+    adjoints [B, H, count, N, P] and adjoint_entries [B, count · L, H, P] are those chunks'.
     dv [B, T, H, P]; dq, dk [slices, B, T, H, N] and the scalars' [slices, B, T, H], to be summed over the slices. With
     two ROLES a chunk has two programs, one for what reads give and one for what writes give (dg [2 · slices, ...]):
     neighbours, so that the second finds its operands in the cache; in one program they would not fit in registers.
     """
-    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES
+    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + base
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
@@ -57,7 +59,9 @@ def chunk_gradient(
     scalars += lane * length
     flat = batch * tokens * heads + head
     part = flat + piece.to(tl.int64) * batches * tokens * heads
-    at_state = (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    states += (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    adjoints += (lane * count + chunk - base) * N * P
+    adjoint_entries += ((batch * count - base) * L * heads + head) * P
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = chunk * L + local
     rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
@@ -69,26 +73,26 @@ def chunk_gradient(
         written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
     if ROLES == 1:
         grad = _of_reads(
-            rows_q, rows_k, given, written, scalars, adjoint_entries, states + at_state,
-            adjoints + at_state, dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+            rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
+            dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
         )  # fmt: skip
         grad += _of_writes(
-            rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states + at_state,
-            adjoints + at_state, dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+            rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
+            dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
         )  # fmt: skip
     else:
         if role == 0:
             grad = _of_reads(
-                rows_q, rows_k, given, written, scalars, adjoint_entries, states + at_state,
-                adjoints + at_state, dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+                rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
+                dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
             )  # fmt: skip
         else:
             grad = _of_writes(
-                rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states + at_state,
-                adjoints + at_state, dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+                rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
+                dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
             )  # fmt: skip
     if DECAY:
@@ -125,7 +129,7 @@ def _of_reads(
         if READ_SCALED:
             pairs *= tl.load(scalars + READ * plane + rows)[:, None]
         if DELTA:
-            f = load_rows(adjoint_entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+            f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
             fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
@@ -164,7 +168,7 @@ def _of_writes(
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     grad = tl.zeros([L], tl.float32)
     if DELTA:  # d, what the erasing of each row read: S_{t-1} decayed, times f; db
-        f = load_rows(adjoint_entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+        f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
         state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
         fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
         fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)

@@ -17,18 +17,18 @@ from dsf.kernels.triton.keywise import load_chunk, pair_products, rounded
 from dsf.kernels.triton.tiles import ERASE, READ, SOURCE, load_rows, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base", "count"])
 def key_gradient(
     q, k, v, dy, scalars, running, writes, scores_of, entries, adjoint_entries, states, adjoints,
     dq, dk, dv, dg, ds, db, dc,
-    tokens, heads, length, plane,
+    tokens, heads, length, plane, base, count,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dv of a slice of P, and that slice's part of all the others, to be summed.
+    """dv of a slice of P, and that slice's part of all the others, to be summed; of `count` chunks from `base` on.
 
     A chunk has a program for what reads give and one for what writes give for each BK keys, and without the delta rule
     one for dv: neighbours, so that all but the first find their operands in the cache; in one program they would not
@@ -36,7 +36,7 @@ def key_gradient(
     """
     BLOCKS: tl.constexpr = BN // BK
     ROLES: tl.constexpr = 2 * BLOCKS if DELTA else 2 * BLOCKS + 1
-    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES
+    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + base
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
@@ -45,7 +45,9 @@ def key_gradient(
     scalars += lane * length
     flat = batch * tokens * heads + head
     size = tl.num_programs(1).to(tl.int64) * tokens
-    at_state = (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    states += (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    adjoints += (lane * count + chunk - base) * N * P
+    adjoint_entries += ((batch * count - base) * L * heads + head) * P
     columns, local = piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = chunk * L + local
     dy += flat * P
@@ -59,7 +61,7 @@ def key_gradient(
     at_scalars = flat + (piece * BLOCKS + role % BLOCKS) * size + rows.to(tl.int64) * heads
     if role < BLOCKS:
         of_rows = _of_reads(
-            q, q_t, k, k_t, dy, x, x_t, scalars, running + block, states + at_state, dq + at_rows * N, dc + at_scalars,
+            q, q_t, k, k_t, dy, x, x_t, scalars, running + block, states, dq + at_rows * N, dc + at_scalars,
             rows, tokens, heads, plane, keys, columns, local,
             N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
         )  # fmt: skip
@@ -67,8 +69,8 @@ def key_gradient(
         store_rows(dg + at_rows * N, heads * N, rows, tokens, keys, N, BK, log)
     elif role < 2 * BLOCKS:
         of_rows, of_end = _of_writes(
-            q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running + block, adjoint_entries + flat * P,
-            states + at_state, adjoints + at_state, dk + at_rows * N, dv + flat * P, ds + at_scalars, db + at_scalars,
+            q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running + block, adjoint_entries,
+            states, adjoints, dk + at_rows * N, dv + flat * P, ds + at_scalars, db + at_scalars,
             role == BLOCKS, rows, tokens, heads, plane, keys, columns, local,
             N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
         )  # fmt: skip
@@ -76,7 +78,7 @@ def key_gradient(
         store_rows(dg + (at_rows + tl.num_programs(2) * size) * N, heads * N, rows, tokens, keys, N, BK, log)
     elif not DELTA:
         _of_values(
-            dy, scalars, writes + block, scores_of + flat * L, adjoints + at_state, dv + flat * P,
+            dy, scalars, writes + block, scores_of + flat * L, adjoints, dv + flat * P,
             rows, tokens, heads, plane, tl.arange(0, BN), columns, local,
             N, P, BN, BP, L, SCALED, READ_SCALED, KIND, PRECISION,
         )  # fmt: skip

@@ -4,12 +4,13 @@ S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t
 q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
 float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32. The backward pass keeps no state: it
 walks forwards for the chunks' first states, backwards for the gradients of their last ones, then computes the gradients
-of all chunks in parallel.
+of all chunks in parallel, in long calls a stretch of T at a time, so that these gradients need less memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.key_gradient import key_gradient
 from dsf.kernels.triton.keywise import prepare_keys
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.table import Tiles, segments, tiles
+from dsf.kernels.triton.table import Tiles, segments, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
@@ -109,6 +110,16 @@ class _Call:
         return -(-self.chunks // span), span
 
 
+class _Adjoints(NamedTuple):
+    """What the reverse walk found for `chunks` chunks from `base` on; last: the gradient of their first state."""
+
+    base: int
+    chunks: int
+    entries: Tensor
+    states: Tensor
+    last: Tensor | None
+
+
 def _kind(decay: Tensor | None) -> str:
     """The table's word for a decay operand."""
     return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
@@ -168,34 +179,39 @@ def _forward_launch(
 
 
 def _reverse(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, adjoint_entries: Tensor,
-    adjoints: Tensor, first: bool,
-) -> Tensor | None:  # fmt: skip
-    """Run the reverse walk; fills adjoint_entries (delta) and adjoints. Returns the gradient of S_0 when `first`."""
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, first: bool
+) -> Iterator[_Adjoints]:
+    """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next."""
     count, span = call.cut()
     if count > 1:
         local = call.states(count)
-        _reverse_launch(call, dy, solve, None, None, adjoint_entries, local, count, span, span)
+        _reverse_launch(call, dy, solve, None, None, local, count, span, (span, call.chunks))
         start = _segment_starts(call, local, passed, start, True)
-    last = call.states(count) if first else None
-    _reverse_launch(call, dy, solve, start, adjoints, adjoint_entries, last, count, span, 0)
-    return None if last is None else last[:, :, 0].contiguous()
+    stretch = -(-call.chunks // (1 if count > 1 else stretches(call.chunks * call.lanes, call.tiles.stretches)))
+    entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p) if call.delta else call.q
+    adjoints = call.states(stretch, dtype=call.stored)
+    for base in reversed(range(0, call.chunks, stretch)):
+        limit = min(base + stretch, call.chunks)
+        last = call.states(count) if first or base > 0 else None
+        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, count, span, (base, limit))
+        yield _Adjoints(base, limit - base, entries, adjoints, last)
+        start = last
 
 
 def _reverse_launch(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, adjoints: Tensor | None, adjoint_entries: Tensor,
-    final: Tensor | None, count: int, span: int, base: int,
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
+    final: Tensor | None, count: int, span: int, chunks: tuple[int, int],
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
+    entries, adjoints = saved or (unused, unused)
     launch(
         reverse_walk, (-(-call.p // t.piece), call.lanes, count),
         call.reads, call.writes, call.erased, dy, call.scalars, call.running, _scores(call, solve), solve,
-        adjoint_entries, unused if adjoints is None else adjoints, unused if start is None else start,
-        unused if final is None else final,
-        call.tokens, call.heads, count, span, base, call.chunks, call.length, call.plane,
+        entries, adjoints, unused if start is None else start, unused if final is None else final,
+        call.tokens, call.heads, count, span, *chunks, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
-        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=adjoints is not None,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
         FINAL=final is not None,
         STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
     )  # fmt: skip
@@ -291,11 +307,10 @@ def _chunk_matrix_backward(
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
-    entries, adjoint_entries = (call.empty(*lead, call.p) if delta else q for _ in range(2))
-    states, adjoints = (call.states(call.chunks, dtype=call.stored) for _ in range(2))
+    entries = call.empty(*lead, call.p) if delta else q
+    states = call.states(call.chunks, dtype=call.stored)
     _, passed = _forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
-    first = _reverse(call, dy, solve, start, passed, adjoint_entries, adjoints, state is not None)
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
     dq, dk = (call.empty(*parts, call.n, dtype=q.dtype if pieces == 1 else torch.float32) for _ in range(2))
@@ -306,37 +321,42 @@ def _chunk_matrix_backward(
     ]
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
+    block = min(t.keys, t.gradient_keys)
+    blocks = t.keys // block
     if call.keywise:
-        block = min(t.keys, t.gradient_keys)
-        blocks = t.keys // block
         sums = (
             call.empty(*((pieces * blocks, *lead) if x is not None else (1, 0)), dtype=torch.float32)
             for x in (source, erase, read)
         )
         scalars = [call.empty(2 * pieces, *lead, call.n, dtype=torch.float32), *sums]
-        launch(
-            key_gradient, (call.chunks * (2 * blocks + (not delta)), call.lanes, pieces),
-            q, k, v, dy, call.scalars, call.running, call.writes, call.scores, entries, adjoint_entries, states,
-            adjoints, dq, dk, dv, *scalars,
-            call.tokens, heads, call.length, call.plane, *call.rows(q), *call.rows(k), *call.rows(v),
-            BK=block, BP=t.gradient_piece, LEVELS=call.levels, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
-            SOURCE_WANTED=source is not None, READ_WANTED=read is not None,
-            num_warps=t.gradient_warps, num_stages=2, **call.sizes,
-        )  # fmt: skip
-    else:
-        given = q if decay is None else decay
-        launch(
-            chunk_gradient, (call.chunks * roles, call.lanes, pieces),
-            q, k, v, dy, given, call.scalars, entries, adjoint_entries, states, adjoints, dq, dk, dv, *scalars,
-            call.tokens, heads, call.length, call.plane, call.batch,
-            *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
-            BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
-            SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
-            num_warps=t.gradient_warps, num_stages=2, **call.sizes,
-        )  # fmt: skip
+    given = q if decay is None else decay
+    for found in _reverse(call, dy, solve, start, passed, state is not None):
+        saved = (entries, found.entries, states, found.states)
+        sizes = (call.tokens, heads, call.length, call.plane)
+        if call.keywise:
+            launch(
+                key_gradient, (found.chunks * (2 * blocks + (not delta)), call.lanes, pieces),
+                q, k, v, dy, call.scalars, call.running, call.writes, call.scores, *saved, dq, dk, dv, *scalars,
+                *sizes, found.base, found.chunks, *call.rows(q), *call.rows(k), *call.rows(v),
+                BK=block, BP=t.gradient_piece, LEVELS=call.levels, DELTA=delta, SCALED=call.scaled,
+                READ_SCALED=call.read, SOURCE_WANTED=source is not None, READ_WANTED=read is not None,
+                num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+            )  # fmt: skip
+        else:
+            launch(
+                chunk_gradient, (found.chunks * roles, call.lanes, pieces),
+                q, k, v, dy, given, call.scalars, *saved, dq, dk, dv, *scalars,
+                *sizes, call.batch, found.base, found.chunks,
+                *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
+                BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
+                SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
+                num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+            )  # fmt: skip
     dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
     outs = [_sum_pieces(x) for x in scalars]
-    first = call.empty(0, dtype=torch.float32) if first is None else first
+    first = call.empty(0, dtype=torch.float32)
+    if state is not None and found.last is not None:
+        first = found.last[:, :, 0].contiguous()
     return dq, dk, dv, outs[0], outs[1], outs[2], outs[3], first
 
 

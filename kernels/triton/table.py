@@ -12,7 +12,8 @@ from functools import lru_cache
 
 import torch
 
-SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 96  # fewest chunks that are worth a segment of their own
+SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
+STRETCH_CHUNKS = 2048  # chunks that fill the GPU several times over
 PROCESSORS = 132
 
 
@@ -21,7 +22,7 @@ class Tiles:
     """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options.
 
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys a program of key-diagonal decays;
-    transform_registers: three programs a processor at 168.
+    transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept.
     """
 
     chunk: int
@@ -37,6 +38,7 @@ class Tiles:
     gradient_roles: int = 1
     transform_registers: int | None = None
     gradient_keys: int = 64
+    stretches: int = 1
 
 
 def padded(size: int) -> int:
@@ -60,17 +62,23 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     warps = 8 if decay == "key" else 4
     return Tiles(
         64, keys, narrow, walk, stages, wide, warps, reverse_stages=reverse, gradient_roles=roles,
-        transform_registers=168,
+        transform_registers=168, stretches=4 if decay == "scalar" and delta and keys > 64 else 1,
     )  # fmt: skip
 
 
 def segments(chunks: int, programs: int, delta: bool) -> int:
-    """Into how many segments to cut T when `programs` alone leave processors idle.
+    """Into how many segments to cut T when `programs` alone leave processors idle: no more than fit at once.
 
-    A delta rule's transitions through the segments are walked too: no more of them than fit at once, and longer ones.
+    A delta rule's transitions through the segments are walked too, so that fewer than four or short ones do not pay.
     """
     if programs >= 0.7 * PROCESSORS:
         return 1
     if delta:
-        return max(1, min(PROCESSORS // programs, chunks // DELTA_SEGMENT_CHUNKS))
-    return max(1, min(-(-2 * PROCESSORS // programs), chunks // SEGMENT_CHUNKS))
+        count = min(PROCESSORS // programs, chunks // DELTA_SEGMENT_CHUNKS)
+        return count if count >= 4 else 1
+    return max(1, min(2 * PROCESSORS // programs, chunks // SEGMENT_CHUNKS))
+
+
+def stretches(chunks: int, most: int) -> int:
+    """In how many stretches of T the backward pass uses its adjoint states, of `chunks` in all heads and sequences."""
+    return max(1, min(most, chunks // STRETCH_CHUNKS))

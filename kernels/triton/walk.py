@@ -166,7 +166,10 @@ def reverse_walk(
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL)."""
+    """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
+
+    adjoints [B, H, limit - base, N, P] and adjoint_entries [B, (limit - base) L, H, P] have room for the walked chunks.
+    """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
@@ -177,8 +180,7 @@ def reverse_walk(
     scores_of += (batch * tokens * heads + head) * PITCH
     flat = (batch * tokens * heads + head) * P
     dy += flat
-    adjoint_entries += flat
-    chunks = tl.cdiv(tokens, L)
+    adjoint_entries += ((batch * (limit - base) - base) * L * heads + head) * P
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] <= local[None, :]  # sources down, rows across
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
@@ -195,9 +197,8 @@ def reverse_walk(
         rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
         given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
         if STATES:
-            tl.store(
-                adjoints + (lane * chunks + chunk) * N * P + place, state.to(adjoints.dtype.element_ty), mask=inside
-            )
+            at = adjoints + (lane * (limit - base) + chunk - base) * N * P + place
+            tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
         if DELTA:
             rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
             if SCORED:
