@@ -203,12 +203,14 @@ def check(
     examples: Annotated[int, typer.Option(min=1, help="drawn for each law and dtype")] = 6,
     tokens: Annotated[int, typer.Option(min=1, help="longest sequence")] = 130,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    backend: Annotated[str, typer.Option(help="torch, triton or auto: both where there is a GPU")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Test that every form of a recurrence is right, forward and backward; exit code 1 if a law is broken."""
     recurrence = find(subject).recurrence
     with Console(stderr=True).status(f"checking {recurrence.name} …"):
-        report = dsf.check(recurrence, examples=examples, tokens=tokens, seed=seed)
+        report = dsf.check(recurrence, examples=examples, tokens=tokens, seed=seed, device=device, backend=backend)
     if as_json:
         _print_json(report.to_dict())
     else:

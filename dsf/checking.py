@@ -15,7 +15,7 @@ import torch
 from dsf.errors import FormError, InputError
 from dsf.examples import Example, regimes_of
 from dsf.laws import LAWS, Law, Measure
-from dsf.measure import AGAINST, ORACLE, TOLERANCE, Subject
+from dsf.measure import AGAINST, KERNELS, ORACLE, TOLERANCE, Subject
 from dsf.ranges import Given, ranges_of
 from dsf.recurrence import Recurrence
 from dsf.report import Failure, Report, Row
@@ -49,19 +49,25 @@ def check(
     ranges: for inputs whose values the expressions do not tell (dsf.ranges): {"alpha": (0, 1)}, or dsf.testing.Range.
     examples: drawn for each law and dtype (shapes, regimes, cuts; dsf.testing.examples); tokens: the longest sequence.
     forms, laws, dtypes: what is tried; all unless named (laws without a dtype of their own take the first one, and
-      gradcheck only float64). device, backend: where. seed: of what is drawn.
+      gradcheck only float64). device: where. seed: of what is drawn.
+    backend: "auto" tries the torch forms and, on a CUDA device, what the triton backend makes of a call as one more
+      form, "triton", in the dtypes that it has (not float64); "triton" tries that alone, "torch" the others alone.
 
     Each error is relative and the worst over all heads and blocks of 16 tokens (dsf.measure.distance); float64 must
     reach 1e-9, float32 1e-4, half precisions 2e-2, each against the float64 oracle on the same rounded inputs.
+    backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
 
-    Returns a Report: `.ok`, `print(report)`, `.to_dict()`, `.raise_if_failed()`. An unknown form raises FormError, an
-    unknown law or input name InputError; without hypothesis, one DsfError says what to install.
+    Returns a Report: `.ok`, `print(report)`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown form, and for
+    a recurrence that the triton backend refuses where it was asked for; InputError for an unknown law or input name;
+    without hypothesis, one DsfError says what to install.
     """
     import dsf.testing  # noqa: F401, needs hypothesis: fail before any work
 
     begin = time.perf_counter()
-    subject = Subject(recurrence, ranges_of(recurrence.spec, ranges), against, device, backend)
-    run = _Run(subject, _forms(recurrence, against, forms), _names(dtypes), ranges, examples, tokens, seed)
+    found = _forms(recurrence, against, forms, device, backend)
+    elsewhere = "torch" if KERNELS in found else backend
+    subject = Subject(recurrence, ranges_of(recurrence.spec, ranges), against, device, elsewhere)
+    run = _Run(subject, found, _names(dtypes), ranges, examples, tokens, seed)
     run.try_laws(_laws(recurrence, laws))
     failures = tuple(run.failures())
     return Report(
@@ -76,14 +82,27 @@ def check(
     )
 
 
-def _forms(recurrence: Recurrence, against: Callable[..., Any] | None, forms: tuple[str, ...] | None) -> list[str]:
+def _forms(
+    recurrence: Recurrence,
+    against: Callable[..., Any] | None,
+    forms: tuple[str, ...] | None,
+    device: torch.device | str,
+    backend: str,
+) -> list[str]:
     if against is not None:
         return [AGAINST]
+    had = recurrence.forms
+    if backend == KERNELS:
+        recurrence.plan(N=3, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
+        had = (ORACLE, KERNELS)
+    elif backend == "auto" and torch.device(device).type == "cuda":
+        had += (KERNELS,) if recurrence.plan(N=3, P=2, device=device).backend == KERNELS else ()
     for form in forms or ():
-        if form not in recurrence.forms:
-            raise FormError(f"{recurrence.name}: {recurrence.spec.structure} has no {form} form; it has "
-                            f"{', '.join(recurrence.forms)}")  # fmt: skip
-    return [f for f in recurrence.forms if forms is None or f in forms]
+        if form not in had:
+            raise FormError(
+                f"{recurrence.name}: {recurrence.spec.structure} has no {form} form; it has {', '.join(had)}"
+            )
+    return [f for f in had if forms is None or f in forms]
 
 
 def _laws(recurrence: Recurrence, names: tuple[str, ...] | None) -> list[Law]:
@@ -128,14 +147,23 @@ class _Run:
         for form in self.forms_of(law):
             if form == "kernel" and example.tokens > MATRIX_LONGEST:
                 continue
+            if example.dtype not in self.dtypes_of(law, form):
+                continue
             for m in self.measure(law, form, example):
                 self.keep(Row(law.name, example.dtype, form, m.quantity, m.error, m.tolerance, example, m.detail))
 
     def forms_of(self, law: Law) -> list[str]:
         """The forms a law is about."""
         if law.forms == "step":
-            return [] if self.subject.against else ["recurrent"] if "recurrent" in self.forms else []
+            return [f for f in self.forms if f in ("recurrent", KERNELS)]
         return [f for f in self.forms if law.forms == "all" or f != ORACLE]
+
+    def dtypes_of(self, law: Law, form: str) -> list[str]:
+        """The dtypes in which a law is tried on a form."""
+        able = [d for d in self.dtypes if d != "float64" or form != KERNELS]
+        if law.name == "gradcheck":  # finite differences need its digits
+            return [d for d in able if d == "float64"]
+        return able if law.every_dtype else able[:1]
 
     def measure(self, law: Law, form: str, example: Example) -> list[Measure]:
         """A law's measures; an exception is the worst of errors."""
@@ -156,10 +184,9 @@ class _Run:
         if law.name == "finite":  # `forms` measures it on all of its examples
             yield from self.extremes()
             return
-        if law.name == "gradcheck" and "float64" not in self.dtypes:
-            return  # finite differences need its digits
         seed = self.seed + zlib.crc32(law.name.encode())
-        for dtype in self.dtypes if law.every_dtype else self.dtypes[:1]:
+        tried = [d for f in self.forms_of(law) for d in self.dtypes_of(law, f)]
+        for dtype in [d for d in self.dtypes if d in tried]:
             yield self.typical(min(law.longest, self.tokens), dtype)
             bands = [(low, min(high, self.tokens, law.longest)) for low, high in ((1, 9), (10, 40), (41, self.tokens))]
             bands = [b for b in bands if b[0] <= b[1]]

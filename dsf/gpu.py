@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsf import gpu_matrix, gpu_scan
 from dsf.bind import Bound, Sizes
+from dsf.expr import VALUE
 from dsf.gpu_matrix import Timed
 from dsf.spec import Spec
 
@@ -33,14 +34,9 @@ def refusal(
 
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
     """True for calls that the decode kernel takes: one token, and no gradients, which it does not have."""
-    if sizes.tokens != 1 or grad or is_scan(spec) or form not in ("auto", "recurrent"):
+    if sizes.tokens != 1 or grad or form not in ("auto", "recurrent"):
         return False
     return gpu_matrix.step_refusal(spec, sizes, dtype) is None
-
-
-def is_step(spec: Spec, form: str, backend: str) -> bool:
-    """True where a plan's choice is the decode kernel."""
-    return backend == "triton" and form == "recurrent" and not is_scan(spec)
 
 
 def step(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False) -> tuple[Tensor, Tensor]:
@@ -50,7 +46,7 @@ def step(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False)
 
 def is_scan(spec: Spec) -> bool:
     """True for the fused scan's recurrences; the others have matrix products to gain."""
-    return spec.is_elementwise
+    return spec.is_elementwise or (VALUE in spec.decay_axes and not spec.rank)
 
 
 def forms_of(spec: Spec) -> tuple[str, ...]:
@@ -83,10 +79,10 @@ def source(spec: Spec, one_step: bool = False) -> str:
 
 
 def run_gpu(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, form: str = "chunk"
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, one_step: bool = False
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] and the final state, as the torch forms return them."""
-    if is_step(spec, form, "triton"):
+    if one_step:
         return step(spec, bound, state)
     if is_scan(spec):
         return gpu_scan.fused_scan(spec, bound, timed, state, valid)

@@ -219,13 +219,18 @@ def run_matrix(
 def step_refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     """Why the decode kernel cannot step this, in the user's words; None when it can."""
     from dsf.emit_step import step_refusal
+    from dsf.kernels.triton.step_ops import STEPS
 
     if dtype == torch.float64:
         return "GPU kernels compute in float32; float64 inputs run on the torch backend"
-    for name, size in (("N", sizes.n), ("P", sizes.p)):
-        if size > LARGEST:
+    refused = step_refusal(spec)
+    if refused is not None:
+        return refused
+    program = STEPS[step_of(spec)[1]]
+    for name, size, held in (("N", sizes.n, True), ("P", sizes.p, program.whole or program.ones)):
+        if held and size > LARGEST:
             return f"the decode kernel holds at most {name} = {LARGEST}, got {size}"
-    return step_refusal(spec)
+    return None
 
 
 @functools.cache

@@ -21,7 +21,18 @@ from dsf.examples import Example, lengths, same_state
 from dsf.expr import VALUE
 from dsf.kernels.attention import KVCache
 from dsf.lower import columns
-from dsf.measure import AGAINST, ORACLE, TOLERANCE, Outcome, Subject, cotangent, distance, gradients, typical_entry
+from dsf.measure import (
+    AGAINST,
+    KERNELS,
+    ORACLE,
+    TOLERANCE,
+    Outcome,
+    Subject,
+    cotangent,
+    distance,
+    gradients,
+    typical_entry,
+)
 from dsf.ranges import Given, ranges_of
 from dsf.recurrence import Recurrence, State
 
@@ -248,11 +259,19 @@ def step(subject: Subject, form: str, example: Example) -> Measures:
         outputs = []
         for t in range(example.tokens):
             now: dict[str, Any] = {name: x[:, t] if name in timed else x for name, x in inputs.items()}
-            y, state = subject.recurrence.step(state, **now)
+            y, state = subject.recurrence.step(state, backend=KERNELS if form == KERNELS else "auto", **now)
             outputs.append(y)
         return torch.stack(outputs, dim=1), state
 
-    yield from _against_whole(subject, form, example, tokens)
+    if form != KERNELS:
+        yield from _against_whole(subject, form, example, tokens)
+    elif subject.has_decode_kernel:  # it has no gradients
+        inputs, start = subject.inputs(example), subject.state(example)
+        p = subject.sizes(inputs).p
+        with torch.no_grad():
+            runs = [run(form, inputs, start) for run in (tokens, subject.run)]
+        found, whole = (Outcome(y, subject.truth(final, p)) for y, final in runs)
+        yield from compare(subject, found, whole, example.dtype)
 
 
 def heads(subject: Subject, form: str, example: Example) -> Measures:

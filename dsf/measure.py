@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsf.annotations import Kind
 from dsf.bind import Sizes, bind
+from dsf.errors import FormError
 from dsf.examples import Example, same_state
 from dsf.kernels.attention import KVCache
 from dsf.lower import columns
@@ -21,7 +22,7 @@ from dsf.ranges import Range
 from dsf.recurrence import Recurrence, State
 
 BLOCK = 16  # tokens whose error is weighed together
-ORACLE, AGAINST = "naive", "against"
+ORACLE, AGAINST, KERNELS = "naive", "against", "triton"  # KERNELS: the form that the triton backend chooses
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 
 # A block of a head is compared relative to its own norm, unless that is below this share of the typical block of its
@@ -76,6 +77,15 @@ class Subject:
         """True when the user's function has a parameter initial_state."""
         return self.against is not None and "initial_state" in inspect.signature(self.against).parameters
 
+    @property
+    def has_decode_kernel(self) -> bool:
+        """True when one token without gradients runs on the triton backend."""
+        try:
+            self.recurrence.plan(T=1, N=3, P=2, form="recurrent", backend=KERNELS, device=self.device)
+        except FormError:
+            return False
+        return True
+
     def supports(self, form: str, example: Example) -> Example:
         """The example without what a user's function need not take: grouped heads, maybe an initial state."""
         if form != AGAINST:
@@ -99,8 +109,9 @@ class Subject:
     ) -> tuple[Tensor, State | None]:
         """y and the final state (None when the user's function returns none)."""
         if form != AGAINST:
-            backend = self.backend if form != ORACLE else "auto"
-            call: dict[str, Any] = {**inputs, "initial_state": state, "form": form, "backend": backend}
+            backend = {ORACLE: "auto", KERNELS: KERNELS}.get(form, self.backend)
+            how = {"form": "auto" if form == KERNELS else form, "backend": backend}
+            call: dict[str, Any] = {**inputs, "initial_state": state, **how}
             y, final = self.recurrence(**call, cu_seqlens=cu_seqlens, return_state=True)
             return y, final
         assert self.against is not None

@@ -33,6 +33,7 @@ class Plan:
     chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T, numbers a token] of
     a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one forward call. bytes:
     inputs read and outputs written once. reason: the choice in a sentence. source: the code generated for it, or empty.
+    one_step: whether that is the decode kernel.
     """
 
     recurrence: str
@@ -48,6 +49,7 @@ class Plan:
     bytes: int
     reason: str
     source: str = ""
+    one_step: bool = False
 
     def __str__(self) -> str:
         rows = [
@@ -89,9 +91,9 @@ def make_plan(
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
 
     On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, with or without a delta rule,
-    runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise systems (one fused scan)
-    and one token of any other finite state without gradients (the decode step); everything else, and everything on a
-    CPU, on torch.
+    runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise systems and value-diagonal
+    decays (one fused scan) and one token of any finite state without gradients (the decode step); everything else, and
+    everything on a CPU, on torch.
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
@@ -126,7 +128,7 @@ def make_plan(
     return Plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
         math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
-        gpu.source(spec, one_step) if on_gpu else "",
+        gpu.source(spec, one_step) if on_gpu else "", one_step,
     )  # fmt: skip
 
 

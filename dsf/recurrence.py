@@ -112,22 +112,25 @@ class Recurrence:
             check_state(self.spec, state, expected, bound)
 
     def step(
-        self, state: State | None, /, *args: Tensor, in_place: bool = False, **kwargs: Tensor
+        self, state: State | None, /, *args: Tensor, in_place: bool = False, backend: str = "auto", **kwargs: Tensor
     ) -> tuple[Tensor, State]:
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
 
         in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient.
+        backend: torch, triton or auto.
 
-        Returns y_t [B, H, P] and the new state. Raises InputError as a call does.
+        Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does.
         """
         if torch.compiler.is_dynamo_compiling() and not isinstance(state, KVCache):
             allow()
             tensors = (*args, *kwargs.values())
-            return call_in_graph(self._key, "_step", (in_place,), tuple(kwargs), state, *tensors)
-        return self._step(args, kwargs, state, in_place)
+            return call_in_graph(self._key, "_step", (in_place, backend), tuple(kwargs), state, *tensors)
+        return self._step(args, kwargs, state, in_place, backend)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool) -> tuple[Tensor, State]:
-        bound, plan = self._calls.prepare(args, kwargs, state, "recurrent", "auto", True)
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool, backend: str
+    ) -> tuple[Tensor, State]:
+        bound, plan = self._calls.prepare(args, kwargs, state, "recurrent", backend, True)
         if in_place and state is not None:
             y = self._overwrite(bound, state, plan)
             return y[:, 0].to(bound.dtype), state
@@ -143,7 +146,7 @@ class Recurrence:
             raise InputError(f"{self.name}: in_place needs a contiguous state, got strides {list(state.stride())}")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*bound.tensors.values(), state)):
             raise InputError(f"{self.name}: in_place overwrites what a gradient would need; use torch.no_grad()")
-        if gpu.is_step(self.spec, plan.form, plan.backend):
+        if plan.one_step:
             return gpu.step(self.spec, bound, state, in_place=True)[0]
         y, final = self._run(bound, None, state, plan)
         assert isinstance(final, Tensor)

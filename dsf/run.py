@@ -53,7 +53,7 @@ def _run(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     if plan.backend == "triton":
-        return run_gpu(spec, bound, timed, state, valid, plan.form)
+        return run_gpu(spec, bound, timed, state, valid, plan.one_step)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
     compact = plan.form in ("scan", "chunk") and not spec.rank and not spec.is_stabilised

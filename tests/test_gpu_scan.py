@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_triton_scan import aligned, draw, gradients, leaky_peak, swinging
+from test_triton_scan import aligned, channels, draw, gradients, leaky_peak, swinging, twice
 from torch.utils.checkpoint import checkpoint
 
 import dsf
@@ -15,7 +15,8 @@ from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6, s6_negative
 
 pytestmark = pytest.mark.gpu
-MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, leaky_peak, aligned, swinging]
+UNSEEN = [leaky_peak, aligned, swinging, channels, twice]
+MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, *UNSEEN]
 BLOCK = 64
 
 
@@ -42,6 +43,16 @@ def test_equals_the_float64_oracle(recurrence: dsf.Recurrence, n: int, p: int, t
     oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
     for a, b in zip(ours, oracle, strict=True):
         assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("recurrence", [leaky_peak, aligned, swinging], ids=lambda r: r.name)
+def test_the_library_checks_recurrences_it_has_not_seen(recurrence: dsf.Recurrence) -> None:
+    report = dsf.check(
+        recurrence, device="cuda", backend="triton", examples=2, tokens=70,
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    )  # fmt: skip
+    assert report.ok, str(report)
+    assert {r.dtype for r in report.rows if r.form == "triton"} == {"float32", "bfloat16", "float16"}
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 100, 256])
@@ -139,7 +150,8 @@ def test_checkpointing_and_autocast_change_nothing() -> None:
 
 def test_auto_chooses_it_also_to_decode() -> None:
     x = cuda(draw(s6, 1, n=16, p=64))
-    assert s6.plan(**x).backend == "triton" and "def pull(" in s6.plan(**x).source
+    assert s6.plan(T=2, device="cuda").backend == "triton" and "def pull(" in s6.plan(T=2, device="cuda").source
+    assert "decode step" in s6.plan(**x).kernel
     timed = {i.name for i in s6.spec.inputs if i.kind.time}
     token = {k: v[:, 0] if k in timed else v for k, v in x.items()}
     y, state = s6.step(None, **token)

@@ -54,13 +54,19 @@ def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) ->
 
 
 @dsf.recurrence
+def channels(q: Key, k: Key, v: Value, g: Value) -> System:
+    """In no library: a leak a channel, the same for all its entries."""
+    return System(A=sigmoid(g), B=k * v, C=q)
+
+
+@dsf.recurrence
 def twice(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], g: Steps[Value, 2]) -> System:
     """In no library: two writes a token, each with a leak of its own for every entry."""
     first = System(A=sigmoid(g[0] * k[0]), B=k[0] * v[0])
     return compose(first, System(A=tanh(g[1] * k[1]), B=k[1] * v[1], C=q))
 
 
-RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, twice]
+RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, channels, twice]
 OTHERS = [hgrn, mingru, modified_qlstm, s6_negative]
 SMALL = {1: (2, 4, 1, 4, 4, 2, 4, 64, 0), 256: (1, 4, 1, 4, 4, 2, 4, 64, 0)}  # two channel blocks, several segments
 
@@ -120,8 +126,39 @@ def test_equals_the_oracle_forward_and_backward(recurrence: dsf.Recurrence, smal
 
 @interpreted
 def test_one_token_and_no_state(small_tiles: None) -> None:
-    x = draw(s6, tokens=1)
+    x = {k: v.requires_grad_() for k, v in draw(s6, tokens=1).items()}
     close([s6(**x, backend="triton", form="recurrent")], [s6(**x, backend="torch")])
+
+
+@interpreted
+@pytest.mark.parametrize("recurrence", [s6, rg_lru], ids=lambda r: r.name)
+def test_gradients_pass_through_steps(recurrence: dsf.Recurrence, small_tiles: None) -> None:
+    x = draw(recurrence, tokens=2)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+
+    def decoded(backend: str) -> list[torch.Tensor]:
+        leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
+        state = torch.ones(1, 2, *recurrence.state_shape(3, 5)[:1], 5) if recurrence is s6 else torch.ones(1, 2, 1, 5)
+        start = last = state.requires_grad_()
+        total = torch.zeros(())
+        for t in range(2):
+            token = {k: v[:, t] if k in timed else v for k, v in leaves.items()}
+            y, last = recurrence.step(last, **token, backend=backend)
+            total = total + (y * (t + 1)).sum()
+        return list(torch.autograd.grad(total + last.sum(), [*leaves.values(), start], materialize_grads=True))
+
+    close(decoded("triton"), decoded("torch"))
+
+
+@interpreted
+def test_the_library_checks_its_kernels(small_tiles: None) -> None:
+    laws = ("forms", "packed", "step", "contract")
+    report = dsf.check(
+        leaky_peak, backend="triton", examples=1, tokens=3, laws=laws, dtypes=(torch.float64, torch.float32)
+    )
+    assert report.ok, str(report)
+    assert {(r.form, r.dtype) for r in report.rows} >= {("triton", "float32"), ("naive", "float64")}
+    assert {r.law for r in report.rows if r.form == "triton"} == set(laws)
 
 
 @interpreted
@@ -179,3 +216,5 @@ def test_refusals_are_in_the_users_words() -> None:
     x = draw(s6, tokens=2)
     with pytest.raises(FormError, match="backend='triton' was asked for"):
         s6(**x, backend="triton")
+    with pytest.raises(FormError, match="s6: backend='triton' was asked for, but its kernels need CUDA tensors"):
+        dsf.check(s6, backend="triton")

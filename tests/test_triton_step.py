@@ -8,9 +8,10 @@ from mixer_inputs import sample
 
 import dsf
 from dsf import Key, System, Value, exp, mixers
+from dsf.emit_step import step_refusal
 
 pytestmark = interpreted
-MATRIX = [e.recurrence for e in mixers.ZOO if not (e.recurrence.spec.is_softmax or e.recurrence.spec.is_elementwise)]
+DECODED = [e.recurrence for e in mixers.ZOO if step_refusal(e.recurrence.spec) is None]
 
 
 @dsf.recurrence
@@ -27,7 +28,7 @@ def tokens_of(recurrence, given, t):
 def decode(recurrence, given, **how):
     """Outputs of every token and the last state."""
     state, outputs = None, []
-    tokens = max(x.shape[1] for x in given.values() if x.dim() > 2)
+    tokens = next(given[i.name].shape[1] for i in recurrence.spec.inputs if i.kind.time)
     for t in range(tokens):
         y, state = recurrence.step(state, **tokens_of(recurrence, given, t), **how)
         outputs.append(y)
@@ -48,10 +49,11 @@ def assert_same(a, b, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("recurrence", [*UNSEEN, *MATRIX, channels_forget], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED, channels_forget], ids=lambda r: r.name)
 def test_token_by_token_is_the_recurrence(recurrence, in_place):
     given = {n: x.float() for n, x in sample(recurrence, tokens=5).items()}
-    assert "decode step" in recurrence.plan(**{n: x[:, :1] if x.dim() > 2 else x for n, x in given.items()}).kernel
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    assert "decode step" in recurrence.plan(**{n: x[:, :1] if n in timed else x for n, x in given.items()}).kernel
     y, state = decode(recurrence, given, in_place=in_place)
     wide = {n: x.double() for n, x in given.items()}
     with pytest.MonkeyPatch.context() as patch:
@@ -96,6 +98,19 @@ def test_overwriting_is_refused_where_it_would_lose_something():
         gated.step(torch.zeros(2, 2, 4, 3).transpose(-1, -2), **first, in_place=True)
     with pytest.raises(dsf.InputError, match="gradient"):
         gated.step(state.requires_grad_(), **first, in_place=True)
+
+
+def test_elementwise_systems_take_many_channels_and_overwrite_their_state():
+    for name, n in (("s6", 3), ("rg_lru", 1)):
+        recurrence = mixers.get(name).recurrence
+        given = {i: x.float()[..., :1].expand(*x.shape[:-1], 1500) if x.shape[-1] == 4 else x.float()
+                 for i, x in sample(recurrence, tokens=1, batch=1).items()}  # fmt: skip
+        first, state = tokens_of(recurrence, given, 0), torch.randn(1, 2, n, 1500)
+        expected, new = recurrence.step(state, **first, backend="torch")
+        y, same = recurrence.step(state, **first, in_place=True)
+        assert same is state
+        assert_same(y, expected)
+        assert_same(state, new)
 
 
 @pytest.mark.parametrize("name", ["mlstm", "gated_delta_product"])

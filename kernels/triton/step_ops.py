@@ -54,6 +54,8 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
     """
     keys, channels = (1 << (x - 1).bit_length() for x in (n, p))
     numbers, own = 4096, 1024
+    if keys == 1:
+        numbers, own = 1024, 256
     if keys >= 128 and (program.corrected or program.ones):
         numbers, own = (2048 if program.corrected else 8192), 2048
     if not program.whole:
