@@ -5,7 +5,8 @@ product, what meets rows of the chunk goes through the blocks of keywise.py. The
 rows': G_i grows with what row i reads and falls with what it writes, so dG = q ⊙ dq - k ⊙ dk inside the chunk, where
 writes into the last state and S carried through depend on the last G alone. What a row reads of its own write no decay
 touches: it is left out of both, so that decays near zero keep their gradient's digits. dlog decay_t sums dG over the
-rows from t on.
+rows from t on. There what a row reads of another and what that one writes to it cancel, so both are products of the
+same rounded factors: others would leave, summed over a chunk, as much as what remains of strong decays.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import load_chunk, pair_products, rounded
+from dsf.kernels.triton.keywise import factors, load_chunk, meeting, rounded, row_of
 from dsf.kernels.triton.tiles import ERASE, READ, SOURCE, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["base", "count"])
 def key_gradient(
-    q, k, v, dy, scalars, running, writes, scores_of, entries, adjoint_entries, states, adjoints,
+    q, k, v, dy, scalars, running, first_levels, writes, scores_of, entries, adjoint_entries, states, adjoints,
     dq, dk, dv, dg, ds, db, dc,
     tokens, heads, length, plane, base, count,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
@@ -30,12 +31,11 @@ def key_gradient(
 ):  # fmt: skip
     """dv of a slice of P, and that slice's part of all the others, to be summed; of `count` chunks from `base` on.
 
-    A chunk has a program for what reads give and one for what writes give for each BK keys, and without the delta rule
-    one for dv: neighbours, so that all but the first find their operands in the cache; in one program they would not
-    fit in registers. dq, dk [slices, B, T, H, N]; dg [2 · slices, B, T, H, N]; the scalars' [slices · keys / BK, ..].
+    A chunk has a program for each BK keys, and without the delta rule one for dv: neighbours, so that all but the first
+    find their operands in the cache. dq, dk, dg [slices, B, T, H, N]; the scalars' [slices · keys / BK, B, T, H].
     """
-    BLOCKS: tl.constexpr = BN // BK
-    ROLES: tl.constexpr = 2 * BLOCKS if DELTA else 2 * BLOCKS + 1
+    BLOCKS: tl.constexpr = (N + BK - 1) // BK
+    ROLES: tl.constexpr = BLOCKS if DELTA else BLOCKS + 1
     role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + base
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
@@ -56,26 +56,26 @@ def key_gradient(
     else:
         x, x_t = v, v_t
     block = (lane * length + chunk * L) * N
-    keys = role % BLOCKS * BK + tl.arange(0, BK)
-    at_rows = flat + piece * size
-    at_scalars = flat + (piece * BLOCKS + role % BLOCKS) * size + rows.to(tl.int64) * heads
+    at_rows = (flat + piece * size) * N
+    at_scalars = flat + (piece * BLOCKS + role) * size + rows.to(tl.int64) * heads
     if role < BLOCKS:
-        of_rows = _of_reads(
-            q, q_t, k, k_t, dy, x, x_t, scalars, running + block, states, dq + at_rows * N, dc + at_scalars,
-            rows, tokens, heads, plane, keys, columns, local,
-            N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
-        )  # fmt: skip
-        log = _sum_after(of_rows, local, KIND, PRECISION)
-        store_rows(dg + at_rows * N, heads * N, rows, tokens, keys, N, BK, log)
-    elif role < 2 * BLOCKS:
-        of_rows, of_end = _of_writes(
-            q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running + block, adjoint_entries,
-            states, adjoints, dk + at_rows * N, dv + flat * P, ds + at_scalars, db + at_scalars,
-            role == BLOCKS, rows, tokens, heads, plane, keys, columns, local,
-            N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
-        )  # fmt: skip
-        log = _sum_after(of_rows, local, KIND, PRECISION) + of_end[None, :]
-        store_rows(dg + (at_rows + tl.num_programs(2) * size) * N, heads * N, rows, tokens, keys, N, BK, log)
+        first = tl.load(first_levels + lane * (length // L) + chunk)
+        if first == LEVELS - 1:
+            _of_keys(
+                q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running + block, first, adjoint_entries,
+                states, adjoints, dq + at_rows, dk + at_rows, dv + flat * P, dg + at_rows,
+                ds + at_scalars, db + at_scalars, dc + at_scalars, role == 0, rows, tokens, heads, plane,
+                role * BK + tl.arange(0, BK), columns, local, True,
+                N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
+            )  # fmt: skip
+        else:
+            _of_keys(
+                q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running + block, first, adjoint_entries,
+                states, adjoints, dq + at_rows, dk + at_rows, dv + flat * P, dg + at_rows,
+                ds + at_scalars, db + at_scalars, dc + at_scalars, role == 0, rows, tokens, heads, plane,
+                role * BK + tl.arange(0, BK), columns, local, False,
+                N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
+            )  # fmt: skip
     elif not DELTA:
         _of_values(
             dy, scalars, writes + block, scores_of + flat * L, adjoints, dv + flat * P,
@@ -104,89 +104,105 @@ def _of_values(
 
 
 @triton.jit
-def _of_reads(
-    q, q_t, k, k_t, dy, x, x_t, scalars, running, state_of, dq, dc,
-    rows, tokens, heads, plane, keys, columns, local,
+def _of_keys(
+    q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running, first, adjoint_entries, state_of, adjoint_of,
+    dq, dk, dv, dg, ds, db, dc, is_first, rows, tokens, heads, plane, keys, columns, local, ONCE: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
-    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, READ_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and dc. Returns the gradient of G as the reads have it, [L, BK]."""
-    given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
-    written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
-    state = _load_state(state_of, keys, columns, N, P, KIND)
-    yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
+    """dq, dk, dg, the scalars' gradients and (DELTA) dv. ONCE: all rows meet in one product."""
     own = load_chunk(running, local, keys, N, BK)
-    grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION) * tl.exp2(own)
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
-    if SCALED and not DELTA:
-        rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
-    read_q = rows_q
-    if READ_SCALED:
-        read_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    grad_q, of_rows = pair_products(
-        grad_q, grad_q * read_q, yx, rows_k, read_q, running, own, local, keys,
-        True, LEVELS, N, BK, KIND, PRECISION,
-    )  # fmt: skip
-    grad_q += _diagonal(yx, local)[:, None] * rows_k
-    if READ_WANTED:
-        tl.store(dc, tl.sum(grad_q * rows_q, axis=1), mask=rows < tokens)
-    if READ_SCALED:
-        grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(dq, heads * N, rows, tokens, keys, N, BK, grad_q)
-    return of_rows
-
-
-@triton.jit
-def _of_writes(
-    q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running, adjoint_entries, state_of, adjoint_of,
-    dk, dv, ds, db, is_first, rows, tokens, heads, plane, keys, columns, local,
-    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
-    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dk, ds, db and (DELTA) dv. Returns the gradient of G as writes and erasing have it, and its last row's."""
-    adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
-    state = _load_state(state_of, keys, columns, N, P, KIND)
-    through = tl.sum(state.to(tl.float32) * adjoint.to(tl.float32), axis=1)
-    written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
-    written_k = rows_k
-    if SCALED and not DELTA:
-        written_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    own = load_chunk(running, local, keys, N, BK)
-    # z = G x, from the last state and from the reads of later rows; its part of the gradient of G is negative
-    last = tl.sum(tl.where((local == L - 1)[:, None], own, 0.0), axis=0)
-    z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION) * tl.exp2(last[None, :] - own)
-    at_end = z * written_k
-    of_end = tl.sum(at_end, axis=0) + tl.exp2(last) * through
-    given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
-    xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
+    middle = row_of(own, local, L // 2 - 1)
+    last = row_of(own, local, L - 1)
+    # q and k as the sums have them
     rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
     if READ_SCALED:
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    z, of_rows = pair_products(
-        z, at_end, xy, rows_q, written_k, running, own, local, keys, False, LEVELS, N, BK, KIND, PRECISION
-    )
-    at_once = _diagonal(xy, local)[:, None] * rows_q
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+    if SCALED and not DELTA:
+        rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    if DELTA:
+        strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
+    given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
+    written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
+    at_once = tl.sum(given.to(tl.float32) * written.to(tl.float32), axis=1)[:, None]
+    # reads: of the first state, of earlier rows
+    products = tl.dot(given, tl.trans(written), input_precision=PRECISION)
+    products = tl.where(local[:, None] > local[None, :], products, 0.0).to(KIND)
+    state = _load_state(state_of, keys, columns, N, P, KIND)
+    read = tl.dot(given, tl.trans(state), input_precision=PRECISION)
+    if ONCE:
+        gap = own - middle[None, :]
+        reader, writer = tl.exp2(gap), tl.exp2(-gap)
+        query, source = rounded(rows_q * reader, KIND, PRECISION), rounded(rows_k * writer, KIND, PRECISION)
+        from_middle, to_end = tl.exp2(middle)[None, :], tl.exp2(last - middle)[None, :]
+        read = read * from_middle + tl.dot(products, source, input_precision=PRECISION)
+        log = read * query.to(tl.float32)
+        read *= reader
+    else:
+        read *= tl.exp2(own)
+        read, log = _by_levels(
+            read, read * rows_q, products, rows_k, rows_q, running, first, own, local, keys,
+            True, LEVELS, N, BK, KIND, PRECISION,
+        )  # fmt: skip
+    read += at_once * rows_k
+    if READ_WANTED:
+        unscaled = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+        tl.store(dc, tl.sum(read * unscaled, axis=1), mask=rows < tokens)
+    if READ_SCALED:
+        read *= tl.load(scalars + READ * plane + rows)[:, None]
+    store_rows(dq, heads * N, rows, tokens, keys, N, BK, read)
+    # z = G x: writes into the last state, into later rows
+    products = tl.dot(written, tl.trans(given), input_precision=PRECISION)
+    products = tl.where(local[:, None] < local[None, :], products, 0.0).to(KIND)
+    adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
+    of_end = tl.exp2(last) * tl.sum(state.to(tl.float32) * adjoint.to(tl.float32), axis=1)
+    z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
     if DELTA:
         f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
-        xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
-        erased = rows_k * -tl.load(scalars + ERASE * plane + rows)[:, None]
-        z, of_rows = pair_products(
-            z, of_rows, xf, erased, rows_k, running, own, local, keys, False, LEVELS, N, BK, KIND, PRECISION
-        )
-        # d, what the erasing of each row read: S_{t-1} decayed, times f; db
-        fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
-        d = tl.dot(f, tl.trans(state), input_precision=PRECISION) * tl.exp2(own)
-        d, of_erased = pair_products(
-            d, d * erased, fx, rows_k, erased, running, own, local, keys, True, LEVELS, N, BK, KIND, PRECISION
-        )
-        of_rows = of_erased - of_rows
+        erasing = tl.dot(written, tl.trans(f), input_precision=PRECISION)
+        erasing = tl.where(local[:, None] < local[None, :], erasing, 0.0).to(KIND)
+    if ONCE:
+        z *= to_end
+        of_end += tl.sum(z * source.to(tl.float32), axis=0)
+        z += tl.dot(products, query, input_precision=PRECISION)
+        if DELTA:
+            erased = rounded(rows_k * strength * reader, KIND, PRECISION)
+            z += tl.dot(erasing, erased, input_precision=PRECISION)
+        log -= z * source.to(tl.float32)
+        z *= writer
+    else:
+        z *= tl.exp2(last[None, :] - own)
+        of_end += tl.sum(z * rows_k, axis=0)
+        z, of_writes = _by_levels(
+            z, z * rows_k, products, rows_q, rows_k, running, first, own, local, keys,
+            False, LEVELS, N, BK, KIND, PRECISION,
+        )  # fmt: skip
+        if DELTA:
+            z, of_writes = _by_levels(
+                z, of_writes, erasing, rows_k * strength, rows_k, running, first, own, local, keys,
+                False, LEVELS, N, BK, KIND, PRECISION,
+            )  # fmt: skip
+        log -= of_writes
+    z += at_once * rows_q
+    if DELTA:
+        # d: what the erasing of each row read, S_{t-1} decayed, times f
+        products = tl.dot(f, tl.trans(written), input_precision=PRECISION)
+        products = tl.where(local[:, None] > local[None, :], products, 0.0).to(KIND)
+        d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
+        if ONCE:
+            d = d * from_middle + tl.dot(products, source, input_precision=PRECISION)
+            log += d * erased.to(tl.float32)
+            d *= reader
+        else:
+            d *= tl.exp2(own)
+            d, log = _by_levels(
+                d, log + d * rows_k * strength, products, rows_k, rows_k * strength, running, first, own, local, keys,
+                True, LEVELS, N, BK, KIND, PRECISION,
+            )  # fmt: skip
         tl.store(db, -tl.sum(d * rows_k, axis=1), mask=rows < tokens)
-        z += at_once - d * tl.load(scalars + ERASE * plane + rows)[:, None]
-        store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
+        z += d * strength
         grad_v = f.to(tl.float32)
         if SOURCE_WANTED:
             values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
@@ -196,25 +212,34 @@ def _of_writes(
         if is_first:
             store_rows(dv, heads * P, rows, tokens, columns, P, BP, grad_v)
     else:
-        of_rows = -of_rows
-        z += at_once
         if SOURCE_WANTED:
-            tl.store(ds, tl.sum(z * rows_k, axis=1), mask=rows < tokens)
+            unscaled = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+            tl.store(ds, tl.sum(z * unscaled, axis=1), mask=rows < tokens)
         if SCALED:
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
-    return of_rows, of_end
+    store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
+    log = tl.cumsum(log, axis=0, reverse=True) + of_end[None, :]
+    store_rows(dg, heads * N, rows, tokens, keys, N, BK, log)
 
 
 @triton.jit
-def _sum_after(x, local, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """[t]: the sum of the rows of x from t on."""
-    after = tl.where(local[:, None] <= local[None, :], 1.0, 0.0).to(KIND)
-    main = rounded(x, KIND, PRECISION)
-    out = tl.dot(after, main, input_precision=PRECISION)
-    if PRECISION == "tf32":  # sums whose terms cancel: what rounding left out
-        out += tl.dot(after, (x - main.to(tl.float32)).to(KIND), input_precision=PRECISION)
-    return out
+def _by_levels(
+    out, log, weights, x, mine, running, first, own, local, keys,
+    READS: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out + Σ_j weights[i, j] exp(-|G_i - G_j|) x_j of rows that i reads (READS) or that read i; log + mine ⊙ that."""
+    meet = meeting(local, first)
+    for level in tl.range(first, LEVELS, num_stages=1):
+        if READS:
+            factor, other = factors(running, own, local, keys, level, N, BK)
+        else:
+            other, factor = factors(running, own, local, keys, level, N, BK)
+        there = rounded(x * other, KIND, PRECISION)
+        products = tl.dot(tl.where((meet >> level) == 1, weights, 0.0), there, input_precision=PRECISION)
+        out += products * factor
+        log += products * rounded(mine * factor, KIND, PRECISION).to(tl.float32)
+    return out, log
 
 
 @triton.jit
@@ -222,9 +247,3 @@ def _load_state(base, keys, columns, N: tl.constexpr, P: tl.constexpr, KIND: tl.
     """A tile of a state [N, P]."""
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     return tl.load(base + keys[:, None] * P + columns[None, :], mask=inside, other=0.0).to(KIND)
-
-
-@triton.jit
-def _diagonal(x, local):
-    """The diagonal of x [L, L] as [L]."""
-    return tl.sum(tl.where(local[:, None] == local[None, :], x, 0.0), axis=1)

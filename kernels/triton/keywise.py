@@ -5,6 +5,10 @@ of i xor j. With the middle G' = G of the lower half's last row, exp(G_i - G_j) 
 most one. So each of the log2 L sizes m is one matrix product over all blocks at once (the binary form of GLA's
 secondary chunking, arXiv 2312.06635 §4.3, where no pair of rows is left to elementwise work).
 
+Blocks whose G stays within a factor of 2^±REACH of their middle's for every key need no halves: float32's range holds
+both factors of any two of their rows, so that all of them meet in one product, where pairs with exponents above zero
+are not used. Slow decays leave one product a chunk; the preparation finds the largest such blocks of each.
+
 G is kept in units of log 2, chunk by chunk without gaps: [B·H, chunks · L, N] float32. So are the rows that the walks
 multiply with states: queries and erased keys decayed from the chunk's start, written keys decayed to its end.
 """
@@ -14,62 +18,107 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows
+from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
+
+REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 
 
 @triton.jit
 def prepare_keys(
-    q, k, g, running, reads, erased, writes, scores, system,
+    q, k, g, running, reads, erased, writes, scores, system, first_levels,
     tokens, heads, length,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, g_b, g_t, g_h, g_group,
-    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
+    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log decays -> G, the rows for the walks, and scores[i, j] = Σ_n q_i k_j exp(G_i - G_j), i ≥ j [B, T, H, L].
 
-    DELTA: also the erased keys, and system, the scores of k_i with k_j for i > j.
+    DELTA: also the erased keys, and system, the scores of k_i with k_j for i > j. BK keys at a time. first_levels
+    [B·H, chunks]: the first level whose rows meet.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
-    keys, local = tl.arange(0, BN), tl.arange(0, L)
+    q += batch * q_b + head // q_group * q_h
+    k += batch * k_b + head // k_group * k_h
+    g += batch * g_b + head // g_group * g_h
+    BLOCKS: tl.constexpr = (N + BK - 1) // BK
+    local = tl.arange(0, L)
     rows = chunk * L + local
-    log = load_rows(g + batch * g_b + head // g_group * g_h, g_t, rows, tokens, keys, N, BN, tl.float32)
-    own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
-    block = (lane * length + chunk * L) * N
-    running += block
-    store_chunk(running, own, local, keys, N, BN)
-    last = tl.sum(tl.where((local == L - 1)[:, None], own, 0.0), axis=0)
-    rows_q = load_rows(q + batch * q_b + head // q_group * q_h, q_t, rows, tokens, keys, N, BN, KIND)
-    rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BN, KIND)
-    from_start = tl.exp2(own)
-    store_chunk(reads + block, rows_q.to(tl.float32) * from_start, local, keys, N, BN)
-    store_chunk(writes + block, rows_k.to(tl.float32) * tl.exp2(last[None, :] - own), local, keys, N, BN)
-    if DELTA:
-        store_chunk(erased + block, rows_k.to(tl.float32) * from_start, local, keys, N, BN)
-    apart = local[:, None] ^ local[None, :]
-    products = tl.sum(rows_q.to(tl.float32) * rows_k.to(tl.float32), axis=1)
-    out = tl.where(apart == 0, products[:, None], 0.0)
-    between_keys = tl.zeros([L, L], tl.float32)
-    tl.debug_barrier()  # G is read again, by other threads
-    for level in tl.range(0, LEVELS, num_stages=1):
-        factor = halves(running, own, local, keys, level, N, BN)
-        meet = ((apart >> level) == 1) & (local[:, None] > local[None, :])
-        weighed = (rows_k.to(tl.float32) * factor).to(KIND)  # rows of the wrong half meet no other
-        readers = (rows_q.to(tl.float32) * factor).to(KIND)
-        out += tl.where(meet, tl.dot(readers, tl.trans(weighed), input_precision=PRECISION), 0.0)
+    here = (lane * length + chunk * L) * N
+    scores += (batch * tokens * heads + head) * L
+    system += (batch * tokens * heads + head) * L
+    running += here
+    between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
+    far = tl.zeros([], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        keys = block * BK + tl.arange(0, BK)
+        log = load_rows(g, g_t, rows, tokens, keys, N, BK, tl.float32)
+        rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, KIND)
+        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, KIND)
+        own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
+        store_chunk(running, own, local, keys, N, BK)
+        from_start = tl.exp2(own)
+        to_end = tl.exp2(row_of(own, local, L - 1)[None, :] - own)
+        store_chunk(reads + here, rows_q.to(tl.float32) * from_start, local, keys, N, BK)
+        store_chunk(writes + here, rows_k.to(tl.float32) * to_end, local, keys, N, BK)
         if DELTA:
-            between_keys += tl.where(meet, tl.dot(weighed, tl.trans(weighed), input_precision=PRECISION), 0.0)
-    at = (batch * tokens * heads + head) * L + rows[:, None].to(tl.int64) * heads * L + local[None, :]
-    tl.store(scores + at, out.to(scores.dtype.element_ty), mask=rows[:, None] < tokens)
+            store_chunk(erased + here, rows_k.to(tl.float32) * from_start, local, keys, N, BK)
+        gap = own - row_of(own, local, L // 2 - 1)[None, :]
+        far = tl.maximum(far, tl.max(tl.max(tl.abs(gap), axis=1), axis=0))
+        reader = tl.exp2(tl.minimum(gap, REACH))
+        weighed = tl.trans((rows_k.to(tl.float32) * tl.exp2(tl.minimum(-gap, REACH))).to(KIND))
+        readers = (rows_q.to(tl.float32) * reader).to(KIND)
+        between_rows += tl.dot(readers, weighed, input_precision=PRECISION)
+        if DELTA:
+            readers = (rows_k.to(tl.float32) * reader).to(KIND)
+            between_keys += tl.dot(readers, weighed, input_precision=PRECISION)
+    first_levels += lane * (length // L) + chunk
+    if far <= REACH:
+        tl.store(first_levels, LEVELS - 1)
+        _store_scores(scores, system, between_rows, between_keys, rows, tokens, heads, local, L, DELTA)
+    else:
+        tl.debug_barrier()  # G is read again, by other threads
+        first = first_level(running, local, N, BK, LEVELS)
+        tl.store(first_levels, first)
+        meet = meeting(local, first)
+        between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
+        for step in tl.range(0, (LEVELS - first) * BLOCKS, num_stages=1):
+            level, keys = first + step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
+            reader, writer = factors(running, load_chunk(running, local, keys, N, BK), local, keys, level, N, BK)
+            met = (meet >> level) == 1
+            rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+            weighed = tl.trans((rows_k * writer).to(KIND))
+            readers = (load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32) * reader).to(KIND)
+            between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=PRECISION), 0.0)
+            if DELTA:
+                product = tl.dot((rows_k * reader).to(KIND), weighed, input_precision=PRECISION)
+                between_keys += tl.where(met, product, 0.0)
+        _store_scores(scores, system, between_rows, between_keys, rows, tokens, heads, local, L, DELTA)
+
+
+@triton.jit
+def _store_scores(
+    scores, system, between_rows, between_keys, rows, tokens, heads, local, L: tl.constexpr, DELTA: tl.constexpr
+):
+    """Write the products of rows that read rows before them, queries also their own."""
+    between_rows = tl.where(local[:, None] >= local[None, :], between_rows, 0.0)
+    store_rows(scores, heads * L, rows, tokens, local, L, L, between_rows)
     if DELTA:
-        tl.store(system + at, between_keys, mask=rows[:, None] < tokens)
+        between_keys = tl.where(local[:, None] > local[None, :], between_keys, 0.0)
+        store_rows(system, heads * L, rows, tokens, local, L, L, between_keys)
+
+
+@triton.jit
+def row_of(x, local, row):
+    """One row of x [L, BN] as [BN]."""
+    return tl.sum(tl.where((local == row)[:, None], x, 0.0), axis=0)
 
 
 @triton.jit
 def store_chunk(base, x, local, keys, N: tl.constexpr, BN: tl.constexpr):
     """Write x [L, BN] as the rows of one chunk, without gaps."""
     at = base + local[:, None] * N + keys[None, :]
-    if N == BN:
+    if N % BN == 0:
         tl.store(at, x.to(base.dtype.element_ty))
     else:
         tl.store(at, x.to(base.dtype.element_ty), mask=keys[None, :] < N)
@@ -79,7 +128,7 @@ def store_chunk(base, x, local, keys, N: tl.constexpr, BN: tl.constexpr):
 def load_chunk(base, local, keys, N: tl.constexpr, BN: tl.constexpr):
     """Rows `local` of a chunk [L, BN], in float32."""
     at = base + local[:, None] * N + keys[None, :]
-    if N == BN:
+    if N % BN == 0:
         return tl.load(at).to(tl.float32)
     return tl.load(at, mask=keys[None, :] < N, other=0.0).to(tl.float32)
 
@@ -91,32 +140,37 @@ def last_running(running, lane, length, chunk, keys, N: tl.constexpr, L: tl.cons
 
 
 @triton.jit
-def halves(running, own, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
-    """exp(-|G - G'|) [L, BN] at a block size of 2^(level+1); running: where the chunk's G begins, own: its rows."""
-    middle = ((local >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    return tl.exp2(-tl.abs(own - load_chunk(running, middle, keys, N, BN)))
+def load_middle(running, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
+    """G' of every row's block of 2^(level+1) rows [L, BN]; running: where the chunk's G begins."""
+    return load_chunk(running, ((local >> (level + 1)) << (level + 1)) + (1 << level) - 1, keys, N, BN)
 
 
 @triton.jit
-def pair_products(
-    out, log, weights, x, mine, running, own, local, keys,
-    READS: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out + Σ_j weights[i, j] exp(-|G_i - G_j|) x_j of rows j < i (READS) or j > i; log + mine ⊙ that sum.
+def factors(running, own, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
+    """exp(G - G') of rows that read and exp(G' - G) of rows that write [L, BN]; finite where the row never does."""
+    gap = own - load_middle(running, local, keys, level, N, BN)
+    return tl.exp2(tl.minimum(gap, REACH)), tl.exp2(tl.minimum(-gap, REACH))
 
-    In log what a row reads of another and what that one writes to it cancel, so both are products of the same rounded
-    factors: rows without their scales would leave, summed over a chunk, as much as what remains of strong decays.
-    """
-    meet = _meeting(local, READS)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        factor = halves(running, own, local, keys, level, N, BN)
-        there = rounded(x.to(tl.float32) * factor, KIND, PRECISION)
-        weigh = tl.where((meet >> level) == 1, weights, 0.0).to(KIND)
-        products = tl.dot(weigh, there, input_precision=PRECISION)
-        out += products * factor
-        log += products * rounded(mine.to(tl.float32) * factor, KIND, PRECISION).to(tl.float32)
-    return out, log
+
+@triton.jit
+def first_level(running, local, N: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr):
+    """The highest level below a whole chunk's whose blocks all lie within REACH of their middles; 0 always does."""
+    level = tl.program_id(0) * 0 + LEVELS - 1
+    far = tl.full([], 2 * REACH, tl.float32)
+    while (level > 0) & (far > REACH):
+        level -= 1
+        far = tl.zeros([], tl.float32)
+        for block in tl.range(0, (N + BK - 1) // BK, num_stages=1):
+            keys = block * BK + tl.arange(0, BK)
+            gap = load_chunk(running, local, keys, N, BK) - load_middle(running, local, keys, level, N, BK)
+            far = tl.maximum(far, tl.max(tl.max(tl.abs(gap), axis=1), axis=0))
+    return level
+
+
+@triton.jit
+def meeting(local, first):
+    """[L, L] whose highest bit is the level where rows i and j meet, no lower than the first."""
+    return tl.maximum(local[:, None] ^ local[None, :], 1 << first)
 
 
 @triton.jit
@@ -127,12 +181,3 @@ def rounded(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
     else:
         out = x.to(KIND)
     return out
-
-
-@triton.jit
-def _meeting(local, reads: tl.constexpr):
-    """i xor j where row i reads row j < i (or is read by row j > i), else 0: its highest bit is where they meet."""
-    apart = local[:, None] ^ local[None, :]
-    if reads:
-        return tl.where(local[:, None] > local[None, :], apart, 0)
-    return tl.where(local[:, None] < local[None, :], apart, 0)

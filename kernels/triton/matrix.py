@@ -51,9 +51,10 @@ class _Call:
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
             "PRECISION": precision,
         }  # fmt: skip
+        self.key_block = min(self.tiles.keys, self.tiles.gradient_keys)
         self.levels = self.tiles.chunk.bit_length() - 1
         self.scalars = self._prepare(None if self.keywise else g, s, b, c)
-        self.running = self.scores = self.system = q
+        self.running = self.first_levels = self.scores = self.system = q
         self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
         if self.keywise:
             assert g is not None
@@ -75,7 +76,7 @@ class _Call:
 
     def _prepare_keys(self, g: Tensor) -> None:
         """Key-diagonal decays: running sums over each chunk, the products of its rows and the rows for the walks."""
-        sizes = {name: x for name, x in self.sizes.items() if name != "P"}
+        sizes = {name: x for name, x in self.sizes.items() if name not in ("P", "BN")}
         self.running = self.empty(self.lanes, self.length, self.n, dtype=torch.float32)
         # [B, T', H, N] in memory that has all chunks of a head in one piece
         self.reads, self.writes, *erased = (
@@ -84,11 +85,13 @@ class _Call:
         self.erased = erased[0] if erased else self.writes
         self.scores = self.empty(self.batch, self.tokens, self.heads, self.tiles.chunk)
         self.system = torch.empty_like(self.scores, dtype=torch.float32) if self.delta else self.scores
+        self.first_levels = self.empty(self.lanes, self.chunks, dtype=torch.int32)
         launch(
             prepare_keys, (self.chunks, self.lanes),
             self.q, self.k, g, self.running, self.reads, self.erased, self.writes, self.scores, self.system,
-            self.tokens, self.heads, self.length, *self.rows(self.q), *self.rows(self.k), *self.rows(g),
-            LEVELS=self.levels, DELTA=self.delta, num_warps=8, **sizes,
+            self.first_levels, self.tokens, self.heads, self.length,
+            *self.rows(self.q), *self.rows(self.k), *self.rows(g),
+            BK=self.key_block, LEVELS=self.levels, DELTA=self.delta, num_warps=self.tiles.prepare_warps, **sizes,
         )  # fmt: skip
 
     def rows(self, x: Tensor) -> tuple[int, int, int, int]:
@@ -321,24 +324,23 @@ def _chunk_matrix_backward(
     ]
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
-    block = min(t.keys, t.gradient_keys)
-    blocks = t.keys // block
+    blocks = -(-call.n // call.key_block)
     if call.keywise:
         sums = (
             call.empty(*((pieces * blocks, *lead) if x is not None else (1, 0)), dtype=torch.float32)
             for x in (source, erase, read)
         )
-        scalars = [call.empty(2 * pieces, *lead, call.n, dtype=torch.float32), *sums]
+        scalars = [call.empty(*parts, call.n, dtype=torch.float32), *sums]
     given = q if decay is None else decay
     for found in _reverse(call, dy, solve, start, passed, state is not None):
         saved = (entries, found.entries, states, found.states)
         sizes = (call.tokens, heads, call.length, call.plane)
         if call.keywise:
             launch(
-                key_gradient, (found.chunks * (2 * blocks + (not delta)), call.lanes, pieces),
-                q, k, v, dy, call.scalars, call.running, call.writes, call.scores, *saved, dq, dk, dv, *scalars,
-                *sizes, found.base, found.chunks, *call.rows(q), *call.rows(k), *call.rows(v),
-                BK=block, BP=t.gradient_piece, LEVELS=call.levels, DELTA=delta, SCALED=call.scaled,
+                key_gradient, (found.chunks * (blocks + (not delta)), call.lanes, pieces),
+                q, k, v, dy, call.scalars, call.running, call.first_levels, call.writes, call.scores, *saved,
+                dq, dk, dv, *scalars, *sizes, found.base, found.chunks, *call.rows(q), *call.rows(k), *call.rows(v),
+                BK=call.key_block, BP=t.gradient_piece, LEVELS=call.levels, DELTA=delta, SCALED=call.scaled,
                 READ_SCALED=call.read, SOURCE_WANTED=source is not None, READ_WANTED=read is not None,
                 num_warps=t.gradient_warps, num_stages=2, **call.sizes,
             )  # fmt: skip

@@ -21,7 +21,7 @@ PROCESSORS = 132
 class Tiles:
     """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options.
 
-    gradient_roles: programs that share a chunk's gradients; gradient_keys: keys a program of key-diagonal decays;
+    gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
     transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept.
     """
 
@@ -39,6 +39,7 @@ class Tiles:
     transform_registers: int | None = None
     gradient_keys: int = 64
     stretches: int = 1
+    prepare_warps: int = 4
 
 
 def padded(size: int) -> int:
