@@ -1,10 +1,11 @@
-"""Times the decode step on a CUDA GPU: one token of every sequence, the state read and written once.
+"""Times the decode step on a CUDA GPU, and the peers': one token of every sequence, the state read and written once.
 
 python benchmarks/gpu_decode.py [--only mlstm] [--batch 1 128 1024] [--json benchmarks/results/gpu_decode.json]
 python benchmarks/gpu_decode.py --page benchmarks/results/gpu_decode.json   # the table of docs/performance.md
 
 bfloat16 inputs, float32 states overwritten in place and rotated over more memory than the L2 holds. "kernel" is the
-launch alone (a CUDA graph of steps), "call" a public call on the host's clock.
+launch alone (a CUDA graph of steps), "call" a public call on the host's clock. Peers (gpu_peers.py) do what they do on
+the same inputs: fla and mlstm-kernels write a new state, mamba-ssm overwrites.
 Steps are compared with float64 by tests/test_gpu_calls.py.
 """
 
@@ -14,7 +15,8 @@ import time
 from pathlib import Path
 
 import torch
-from gpu_matrix import ceilings, draw
+from gpu_matrix import draw, machine
+from gpu_peers import step_of
 
 from dsf.mixers import get
 
@@ -23,23 +25,19 @@ SHAPES = {
     "mlstm": (16, 128, 128), "gla": (16, 128, 128), "gated_deltanet": (16, 128, 128), "kda": (16, 128, 128),
     "rwkv7": (32, 64, 64), "delta_product": (16, 128, 128),
 }  # fmt: skip
+SHARED = {"ssd": ("b", "c")}
 L2 = 200 << 20
 
 
-def measure(name, batch):
+def measure(step, size):
     """ms of the kernel and of a call, and the state bytes that it reads and writes."""
-    heads, n, p = SHAPES[name]
-    recurrence = get(name).recurrence
-    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
-    given = draw_token(recurrence, batch, heads, n, p, timed)
-    size = (batch, heads, *recurrence.state_shape(N=n, P=p))
     bytes_ = 8 * torch.Size(size).numel()
     count = max(2, -(-L2 // (bytes_ // 2)))
     states = [torch.zeros(size, device="cuda") for _ in range(min(count, 64))]
 
     def round_():
         for state in states:
-            recurrence.step(state, **given, in_place=True)
+            step(state)
 
     with torch.no_grad():
         round_()
@@ -63,29 +61,50 @@ def measure(name, batch):
     return {"kernel": sorted(times)[len(times) // 2], "call": host, "bytes": bytes_}
 
 
-def draw_token(recurrence, batch, heads, n, p, timed):
+def draw_token(recurrence, batch, heads, n, p, shared):
     """One token's inputs, in the ranges of a trained model."""
-    given = {k: x.detach() for k, x in draw(recurrence, batch, 1, heads, n, p).items()}
+    given = {k: x.detach() for k, x in draw(recurrence, batch, 1, heads, n, p, shared).items()}
     for i in recurrence.spec.inputs:
         if i.kind.steps:
             given[i.name] = (
                 given[i.name].unsqueeze(2).expand(-1, -1, i.kind.steps, *given[i.name].shape[2:]).contiguous()
             )
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
     return {k: x[:, 0] if k in timed else x for k, x in given.items()}
+
+
+def sides(name, batch):
+    """(who, record) of ours and of the peer that is present."""
+    heads, n, p = SHAPES[name]
+    recurrence = get(name).recurrence
+    given = draw_token(recurrence, batch, heads, n, p, SHARED.get(name, ()))
+    size = (batch, heads, *recurrence.state_shape(N=n, P=p))
+    yield "ours", measure(lambda state: recurrence.step(state, **given, in_place=True), size)
+    who, make = step_of(name)
+    if make is None:
+        return
+    try:
+        yield who, measure(make(given), (batch, heads, n, p))
+    except Exception as error:  # a peer that does not run here is a result too
+        yield who, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 
 
 def page(data):
     """The rows as a Markdown table."""
     rate = data["machine"]["copy GB/s"]
-    lines = [
-        "| recurrence | heads x N x P | batch | kernel ms | share of the copy ceiling | call ms |",
-        "|---" * 6 + "|",
-    ]
-    for r in data["rows"]:
+    head = "| recurrence | heads x N x P | batch | kernel ms | share of the copy ceiling | call ms |"
+    lines = [f"{head} peer | its kernels ms | ours ÷ peer |", "|---" * 9 + "|"]
+    peers = {(r["name"], r["batch"]): r for r in data["rows"] if r["who"] != "ours"}
+    for r in [r for r in data["rows"] if r["who"] == "ours"]:
         share = r["bytes"] / r["kernel"] / 1e6 / rate
+        other, beside = peers.get((r["name"], r["batch"])), ["", "", ""]
+        if other:
+            known = "kernel" in other
+            beside = [other["who"], f"{other['kernel']:.4f}" if known else other["error"].split(":")[0]]
+            beside.append(f"{r['kernel'] / other['kernel']:.2f}" if known else "")
         lines.append(
             f"| {r['name']} | {r['heads']} x {r['N']} x {r['P']} | {r['batch']} | {r['kernel']:.4f} | {share:.0%} | "
-            f"{r['call']:.3f} |"
+            f"{r['call']:.3f} | {' | '.join(beside)} |"
         )
     return "\n".join(lines)
 
@@ -96,20 +115,18 @@ def main():
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 128, 1024])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
+    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     if options.page:
         print(page(json.loads(options.page.read_text())))
         return
-    import triton
-
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    data = {"machine": machine | ceilings(), "rows": []}
+    data = {"machine": machine(options.commit), "rows": []}
     for name in options.only:
         for batch in options.batch:
             heads, n, p = SHAPES[name]
-            row = {"name": name, "heads": heads, "N": n, "P": p, "batch": batch} | measure(name, batch)
-            data["rows"].append(row)
-            torch.cuda.empty_cache()
+            for who, record in sides(name, batch):
+                data["rows"].append({"name": name, "who": who, "heads": heads, "N": n, "P": p, "batch": batch} | record)
+                torch.cuda.empty_cache()
             if options.json:
                 options.json.write_text(json.dumps(data, indent=1) + "\n")
     print(page(data))

@@ -1,97 +1,160 @@
-"""Times the chunk kernels on a CUDA GPU beside flash-linear-attention where it is installed.
+"""Times the matrix families on a CUDA GPU beside every peer present, on the same inputs in the same process.
 
-python benchmarks/gpu_matrix.py [--only gla] [--peers linear delta] [--json benchmarks/results/gpu_matrix.json]
-python benchmarks/gpu_matrix.py --page benchmarks/results/gpu_matrix.json   # the table of docs/performance.md
+python benchmarks/gpu_matrix.py [--only gla kda] [--sides ours fla] --json benchmarks/results/gpu_matrix.json [--merge]
+python benchmarks/gpu_matrix.py --page benchmarks/results/gpu_matrix.json   # the tables of docs/performance.md
 
-Public calls on the same inputs in one process, bfloat16, B·T = 32,768 tokens unless the row says otherwise; median of
-CUDA-event timings with a cold L2. Outputs and gradients are compared with float64 by tests/test_gpu_matrix.py.
+Public calls in bfloat16, B·T = 32,768 tokens; medians of CUDA-event timings with a cold L2 (tiny rows: the host's clock
+over calls in a row, where launching costs). Peers (gpu_peers.py): fla-core, flash-qla, mlstm-kernels, mamba-ssm,
+torch SDPA, each where it is on the path, for at most --limit seconds a row with its autotuner. --compile fills Triton's
+cache on all cores first. --merge keeps the rows of the JSON that are not measured now; every row names its run.
+Outputs and gradients of ours are compared with float64 by tests/test_gpu_matrix.py; a peer's y with ours here.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gpu_compile import compile_all, limit
+from gpu_page import page
+from gpu_peers import operator, peers_of
 
+import dsf
+from dsf import I, Key, Scalar, System, Value, diag, exp, outer, sigmoid
 from dsf.mixers import get
 
-LONG, SHORT_ROWS = (2048, 8192, 32768), (8192,)
-# name: recurrence, [(heads, N, P)], tokens a sequence, peer in fla.ops (path, function, arguments by ours)
+
+@dsf.recurrence
+def scalar_decay(q: Key, k: Key, v: Value, g: Scalar) -> System:
+    """One decay a head and token, given as its logarithm."""
+    return System(A=exp(g), B=k * v, C=q)
+
+
+@dataclass(frozen=True)
+class Row:
+    """shapes: (heads, N, P); lengths: tokens a sequence; shared: inputs with one head for all."""
+
+    recurrence: str
+    shapes: tuple[tuple[int, int, int], ...] = ((16, 128, 128),)
+    lengths: tuple[int, ...] = (8192,)
+    shared: tuple[str, ...] = ()
+    batch: int = 0  # 0: 32,768 tokens in all
+
+
+BOTH, TINY = ((16, 128, 128), (32, 64, 64)), {"shapes": ((8, 64, 64),), "lengths": (1024,), "batch": 8}
 ROWS = {
-    "linear": ("unnormalized_linear_attention", [(16, 128, 128), (32, 64, 64)], LONG, "linear_attn.chunk_linear_attn"),
-    "scalar": ("retnet", [(16, 128, 128)], SHORT_ROWS, None),
-    "ssd": ("ssd", [(64, 128, 64)], SHORT_ROWS, None),
-    "mlstm": ("mlstm", [(16, 128, 128)], SHORT_ROWS, None),
-    "delta": ("deltanet", [(16, 128, 128), (32, 64, 64)], SHORT_ROWS, "delta_rule.chunk_delta_rule"),
-    "gated_delta": (
-        "gated_deltanet", [(16, 128, 128), (32, 64, 64)], SHORT_ROWS, "gated_delta_rule.chunk_gated_delta_rule",
-    ),
-    "gla": ("gla", [(16, 128, 128), (32, 64, 64)], SHORT_ROWS, "gla.chunk_gla"),
-    "kda": ("kda", [(16, 128, 128)], SHORT_ROWS, "kda.chunk_kda"),
-}  # fmt: skip
+    "identity": Row("unnormalized_linear_attention", BOTH, (2048, 8192, 32768)),
+    "delta": Row("deltanet", BOTH),
+    "gated_delta": Row("gated_deltanet", BOTH),
+    "scalar": Row("scalar_decay"),
+    "retnet": Row("retnet"),
+    "mlstm": Row("mlstm"),
+    "ssd": Row("ssd", ((64, 128, 64),), (2048, 8192, 32768), shared=("b", "c")),
+    "softmax": Row("softmax_attention", lengths=(2048, 8192)),
+    "tiny_identity": Row("unnormalized_linear_attention", **TINY),
+    "tiny_delta": Row("deltanet", **TINY),
+    "tiny_gated_delta": Row("gated_deltanet", **TINY),
+    "gla": Row("gla", BOTH),
+    "kda": Row("kda", BOTH),
+    "rwkv7": Row("rwkv7", BOTH),
+}
+OURS, GRAPH = "ours", "ours, CUDA graph"
+SHARES = {"kda": 12, "rwkv7": 10, "gla": 8, "gated_delta": 6, "delta": 5, "ssd": 5}  # workers a peer's row, else 2
 
 
-def draw(recurrence, batch, tokens, heads, n, p):
-    """Inputs in the ranges of a trained model, keys of unit length."""
+def recurrence_of(name):
+    return scalar_decay if name == "scalar_decay" else get(name).recurrence
+
+
+def draw(recurrence, batch, tokens, heads, n, p, shared=()):
+    """Inputs in the ranges of a trained model, keys of unit length; leaves."""
     out = {}
     for i in recurrence.spec.inputs:
         sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
-        x = torch.randn([batch, tokens, heads, *sizes] if i.kind.time else [heads, *sizes], device="cuda")
-        if i.name in ("k", "b") and sizes:
+        mine = 1 if i.name in shared else heads
+        x = torch.randn([batch, tokens, mine, *sizes] if i.kind.time else [mine, *sizes], device="cuda")
+        if i.name in ("k", "b", "kappa") and sizes:
             x = torch.nn.functional.normalize(x, dim=-1)
         if i.name in ("alpha", "beta"):
             x = torch.sigmoid(x + (3.0 if i.name == "alpha" else 0.0))
         if i.name in ("g", "f"):
-            x = -torch.nn.functional.softplus(x) if recurrence.name == "kda" else x + 3.0
+            x = -torch.nn.functional.softplus(x) if recurrence.name in ("kda", "scalar_decay") else x + 3.0
         if i.name == "slope":
             x = torch.nn.functional.softplus(x) / 16
+        if i.name == "u":
+            x = torch.zeros_like(x)
         out[i.name] = x.to(torch.bfloat16).requires_grad_()
     return out
 
 
-def median(f):
+def median(f, rep=200):
+    """Median milliseconds on the GPU's clock."""
     from triton.testing import do_bench
 
-    return float(do_bench(f, warmup=50, rep=200, return_mode="median"))
+    return float(do_bench(f, warmup=50, rep=rep, return_mode="median"))
 
 
-def measure(forward, leaves):
-    """Forward and forward+backward in ms, peak MiB over the inputs, and what the host spends on a call."""
+def on_the_host(f, calls=50):
+    """Milliseconds a call of many in a row, on the host's clock: what is larger of launching and running."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            f()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / calls * 1e3)
+    return sorted(times)[2]
+
+
+def measure(forward, leaves, clock, graph=False):
+    """Forward without and with backward in ms, and peak MiB over inputs and dy."""
     y = forward()
     dy = torch.randn_like(y)
+    found = {}
+
+    def alone():
+        with torch.no_grad():
+            forward()
 
     def both():
-        torch.autograd.grad(forward(), leaves, dy)
+        torch.autograd.grad(forward(), leaves, dy, allow_unused=True)
 
+    if graph:
+        alone, both = captured(alone), captured(both)
+    alone()
+    found["forward"] = clock(alone)
+    del y
     both()
     torch.cuda.synchronize()
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both()
+    if not graph:
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        both()
+        torch.cuda.synchronize()
+        found["peak"] = (torch.cuda.max_memory_allocated() - base) / 2**20
+    found["both"] = clock(both)
+    return found
+
+
+def captured(f):
+    """The replay of f's CUDA graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        f()
+        f()
     torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - base) / 2**20
-    return {"forward": median(forward), "both": median(both), "peak": peak}
-
-
-def peer(path, recurrence, x):
-    """The same computation by fla, from the same inputs."""
-    module, name = path.split(".")
-    function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
-    q, k, v = x["q"], x["k"], x["v"]
-    extra = {"linear_attn": lambda: {"normalize": False}, "delta_rule": lambda: {"beta": x["beta"]},
-             "gated_delta_rule": lambda: {"g": x["alpha"].log(), "beta": x["beta"]},
-             "gla": lambda: {"g": torch.nn.functional.logsigmoid(x["g"]) / 16},
-             "kda": lambda: {"g": x["g"], "beta": x["beta"]}}[module]  # fmt: skip
-    return lambda: function(q, k, v, scale=1.0, **extra())[0]
-
-
-def backend(path, n):
-    """What computes fla's row: it hands gated delta rules of 128 keys to FlashQLA where that is installed."""
-    given = path.startswith("gated_delta_rule") and n == 128 and importlib.util.find_spec("flash_qla")
-    return "FlashQLA" if given and not os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") else "fla"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph.replay
 
 
 def ceilings():
@@ -103,75 +166,205 @@ def ceilings():
     return {"copy GB/s": copy, "matmul TFLOP/s": 2 * 8192**3 / median(lambda: m @ m) / 1e9}
 
 
+def machine(commit=""):
+    """This run: where and from what commit."""
+    import triton
+
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    found = {"commit": commit or done.stdout.strip() or "unknown", "time": time.strftime("%Y-%m-%d %H:%M")}
+    found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    return found | {"python": platform.python_version()} | ceilings()
+
+
+def traffic(recurrence, x):
+    """Bytes that have to move forward and forward+backward, and the forward pass's multiplications and additions.
+
+    Backward: the inputs and dy read again, the inputs' gradients written.
+    """
+    plan = recurrence.plan(**x)
+    inputs = sum(t.numel() * t.element_size() for t in x.values())
+    return {"bytes": plan.bytes, "bytes both": 2 * plan.bytes + inputs, "flops": plan.flops}
+
+
+def sides_of(row, wanted):
+    """Who computes a row: the peers present, then ours, of those that are wanted (all if empty)."""
+    ours = [OURS, GRAPH] if row.batch else [OURS]
+    return [who for who in [*ours, *peers_of(row.recurrence)] if not wanted or who in wanted]
+
+
+def side(who, recurrence, x):
+    """(call, leaves) of a side on the inputs of a recurrence."""
+    if who in (OURS, GRAPH):
+        return lambda: recurrence(**x), list(x.values())
+    return operator(who, recurrence.name, x)
+
+
+def cases(row):
+    """(heads, N, P, T, sequences) of a row."""
+    return [(*s, t, row.batch or 32768 // t) for s in row.shapes for t in row.lengths]
+
+
+def time_case(row, case, wanted, seconds):
+    """Every side's record of one case."""
+    heads, n, p, tokens, batch = case
+    recurrence, clock = recurrence_of(row.recurrence), on_the_host if row.batch else median
+    x = draw(recurrence, batch, tokens, heads, n, p, row.shared)
+    with torch.no_grad():
+        expected = recurrence(**x)
+    for who in sides_of(row, wanted):
+        record = {"who": who, "heads": heads, "N": n, "P": p, "T": tokens, "B": batch} | traffic(recurrence, x)
+        begin = time.perf_counter()
+        try:
+            with limit(seconds):
+                call, leaves = side(who, recurrence, x)
+                with torch.no_grad():
+                    y = call().float()
+                record["difference"] = ((y - expected).norm() / expected.float().norm()).item()
+                record["first s"] = time.perf_counter() - begin
+                del y
+                record |= measure(call, leaves, clock, who == GRAPH)
+        except Exception as error:  # a peer that does not run here is a result too
+            record["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        record["seconds"] = time.perf_counter() - begin
+        call = leaves = None
+        torch.cuda.empty_cache()
+        yield record
+
+
+def compile_rows(names, wanted, seconds):
+    """Compile what the rows will run, on all cores, the longest first."""
+    jobs = []
+    for name in names:
+        for who in sides_of(ROWS[name], wanted):
+            shares = SHARES.get(name, 2) if who in ("fla", "mamba_ssm") else 0
+            jobs.append((f"{name} {who}", lambda row=ROWS[name], who=who: run_once(row, who), shares))
+    compile_all(sorted(jobs, key=lambda job: -job[2]), seconds)
+
+
+def run_once(row, who):
+    """A forward and a backward call of a side, for every case; a peer's kernels do not depend on the length."""
+    seen = set()
+    for heads, n, p, tokens, batch in cases(row):
+        if who == GRAPH or (who != OURS and n in seen):
+            continue
+        seen.add(n)
+        recurrence = recurrence_of(row.recurrence)
+        x = draw(recurrence, batch, tokens, heads, n, p, row.shared)
+        call, leaves = side(who, recurrence, x)
+        with torch.no_grad():
+            call()
+        y = call()
+        torch.autograd.grad(y, leaves, torch.randn_like(y), allow_unused=True)
+
+
+# ---- the first call of a recurrence that nothing was compiled for
+
+
+@dsf.recurrence
+def new_decay(q: Key, k: Key, v: Value, a: Scalar, s: Scalar) -> System:
+    """A decay, a strength of writing and a gated readout."""
+    return System(A=sigmoid(a), B=k * (exp(s) * v), C=q * sigmoid(s))
+
+
+@dsf.recurrence
+def new_rows(q: Key, k: Key, v: Value, g: Key, s: Scalar) -> System:
+    """A decay for every key."""
+    return System(A=diag(sigmoid(g)), B=k * (s * v), C=q * sigmoid(s))
+
+
+@dsf.recurrence
+def new_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, s: Scalar) -> System:
+    """A gated delta rule that erases with another strength than it writes with."""
+    return System(A=exp(-exp(a)) * (I - sigmoid(b) * outer(k, k)), B=k * (s * v), C=q)
+
+
+@dsf.recurrence
+def new_delta_rows(q: Key, k: Key, v: Value, g: Key, b: Scalar) -> System:
+    """Rows that decay, then a delta rule."""
+    return System(A=(I - sigmoid(b) * outer(k, k)) @ diag(sigmoid(g)), B=k * (sigmoid(b) * v), C=q)
+
+
+NEW = {r.name: r for r in (new_decay, new_delta, new_rows, new_delta_rows)}
+
+
+def first_call(name):
+    """Seconds of the first forward+backward call in this process, from the declaration's trace on."""
+    x = draw(NEW[name], 4, 8192, 16, 128, 128)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    NEW[name](**x).float().sum().backward()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def first_calls():
+    """first_call of each family in a process with an empty cache, all at the same time."""
+    running = []
+    for name in NEW:
+        folder = tempfile.mkdtemp()
+        env = os.environ | {"TRITON_CACHE_DIR": folder, "DSF_CACHE_DIR": folder}
+        command = [sys.executable, __file__, "--first", name]
+        running.append((name, subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)))
+    return [{"name": name, "seconds": float(process.communicate()[0].split()[-1])} for name, process in running]
+
+
+def put(rows, record):
+    """Add a record in the place of an older one, but never a failure in the place of a measurement."""
+    same = [r for r in rows if all(r[x] == record[x] for x in ("row", "who", "heads", "N", "P", "T"))]
+    if same and "both" in same[0] and "both" not in record:
+        return
+    if same:
+        rows[rows.index(same[0])] = record
+    else:
+        rows.append(record)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(ROWS))
-    parser.add_argument("--peers", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=list(ROWS), help="rows; also `first` for first calls")
+    parser.add_argument("--sides", nargs="*", default=[], help="ours and peers; all present unless named")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--limit", type=int, default=120)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--first")
     options = parser.parse_args()
     if options.page:
         print(page(json.loads(options.page.read_text())))
         return
-    import triton
+    if options.first:
+        print(first_call(options.first))
+        return
+    names = [name for name in options.only if name != "first"]
+    if options.compile:
+        compile_rows(names, options.sides, options.limit)
+    data = {"runs": {}, "rows": [], "first": []}
+    if options.merge and options.json.exists():
+        data = json.loads(options.json.read_text())
+    run = str(max(map(int, data["runs"]), default=0) + 1)
+    data["runs"][run] = machine(options.commit)
+    print(data["runs"][run], flush=True)
 
-    machine = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "commit": options.commit,
-    }  # fmt: skip
-    data = {"machine": machine | ceilings(), "rows": []}
-    print(data["machine"], flush=True)
-    work = [(name, "ours") for name in options.only] + [(name, "fla") for name in options.peers]
-    for name, who in work:
-        recurrence_name, shapes, lengths, path = ROWS[name]
-        recurrence = get(recurrence_name).recurrence
-        for heads, n, p in shapes:
-            for tokens in lengths:
-                given = draw(recurrence, 32768 // tokens, tokens, heads, n, p)
-                row = {"name": recurrence_name, "who": who, "heads": heads, "N": n, "P": p, "T": tokens}
-                try:
-                    run = peer(path, recurrence, given) if who == "fla" else lambda r=recurrence, x=given: r(**x)
-                    row |= measure(run, list(given.values()))
-                    row |= {"backend": backend(path, n)} if who == "fla" else {}
-                    row["bytes"] = recurrence.plan(**given).bytes
-                except Exception as error:  # a peer that does not run here is a result too
-                    row["error"] = f"{type(error).__name__}: {error}"[:200]
-                data["rows"].append(row)
-                print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(data, indent=1) + "\n")
-                del given
-                torch.cuda.empty_cache()
+    def save():
+        if options.json:
+            kept = {r["run"] for r in [*data["rows"], *data["first"]]} | {run}
+            data["runs"] = {name: r for name, r in data["runs"].items() if name in kept}
+            options.json.write_text(json.dumps(data, indent=1) + "\n")
 
-
-def page(data):
-    """The rows as a Markdown table: ours, the byte floor at the measured copy rate, and the peer where it ran."""
-    rate = data["machine"]["copy GB/s"]
-    head = [
-        "recurrence",
-        "heads x N x P",
-        "T",
-        "forward ms",
-        "forward+backward ms",
-        "peak MiB",
-        "byte floor ms",
-        "fla ms",
-    ]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    key = ("name", "heads", "N", "P", "T")
-    peers = {tuple(r[x] for x in key): r for r in data["rows"] if r["who"] == "fla" and "both" in r}
-    for r in data["rows"]:
-        if r["who"] != "ours" or "both" not in r:
-            continue
-        other = peers.get(tuple(r[x] for x in key))
-        beside = f"{other['forward']:.2f} / {other['both']:.2f}" if other else "not run"
-        beside += f" ({other['backend']})" if other and other.get("backend", "fla") != "fla" else ""
-        lines.append(
-            f"| {r['name']} | {r['heads']} x {r['N']} x {r['P']} | {r['T']} | {r['forward']:.2f} | {r['both']:.2f} | "
-            f"{r['peak']:.0f} | {r['bytes'] / rate / 1e6:.2f} | {beside} |"
-        )
-    return "\n".join(lines)
+    if "first" in options.only:
+        data["first"] = [r | {"run": run} for r in first_calls()]
+        print(data["first"], flush=True)
+    for name in names:
+        for case in cases(ROWS[name]):
+            for record in time_case(ROWS[name], case, options.sides, options.limit):
+                record = {"row": name, "name": ROWS[name].recurrence, "run": run} | record
+                put(data["rows"], record)
+                print({k: round(x, 3) if isinstance(x, float) else x for k, x in record.items()}, flush=True)
+                save()
+                torch.cuda.synchronize()  # a fault ends the run here, with what was measured saved
+    save()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Compiles a benchmark's kernels on all cores before it starts: ours, and every candidate of the peers' autotuners.
+
+An autotuner compiles its candidates one after another, minutes for a row. Here worker processes compile a share each
+without running them; the benchmark then finds all of them in Triton's cache and only has to time them.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import time
+
+
+@contextlib.contextmanager
+def limit(seconds):
+    """TimeoutError in the body after so many seconds."""
+
+    def stop(*_):
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def compile_share(share, of):
+    """Let Triton's autotuners compile every `of`-th candidate from `share` on, and run none."""
+    from triton.runtime.autotuner import Autotuner
+
+    def run(self, *args, **kwargs):
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        for number, config in enumerate(self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs):
+            if number % of == share:
+                with contextlib.suppress(Exception):  # candidates may not fit this GPU; the autotuner skips them too
+                    self.fn.run(*args, **(kwargs | {"warmup": True}), **config.all_kwargs())
+        self.nargs = None
+
+    Autotuner.run = run
+
+
+def _task(name, job, share, of, seconds):
+    """What one worker does; it ends then, since what it patched and what its kernels wrote is of no further use."""
+    begin, outcome = time.time(), "compiled"
+    try:
+        with limit(seconds):
+            if of:
+                compile_share(share, of)
+            job()
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {' '.join(str(error).split())}"[:150]
+    print(f"{name} {share}/{of}: {outcome}, {time.time() - begin:.0f} s", flush=True)
+
+
+def compile_all(jobs, seconds):
+    """jobs: (name, callable, shares), 0 shares where no autotuner is. To be called before this process uses CUDA."""
+    fork = multiprocessing.get_context("fork")
+    waiting = [(name, job, share, of, seconds) for name, job, of in jobs for share in range(max(1, of))]
+    running = {}
+    while waiting or running:
+        while waiting and len(running) < os.cpu_count():
+            process = fork.Process(target=_task, args=waiting.pop(0))
+            process.start()
+            running[process.sentinel] = process, time.time() + seconds + 10
+        for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
+            running.pop(sentinel)[0].join()
+        for process, deadline in running.values():
+            if time.time() > deadline:
+                process.kill()
