@@ -38,7 +38,7 @@ def compile_share(share, of):
             if number % of == share:
                 with contextlib.suppress(Exception):  # candidates may not fit this GPU; the autotuner skips them too
                     self.fn.run(*args, **(kwargs | {"warmup": True}), **config.all_kwargs())
-        self.nargs = None
+        self.nargs, self.best_config = None, self.configs[0]  # some callers read it
 
     Autotuner.run = run
 
@@ -57,17 +57,25 @@ def _task(name, job, share, of, seconds):
 
 
 def compile_all(jobs, seconds):
-    """jobs: (name, callable, shares), 0 shares where no autotuner is. To be called before this process uses CUDA."""
+    """jobs: (name, callable, shares), 0 shares where no autotuner is. To be called before this process uses CUDA.
+
+    Returns the names of those whose worker died: what aborts in the compiler would take the benchmark with it.
+    """
     fork = multiprocessing.get_context("fork")
     waiting = [(name, job, share, of, seconds) for name, job, of in jobs for share in range(max(1, of))]
-    running = {}
+    running, dead = {}, set()
     while waiting or running:
         while waiting and len(running) < os.cpu_count():
-            process = fork.Process(target=_task, args=waiting.pop(0))
+            work = waiting.pop(0)
+            process = fork.Process(target=_task, args=work)
             process.start()
-            running[process.sentinel] = process, time.time() + seconds + 10
+            running[process.sentinel] = process, time.time() + seconds + 10, work[0]
         for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
-            running.pop(sentinel)[0].join()
-        for process, deadline in running.values():
+            process, _, name = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                dead.add(name)
+        for process, deadline, _ in running.values():
             if time.time() > deadline:
                 process.kill()
+    return dead

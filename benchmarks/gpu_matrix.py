@@ -204,18 +204,21 @@ def cases(row):
     return [(*s, t, row.batch or 32768 // t) for s in row.shapes for t in row.lengths]
 
 
-def time_case(row, case, wanted, seconds):
+def time_case(name, case, options, dead):
     """Every side's record of one case."""
+    row = ROWS[name]
     heads, n, p, tokens, batch = case
     recurrence, clock = recurrence_of(row.recurrence), on_the_host if row.batch else median
     x = draw(recurrence, batch, tokens, heads, n, p, row.shared)
     with torch.no_grad():
         expected = recurrence(**x)
-    for who in sides_of(row, wanted):
+    for who in sides_of(row, options.sides):
         record = {"who": who, "heads": heads, "N": n, "P": p, "T": tokens, "B": batch} | traffic(recurrence, x)
         begin = time.perf_counter()
         try:
-            with limit(seconds):
+            with limit(options.limit):
+                if f"{name} {who}" in dead:
+                    raise RuntimeError("its compiler aborts, or took too long")
                 call, leaves = side(who, recurrence, x)
                 with torch.no_grad():
                     y = call().float()
@@ -232,13 +235,13 @@ def time_case(row, case, wanted, seconds):
 
 
 def compile_rows(names, wanted, seconds):
-    """Compile what the rows will run, on all cores, the longest first."""
+    """Compile what the rows will run, on all cores, the longest first; "row who" of those that abort."""
     jobs = []
     for name in names:
         for who in sides_of(ROWS[name], wanted):
             shares = SHARES.get(name, 2) if who in ("fla", "mamba_ssm") else 0
             jobs.append((f"{name} {who}", lambda row=ROWS[name], who=who: run_once(row, who), shares))
-    compile_all(sorted(jobs, key=lambda job: -job[2]), seconds)
+    return compile_all(sorted(jobs, key=lambda job: -job[2]), seconds)
 
 
 def run_once(row, who):
@@ -338,8 +341,9 @@ def main():
         print(first_call(options.first))
         return
     names = [name for name in options.only if name != "first"]
+    dead = set()
     if options.compile:
-        compile_rows(names, options.sides, options.limit)
+        dead = compile_rows(names, options.sides, options.limit)
     data = {"runs": {}, "rows": [], "first": []}
     if options.merge and options.json.exists():
         data = json.loads(options.json.read_text())
@@ -358,7 +362,7 @@ def main():
         print(data["first"], flush=True)
     for name in names:
         for case in cases(ROWS[name]):
-            for record in time_case(ROWS[name], case, options.sides, options.limit):
+            for record in time_case(name, case, options, dead):
                 record = {"row": name, "name": ROWS[name].recurrence, "run": run} | record
                 put(data["rows"], record)
                 print({k: round(x, 3) if isinstance(x, float) else x for k, x in record.items()}, flush=True)

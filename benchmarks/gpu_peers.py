@@ -59,7 +59,7 @@ def flash_qla(x):
 
 def mlstm_kernels(x):
     module = importlib.import_module("mlstm_kernels.torch.chunkwise.triton_xl_chunk.fwbw")
-    given = [heads_first(x[n]) for n in ("q", "k", "v", "i", "f")]
+    given = [heads_first(x[n].float() if n in "if" else x[n]) for n in ("q", "k", "v", "i", "f")]
     run = module.mlstm_chunkwise__xl_chunk
     options = {"chunk_size": 256, "autocast_kernel_dtype": torch.bfloat16}
     return lambda: run(*given, **options).transpose(1, 2), given
