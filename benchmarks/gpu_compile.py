@@ -73,7 +73,7 @@ def compile_all(jobs, seconds):
         for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
             process, _, name = running.pop(sentinel)
             process.join()
-            if process.exitcode:
+            if process.exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
                 dead.add(name)
         for process, deadline, _ in running.values():
             if time.time() > deadline:
