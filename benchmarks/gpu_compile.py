@@ -1,4 +1,4 @@
-"""Compiles a benchmark's kernels on all cores before it starts: ours, and every candidate of the peers' autotuners.
+"""Peers' autotuners made short: kernels compiled on all cores before a benchmark starts, candidates timed briefly.
 
 An autotuner compiles its candidates one after another, minutes for a row. Here worker processes compile a share each
 without running them; the benchmark then finds all of them in Triton's cache and only has to time them.
@@ -43,6 +43,16 @@ def compile_share(share, of):
     Autotuner.run = run
 
 
+def tune_quickly(milliseconds=8):
+    """Let Triton's autotuners time every candidate this long instead of 100 ms, in this process."""
+    import functools
+
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    Autotuner.do_bench = staticmethod(functools.partial(do_bench, warmup=2, rep=milliseconds))
+
+
 def _task(name, job, share, of, seconds):
     """What one worker does; it ends then, since what it patched and what its kernels wrote is of no further use."""
     begin, outcome = time.time(), "compiled"
@@ -65,7 +75,7 @@ def compile_all(jobs, seconds):
     waiting = [(name, job, share, of, seconds) for name, job, of in jobs for share in range(max(1, of))]
     running, dead = {}, set()
     while waiting or running:
-        while waiting and len(running) < os.cpu_count():
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
             work = waiting.pop(0)
             process = fork.Process(target=_task, args=work)
             process.start()

@@ -53,7 +53,7 @@ def flash_qla(x):
     if x["k"].shape[-1] != 128:
         raise ValueError("FlashQLA takes 128 keys and channels")
     function = importlib.import_module("flash_qla").chunk_gated_delta_rule
-    given = {n: leaf(t) for n, t in (plain(x, "beta") | {"g": x["alpha"].log()}).items()}
+    given = {n: leaf(t) for n, t in (plain(x) | {"beta": x["beta"].float(), "g": x["alpha"].float().log()}).items()}
     return lambda: function(**given, scale=1.0)[0], list(given.values())
 
 
