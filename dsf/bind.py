@@ -195,8 +195,8 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
     places = cache.k.shape[2] if cache.k.dim() == 4 else 0
     heads = cache_heads(spec, bound.sizes)
     expected = {
-        "k": ((rows, heads[0], places, bound.sizes.keys), bound.compute),
-        "v": ((rows, heads[1], places, bound.sizes.p), bound.compute),
+        "k": ((rows, heads[0], places, bound.sizes.keys), bound.dtype),
+        "v": ((rows, heads[1], places, bound.sizes.p), bound.dtype),
         "lengths": ((rows,), torch.int64),
     }
     for name, (shape, dtype) in expected.items():

@@ -124,7 +124,7 @@ def make_plan(
         shape: tuple[int, ...] = (sizes.batch, sizes.tokens, k_heads * sizes.keys + v_heads * sizes.p)
     else:
         shape = (sizes.batch, sizes.heads, sizes.n, layout.total)
-    width = 8 if dtype == torch.float64 else 4
+    width = dtype.itemsize if spec.is_softmax else (8 if dtype == torch.float64 else 4)
     return Plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
         math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,

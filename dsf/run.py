@@ -13,6 +13,7 @@ from dsf import packing
 from dsf.bind import Bound, cache_heads, environment
 from dsf.dense import run_naive
 from dsf.evaluate import Evaluator
+from dsf.expr import Expr, inputs_of
 from dsf.gpu import run_gpu
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads, stepwise, visible
 from dsf.kernels.chunk import chunk, scan_blocks
@@ -22,6 +23,7 @@ from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
 from dsf.kernels.segments import segments
 from dsf.lower import EMPTY, apply_rule, columns, decay_factors, finish, lower, true_state
+from dsf.operator import split_scale
 from dsf.plan import KEEP_NUMBERS, Plan
 from dsf.spec import Spec
 
@@ -137,8 +139,8 @@ def run_softmax(
     """Exponential features: y and the extended KV cache."""
     if plan.form == "naive" and bound.compute != torch.float64:
         wide = replace(bound, compute=torch.float64)
-        y, final = run_softmax(spec, wide, bounds, None if cache is None else cache.to(torch.float64), plan)
-        return y.to(bound.compute), final.to(bound.compute)
+        y, final = run_softmax(spec, wide, bounds, cache, plan)
+        return y.to(bound.compute), final
     timed = timed_inputs(spec, bound)
     if bounds is None:
         return _softmax(spec, bound, timed, cache, None, plan)
@@ -158,22 +160,26 @@ def run_softmax(
 def _softmax(
     spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, lengths: Tensor | None, plan: Plan
 ) -> tuple[Tensor, KVCache]:
-    a, k, v = softmax_operands(spec, bound, timed)
+    if plan.form == "chunk" and bound.device.type == "cuda":
+        a, k, v, scale = fused_operands(spec, bound, timed)
+    else:
+        (a, k, v), scale = softmax_operands(spec, bound, timed), 1.0
+        cache = None if cache is None else cache.to(bound.compute)
     if lengths is None:
         lengths = torch.full((a.shape[0],), a.shape[2], dtype=torch.int64, device=a.device)
     if plan.form == "recurrent":
         y = stepwise(a, k, v, cache)
-        return y.transpose(1, 2), extend(cache, k, v, lengths)
+        return y.transpose(1, 2), extend(cache, k, v, lengths).to(bound.dtype)
     seen = visible(cache, a.shape[2], a.device)
     whole = extend(cache, k, v, torch.full_like(lengths, a.shape[2])) if cache is not None else KVCache(k, v, lengths)
     if seen is not None:
         seen = seen[..., : whole.k.shape[2]]
     if plan.form == "chunk":
-        y = fused(a, whole.k, whole.v, seen)
+        y = fused(a, whole.k, whole.v, seen, scale)
     else:
         keys, values = spread_heads(whole.k, a.shape[1]), spread_heads(whole.v, a.shape[1])
         y = softmax_matrix(a, keys, seen) @ values
-    return y.transpose(1, 2), extend(cache, k, v, lengths)
+    return y.transpose(1, 2), extend(cache, k, v, lengths).to(bound.dtype)
 
 
 def softmax_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,6 +195,36 @@ def softmax_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Te
     v = values(term.value).squeeze(-2)
     k_heads, v_heads = cache_heads(spec, bound.sizes)
     return layout(a, heads), layout(k, k_heads), layout(v.expand(*v.shape[:-1], bound.sizes.p), v_heads)
+
+
+def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor, float]:
+    """a / scale, k, v as `softmax_operands` has them, in the inputs' dtype, and scale.
+
+    Inputs that stand bare, but for a constant factor of a, stay where they are: half precision reaches torch's fused
+    attention as it came.
+    """
+    term, kinds = spec.rows[0].terms[0], {i.name: i.kind for i in spec.inputs}
+    factor, query = split_scale(spec.readout.args[0])
+    exprs = (query, term.key.args[0], term.value)
+    heads = (bound.sizes.heads, *cache_heads(spec, bound.sizes))
+
+    def bare(x: Expr, count: int) -> Tensor | None:
+        if x.op != "input" or x.attrs[1] is not None or not kinds[x.attrs[0]].time:
+            return None
+        return spread_heads(timed[x.attrs[0]].transpose(1, 2), count)
+
+    found = [bare(x, count) for x, count in zip(exprs, heads, strict=True)]
+    if inputs_of(factor):
+        found[0] = None
+    scale = 1.0
+    if found[0] is not None:
+        number = Evaluator({query: torch.zeros((), dtype=torch.float64)}, bound.sizes.keys, bound.sizes.p)(factor)
+        scale = float(number)
+    if any(x is None for x in found):
+        rest = softmax_operands(spec, bound, timed)
+        found = [y.to(bound.dtype) if x is None else x for x, y in zip(found, rest, strict=True)]
+    a, k, v = (x for x in found if x is not None)
+    return a, k, v, scale
 
 
 def _merge(parts: list[tuple[packing.Batch, KVCache]]) -> KVCache:

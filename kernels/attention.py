@@ -15,7 +15,8 @@ from torch import Tensor
 class KVCache(NamedTuple):
     """The state of softmax attention: what has been written so far.
 
-    k: [B, Hk, S, N], v: [B, Hv, S, P]; lengths: [B] int64, tokens in use of each row (the rest is padding at the end).
+    k: [B, Hk, S, N], v: [B, Hv, S, P] in the inputs' dtype; lengths: [B] int64, tokens in use of each row (the rest is
+    padding at the end).
     """
 
     k: Tensor
@@ -67,14 +68,17 @@ def softmax_matrix(a: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
     return scores.masked_fill(~seen, float("-inf")).softmax(-1)
 
 
-def fused(a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    """The online softmax (torch's fused attention). a: [B, H, T, N], k, v with heads dividing H -> [B, H, T, P]."""
+def fused(a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float = 1.0) -> Tensor:
+    """The online softmax (torch's fused attention) of scale · a.
+
+    a: [B, H, T, N], k, v with heads dividing H -> [B, H, T, P].
+    """
     grouped = a.shape[1] != k.shape[1] or a.shape[1] != v.shape[1]
     if k.shape[1] != v.shape[1]:
         k, v = spread_heads(k, a.shape[1]), spread_heads(v, a.shape[1])
         grouped = False
     return F.scaled_dot_product_attention(
-        a, k, v, attn_mask=seen, is_causal=seen is None, scale=1.0, enable_gqa=grouped
+        a, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
     )
 
 

@@ -153,12 +153,30 @@ def test_parameters_of_a_head_are_not_shared_by_its_group(form):
     assert cache.k.shape[1] == cache.v.shape[1] == 6, "2 groups beside 3 groups differ on 6 heads"
 
 
-@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_the_cache_has_the_computing_type_and_the_output_the_inputs(dtype, width):
-    y, cache = softmax(*operands(dtype=dtype), return_state=True)
-    assert y.dtype == dtype and cache.k.dtype == cache.v.dtype == width
-    y, cache = softmax(*operands(dtype=dtype), return_state=True, form="naive")
-    assert y.dtype == dtype and cache.k.dtype == cache.v.dtype == width
+@pytest.mark.parametrize("form", ["auto", "recurrent", "naive"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_cache_and_the_output_have_the_inputs_type(dtype, form):
+    y, cache = softmax(*operands(dtype=dtype), return_state=True, form=form)
+    assert y.dtype == cache.k.dtype == cache.v.dtype == dtype
+    y, cache = softmax(*operands(dtype=dtype), initial_state=cache, return_state=True, form=form)
+    assert y.dtype == cache.k.dtype == cache.v.dtype == dtype
+
+
+@pytest.mark.parametrize("heads", [(6, 6, 6), (6, 2, 3)])
+def test_what_the_fused_kernels_get_is_what_the_forms_compute(heads):
+    from dsf.bind import bind
+    from dsf.mixers import get
+    from dsf.run import fused_operands, softmax_operands, timed_inputs
+
+    q, k, v = operands(heads=heads)
+    w, g = torch.randn(6, 3, dtype=torch.float64), torch.randn(2, 7, 2, dtype=torch.float64)
+    for spec, given in ((get("softmax_attention").recurrence.spec, (q, k, v)), (scaled_heads.spec, (q, k, v, w, g))):
+        bound = bind(spec, given, {})
+        *found, scale = fused_operands(spec, bound, timed_inputs(spec, bound))
+        a, *rest = softmax_operands(spec, bound, timed_inputs(spec, bound))
+        for x, y in zip(found, (a / scale, *rest), strict=True):
+            assert_same(x, y)
+    assert found[0].data_ptr() == q.data_ptr() and scale == 1.0
 
 
 def test_taylor_truncations_converge_to_softmax():
