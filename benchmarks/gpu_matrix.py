@@ -1,7 +1,7 @@
 """Times the matrix families on a CUDA GPU beside every peer present, on the same inputs in the same process.
 
 python benchmarks/gpu_matrix.py [--only gla kda] [--sides ours fla] --json benchmarks/results/gpu_matrix.json [--merge]
-python benchmarks/gpu_matrix.py --page benchmarks/results/gpu_matrix.json   # the tables of docs/performance.md
+python benchmarks/gpu_matrix.py --page benchmarks/results/gpu_matrix.json --into docs/performance.md   # its table
 
 Public calls in bfloat16, B·T = 32,768 tokens; medians of CUDA-event timings with a cold L2 (tiny rows: the host's clock
 over calls in a row, where launching costs). Peers (gpu_peers.py): fla-core, flash-qla, mlstm-kernels, mamba-ssm,
@@ -12,6 +12,7 @@ Outputs and gradients of ours are compared with float64 by tests/test_gpu_matrix
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -24,8 +25,8 @@ from pathlib import Path
 
 import torch
 from gpu_compile import compile_all, limit, tune_quickly
-from gpu_page import page
-from gpu_peers import operator, peers_of
+from gpu_page import page, put_into
+from gpu_peers import Unfit, operator, peers_of
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, diag, exp, outer, sigmoid
@@ -225,6 +226,8 @@ def time_case(name, case, options, dead):
                 record["first s"] = time.perf_counter() - begin
                 del y
                 measure(record, call, leaves, clock, who == GRAPH)
+        except Unfit:
+            continue
         except Exception as error:  # a peer that does not run here is a result too
             record["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         record["seconds"] = time.perf_counter() - begin
@@ -253,11 +256,12 @@ def run_once(row, who):
         seen.add(n)
         recurrence = recurrence_of(row.recurrence)
         x = draw(recurrence, batch, tokens, heads, n, p, row.shared)
-        call, leaves = side(who, recurrence, x)
-        with torch.no_grad():
-            call()
-        y = call()
-        torch.autograd.grad(y, leaves, torch.randn_like(y), allow_unused=True)
+        with contextlib.suppress(Unfit):
+            call, leaves = side(who, recurrence, x)
+            with torch.no_grad():
+                call()
+            y = call()
+            torch.autograd.grad(y, leaves, torch.randn_like(y), allow_unused=True)
 
 
 # ---- the first call of a recurrence that nothing was compiled for
@@ -328,22 +332,24 @@ def main():
     parser.add_argument("--sides", nargs="*", default=[], help="ours and peers; all present unless named")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", nargs="*", help="sides to compile on all cores first; all unless named")
     parser.add_argument("--limit", type=int, default=120)
     parser.add_argument("--commit", default="")
     parser.add_argument("--page", type=Path)
+    parser.add_argument("--into", type=Path)
     parser.add_argument("--first")
     options = parser.parse_args()
     if options.page:
-        print(page(json.loads(options.page.read_text())))
+        text = page(json.loads(options.page.read_text()))
+        put_into(options.into, options.page.name, text) if options.into else print(text)
         return
     if options.first:
         print(first_call(options.first))
         return
     names = [name for name in options.only if name != "first"]
     dead = set()
-    if options.compile:
-        dead = compile_rows(names, options.sides, options.limit)
+    if options.compile is not None:
+        dead = compile_rows(names, options.compile or options.sides, options.limit)
     data = {"runs": {}, "rows": [], "first": []}
     if options.merge and options.json.exists():
         data = json.loads(options.json.read_text())

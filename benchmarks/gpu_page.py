@@ -82,3 +82,11 @@ def page(data):
         calls = ", ".join(f"{r['name']} {r['seconds']:.1f} s" for r in data["first"])
         text += f"\n\nFirst forward+backward call of a new recurrence, nothing compiled before: {calls}."
     return text
+
+
+def put_into(path, name, text):
+    """Replace what is between <!-- name --> and <!-- end of name --> on a page."""
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+    page = path.read_text()
+    before, rest = page.split(begin)
+    path.write_text(before + begin + text + end + rest.split(end)[1])
