@@ -119,6 +119,7 @@ class _Writer:
     def __init__(self, spec: Spec, operands: Operands, masked: bool) -> None:
         self.spec, self.masked, self.ops = spec, masked, operands
         self.kinds = {i.name: i.kind for i in spec.inputs}
+        self.column = operands.column
         self.roots = self._operand_roots()
         self.y = self._readout()
         self.bare = {name: entry for name in self._names() if (entry := self._bare(name)) is not None}
@@ -157,9 +158,12 @@ class _Writer:
             sources = [self._valid(times(x, exp(g - AFTER)), 0.0) for x, g in zip(ops.sources, ops.gains, strict=True)]
         decays = [self._valid(x, 0.0 if ops.log else 1.0) for x in decays]
         erases = [self._valid(x, 0.0) for x in ops.erases or []]
+        ones = list(ops.ones or [])
+        if not self.column and all(x is UNIT for x in ones):  # the kernels drive it by ones themselves
+            ones = []
         rows: list[tuple[str, Sequence[Expr], frozenset[str]]] = [
             ("key", ops.keys, frozenset({KEY})), ("value", ops.values, frozenset({VALUE})),
-            ("ones", ops.ones or [], SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
+            ("ones", ones, SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
             ("erase", erases, SCALAR), ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
         ]  # fmt: skip
         for name, exprs, axes in rows:
@@ -169,7 +173,7 @@ class _Writer:
     def _bare(self, name: str) -> str | None:
         """The per-token input that an operand is, as the user gave it."""
         roots = [r for r in self.roots if r.name == name]
-        if name == "value" and self.ops.ones is not None:
+        if name == "value" and self.column:
             return None
         exprs = [r.expr for r in roots]
         if any(e.op != "input" or e.axes != roots[0].axes for e in exprs):
@@ -245,11 +249,15 @@ class _Writer:
             f"sums[{i}] + fn.sum_time(tl.where(t_ok, {v}, 0.0))" for i, (_, v, _) in enumerate(sums)
         ) + ",)"  # fmt: skip
 
+    def _is_column(self, name: str) -> bool:
+        """True for what drives the normaliser where it is a column beside the values."""
+        return name == "ones" and self.column
+
     def prologue(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores every operand that is no bare input."""
         stores = [
-            (r.expr, Access(f".{r.name}", r.step, True, KEY in r.axes, VALUE in r.axes or r.name == "ones", True,
-                            tail=r.name == "ones"))
+            (r.expr, Access(f".{r.name}", r.step, True, KEY in r.axes, VALUE in r.axes or self._is_column(r.name), True,
+                            tail=self._is_column(r.name)))
             for r in self._made()
         ]  # fmt: skip
         if not stores:
@@ -267,8 +275,10 @@ class _Writer:
         if self.y is None or self.spec.rule is None:
             return None
         slopes = derivatives(_total([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
-        stores = [(slopes[0], Access(".dnum", None, True, False, True, True)),
-                  (slopes[1], Access(".dtail", None, True, False, True, True, tail=True))]  # fmt: skip
+        den = Access(".dtail", None, True, False, True, True, tail=True)
+        if not self.column:
+            den = Access(".dden", None, True, False, False, True)
+        stores = [(slopes[0], Access(".dnum", None, True, False, True, True)), (slopes[1], den)]
         return self._function("readout_adjoint", stores)
 
     def direct(self) -> dict[str, str]:
@@ -344,10 +354,10 @@ class _Writer:
         for name in self._names():
             mine = [r for r in self.roots if r.name == name]
             roles[name] = Role(self.bare.get(name))
-            if name in self.bare or name == "ones":
+            if name in self.bare or self._is_column(name):
                 continue
             used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()
-            if name == "value" and self.ops.ones is not None:
+            if name == "value" and self.column and self.ops.ones is not None:
                 used |= {x.attrs[0] for e in self.ops.ones for x in inputs_of(e)} & self.kinds.keys()
             rows = self.spec.micro if mine[0].step is not None else 1
             made.append(Made(name, KEY in mine[0].axes, VALUE in mine[0].axes, rows, tuple(sorted(used))))
@@ -358,7 +368,8 @@ class _Writer:
         )  # fmt: skip
         return Program(
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
-            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.ops.gains is not None, dict(accesses),
+            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.ops.gains is not None,
+            dict(accesses),
         )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from dsf.bind import Bound, Sizes
 from dsf.emit import Source
 from dsf.expr import KEY, VALUE, Expr, children_first, const
-from dsf.lower import columns
 from dsf.operator import Correction, factors_of, split_scale, times
 from dsf.spec import Row, Spec
 
@@ -46,6 +45,11 @@ class Operands:
     gains: tuple[Expr, ...] | None
 
     @property
+    def column(self) -> bool:
+        """True where a normaliser is a column beside the values; with one decay a head the kernels compute it apart."""
+        return self.ones is not None and (self.erases is not None or self.keywise)
+
+    @property
     def all(self) -> list[Expr]:
         """Every expression among them."""
         found: list[Expr] = []
@@ -64,11 +68,10 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "GPU kernels compute in float32; float64 inputs run on the torch backend"
     try:
-        operands_of(spec)
+        ops = operands_of(spec)
     except _Unfit as reason:
         return str(reason)
-    wide = columns(spec, sizes.p)
-    for name, size in (("N", sizes.n), ("P", wide.p + wide.den)):
+    for name, size in (("N", sizes.n), ("P", sizes.p + ops.column)):
         if size > LARGEST:
             return f"the matrix kernels hold at most {name} = {LARGEST}, got {size}"
     return None
@@ -79,9 +82,8 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
     from dsf.kernels.triton.table import tiles
 
     ops = operands_of(spec)
-    p = columns(spec, sizes.p)
     kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
-    t = tiles(sizes.n, p.p + p.den, dtype, kind, ops.erases is not None)
+    t = tiles(sizes.n, sizes.p + ops.column, dtype, kind, ops.erases is not None)
     name = "WY transform and chunk walk" if ops.erases else "chunk walk"
     return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)
 

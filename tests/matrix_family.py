@@ -24,6 +24,20 @@ def late_ratio(q: Key, k: Key, v: Value, a: Scalar) -> System:
 
 
 @dsf.recurrence
+def driven_ratio(q: Key, k: Key, v: Value, a: Scalar, u: Scalar) -> System:
+    """Decays of either sign, and a normaliser that something else than one drives."""
+    rule = lambda n, d: n / (1 + d * d)  # noqa: E731
+    return System(A=tanh(a), B=softplus(k) * (v + sigmoid(u)), C=q * sigmoid(a), normalize=rule, drive=v)
+
+
+@dsf.recurrence
+def erasing_ratio(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
+    """A delta rule with a normaliser, that is erased as the values are."""
+    decay = sigmoid(a) * (I - sigmoid(b) * outer(k, k))
+    return System(A=decay, B=k * (sigmoid(b) * v), C=q, normalize=lambda n, d: n / (1 + d * d))
+
+
+@dsf.recurrence
 def fading_rows(q: Key, k: Key, v: Value, g: Key, a: Scalar, s: Scalar) -> System:
     """A decay for each key, one for all, a strength of writing and a gated readout."""
     return System(A=diag(exp(g) * sigmoid(a)), B=k * (s * v), C=q * sigmoid(s))
@@ -35,4 +49,4 @@ def fading_delta(q: Key, k: Key, v: Value, g: Key, b: Scalar, s: Scalar) -> Syst
     return System(A=(I - sigmoid(b) * outer(k, k)) @ diag(exp(g)), B=k * (s * v), C=q * sigmoid(s))
 
 
-UNSEEN = [swinging, forgetful_delta, late_ratio, fading_rows, fading_delta]
+UNSEEN = [swinging, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]

@@ -6,7 +6,16 @@ import mixer_inputs
 import pytest
 import torch
 from interpreted import interpreted
-from matrix_family import UNSEEN, fading_delta, fading_rows, forgetful_delta, late_ratio, swinging
+from matrix_family import (
+    UNSEEN,
+    driven_ratio,
+    erasing_ratio,
+    fading_delta,
+    fading_rows,
+    forgetful_delta,
+    late_ratio,
+    swinging,
+)
 from mixer_inputs import sample
 
 import dsf
@@ -67,7 +76,9 @@ def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "recurrence", [forgetful_delta, late_ratio, fading_delta, get("ssd").recurrence], ids=lambda r: r.name
+    "recurrence",
+    [forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_delta, get("ssd").recurrence],
+    ids=lambda r: r.name,
 )
 @pytest.mark.parametrize("tokens", [1, 15, 17])
 def test_initial_states_and_any_length(recurrence, tokens):
@@ -100,13 +111,13 @@ def test_grouped_heads_and_strided_inputs(name):
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     "recurrence",
-    [swinging, forgetful_delta, fading_rows, fading_delta, get("deltanet").recurrence],
+    [swinging, forgetful_delta, driven_ratio, fading_rows, fading_delta, get("deltanet").recurrence],
     ids=lambda r: r.name,
 )
 def test_segments_of_time_are_joined(recurrence, count, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: count)
     given = sample(recurrence, tokens=70)
-    state = torch.randn(2, 2, 3, 4, dtype=torch.float64)
+    state = torch.randn(2, 2, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
     found = outcome(recurrence, given, state, torch.float32, backend="triton")
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 

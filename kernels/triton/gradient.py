@@ -9,6 +9,8 @@ With e the entries written (e = s v without the delta rule), and f = dL/de (EQUA
     dlog decay_t = Σ over every product of decays that contains row t: pairs i ≥ t > j, reads of S at i ≥ t, writes
     into the last state at j < t, and S carried through. Each such term is computed and summed, none is the difference
     of two larger ones, so decays near zero keep their digits.
+NORMAL: the normaliser n, driven by o, adds dn_i o_j to every dy_i·e_j (dn: gradient of what was read of it), dn_i n to
+S dy_i, and o_j times its own adjoint to G x_j. The first slice of P adds them.
 Transposed score matrices are products of their own: no accumulator is transposed.
 """
 
@@ -35,12 +37,12 @@ from dsf.kernels.triton.tiles import (
 @triton.jit(do_not_specialize=["base", "count"])
 def chunk_gradient(
     q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
-    dq, dk, dv, dg, ds, db, dc,
+    dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones,
     tokens, heads, length, plane, batches, base, count,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr,
+    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one of `count` chunks from `base` on: dv of a slice of P, and that slice's part of all the others.
@@ -71,29 +73,37 @@ def chunk_gradient(
         written = load_rows(entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
     else:
         written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+    beside = (rows, rows, keys, keys)
+    if NORMAL:
+        at = (lane * tl.cdiv(tokens, L) + chunk) * N
+        beside = _beside(
+            ones, slopes, weight_states + at, weight_adjoints + at, lane * tokens, rows, tokens, keys, piece,
+            N, L, NORMAL,
+        )  # fmt: skip
+        d_ones += lane * tokens
     if ROLES == 1:
         grad = _of_reads(
             rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
-            dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
+            dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
         )  # fmt: skip
         grad += _of_writes(
             rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
-            dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
+            dk, dv, dg, ds, db, d_ones, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, KIND, PRECISION,
         )  # fmt: skip
     else:
         if role == 0:
             grad = _of_reads(
                 rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
-                dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION,
+                dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
             )  # fmt: skip
         else:
             grad = _of_writes(
                 rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
-                dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
-                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, KIND, PRECISION,
+                dk, dv, dg, ds, db, d_ones, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, KIND, PRECISION,
             )  # fmt: skip
     if DECAY:
         if DECAY == 2:
@@ -106,10 +116,10 @@ def chunk_gradient(
 @triton.jit
 def _of_reads(
     rows_q, rows_k, given, written, scalars, adjoint_entries, state_of, adjoint_of, dq, dg, dc,
-    chunk, tokens, heads, plane, flat, part, keys, columns, local,
+    chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    READ_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
     rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
@@ -117,10 +127,16 @@ def _of_reads(
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
     grad = tl.zeros([L], tl.float32)
+    drive, slope, weight, weight_adjoint = beside
     if DECAY:  # S carried through the chunk
         adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0)
-        grad += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk, L)
+        carried = tl.sum(state.to(tl.float32) * adjoint.to(tl.float32))
+        if NORMAL:
+            carried += tl.sum(weight * weight_adjoint)
+        grad += carried * total_of(scalars, plane, chunk, L)
     yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
+    if NORMAL:
+        yx += slope[:, None] * drive[None, :]
     yx = _weigh(yx, scalars, rows, local[:, None] >= local[None, :], False, DECAY)
     if SCALED and not DELTA:
         yx *= tl.load(scalars + SOURCE * plane + rows)[None, :]
@@ -136,6 +152,8 @@ def _of_reads(
             pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
         grad += _spanning(pairs, local, KIND, PRECISION)
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
+    if NORMAL:
+        grad_q += slope[:, None] * weight[None, :]
     if DECAY:
         grad_q *= prefix_of(scalars, rows)[:, None]
         reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
@@ -156,12 +174,15 @@ def _of_reads(
 @triton.jit
 def _of_writes(
     rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
-    dk, dv, dg, ds, db, chunk, tokens, heads, plane, flat, part, keys, columns, local,
+    dk, dv, dg, ds, db, d_ones, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, ds, db. Returns dlog decay's sum over the products that end in the last state, or in an erasing [L]."""
+    """dk, dv, ds, db, and that of `ones`.
+
+    Returns dlog decay's sum over the products that end in the last state, or in an erasing [L].
+    """
     rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
     before = local[:, None] <= local[None, :]
     place = keys[:, None] * P + columns[None, :]
@@ -183,12 +204,17 @@ def _of_writes(
     # z = G x, from the last state and from the reads of later rows; dk
     adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0).to(KIND)
     z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
+    drive, slope, _, weight_adjoint = beside
+    if NORMAL:
+        z += drive[:, None] * weight_adjoint[None, :]
     if DECAY:
         z *= suffix_of(scalars, plane, rows)[:, None]
         writes = tl.sum(z * rows_k.to(tl.float32), axis=1)
         if SCALED and not DELTA:
             writes *= tl.load(scalars + SOURCE * plane + rows)
     xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
+    if NORMAL:
+        xy += drive[:, None] * slope[None, :]
     xy = _weigh(xy, scalars, rows, before, True, DECAY)
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
@@ -217,6 +243,14 @@ def _of_writes(
             grad_v *= suffix_of(scalars, plane, rows)[:, None]
         if READ_SCALED:
             scores *= tl.load(scalars + READ * plane + rows)[None, :]
+        if NORMAL == 2:
+            of_drive = tl.sum(rows_k.to(tl.float32) * weight_adjoint[None, :], axis=1)
+            if DECAY:
+                of_drive *= suffix_of(scalars, plane, rows)
+            of_drive += tl.sum(scores * slope[None, :], axis=1)
+            if SCALED:
+                of_drive *= tl.load(scalars + SOURCE * plane + rows)
+            tl.store(d_ones + rows, of_drive, mask=(rows < tokens) & (tl.program_id(2) == 0))
         grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
     store_rows(dk + part * N, heads * N, rows, tokens, keys, N, BN, z)
     if SCALED:
@@ -229,6 +263,22 @@ def _of_writes(
             grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad
+
+
+@triton.jit
+def _beside(
+    ones, slopes, weight_states, weight_adjoints, lane, rows, tokens, keys, piece,
+    N: tl.constexpr, L: tl.constexpr, NORMAL: tl.constexpr,
+):  # fmt: skip
+    """Of the normaliser: what drives it and the gradient of what is read of it [L], its first state and the gradient of
+    its last one [N]; both gradients are 0 but for the first slice of P."""
+    drive = tl.full([L], 1.0, tl.float32)
+    if NORMAL == 2:
+        drive = tl.load(ones + lane + rows, mask=rows < tokens, other=0.0)
+    slope = tl.load(slopes + lane + rows, mask=(rows < tokens) & (piece == 0), other=0.0)
+    weight = tl.load(weight_states + keys, mask=keys < N, other=0.0)
+    weight_adjoint = tl.load(weight_adjoints + keys, mask=(keys < N) & (piece == 0), other=0.0)
+    return drive, slope, weight, weight_adjoint
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from dsf.kernels.triton.table import Tiles, segments, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
+from dsf.kernels.triton.weights import Normaliser, by_lane, carry_weights, chunk_weights, kind_of
 
 
 class _Call:
@@ -30,11 +31,12 @@ class _Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
-        heads: int, log: bool,
+        heads: int, log: bool, normal: Normaliser | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.tokens, _, self.n = q.shape
         self.heads, self.p = heads, v.shape[-1]
         self.q, self.k, self.v = q, k, v
+        self.normal = normal
         self.keywise = g is not None and g.dim() == 4
         self.tiles: Tiles = tiles(self.n, self.p, q.dtype, _kind(g), b is not None)
         self.chunks = -(-self.tokens // self.tiles.chunk)
@@ -106,6 +108,31 @@ class _Call:
         """Uninitialised states [B, H, *lead, N, P]."""
         return self.empty(self.batch, self.heads, *lead, self.n, self.p, dtype=dtype)
 
+    def given(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
+        """Something to point at for operands that a kernel does not use."""
+        return tuple(self.q if x is None else x for x in xs)
+
+    def weights(self, x: Tensor, drive: Tensor | None, start: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+        """Normalisers (reverse: their gradients) between chunks [B·H, chunks, N], and the last one [B, H, N].
+
+        x: the rows that they are sums of; drive [B, T, H]: what each is times, beside its decays.
+        """
+        added, states = (self.empty(self.lanes, self.chunks, self.n, dtype=torch.float32) for _ in range(2))
+        final = self.empty(self.batch, self.heads, self.n, dtype=torch.float32)
+        sizes = {"N": self.n, "L": self.tiles.chunk, "DECAY": self.decay, "REVERSE": reverse, "num_warps": 4}
+        launch(
+            chunk_weights, (self.chunks, self.lanes),
+            x, *self.given(by_lane(drive)), self.scalars, added, self.tokens, self.heads, self.length, self.plane,
+            *self.rows(x), BN=self.tiles.keys, SCALED=self.read if reverse else self.scaled, DRIVEN=drive is not None,
+            **sizes,
+        )  # fmt: skip
+        launch(
+            carry_weights, (-(-self.n // 32), self.lanes),
+            added, *self.given(start), self.scalars, states, final, self.chunks, self.length, self.plane,
+            BN=32, BLOCK=32, START=start is not None, **sizes,
+        )  # fmt: skip
+        return states, final
+
     def cut(self) -> tuple[int, int]:
         """(segments of T that are walked at once, chunks a segment)."""
         count = segments(self.chunks, self.lanes * -(-self.p // self.tiles.piece), self.delta)
@@ -162,8 +189,9 @@ def _forward_launch(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
     saved: tuple[Tensor, Tensor] | None, count: int, span: int, stop: int, passed: Tensor | None,
 ) -> None:  # fmt: skip
-    t, unused = call.tiles, call.q
+    t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
     entries, states = saved or (unused, unused)
+    beside = (None,) * 3 if normal is None else (by_lane(normal.ones), by_lane(normal.read), normal.states)
     pieces = -(-call.p // t.piece)
     if passed is not None and call.delta:
         pieces += -(-call.n // t.piece)
@@ -171,13 +199,14 @@ def _forward_launch(
         forward_walk, (pieces, call.lanes, count),
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
-        unused if final is None else final, unused if passed is None else passed,
+        unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
         call.tokens, call.heads, count, span, 0, stop, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
-        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, OUTPUT=y is not None,
-        STATES=saved is not None, FINAL=final is not None, SUMMARY=passed is not None,
-        TERMS=t.walk_terms, STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
+        START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
+        FINAL=final is not None, SUMMARY=passed is not None,
+        STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
     )  # fmt: skip
 
 
@@ -216,7 +245,7 @@ def _reverse_launch(
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
         FINAL=final is not None,
-        TERMS=t.walk_terms, STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
+        STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
     )  # fmt: skip
 
 
@@ -273,9 +302,13 @@ def _transform(call: _Call) -> Tensor:
 def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
+    normal: Normaliser | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward."""
-    call = _Call(q, k, v, decay, source, erase, read, heads, log)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal)
+    if normal is not None:
+        normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
+        normal.states, normal.final = call.weights(k, normal.ones, normal.state, False)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     solve = _transform(call) if erase is not None else call.empty(0)
     last, _ = _forward(call, solve, state, y, final, None)
@@ -285,9 +318,13 @@ def _chunk_matrix(
 def _chunk_matrix_shapes(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
+    normal: Normaliser | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
+    if normal is not None:
+        normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
+        normal.final = q.new_empty(batch, heads, n, dtype=torch.float32)
     shape = (batch, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     chunk = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None).chunk
@@ -303,10 +340,10 @@ def _chunk_matrix_shapes(
 def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool,
+    heads: int, log: bool, normal: Normaliser | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent."""
-    call = _Call(q, k, v, decay, source, erase, read, heads, log)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
@@ -331,6 +368,14 @@ def _chunk_matrix_backward(
             for x in (source, erase, read)
         )
         scalars = [call.empty(*parts, call.n, dtype=torch.float32), *sums]
+    beside: tuple[Tensor | None, ...] = (None,) * 5
+    if normal is not None:
+        normal.states, _ = call.weights(k, normal.ones, normal.state, False)
+        normal.adjoints, normal.first = call.weights(q, normal.slope, normal.final_gradient, True)
+        if normal.ones is not None:
+            normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
+        own = (by_lane(x) for x in (normal.ones, normal.slope))
+        beside = (*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
     given = q if decay is None else decay
     for found in _reverse(call, dy, solve, start, passed, state is not None):
         saved = (entries, found.entries, states, found.states)
@@ -347,12 +392,12 @@ def _chunk_matrix_backward(
         else:
             launch(
                 chunk_gradient, (found.chunks * roles, call.lanes, pieces),
-                q, k, v, dy, given, call.scalars, *saved, dq, dk, dv, *scalars,
+                q, k, v, dy, given, call.scalars, *saved, dq, dk, dv, *scalars, *call.given(*beside),
                 *sizes, call.batch, found.base, found.chunks,
                 *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
                 BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
                 SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
-                num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+                NORMAL=kind_of(normal), num_warps=t.gradient_warps, num_stages=2, **call.sizes,
             )  # fmt: skip
     dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
     outs = [_sum_pieces(x) for x in scalars]
@@ -365,10 +410,14 @@ def _chunk_matrix_backward(
 def _chunk_matrix_backward_shapes(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool,
+    heads: int, log: bool, normal: Normaliser | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
+    if normal is not None:
+        normal.first = q.new_empty(batch, heads, n, dtype=torch.float32)
+        if normal.ones is not None:
+            normal.d_ones = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
 
     def scalar(x: Tensor | None) -> Tensor:
         shape = (0,) if x is None else (batch, tokens, heads, *x.shape[3:])

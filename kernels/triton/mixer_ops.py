@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dsf.kernels.triton import matrix
 from dsf.kernels.triton.programs import PROGRAMS, Access, Call, last_rows
+from dsf.kernels.triton.weights import Normaliser
 
 
 def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The chunk kernels' S_0 with the columns they hold, the first running maximum [B, H], and S_0's rescaling."""
+    """S_0 [B, H, N, columns] beside its normaliser's column, the first running maximum [B, H], and S_0's rescaling."""
     if state is None:
         return None, None, None
     used = call.p + call.program.ones
@@ -28,7 +29,7 @@ def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | No
         first = own.amax(-1)
         scale = (own - first.unsqueeze(-1)).exp().unsqueeze(-1)
         start = start * scale
-    if call.columns > used:
+    if call.program.column:
         start = torch.nn.functional.pad(start, (0, call.columns - used))
     return start.contiguous(), first, scale
 
@@ -36,7 +37,7 @@ def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | No
 def _read_first(call: Call, start: Tensor | None, y: Tensor) -> Tensor:
     """What the first token reads of S_0, for read="before": [B, 1, H, columns]."""
     if start is None:
-        return torch.zeros_like(y[:, :1])
+        return y.new_zeros(call.batch, 1, call.heads, call.columns + call.inside)
     query, read = call.operand("query"), call.operand("read")
     assert query is not None
     q = query[:, 0].float().repeat_interleave(call.heads // query.shape[2], dim=1)
@@ -59,21 +60,29 @@ def _run(
     saved += call.make()
     kernels: Callable[..., Any] = matrix._chunk_matrix if real else matrix._chunk_matrix_shapes
     wide = "readout" in known.accesses
-    y, final, solve = kernels(**call.chunk_arguments(start), final=True, wide=wide)
+    arguments = call.chunk_arguments(start)
+    normal: Normaliser | None = arguments["normal"]
+    y, final, solve = kernels(**arguments, final=True, wide=wide)
+    den = None if normal is None else normal.read
     if known.micro > 1:
-        y = y[:, known.micro - 1 :: known.micro]
+        y, den = (None if x is None else x[:, known.micro - 1 :: known.micro] for x in (y, den))
     if known.before:
-        y = torch.cat([_read_first(call, start, y), y[:, :-1]], dim=1)
+        first_read = _read_first(call, start, y)
+        y = torch.cat([first_read[..., : y.shape[-1]], y[:, :-1]], dim=1)
+        if den is not None:
+            den = torch.cat([first_read[..., -1], den[:, :-1]], dim=1)
     saved.append(solve)
     if wide:
-        call.keep_output(y)
+        call.keep_output(y, den)
         if known.ones:
-            saved.append(y)
+            saved += [y] if den is None else [y, den]
         y = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
         call.tensors[".y"] = y
         call.launch("readout")
-    if known.ones:
+    if known.column:
         final = final[..., : call.p + 1]
+    if normal is not None and normal.final is not None:
+        final = torch.cat([final, normal.final.unsqueeze(-1)], dim=-1)
     if known.stabilised:
         last = saved[0][..., -1, None, None].expand(*final.shape[:-1], 1)
         final = torch.cat([final, last], dim=-1)
@@ -92,15 +101,16 @@ def _forward_shapes(
     return _run(operands, state, program, keep, False)
 
 
-def _read_gradient(call: Call, dy: Tensor) -> Tensor:
-    """The gradient of what the chunk kernels read, [B, T, H, columns], from y's."""
+def _read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of what the chunk kernels read, [B, T, H, columns] and of a normaliser [B, T, H], from y's."""
     call.tensors[".dy"] = dy
     if "readout_adjoint" not in call.program.accesses:
-        return dy
+        return dy, None
     out = call.empty(call.batch, call.tokens, call.heads, call.columns, dtype=call.dtype)
-    call.tensors[".dnum"], call.tensors[".dtail"] = out[..., : call.p], out[..., call.p :]
+    slope = call.empty(call.batch, call.heads, call.tokens).movedim(1, -1) if call.inside else None
+    call.tensors |= {".dnum": out[..., : call.p], ".dtail": out[..., call.p :], ".dden": slope}
     call.launch("readout_adjoint")
-    return out
+    return out, slope
 
 
 def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,24 +131,37 @@ def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: di
     return found
 
 
+def _next(x: Tensor) -> Tensor:
+    """[B, T, ...] of the token after each, zeros after the last."""
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+
+
 def _chunk_gradients(
-    call: Call, dy: Tensor, dfinal: Tensor | None, start: Tensor | None, solve: Tensor
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, solve: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
     known, micro = call.program, call.program.micro
-    d_first = dy[:, :1]
+    d_first = dy[:, :1] if slope is None else torch.cat([dy[:, :1].float(), slope[:, :1].unsqueeze(-1)], dim=-1)
     if known.before:
-        dy = torch.cat([dy[:, 1:], torch.zeros_like(dy[:, :1])], dim=1)
+        dy, slope = _next(dy), None if slope is None else _next(slope)
     if micro > 1:
-        dy = last_rows(dy, micro)
-    if dfinal is not None:
-        used = call.p + known.ones
-        dfinal = torch.nn.functional.pad(dfinal[..., :used], (0, call.columns - used)).contiguous()
+        dy, slope = last_rows(dy, micro), None if slope is None else last_rows(slope, micro)
     kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
     arguments = call.chunk_arguments(start)
+    normal: Normaliser | None = arguments["normal"]
+    if dfinal is not None and known.column:
+        dfinal = torch.nn.functional.pad(dfinal[..., : call.p + 1], (0, call.columns - call.p - 1)).contiguous()
+    if normal is not None:
+        normal.slope = slope
+        dfinal, normal.final_gradient = call.split(dfinal)
     dq, dk, dv, ddecay, dsource, derase, dread, first = kernels(dy=dy, final_gradient=dfinal, solve=solve, **arguments)
     token = {"query": dq, "read": dread}
     rows = {"key": dk, "value": dv, "decay": ddecay, "source": dsource, "erase": derase}
+    if normal is not None:
+        if normal.d_ones is not None:
+            rows["ones"] = normal.d_ones
+        if normal.first is not None:
+            first = torch.cat([first, normal.first.unsqueeze(-1)], dim=-1)
     token = {name: x for name, x in token.items() if name in known.roles}
     rows = {name: x for name, x in rows.items() if name in known.roles}
     if micro > 1:
@@ -148,7 +171,7 @@ def _chunk_gradients(
         token = _pull_first(call, d_first, start, token)
         if "state" in token:
             first = first + token.pop("state")
-    if known.ones:
+    if known.column:
         rows["ones"], rows["value"] = rows["value"][..., call.p], rows["value"][..., : call.p]
     return token | rows, first
 
@@ -175,8 +198,8 @@ def _backward(
     call.keep([rest.pop(0) for _ in known.made])
     solve = rest.pop(0)
     if rest:
-        call.keep_output(rest.pop(0))
-    found, first = _chunk_gradients(call, _read_gradient(call, dy), dfinal, start, solve)
+        call.keep_output(rest[0], rest[-1])
+    found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, solve)
     call.tensors |= {f".d{name}": x for name, x in found.items()}
     wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
     pulled = [a for a in known.inputs if a.role in wanted and a.role not in known.direct]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.pointwise import level_blocks, levels, no_finish, no_sums, pointwise
+from dsf.kernels.triton.weights import Normaliser
 
 PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
@@ -72,7 +73,8 @@ class Made:
 @dataclass(frozen=True)
 class Program:
     """What the operator knows of a spec. accesses: of each printed function; direct: input -> operand whose gradient
-    is its own; the rest is as the declaration has it."""
+    is its own; ones: there is a normaliser, column: as a column beside the values, where the chunk kernels have none;
+    the rest is as the declaration has it."""
 
     inputs: tuple[Access, ...]
     roles: Mapping[str, Role]
@@ -83,6 +85,7 @@ class Program:
     log: bool
     keywise: bool
     ones: bool
+    column: bool
     stabilised: bool
     accesses: Mapping[str, tuple[Access, ...]]
     functions: Any = field(default=None, compare=False)
@@ -129,7 +132,7 @@ class Call:
         self.inputs = {a.role: a for a in program.inputs}
         first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
         self.dtype, self.device = first.dtype, first.device
-        self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.ones else 0
+        self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.column else 0
         self.columns = self.p + self.beside
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -196,7 +199,7 @@ class Call:
         """Name what the prologue makes or made."""
         for m, x in zip(self.program.made, made, strict=True):
             self.tensors[f".{m.name}"] = x
-            if m.name == "value" and self.program.ones:
+            if m.name == "value" and self.program.column:
                 self.tensors[".value"], self.tensors[".ones"] = x[..., : self.p], x[..., self.p :]
                 self.tensors[".values"] = x
 
@@ -216,7 +219,7 @@ class Call:
             if not (a.key or a.value) and a.heads(x) != self.heads:
                 x = x.repeat_interleave(self.heads // a.heads(x), dim=-1)
         else:
-            x = self.need(".values" if name == "value" and self.program.ones else f".{name}")
+            x = self.need(".values" if name == "value" and self.program.column else f".{name}")
         wide = name in ("query", "key", "value") or (name == "decay" and self.program.keywise)
         return x.flatten(1, 2) if x.dim() > 3 + wide else x
 
@@ -250,16 +253,34 @@ class Call:
         self.tensors[".level_before"], self.tensors[".level_after"] = before, after
         self.tensors[".level_read"] = before if self.program.before else after
 
-    def keep_output(self, y: Tensor) -> None:
-        """Name what was read: the values' columns and the one driven by ones."""
-        self.tensors[".num"], self.tensors[".den"] = y[..., : self.p], y[..., self.p] if self.program.ones else None
+    def keep_output(self, num: Tensor, den: Tensor | None) -> None:
+        """Name what was read: of the values, and of the normaliser."""
+        if self.program.column:
+            num, den = num[..., : self.p], num[..., self.p]
+        self.tensors[".num"], self.tensors[".den"] = num, den
 
     def chunk_arguments(self, start: Tensor | None) -> dict[str, Any]:
-        """The chunk kernels' arguments, by name."""
+        """The chunk kernels' arguments, by name. start: with the normaliser's column, if there is one."""
         names = ("decay", "source", "erase")
-        found = {"q": self.reading("query"), "k": self.operand("key"), "v": self.operand("value")}
+        found: dict[str, Any] = {"q": self.reading("query"), "k": self.operand("key"), "v": self.operand("value")}
         found |= {name: self.operand(name) for name in names}
-        return found | {"read": self.reading("read"), "state": start, "heads": self.heads, "log": self.program.log}
+        found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
+        normal = None
+        if self.inside:
+            start, column = self.split(start)
+            normal = Normaliser(self.operand("ones"), column)
+        return found | {"state": start, "normal": normal}
+
+    @property
+    def inside(self) -> bool:
+        """True where the chunk kernels compute a normaliser."""
+        return self.program.ones and not self.program.column
+
+    def split(self, state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """A state [B, H, N, P + 1] as that of the values and the normaliser [B, H, N]."""
+        if state is None:
+            return None, None
+        return state[..., : self.p].contiguous(), state[..., self.p].contiguous()
 
 
 def _power(size: int) -> int:

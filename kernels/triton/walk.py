@@ -5,10 +5,10 @@ chunks of L rows of its segment that lie from `base` up to `limit`. Rows write k
 with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse is
 `solve`, made by the transform.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
-TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
 either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
+NORMAL: y's normaliser is read too, of each chunk's first one, made before (kernels.triton.weights), and of its rows.
 Grouped heads are read by dividing the head's index; nothing is copied.
 """
 
@@ -35,17 +35,19 @@ from dsf.kernels.triton.tiles import (
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def forward_walk(
     q, k, erased, v, scalars, running, scores_of, solve, y, entries, states, start, final, passed,
+    ones, weights, weight_states,
     tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SCORED: tl.constexpr, PITCH: tl.constexpr,
+    SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL).
 
     SUMMARY: also `passed`, what a segment does to its first state: [B, H, S, N], or (DELTA) [B, H, S, N, N].
+    NORMAL: also weights [B, H, T], what is read of the normaliser driven by 1, or (2) by `ones`.
     """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
@@ -111,6 +113,11 @@ def forward_walk(
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = tl.dot(rows_q, seen, input_precision=PRECISION)
+            if NORMAL:
+                weight = tl.load(weight_states + (lane * chunks + chunk) * N + keys, mask=keys < N, other=0.0)
+                den = tl.sum(rows_q.to(tl.float32) * weight[None, :], axis=1)
+                if DECAY:
+                    den *= tl.load(scalars + PREFIX_READ * plane + rows)
             if DECAY:
                 out *= tl.load(scalars + PREFIX_READ * plane + rows)[:, None]
             if DECAY and not SCORED:
@@ -121,6 +128,14 @@ def forward_walk(
                 scores = tl.where(causal, scores, 0.0)
             if SCALED and not DELTA:
                 scores *= tl.load(scalars + SOURCE * plane + rows)[None, :]
+            if NORMAL:  # of the very weights that the values have
+                seen_rows = scores.to(KIND).to(tl.float32)
+                if NORMAL == 2:
+                    seen_rows *= tl.load(ones + lane * tokens + rows, mask=rows < tokens, other=0.0)[None, :]
+                den += tl.sum(seen_rows, axis=1)
+                if READ_SCALED and not DECAY:
+                    den *= tl.load(scalars + READ * plane + rows)
+                tl.store(weights + lane * tokens + rows, den, mask=(rows < tokens) & (piece == 0))
             out += tl.dot(scores.to(KIND), write, input_precision=PRECISION)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
@@ -129,22 +144,18 @@ def forward_walk(
             scale = suffix_of(scalars, plane, rows)
             if SCALED and not DELTA:
                 scale *= tl.load(scalars + SOURCE * plane + rows)
-            exact = write.to(tl.float32) * scale[:, None]
-            write = exact.to(KIND)
+            write = (write.to(tl.float32) * scale[:, None]).to(KIND)
             state *= total_of(scalars, plane, chunk, L)
             if SUMMARY and not DELTA:
                 decayed *= total_of(scalars, plane, chunk, L)
         elif SCALED and not DELTA:
-            exact = write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]
-            write = exact.to(KIND)
+            write = (write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]).to(KIND)
         if KEYWISE:
             total = tl.exp2(last_running(running, lane, length, chunk, keys, N, L))
             state *= total[:, None]
             if SUMMARY and not DELTA:
                 decayed *= total
         state += tl.dot(tl.trans(rows_k), write, input_precision=PRECISION)
-        if TERMS == 2 and (DECAY or (SCALED and not DELTA)):
-            state += tl.dot(tl.trans(rows_k), (exact - write.to(tl.float32)).to(KIND), input_precision=PRECISION)
     if SUMMARY:
         at = lane * segments + segment
         if DELTA:
@@ -169,7 +180,7 @@ def reverse_walk(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
@@ -225,8 +236,7 @@ def reverse_walk(
             adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
         if READ_SCALED or DECAY:
             scale = tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
-            exact = given.to(tl.float32) * scale[:, None]
-            given = exact.to(KIND)
+            given = (given.to(tl.float32) * scale[:, None]).to(KIND)
         if DECAY:
             state *= total_of(scalars, plane, chunk, L)
         if KEYWISE:
@@ -234,8 +244,6 @@ def reverse_walk(
                 rows_k = load_rows(erased, k_t, rows, tokens, keys, N, BN, KIND)
             state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         state += tl.dot(tl.trans(rows_q), given, input_precision=PRECISION)
-        if TERMS == 2 and (READ_SCALED or DECAY):
-            state += tl.dot(tl.trans(rows_q), (exact - given.to(tl.float32)).to(KIND), input_precision=PRECISION)
         if DELTA:
             state -= tl.dot(tl.trans(rows_k), adjoint.to(KIND), input_precision=PRECISION)
     if FINAL:

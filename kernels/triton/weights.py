@@ -1,0 +1,116 @@
+"""The normaliser of systems with one decay a head: n_t = a_t n_{t-1} + s_t o_t k_t, read as c_t q_t·n_t.
+
+What every chunk adds to it, then its value between chunks by a scan over them; and backwards the same of its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsf.kernels.triton.tiles import PREFIX_READ, READ, SOURCE, TOTAL, load_rows, suffix_of
+
+
+@dataclass
+class Normaliser:
+    """What a call gives and takes of it, beside what its system has.
+
+    ones: what drives it [B, T, H], None for 1; state: its first [B, H, N]; for the backward pass slope [B, T, H] and
+    final_gradient [B, H, N], the gradients of what is read of it and of its last state. The rest is filled by the call:
+    read [B, T, H] and final [B, H, N], or d_ones and first, the gradients of ones and state; and between chunks
+    [B · H, chunks, N] its values (states) and gradients (adjoints).
+    """
+
+    ones: Tensor | None = None
+    state: Tensor | None = None
+    slope: Tensor | None = None
+    final_gradient: Tensor | None = None
+    read: Tensor | None = None
+    final: Tensor | None = None
+    d_ones: Tensor | None = None
+    first: Tensor | None = None
+    states: Tensor | None = None
+    adjoints: Tensor | None = None
+
+
+def kind_of(normal: Normaliser | None) -> int:
+    """The walks' and the gradient kernel's NORMAL: 0 none, 1 driven by 1, 2 by what `ones` holds."""
+    return 0 if normal is None else 1 + (normal.ones is not None)
+
+
+def by_lane(x: Tensor | None) -> Tensor | None:
+    """[B, T, H] contiguous in time: [B, H, T]."""
+    return None if x is None else x.movedim(-1, 1).contiguous()
+
+
+@triton.jit
+def chunk_weights(
+    x, drive, scalars, added,
+    tokens, heads, length, plane, x_b, x_t, x_h, x_group,
+    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, DRIVEN: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """added [B·H, chunks, N]: Σ of a chunk's rows of x, times their decays to its end and what drives them [B, H, T].
+
+    REVERSE: of queries, times their decays from its start and the gradient of what they read.
+    """
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    keys, local = tl.arange(0, BN), tl.arange(0, L)
+    rows = chunk * L + local
+    scalars += lane * length
+    scale = tl.full([L], 1.0, tl.float32)
+    if DRIVEN:
+        scale = tl.load(drive + lane * tokens + rows, mask=rows < tokens, other=0.0)
+    if REVERSE and (SCALED or DECAY):
+        scale *= tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
+    if not REVERSE:
+        if DECAY:
+            scale *= suffix_of(scalars, plane, rows)
+        if SCALED:
+            scale *= tl.load(scalars + SOURCE * plane + rows)
+    taken = load_rows(x + batch * x_b + head // x_group * x_h, x_t, rows, tokens, keys, N, BN, tl.float32)
+    to = added + (lane * tl.cdiv(tokens, L) + chunk) * N + keys
+    tl.store(to, tl.sum(taken * scale[:, None], axis=0), mask=keys < N)
+
+
+@triton.jit
+def _after(decay, value, decay_next, value_next):
+    """n → decay n + value after another such map."""
+    return decay * decay_next, value * decay_next + value_next
+
+
+@triton.jit
+def carry_weights(
+    added, start, scalars, states, final,
+    chunks, length, plane,
+    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    DECAY: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Normalisers before each chunk [B·H, chunks, N] from what chunks add, and the last one; REVERSE: after each."""
+    lane = tl.program_id(1).to(tl.int64)
+    keys, steps = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BLOCK)
+    here = keys < N
+    weight = tl.zeros([BN], tl.float32)
+    if START:
+        weight = tl.load(start + lane * N + keys, mask=here, other=0.0)
+    for first in range(0, chunks, BLOCK):
+        step = first + steps
+        inside = step < chunks
+        chunk = tl.where(inside, chunks - 1 - step if REVERSE else step, 0)
+        at = (lane * chunks + chunk)[:, None] * N + keys[None, :]
+        mask = inside[:, None] & here[None, :]
+        value = tl.load(added + at, mask=mask, other=0.0)
+        decay = tl.full([BLOCK], 1.0, tl.float32)
+        if DECAY:
+            decay = tl.load(scalars + TOTAL * plane + lane * length + chunk * L, mask=inside, other=1.0)
+        passed, value = tl.associative_scan((tl.broadcast_to(decay[:, None], (BLOCK, BN)), value), 0, _after)
+        after = passed * weight[None, :] + value
+        tl.store(states + at, weight[None, :] + tl.zeros([BLOCK, BN], tl.float32), mask=mask & (step == first)[:, None])
+        onward = at - N if REVERSE else at + N
+        tl.store(states + onward, after, mask=mask & ((step + 1 < chunks) & (steps + 1 < BLOCK))[:, None])
+        weight = tl.sum(tl.where((steps == BLOCK - 1)[:, None], after, 0.0), axis=0)
+    tl.store(final + lane * N + keys, weight, mask=here)
