@@ -27,6 +27,9 @@ from dsf.mixers.qlstm import qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from scan_family import aligned, leaky_peak, swinging  # in no library: written for the tests
+
 TOTAL, CHANNELS, LENGTHS = 32_768, 4096, (2048, 8192, 32768)
 
 
@@ -48,7 +51,8 @@ ROWS = {
     "s6": (s6, 16, None), "s6_gated": (s6_gated, 16, "mamba"), "longhorn": (longhorn, 16, None),
     "s6_64": (s6_gated, 64, "mamba"), "s6_128": (s6_gated, 128, "mamba"),
     "rg_lru": (rg_lru, 1, "accelerated_scan"), "qlstm": (qlstm, 1, "accelerated_scan"),
-    "given": (given, 1, "accelerated_scan"),
+    "given": (given, 1, "accelerated_scan"), "s6_1": (s6, 1, None), "leaky_peak": (leaky_peak, 1, None),
+    "aligned": (aligned, 16, None), "swinging": (swinging, 16, None),
 }  # fmt: skip
 
 
@@ -64,7 +68,7 @@ def draw(recurrence, batch, tokens, n, p, dtype=torch.bfloat16, device="cuda"):
             x = x - 3.0
         if i.name in ("beta", "a"):
             x = x.sigmoid()
-        if i.name == "reset":
+        if i.name in ("reset", "stop"):
             x = (x > 3.0).float()
         found[i.name] = x.to(dtype if i.kind.time else torch.float32).requires_grad_()
     return found
@@ -212,9 +216,10 @@ def page(data):
     """The rows as a Markdown table, each beside its byte floor, its exponentials' floor and its peer."""
     rate, exponentials = data["machine"]["copy_bytes_per_second"], 132 * 16 * 1.98e9
     head = ["row", "N", "T", "forward ms", "forward+backward ms", "peak MiB", "first call s", "byte floor ms"]
-    head += ["exponentials' floor ms", "peer", "peer ms", "peer peak MiB", "ours ÷ peer"]
+    head += ["exponentials' floor ms", "ps a state entry", "÷ S6", "peer", "peer ms", "peer peak MiB", "ours ÷ peer"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     peers = {(r["who"], r["N"], r["T"]): r for r in data["rows"] if r["who"] != "ours" and "both" in r}
+    plain = {(r["N"], r["T"]): r for r in data["rows"] if r["name"] in ("s6", "s6_1") and "both" in r}
     for r in data["rows"]:
         if r["who"] != "ours" or "both" not in r:
             continue
@@ -224,9 +229,14 @@ def page(data):
         if other:
             ratios = f"{r['forward'] / other['forward']:.2f} / {r['both'] / other['both']:.2f}"
             beside = [who, f"{other['forward']:.2f} / {other['both']:.2f}", f"{other['peak']:.0f}", ratios]
-        floor = TOTAL * CHANNELS * r["N"] / exponentials * 1e3
+        entries = TOTAL * CHANNELS * r["N"]
+        floor = entries / exponentials * 1e3
+        each = [r[x] / entries * 1e9 for x in ("forward", "both")]
+        like = plain.get((r["N"], r["T"]))
+        to_s6 = " / ".join(f"{r[x] / like[x]:.2f}" for x in ("forward", "both")) if like else ""
         cells = [r["name"], r["N"], r["T"], f"{r['forward']:.2f}", f"{r['both']:.2f}", f"{r['peak']:.0f}"]
-        cells += [f"{r['first_call_s']:.1f}", f"{r['bytes'] / rate * 1e3:.2f}", f"{floor:.2f}", *beside]
+        cells += [f"{r['first_call_s']:.1f}", f"{r['bytes'] / rate * 1e3:.2f}", f"{floor:.2f}"]
+        cells += [" / ".join(f"{x:.2f}" for x in each), to_s6, *beside]
         lines.append(f"| {' | '.join(str(c) for c in cells)} |")
     return "\n".join(lines)
 

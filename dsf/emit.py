@@ -31,6 +31,7 @@ RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held",
 RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
 VALID = "valid_tokens"
 BOTH = frozenset({KEY, VALUE})
+COMPARISONS = ("gt", "ge", "lt", "le")
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -314,7 +315,7 @@ class _Emission:
         varies = {x: x in tokens for x in order}
         bound = {x: x in params for x in order}
         for x in order:
-            varies[x] |= any(varies[a] for a in x.args)
+            varies[x] |= any(varies[a] for a in x.args) or x.op in COMPARISONS  # truth values are not held
             bound[x] |= any(bound[a] for a in x.args)
         fixed = {x for x in order if bound[x] and not varies[x]}
         used = {a for x in order if varies[x] for a in x.args} | set(roots)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dsf import gpu_ratio
 from dsf.bind import Bound, Sizes
 from dsf.emit import VALID, Source, emit
 from dsf.expr import KEY, VALUE, Expr, children_first
@@ -30,10 +31,10 @@ def _refusal(spec: Spec) -> str | None:
     """The part of it that no size or dtype changes."""
     if spec.rank or spec.is_softmax:
         return f"the fused scan is for elementwise A, this is {spec.structure}"
-    if spec.system.normalize is not None:
-        return "the fused scan has no normalize yet"
     if spec.features is not None:
         return "the fused scan has no Taylor features"
+    if spec.rule is not None and (refused := gpu_ratio.refusal(spec)) is not None:
+        return refused
     if not spec.has_key and any(KEY in x.axes for x in _nodes(spec)):
         return "the fused scan has no vector state (N = 1) made of Key inputs"
     if any(x.op == "sum_value" for x in _nodes(spec)):
@@ -57,7 +58,7 @@ def _nodes(spec: Spec) -> list[Expr]:
 @functools.cache
 def source_of(spec: Spec, masked: bool = False) -> Source:
     """The printed holes of a spec, once a process."""
-    return emit(spec, masked)
+    return emit(spec if spec.rule is None else gpu_ratio.doubled(spec), masked)
 
 
 @functools.cache
@@ -83,10 +84,15 @@ def fused_scan(
 
     masked = valid is not None
     tensors = {**bound.tensors, **timed}
+    pairs = None
+    if spec.rule is not None:
+        pairs = gpu_ratio.prepare(spec, bound, timed, state, valid)
+        state = pairs.state
+        tensors |= pairs.tensors
     if valid is not None:
         tensors[VALID] = valid.to(bound.dtype).unsqueeze(2)
     chosen = source_of(spec, masked).operands
     operands = [tensors[o.name] if o.step is None else tensors[o.name].select(2, o.step) for o in chosen]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
-    y, final, _ = operator(operands, state, _hole(spec, masked), keep)
-    return y, final
+    y, final, _ = operator(operands, state, _hole(spec, masked), keep, pairs is not None)
+    return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)

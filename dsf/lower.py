@@ -325,7 +325,7 @@ def _stabilise(
 ) -> Lowered:
     """Change of gauge S → e^{-m} S with the running maximum m."""
     first, start = _initial_maximum(layout, gain, state)
-    before, after = _running_maximum(spec, problem, layout, gain, first)
+    before, after = _running_maximum(spec, problem.decay, problem.log, layout, gain, first)
     widened = [_tile(m, layout) for m in (before, after)]
     moved = widened[0] - widened[1]
     decay = problem.decay + moved if problem.log else problem.decay * moved.exp()
@@ -364,12 +364,30 @@ def _initial_maximum(layout: Columns, gain: Tensor, state: Tensor | None) -> tup
     return first, plain * _tile(own - first, layout).exp()
 
 
+def running_maximum(
+    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], state: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """m_{t-1} and m_t of every token, [B, T, H, n, p], and the state that is entered, in the scale of m_0.
+
+    For systems of one micro-step; arguments as `lower` has them.
+    """
+    layout = columns(spec, values.p)
+    decay, log = _decays(spec, values, shape[1])
+    gain = _gain(spec, values, spec.rows[0], shape)
+    assert gain is not None
+    if valid is not None:
+        decay = torch.where(_rows(valid, 1), decay, 0.0 if log else 1.0)
+        gain = torch.where(_rows(valid, 1), gain, EMPTY)
+    first, start = _initial_maximum(layout, gain, state)
+    return *_running_maximum(spec, decay, log, layout, gain, first), start
+
+
 def _running_maximum(
-    spec: Spec, problem: Problem, layout: Columns, gain: Tensor, first: Tensor
+    spec: Spec, decay: Tensor, in_logs: bool, layout: Columns, gain: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
     """m_{r-1} and m_r of every row, m_r = max(m_{r-1} + log decay_r, gain_r), as cumulative sums and maxima."""
-    decay = problem.decay.detach()
-    log = decay if problem.log else decay.abs().log()
+    decay = decay.detach()
+    log = decay if in_logs else decay.abs().log()
     log = log[..., : layout.p].clamp(min=FLOOR)  # the den columns repeat the num columns
     if KEY not in spec.gain_axes:
         log = log.amax(-2, keepdim=True)

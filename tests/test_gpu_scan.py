@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_triton_scan import aligned, channels, draw, gradients, leaky_peak, swinging, twice
+from scan_family import aligned, bounded, channels, leaky_peak, swinging, twice, weighted
+from test_triton_scan import draw, gradients
 from torch.utils.checkpoint import checkpoint
 
 import dsf
@@ -12,9 +13,11 @@ from dsf.mixers.longhorn import longhorn
 from dsf.mixers.mingru import mingru
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
+from dsf.mixers.rwkv4 import rwkv4
 from dsf.mixers.s6 import s6, s6_negative
 
 pytestmark = pytest.mark.gpu
+NORMALISED = [weighted, bounded, rwkv4]
 UNSEEN = [leaky_peak, aligned, swinging, channels, twice]
 MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, *UNSEEN]
 BLOCK = 64
@@ -42,6 +45,22 @@ def test_equals_the_float64_oracle(recurrence: dsf.Recurrence, n: int, p: int, t
     ours = gradients(recurrence, x, state, backend="triton")
     oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
     for a, b in zip(ours, oracle, strict=True):
+        assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 16])
+@pytest.mark.parametrize("recurrence", NORMALISED, ids=lambda r: r.name)
+def test_normalised_systems_equal_the_float64_oracle(recurrence: dsf.Recurrence, n: int) -> None:
+    x, y = cuda(draw(recurrence, 300, n=n, p=40, batch=2)), {}
+    for dtype in (torch.float32, torch.float64):
+        leaves = [v.to(dtype).requires_grad_() for v in x.values()]
+        backend = "triton" if dtype == torch.float32 else "torch"
+        out, state = recurrence(*leaves, return_state=True, backend=backend)
+        true = recurrence.true_state(state, 40)
+        weights = torch.linspace(-1, 1, out.numel(), device="cuda").reshape(out.shape)
+        grads = torch.autograd.grad((out * weights).sum() + true.tanh().sum(), leaves)
+        y[dtype] = [out.detach(), true.detach(), *grads]
+    for a, b in zip(*y.values(), strict=True):
         assert_blocks_close(a, b, 1e-4)
 
 
@@ -88,6 +107,24 @@ def test_the_future_changes_no_bit_of_the_past() -> None:
     assert torch.equal(longhorn(**x)[:, :400], longhorn(**changed)[:, :400])
 
 
+@pytest.mark.parametrize("recurrence", [qlstm, s6], ids=lambda r: r.name)
+def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> None:
+    x = cuda(draw(recurrence, 2048, n=16, p=512), torch.bfloat16)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    views = {k: v.movedim(1, -1).contiguous().movedim(-1, 1) if k in timed else v for k, v in x.items()}
+    plain = recurrence(**x, backend="triton")
+    assert torch.equal(recurrence(**views, backend="triton"), plain)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = recurrence(**views, backend="triton")
+    needed = torch.cuda.max_memory_allocated() - before - kept.numel() * kept.element_size()
+    assert needed < 0.9 * min(v.numel() * v.element_size() for v in views.values() if v.shape == kept.shape)
+    leaves = [[v.detach().requires_grad_() for v in given.values()] for given in (x, views)]
+    grads = [torch.autograd.grad(recurrence(*given, backend="triton").float().sum(), given) for given in leaves]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_packed_equals_separate() -> None:
     x = cuda(draw(rg_lru, 300, p=40))
     bounds = torch.tensor([0, 1, 130, 300], device="cuda")
@@ -116,7 +153,7 @@ def test_the_operator_compiles_whole() -> None:
     operands = [x[o.name] for o in source_of(qlstm.spec).operands]
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.ops.dsf.fused_scan(list(tensors), None, name, True)[0].sin()
+        return torch.ops.dsf.fused_scan(list(tensors), None, name, True, False)[0].sin()
 
     plain, whole = run(*operands), torch.compile(run, fullgraph=True)(*operands)
     found = [torch.autograd.grad(y.sum(), operands) for y in (plain, whole)]

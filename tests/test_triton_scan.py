@@ -5,25 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import INTERPRETED, interpreted
+from scan_family import aligned, bounded, channels, leaky_peak, swinging, twice, weighted
 
 import dsf
-from dsf import (
-    Key,
-    Param,
-    Scalar,
-    Steps,
-    System,
-    Value,
-    compose,
-    dot,
-    exp,
-    l2norm,
-    maximum,
-    sigmoid,
-    softplus,
-    tanh,
-    where,
-)
 from dsf.emit import emit, write
 from dsf.errors import FormError
 from dsf.mixers.hgrn import hgrn
@@ -31,41 +15,10 @@ from dsf.mixers.longhorn import longhorn
 from dsf.mixers.mingru import mingru
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
+from dsf.mixers.rwkv4 import rwkv4
 from dsf.mixers.s6 import s6, s6_negative
 
-
-@dsf.recurrence
-def leaky_peak(x: Value, g: Value, floor: Param[Value]) -> System:
-    """In no library, N = 1: a leak bounded from below, and a bounded write."""
-    return System(A=maximum(sigmoid(g), 0.2 * sigmoid(floor)), B=tanh(x) * sigmoid(-g), C=exp(-g), read="before")
-
-
-@dsf.recurrence
-def aligned(q: Key, k: Key, v: Value, r: Value, w: Param[Key]) -> System:
-    """In no library, Hadamard with a dot: forget more where the key is aligned with the query."""
-    unit = l2norm(k)
-    return System(A=exp(-softplus(r + dot(q, unit)) * softplus(w)), B=unit * v, C=q * sigmoid(r))
-
-
-@dsf.recurrence
-def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) -> System:
-    """In no library, eigenvalues in [-1, 1], with resets: state entries may turn over at every token."""
-    return System(A=where(stop > 0.5, 0, tanh(s * v)), B=k**2 * v, C=q, D=D * v)
-
-
-@dsf.recurrence
-def channels(q: Key, k: Key, v: Value, g: Value) -> System:
-    """In no library: a leak a channel, the same for all its entries."""
-    return System(A=sigmoid(g), B=k * v, C=q)
-
-
-@dsf.recurrence
-def twice(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], g: Steps[Value, 2]) -> System:
-    """In no library: two writes a token, each with a leak of its own for every entry."""
-    first = System(A=sigmoid(g[0] * k[0]), B=k[0] * v[0])
-    return compose(first, System(A=tanh(g[1] * k[1]), B=k[1] * v[1], C=q))
-
-
+NORMALISED = [weighted, bounded, rwkv4]
 RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, channels, twice]
 OTHERS = [hgrn, mingru, modified_qlstm, s6_negative]
 SMALL = {1: (2, 4, 1, 4, 4, 2, 4, 64, 0), 256: (1, 4, 1, 4, 4, 2, 4, 64, 0)}  # two channel blocks, several segments
@@ -122,6 +75,42 @@ def test_equals_the_oracle_forward_and_backward(recurrence: dsf.Recurrence, smal
     ours = gradients(recurrence, x, state, backend="triton")
     wide = {k: v.double() for k, v in x.items()}
     close(ours, gradients(recurrence, wide, state.double(), form="naive"))
+
+
+@interpreted
+@pytest.mark.parametrize("recurrence", NORMALISED, ids=lambda r: r.name)
+def test_normalised_systems_equal_the_oracle(recurrence: dsf.Recurrence, small_tiles: None) -> None:
+    x = draw(recurrence, tokens=7)
+    keys = 3 if recurrence.spec.has_key else 1
+    _, state = recurrence(**draw(recurrence, tokens=2), return_state=True)
+    assert state.shape[-2:] == recurrence.state_shape(N=keys, P=5)
+
+    def found(x: dict, state: torch.Tensor, **how: str) -> list[torch.Tensor]:
+        """y, the state in its true scale and gradients; the running maximum has none."""
+        leaves = [v.detach().clone().requires_grad_() for v in (*x.values(), state)]
+        y, final = recurrence(**dict(zip(x, leaves, strict=False)), initial_state=leaves[-1], return_state=True, **how)
+        true = recurrence.true_state(final, 5)
+        total = (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum() + true.cos().sum()
+        grads = list(torch.autograd.grad(total, leaves))
+        grads[-1] = grads[-1][..., : true.shape[-1]]
+        return [y.detach(), true.detach(), *grads]
+
+    ours = found(x, state, backend="triton")
+    close(ours, found({k: v.double() for k, v in x.items()}, state.double(), form="naive"), 1e-4)
+
+
+@interpreted
+def test_normalised_systems_hand_their_state_over_and_pack(small_tiles: None) -> None:
+    x, bounds = draw(rwkv4, tokens=7), torch.tensor([0, 3, 4, 7])
+    whole, last = rwkv4(**x, backend="triton", return_state=True)
+    timed = {i.name for i in rwkv4.spec.inputs if i.kind.time}
+    _, state = rwkv4(**{k: v[:, :3] if k in timed else v for k, v in x.items()}, backend="triton", return_state=True)
+    rest = {k: v[:, 3:] if k in timed else v for k, v in x.items()}
+    y, final = rwkv4(**rest, backend="triton", initial_state=state, return_state=True)
+    close([y, rwkv4.true_state(final, 5)], [whole[:, 3:], rwkv4.true_state(last, 5)])
+    ours = rwkv4(**x, backend="triton", cu_seqlens=bounds, initial_state=last.expand(3, -1, -1, -1), return_state=True)
+    plain = rwkv4(**x, backend="torch", cu_seqlens=bounds, initial_state=last.expand(3, -1, -1, -1), return_state=True)
+    close([ours[0], rwkv4.true_state(ours[1], 5)], [plain[0], rwkv4.true_state(plain[1], 5)])
 
 
 @interpreted
@@ -183,9 +172,14 @@ def test_packed_equals_separate(small_tiles: None) -> None:
 
 @interpreted
 def test_strided_inputs_need_no_copy(small_tiles: None) -> None:
+    from dsf.gpu_scan import _hole
+    from dsf.kernels.triton.scan_ops import HOLES, _arguments
+
     x = draw(qlstm, tokens=5)
     views = {k: v.transpose(1, 3).contiguous().transpose(1, 3) for k, v in x.items()}
     assert torch.equal(qlstm(**x, backend="triton"), qlstm(**views, backend="triton"))
+    read = [a for a in _arguments(HOLES[_hole(qlstm.spec, False)], list(views.values()), 2) if torch.is_tensor(a)]
+    assert {a.data_ptr() for a in read} == {v.data_ptr() for v in views.values()}
 
 
 @interpreted
@@ -196,7 +190,7 @@ def test_operator_passes_opcheck(small_tiles: None) -> None:
     x = draw(qlstm, tokens=2, heads=1)
     operands = [x[o.name].requires_grad_() for o in source_of(qlstm.spec).operands]
     torch.library.opcheck(
-        fused_scan, (operands, torch.randn(1, 1, 1, 5, requires_grad=True), _hole(qlstm.spec, False), True)
+        fused_scan, (operands, torch.randn(1, 1, 1, 5, requires_grad=True), _hole(qlstm.spec, False), True, False)
     )
 
 

@@ -143,9 +143,12 @@ def _entering(go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tenso
 
 @torch.library.custom_op("dsf::fused_scan", mutates_args=())
 def fused_scan(
-    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool
+    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [B, T, H, P] in the operands' dtype, the final state [B, H, N, P], with `keep` the adjoint's checkpoints."""
+    """y [B, T, H, P], the final state [B, H, N, P], with `keep` the adjoint's checkpoints.
+
+    y has the operands' dtype, or float32 where `wide`.
+    """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
     first = _timed(spec, operands)
@@ -154,7 +157,7 @@ def fused_scan(
     starts = None if state is None else state.contiguous()
     if go.segments > 1:
         starts = _entering(go, spec, args, None, starts, first)
-    y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p)
+    y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
     final = go.states(first, 1).squeeze(2)
     step = tile(ADJOINT, sizes.n, sizes.p).M if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
@@ -168,12 +171,12 @@ def fused_scan(
 
 @fused_scan.register_fake
 def _fake_scan(
-    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool
+    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = HOLES[hole]
     s, first = sizes_of(spec, operands), _timed(spec, operands)
     count = -(-s.tokens // tile(ADJOINT, s.n, s.p).M) if keep else 0
-    y = first.new_empty(s.batch, s.tokens, s.heads, s.p)
+    y = first.new_empty(s.batch, s.tokens, s.heads, s.p, dtype=torch.float32 if wide else None)
     final = first.new_empty(s.batch, s.heads, s.n, s.p, dtype=torch.float32)
     return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)
 
@@ -225,8 +228,9 @@ def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
         g = g.sum(0) if g.shape[0] > 1 else g[0]
     if not o.time:
         g = g.flatten(0, 1).sum(0)
-    elif g.shape[2] != x.shape[2]:
-        g = g.unflatten(2, (x.shape[2], -1)).sum(3)
+    heads = 2 if o.time else 0
+    if g.shape[heads] != x.shape[heads]:
+        g = g.unflatten(heads, (x.shape[heads], -1)).sum(heads + 1)
     return g.to(x.dtype)
 
 
@@ -239,7 +243,7 @@ def _fake_adjoint(
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    operands, state, hole, _ = inputs
+    operands, state, hole, *_ = inputs
     ctx.save_for_backward(*operands, output[2])
     ctx.hole, ctx.has_state = hole, state is not None
     ctx.needs = [x.requires_grad for x in operands]
@@ -250,7 +254,7 @@ def _backward(ctx: Any, dy: Tensor, dfinal: Tensor, _: Any) -> Any:
     *operands, saved = ctx.saved_tensors
     found, initial = fused_scan_adjoint(dy, dfinal, operands, saved, ctx.hole, ctx.needs)
     given = iter(found)
-    return [next(given) if need else None for need in ctx.needs], initial if ctx.has_state else None, None, None
+    return [next(given) if need else None for need in ctx.needs], initial if ctx.has_state else None, None, None, None
 
 
 fused_scan.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,68 @@
+"""Elementwise recurrences written for the tests of the fused scan alone: none is in any library."""
+
+import dsf
+from dsf import (
+    Key,
+    Param,
+    Scalar,
+    Steps,
+    System,
+    Value,
+    compose,
+    dot,
+    exp,
+    l2norm,
+    maximum,
+    sigmoid,
+    softplus,
+    tanh,
+    where,
+)
+
+
+@dsf.recurrence
+def leaky_peak(x: Value, g: Value, floor: Param[Value]) -> System:
+    """In no library, N = 1: a leak bounded from below, and a bounded write."""
+    return System(A=maximum(sigmoid(g), 0.2 * sigmoid(floor)), B=tanh(x) * sigmoid(-g), C=exp(-g), read="before")
+
+
+@dsf.recurrence
+def aligned(q: Key, k: Key, v: Value, r: Value, w: Param[Key]) -> System:
+    """In no library, Hadamard with a dot: forget more where the key is aligned with the query."""
+    unit = l2norm(k)
+    return System(A=exp(-softplus(r + dot(q, unit)) * softplus(w)), B=unit * v, C=q * sigmoid(r))
+
+
+@dsf.recurrence
+def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) -> System:
+    """In no library, eigenvalues in [-1, 1], with resets: state entries may turn over at every token."""
+    return System(A=where(stop > 0.5, 0, tanh(s * v)), B=k**2 * v, C=q, D=D * v)
+
+
+@dsf.recurrence
+def channels(q: Key, k: Key, v: Value, g: Value) -> System:
+    """In no library: a leak a channel, the same for all its entries."""
+    return System(A=sigmoid(g), B=k * v, C=q)
+
+
+@dsf.recurrence
+def twice(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], g: Steps[Value, 2]) -> System:
+    """In no library: two writes a token, each with a leak of its own for every entry."""
+    first = System(A=sigmoid(g[0] * k[0]), B=k[0] * v[0])
+    return compose(first, System(A=tanh(g[1] * k[1]), B=k[1] * v[1], C=q))
+
+
+@dsf.recurrence
+def weighted(q: Key, k: Key, v: Value, a: Value, w: Param[Key]) -> System:
+    """In no library: a weighted mean for every entry, weights that decay at rates of their own."""
+    return System(A=exp(-softplus(w) * sigmoid(a)), B=sigmoid(k) * v, C=sigmoid(q), D=v / 3, normalize=dsf.ratio)
+
+
+@dsf.recurrence
+def bounded(q: Key, k: Key, v: Value, f: Value, i: Scalar) -> System:
+    """In no library: mLSTM's gates with a forget gate a channel, read before the write, values that forget too."""
+
+    def rule(num: dsf.Expr, den: dsf.Expr, one: dsf.Expr) -> dsf.Expr:
+        return num / maximum(dsf.abs(den), one)
+
+    return System(A=sigmoid(f + v), B=exp(i) * k * v, C=q, read="before", normalize=rule)
