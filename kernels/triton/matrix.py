@@ -206,7 +206,7 @@ def _forward_launch(
         SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
         START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
-        STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
+        TERMS=t.walk_terms, STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
     )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def _reverse_launch(
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
         FINAL=final is not None,
-        STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
+        TERMS=t.walk_terms, STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
     )  # fmt: skip
 
 

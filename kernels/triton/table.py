@@ -22,7 +22,8 @@ class Tiles:
     """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options.
 
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
-    transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept.
+    transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept;
+    walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states.
     """
 
     chunk: int
@@ -40,6 +41,7 @@ class Tiles:
     gradient_keys: int = 64
     stretches: int = 1
     prepare_warps: int = 4
+    walk_terms: int = 1
 
 
 def padded(size: int) -> int:
@@ -64,6 +66,7 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     return Tiles(
         64, keys, narrow, walk, stages, wide, warps, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=4 if decay == "scalar" and delta and keys > 64 else 1,
+        walk_terms=1 if delta else 2,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ chunks of L rows of its segment that lie from `base` up to `limit`. Rows write k
 with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse is
 `solve`, made by the transform.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
+TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
 either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
@@ -42,7 +43,7 @@ def forward_walk(
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL).
 
@@ -144,18 +145,22 @@ def forward_walk(
             scale = suffix_of(scalars, plane, rows)
             if SCALED and not DELTA:
                 scale *= tl.load(scalars + SOURCE * plane + rows)
-            write = (write.to(tl.float32) * scale[:, None]).to(KIND)
+            exact = write.to(tl.float32) * scale[:, None]
+            write = exact.to(KIND)
             state *= total_of(scalars, plane, chunk, L)
             if SUMMARY and not DELTA:
                 decayed *= total_of(scalars, plane, chunk, L)
         elif SCALED and not DELTA:
-            write = (write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]).to(KIND)
+            exact = write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]
+            write = exact.to(KIND)
         if KEYWISE:
             total = tl.exp2(last_running(running, lane, length, chunk, keys, N, L))
             state *= total[:, None]
             if SUMMARY and not DELTA:
                 decayed *= total
         state += tl.dot(tl.trans(rows_k), write, input_precision=PRECISION)
+        if TERMS == 2 and (DECAY or (SCALED and not DELTA)):
+            state += tl.dot(tl.trans(rows_k), (exact - write.to(tl.float32)).to(KIND), input_precision=PRECISION)
     if SUMMARY:
         at = lane * segments + segment
         if DELTA:
@@ -180,7 +185,7 @@ def reverse_walk(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
@@ -236,7 +241,8 @@ def reverse_walk(
             adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
         if READ_SCALED or DECAY:
             scale = tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
-            given = (given.to(tl.float32) * scale[:, None]).to(KIND)
+            exact = given.to(tl.float32) * scale[:, None]
+            given = exact.to(KIND)
         if DECAY:
             state *= total_of(scalars, plane, chunk, L)
         if KEYWISE:
@@ -244,6 +250,8 @@ def reverse_walk(
                 rows_k = load_rows(erased, k_t, rows, tokens, keys, N, BN, KIND)
             state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         state += tl.dot(tl.trans(rows_q), given, input_precision=PRECISION)
+        if TERMS == 2 and (READ_SCALED or DECAY):
+            state += tl.dot(tl.trans(rows_q), (exact - given.to(tl.float32)).to(KIND), input_precision=PRECISION)
         if DELTA:
             state -= tl.dot(tl.trans(rows_k), adjoint.to(KIND), input_precision=PRECISION)
     if FINAL:

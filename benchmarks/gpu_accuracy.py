@@ -1,0 +1,67 @@
+"""bfloat16 accuracy of the chunk kernels on a CUDA GPU, beside a float32 recurrence that is rounded once at the end.
+
+python benchmarks/gpu_accuracy.py [--json benchmarks/results/gpu_accuracy.json]
+
+Both are fed the same bfloat16 inputs and compared with float64: the error of a head's block of 64 tokens, relative to
+the block's norm (at least 5% of the largest one's), and of these the worst. A table of worst errors and their ratio.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from gpu_matrix import draw
+
+from dsf.mixers import get
+
+NAMES = ("unnormalized_linear_attention", "retnet", "deltanet", "gated_deltanet", "gla", "kda")
+SHAPES = ((4, 128, 128), (4, 64, 64))
+
+
+def outcome(recurrence, given, dtype, **how):
+    """y and the gradients by name, of the inputs in `dtype`, rounded to bfloat16."""
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in given.items()}
+    y = recurrence(**leaves, **how)
+    generator = torch.Generator("cuda").manual_seed(1)
+    dy = torch.randn(y.shape, generator=generator, device="cuda").to(torch.bfloat16).to(y.dtype)
+    found = {"y": y} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    return found if dtype == torch.float64 else {name: x.bfloat16() for name, x in found.items()}
+
+
+def worst(found, expected):
+    """Largest relative error of any head's block of 64 tokens [B, T, H, ·]; of a Param [H, ·] the whole."""
+    a, b = found.double(), expected.double()
+    if a.dim() < 3:
+        return ((a - b).norm() / b.norm()).item()
+    blocks = [x.unflatten(1, (-1, 64)).transpose(2, 3).flatten(3).norm(dim=-1) for x in (a - b, b)]
+    return (blocks[0] / blocks[1].clamp(min=0.05 * blocks[1].max())).max().item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--only", nargs="*", default=NAMES)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name in options.only:
+        recurrence = get(name).recurrence
+        for heads, n, p in SHAPES:
+            torch.manual_seed(0)
+            given = draw(recurrence, 1, options.tokens, heads, n, p)
+            exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
+            ours = outcome(recurrence, given, torch.bfloat16, backend="triton")
+            plain = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
+            for x in exact:
+                errors = worst(ours[x], exact[x]), worst(plain[x], exact[x])
+                rows.append({"name": name, "N": n, "of": x, "ours": errors[0], "float32": errors[1]})
+            mine = rows[-len(exact) :]
+            text = " ".join(f"{r['of']} {r['ours']:.1e} ({r['ours'] / r['float32']:.2f})" for r in mine)
+            print(f"| {name} | {heads} x {n} x {p} | {text} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
