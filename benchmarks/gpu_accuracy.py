@@ -1,6 +1,7 @@
 """bfloat16 accuracy of the chunk kernels on a CUDA GPU, beside a float32 recurrence that is rounded once at the end.
 
 python benchmarks/gpu_accuracy.py [--json benchmarks/results/gpu_accuracy.json]
+python benchmarks/gpu_accuracy.py --page benchmarks/results/gpu_accuracy.json --into docs/performance.md
 
 Both are fed the same bfloat16 inputs and compared with float64: the error of a head's block of 64 tokens, relative to
 the block's norm (at least 5% of the largest one's), and of these the worst. A table of worst errors and their ratio.
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 from gpu_matrix import draw
+from gpu_page import put_into
 
 from dsf.mixers import get
 
@@ -38,12 +40,31 @@ def worst(found, expected):
     return (blocks[0] / blocks[1].clamp(min=0.05 * blocks[1].max())).max().item()
 
 
+def page(data):
+    """The table: ratios of worst errors, and in brackets ours."""
+    lines = ["| recurrence | heads x N x P | y | dq | dk | dv | other inputs |", "|---" * 7 + "|"]
+    for name, shape in dict.fromkeys((r["name"], tuple(r["shape"])) for r in data["rows"]):
+        mine = [r for r in data["rows"] if (r["name"], tuple(r["shape"])) == (name, shape)]
+        cells = {r["of"]: f"{r['ratio']:.2f} ({r['ours']:.1e})" for r in mine}
+        main = [cells.pop(x) for x in ("y", "q", "k", "v")]
+        rest = ", ".join(f"{x} {cell}" for x, cell in cells.items())
+        lines.append(f"| {name} | {' x '.join(map(str, shape))} | {' | '.join(main)} | {rest} |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--only", nargs="*", default=NAMES)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--into", type=Path)
     options = parser.parse_args()
+    if options.page:
+        text = page(json.loads(options.page.read_text()))
+        put_into(options.into, options.page.name, text) if options.into else print(text)
+        return
     rows = []
     for name in options.only:
         recurrence = get(name).recurrence
@@ -54,13 +75,13 @@ def main():
             ours = outcome(recurrence, given, torch.bfloat16, backend="triton")
             plain = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
             for x in exact:
-                errors = worst(ours[x], exact[x]), worst(plain[x], exact[x])
-                rows.append({"name": name, "N": n, "of": x, "ours": errors[0], "float32": errors[1]})
-            mine = rows[-len(exact) :]
-            text = " ".join(f"{r['of']} {r['ours']:.1e} ({r['ours'] / r['float32']:.2f})" for r in mine)
-            print(f"| {name} | {heads} x {n} x {p} | {text} |", flush=True)
+                error = worst(ours[x], exact[x])
+                found = {"ours": error, "ratio": error / worst(plain[x], exact[x])}
+                rows.append({"name": name, "shape": (heads, n, p), "of": x} | found)
+    data = {"gpu": torch.cuda.get_device_name(), "commit": options.commit, "tokens": options.tokens, "rows": rows}
+    print(page(data))
     if options.json:
-        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

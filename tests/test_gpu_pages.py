@@ -7,11 +7,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_table_of_the_matrix_families_is_the_record():
-    spec = importlib.util.spec_from_file_location("gpu_page", ROOT / "benchmarks" / "gpu_page.py")
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    data = json.loads((ROOT / "benchmarks" / "results" / "gpu_matrix.json").read_text())
+    return module
+
+
+def assert_page_shows(name, page):
+    """Checks that docs/performance.md has the record's table; returns the record."""
+    data = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
     text = (ROOT / "docs" / "performance.md").read_text()
-    assert f"<!-- gpu_matrix.json -->\n{module.page(data)}\n<!-- end of gpu_matrix.json -->" in text
+    assert f"<!-- {name} -->\n{page(data)}\n<!-- end of {name} -->" in text
+    return data
+
+
+def test_the_table_of_the_matrix_families_is_the_record():
+    data = assert_page_shows("gpu_matrix.json", load("gpu_page").page)
     assert {r["run"] for r in data["rows"]} <= data["runs"].keys()
+
+
+def test_the_table_of_bfloat16_errors_is_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert_page_shows("gpu_accuracy.json", load("gpu_accuracy").page)
