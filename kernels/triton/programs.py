@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.pointwise import level_blocks, levels, no_finish, no_sums, pointwise
 from dsf.kernels.triton.weights import Normaliser
 
@@ -155,7 +156,8 @@ class Call:
         span = self.span(name)
         segments = -(-self.tokens // span)
         f = self.program.functions
-        pointwise[(self.heads * segments * self.batch,)](
+        launch(
+            pointwise, (self.heads * segments * self.batch,),
             self.arguments(accesses), self.tokens, self.heads, self.p, span, segments,
             body=getattr(f, name), zeros=getattr(f, f"{name}_zeros") if sums else no_sums,
             finish=getattr(f, f"{name}_finish") if sums else no_finish,
@@ -243,8 +245,9 @@ class Call:
             maps = self.empty(lanes, blocks, 2)
             args, body = self.arguments(self.program.accesses["levels"]), self.program.functions.levels
             if blocks > 1:
-                level_blocks[(blocks, lanes)](args, maps, self.tokens, self.heads, blocks, body=body, K=block)
-            levels[(blocks, lanes)](args, maps, first, out, self.tokens, self.heads, blocks, body=body, K=block)
+                launch(level_blocks, (blocks, lanes), args, maps, self.tokens, self.heads, blocks, body=body, K=block)
+            sizes = (self.tokens, self.heads, blocks)
+            launch(levels, (blocks, lanes), args, maps, first, out, *sizes, body=body, K=block)
         return out
 
     def keep_level(self, level: Tensor) -> None:
