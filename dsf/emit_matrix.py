@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dsf.emit import AT, RESERVED, VALID, Printer, Source, _body, _comment, _identifier, _name, _total, symbol
 from dsf.expr import KEY, VALUE, Expr, const, inputs_of, substitute
-from dsf.kernels.triton.programs import Access, Made, Program, Role
+from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
 from dsf.lower import EMPTY, FLOOR
 from dsf.operator import times
 from dsf.primitives import abs as absolute
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 ZERO, UNIT = const(0), const(1)
 SCALAR: frozenset[str] = frozenset()
-VECTORS = ("query", "key", "value")
 # What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
 WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
@@ -161,8 +160,12 @@ class _Writer:
         ones = list(ops.ones or [])
         if not self.column and all(x is UNIT for x in ones):  # the kernels drive it by ones themselves
             ones = []
+        keys, lefts, rights = (list(x or []) for x in (ops.keys, ops.lefts, ops.rights))
+        if lefts:  # no source of their own: what padding writes is nothing
+            keys, lefts, sources = [self._valid(x, 0.0) for x in keys], [self._valid(x, 0.0) for x in lefts], []
         rows: list[tuple[str, Sequence[Expr], frozenset[str]]] = [
-            ("key", ops.keys, frozenset({KEY})), ("value", ops.values, frozenset({VALUE})),
+            ("key", keys, frozenset({KEY})), ("left", lefts, frozenset({KEY})), ("right", rights, frozenset({KEY})),
+            ("value", ops.values, frozenset({VALUE})),
             ("ones", ones, SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
             ("erase", erases, SCALAR), ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
         ]  # fmt: skip
@@ -369,7 +372,7 @@ class _Writer:
         return Program(
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
             self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.ops.gains is not None,
-            dict(accesses),
+            self.ops.floor if self.ops.lefts else None, dict(accesses),
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ normalised keys) is evaluated by a printed kernel (dsf.emit_matrix) in float32 a
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from dsf.bind import Bound, Sizes
+from dsf.bounds import bounds
 from dsf.emit import Source
 from dsf.expr import KEY, VALUE, Expr, children_first, const
-from dsf.operator import Correction, factors_of, split_scale, times
+from dsf.operator import factors_of, split_scale, times
 from dsf.spec import Row, Spec
 
 LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold
@@ -29,7 +31,8 @@ Timed = Mapping[str, Tensor]
 class Operands:
     """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = read · query' S: expressions, one a micro-step.
 
-    decays are logarithms when `log`; ones: value of the column driven by ones; gains: exponents of a running maximum.
+    Where lefts are given: S = (a + left right') S + key value'. decays are logarithms when `log`, never below floor;
+    ones: value of the column driven by ones; gains: exponents of a running maximum.
     """
 
     query: Expr
@@ -43,6 +46,9 @@ class Operands:
     keywise: bool
     ones: tuple[Expr, ...] | None
     gains: tuple[Expr, ...] | None
+    lefts: tuple[Expr, ...] | None = None
+    rights: tuple[Expr, ...] | None = None
+    floor: float = -math.inf
 
     @property
     def column(self) -> bool:
@@ -83,8 +89,10 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
 
     ops = operands_of(spec)
     kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
-    t = tiles(sizes.n, sizes.p + ops.column, dtype, kind, ops.erases is not None)
+    kind = "rank_one" if ops.lefts else kind
+    t = tiles(sizes.n, sizes.p + ops.column, dtype, kind, bool(ops.erases or ops.lefts))
     name = "WY transform and chunk walk" if ops.erases else "chunk walk"
+    name = "generalised WY transform and chunk walk" if ops.lefts else name
     return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)
 
 
@@ -103,7 +111,8 @@ def operands_of(spec: Spec) -> Operands:
     if keywise and logs is None:
         raise _Unfit("the matrix kernels take key-diagonal decays made of exp and sigmoid, whose logarithm is derived")
     plain = all(r.normal.decay is UNIT for r in spec.rows) and not spec.is_stabilised
-    rows = [_row(r) for r in spec.rows]
+    general = spec.rank == 1 and not all(_is_delta(r) for r in spec.rows)
+    rows = [_row(r, general) for r in spec.rows]
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
     read, query = split_scale(spec.readout)
     ones = None
@@ -123,6 +132,8 @@ def operands_of(spec: Spec) -> Operands:
         query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
         logs is not None, keywise, ones, gains,
     )  # fmt: skip
+    if general:
+        found = _rank_one(spec, found)
     _check_printable(spec, found)
     return found
 
@@ -145,8 +156,8 @@ def _gain(row: Row) -> Expr:
     return ZERO if gain is None else gain
 
 
-def _row(row: Row) -> tuple[Expr, Expr, Expr, Expr]:
-    """(key, source, value, erase) of one micro-step."""
+def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
+    """(key, source, value, erase) of one micro-step; erase is nothing where corrections are `general`."""
     if row.dense is not None or len(row.terms) > 1:
         raise _Unfit("the matrix kernels take a B of one product, a Key times a Value expression")
     if len(row.normal.corrections) > 1:
@@ -156,26 +167,48 @@ def _row(row: Row) -> tuple[Expr, Expr, Expr, Expr]:
         scale, key = split_scale(row.terms[0].key)
         source, value = split_value(row.terms[0].value)
         source = times(scale, source)
-    erase = ZERO
     for c in row.normal.corrections:
         if VALUE in c.scale.axes | c.left.axes | c.right.axes:
             raise _Unfit("the matrix kernels erase alike in all channels")
-        decay = row.normal.decay
-        decayed = KEY in decay.axes and c.right is decay * c.left
-        if not (decayed or (c.left is c.right and KEY not in decay.axes)) or (row.terms and c.left is not key):
-            raise _Unfit(
-                "the matrix kernels take delta rules: the state decays, then the key that is written is erased"
-            )
-        key, erase = c.left, _erase(c, UNIT if decayed else decay)
-    return key, source, value, erase
+    if general or not row.normal.corrections:
+        return key, source, value, ZERO
+    erase = _erase(row)
+    assert erase is not None
+    return row.normal.corrections[0].left, source, value, erase
 
 
-def _erase(c: Correction, decay: Expr) -> Expr:
-    """erase of A = decay (I - erase · key keyᵀ). Raises _Unfit when the decay is not a factor of the correction."""
+def _is_delta(row: Row) -> bool:
+    """True where the state decays, then the key that is written is erased, if anything is."""
+    return not row.normal.corrections or _erase(row) is not None
+
+
+def _rank_one(spec: Spec, found: Operands) -> Operands:
+    """Operands of a transition that is diagonal plus rank one. Scales are left in the vectors, decays differ by key."""
+    if spec.log_decays is None:
+        raise _Unfit("beside a correction the matrix kernels take decays made of exp and sigmoid, whose log is derived")
+    corrections = [r.normal.corrections[0] if r.normal.corrections else None for r in spec.rows]
+    lefts = tuple(ZERO if c is None else times(c.scale, c.left) for c in corrections)
+    rights = tuple(ZERO if c is None else c.right for c in corrections)
+    keys = tuple(times(s, k) for s, k in zip(found.sources, found.keys, strict=True))
+    return replace(
+        found, query=times(found.read, found.query), read=UNIT, keys=keys, sources=(UNIT,) * len(keys), erases=None,
+        decays=spec.log_decays, log=True, keywise=True, lefts=lefts, rights=rights,
+        floor=min(bounds(x)[0] for x in spec.log_decays),
+    )  # fmt: skip
+
+
+def _erase(row: Row) -> Expr | None:
+    """erase of A = decay (I - erase · key keyᵀ), or of (I - erase · key keyᵀ) diag(decay); None if A is neither."""
+    decay, (c, *more) = row.normal.decay, row.normal.corrections
+    decayed = KEY in decay.axes and c.right is decay * c.left
+    if more or not (decayed or (c.left is c.right and KEY not in decay.axes)):
+        return None
+    if row.terms and c.left is not split_scale(row.terms[0].key)[1]:
+        return None
     left = factors_of(c.scale)
-    for wanted in factors_of(decay) if decay is not UNIT else []:
+    for wanted in factors_of(decay) if decay is not UNIT and not decayed else []:
         if wanted not in left:
-            raise _Unfit("the matrix kernels decay before they erase: A = decay * (I - beta * outer(k, k))")
+            return None
         left.remove(wanted)
     out: Expr = const(-1)
     for factor, inverse in left:

@@ -90,10 +90,10 @@ def make_plan(
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
 
-    On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, with or without a delta rule,
-    runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise systems and value-diagonal
-    decays (one fused scan) and one token of any finite state without gradients (the decode step); everything else, and
-    everything on a CPU, on torch.
+    On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, alone, with a delta rule or
+    with a rank-one correction, runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise
+    systems and value-diagonal decays (one fused scan) and one token of any finite state without gradients (the decode
+    step); everything else, and everything on a CPU, on torch.
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """

@@ -49,4 +49,17 @@ def fading_delta(q: Key, k: Key, v: Value, g: Key, b: Scalar, s: Scalar) -> Syst
     return System(A=(I - sigmoid(b) * outer(k, k)) @ diag(exp(g)), B=k * (s * v), C=q * sigmoid(s))
 
 
-UNSEEN = [swinging, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
+@dsf.recurrence
+def leaning_rows(q: Key, k: Key, v: Value, g: Key, a: Key, b: Key, s: Scalar) -> System:
+    """Rows that decay without bound, what is read along one key written at another, a read before the update."""
+    return System(A=diag(exp(g)) + sigmoid(s) * outer(a, b), B=k * (s * v), C=q * sigmoid(s), read="before")
+
+
+@dsf.recurrence
+def moving_rows(q: Key, k: Key, v: Value, a: Key, b: Key, s: Scalar) -> System:
+    """No decay: what lies along one key is moved to another, with a strength."""
+    return System(A=I + sigmoid(s) * outer(l2norm(a) - l2norm(b), l2norm(b)), B=k * v, C=q)
+
+
+UNSEEN = [swinging, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta, leaning_rows]
+UNSEEN += [moving_rows]

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from matrix_family import UNSEEN, forgetful_delta
+from matrix_family import UNSEEN, forgetful_delta, leaning_rows, moving_rows
 from mixer_inputs import RANGES
 from torch.utils.checkpoint import checkpoint
 
-import dsf
 from dsf.mixers import get
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
-NAMES += ["delta_product", "gated_delta_product", "gla", "kda", "rwkv6"]
+NAMES += ["delta_product", "gated_delta_product", "gla", "kda", "rwkv6", "rwkv7"]
 ALL = UNSEEN + [get(name).recurrence for name in NAMES]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1.5e-2}
 
@@ -96,7 +95,9 @@ def test_bfloat16_errs_little_more_than_float32_rounded_once(name, n):
 
 
 @pytest.mark.parametrize("n, p", [(128, 128), (24, 40), (128, 64), (256, 128), (3, 5), (64, 256)])
-@pytest.mark.parametrize("recurrence", [forgetful_delta, get("ssd").recurrence], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence", [forgetful_delta, get("ssd").recurrence, leaning_rows, get("rwkv7").recurrence], ids=lambda r: r.name
+)
 def test_every_tile_size(recurrence, n, p):
     given = draw(recurrence, 150, n, p, torch.bfloat16)
     state = torch.randn(2, 2, *recurrence.state_shape(N=n, P=p), device="cuda")
@@ -112,9 +113,10 @@ def test_decays_of_keys_weak_and_strong(name, n, strength):
     compare(recurrence, given, torch.bfloat16)
 
 
+@pytest.mark.parametrize("recurrence", [forgetful_delta, leaning_rows, moving_rows], ids=lambda r: r.name)
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127])
-def test_any_number_of_tokens(tokens):
-    compare(forgetful_delta, draw(forgetful_delta, tokens, 32, 32, torch.bfloat16), torch.bfloat16)
+def test_any_number_of_tokens(tokens, recurrence):
+    compare(recurrence, draw(recurrence, tokens, 32, 32, torch.bfloat16), torch.bfloat16)
 
 
 def test_adjoints_used_a_stretch_at_a_time():
@@ -129,10 +131,10 @@ def test_pointers_that_are_not_aligned():
         assert torch.equal(linear(*given, backend="triton"), linear(*(x.clone() for x in given), backend="triton"))
 
 
-def test_grouped_heads_and_packed_sequences():
-    ssd = get("ssd").recurrence
-    given = draw(ssd, 300, 64, 64, torch.bfloat16, batch=1, heads=8, groups=2)
-    compare(ssd, given, torch.bfloat16, cu_seqlens=torch.tensor([0, 1, 70, 300]))
+@pytest.mark.parametrize("recurrence", [get("ssd").recurrence, leaning_rows], ids=lambda r: r.name)
+def test_grouped_heads_and_packed_sequences(recurrence):
+    given = draw(recurrence, 300, 64, 64, torch.bfloat16, batch=1, heads=8, groups=2)
+    compare(recurrence, given, torch.bfloat16, cu_seqlens=torch.tensor([0, 1, 70, 300]))
 
 
 SEGMENT = 64 * 64  # tokens that are worth a segment of a delta rule
@@ -165,14 +167,14 @@ def test_the_future_of_segments_changes_no_bit_of_the_past(n):
     assert torch.equal(forgetful_delta(**given, backend="triton")[:, : SEGMENT + 999], y[:, : SEGMENT + 999])
 
 
-@pytest.mark.parametrize("recurrence", [forgetful_delta, get("retnet").recurrence], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [forgetful_delta, get("retnet").recurrence, leaning_rows], ids=lambda r: r.name)
 def test_bitwise_the_same_on_every_run(recurrence):
     given = draw(recurrence, 1000, 64, 64, torch.bfloat16)
     first, second = (outcome(recurrence, given, torch.bfloat16, backend="triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("recurrence", [forgetful_delta, get("retnet").recurrence], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [forgetful_delta, get("retnet").recurrence, leaning_rows], ids=lambda r: r.name)
 def test_the_future_changes_no_bit_of_the_past(recurrence):
     given = {n: x.detach() for n, x in draw(recurrence, 300, 64, 64, torch.bfloat16).items()}
     y = recurrence(**given, backend="triton")
@@ -238,4 +240,6 @@ def test_autocast_and_checkpointing_change_nothing():
 def test_cuda_tensors_choose_the_kernels():
     given = {n: x.detach() for n, x in draw(forgetful_delta, 100, 64, 64, torch.bfloat16).items()}
     assert forgetful_delta.plan(**given).backend == "triton"
-    assert dsf.mixers.get("rwkv7").recurrence.plan().backend == "torch"
+    rwkv7 = get("rwkv7").recurrence
+    plan = rwkv7.plan(**{n: x.detach() for n, x in draw(rwkv7, 100, 64, 64, torch.bfloat16).items()})
+    assert plan.backend == "triton" and "generalised WY transform and chunk walk (64 keys x 64 channels" in plan.kernel

@@ -14,19 +14,20 @@ from matrix_family import (
     fading_rows,
     forgetful_delta,
     late_ratio,
+    leaning_rows,
     swinging,
 )
 from mixer_inputs import sample
 
 import dsf
-from dsf import Key, Scalar, System, Value
+from dsf import I, Key, Scalar, System, Value, outer
 from dsf.kernels.triton import matrix as matrix_kernels
 from dsf.mixers import get
 
 pytestmark = interpreted
 
 NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
-NAMES += ["delta_product", "gated_delta_product", "normalized_attention_exp", "gla", "rwkv6", "kda"]
+NAMES += ["delta_product", "gated_delta_product", "normalized_attention_exp", "gla", "rwkv6", "kda", "rwkv7"]
 ALL = UNSEEN + [get(name).recurrence for name in NAMES]
 
 
@@ -65,7 +66,7 @@ def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("recurrence", [fading_rows, fading_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [fading_rows, fading_delta, leaning_rows], ids=lambda r: r.name)
 @pytest.mark.parametrize("strength", [0.01, 1.0, 30.0])
 def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
     monkeypatch.setitem(mixer_inputs.SIZE, "key", 20)
@@ -77,7 +78,7 @@ def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
 
 @pytest.mark.parametrize(
     "recurrence",
-    [forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_delta, get("ssd").recurrence],
+    [forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_delta, leaning_rows, get("ssd").recurrence],
     ids=lambda r: r.name,
 )
 @pytest.mark.parametrize("tokens", [1, 15, 17])
@@ -88,7 +89,7 @@ def test_initial_states_and_any_length(recurrence, tokens):
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "retnet", "mlstm", "delta_product"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "retnet", "mlstm", "delta_product", "rwkv7"])
 def test_packed_sequences_are_separate_sequences(name):
     recurrence = get(name).recurrence
     given = sample(recurrence, batch=1, tokens=40)
@@ -97,7 +98,7 @@ def test_packed_sequences_are_separate_sequences(name):
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive", cu_seqlens=bounds))
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "ssd"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "ssd", "rwkv7"])
 def test_grouped_heads_and_strided_inputs(name):
     recurrence = get(name).recurrence
     given = sample(recurrence, tokens=20, heads=4)
@@ -152,9 +153,13 @@ def test_a_decay_of_zero_forgets_and_keeps_its_gradient():
     assert_same(found, outcome(resettable, given, None, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "softmax_attention"])
-def test_other_structures_are_refused_by_name(name):
-    recurrence = get(name).recurrence
+@dsf.recurrence
+def erasing_twice(q: Key, k: Key, v: Value) -> System:
+    return System(A=I - outer(k, k) - outer(q, q), B=k * v, C=q)
+
+
+@pytest.mark.parametrize("recurrence", [erasing_twice, get("softmax_attention").recurrence], ids=lambda r: r.name)
+def test_other_structures_are_refused_by_name(recurrence):
     given = {n: x.float() for n, x in sample(recurrence, tokens=20).items()}
     with pytest.raises(dsf.FormError, match="backend='triton' was asked for, but"):
         recurrence(**given, backend="triton")
@@ -183,7 +188,7 @@ def test_the_plan_shows_the_printed_source():
     assert all(f"def {name}(" in source for name in ("levels", "prologue", "readout", "readout_adjoint", "adjoint"))
 
 
-@pytest.mark.parametrize("name", ["mlstm", "delta_product", "ssd", "rwkv6"])
+@pytest.mark.parametrize("name", ["mlstm", "delta_product", "ssd", "rwkv6", "rwkv7"])
 def test_operator_passes_opcheck(name):
     from dsf.gpu_matrix import program_of
     from dsf.kernels.triton.mixer_ops import matrix_mixer

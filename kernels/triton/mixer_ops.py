@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton import matrix
+from dsf.kernels.triton import matrix, rank_one_ops
 from dsf.kernels.triton.programs import PROGRAMS, Access, Call, last_rows
 from dsf.kernels.triton.weights import Normaliser
 
@@ -58,20 +58,17 @@ def _run(
         call.keep_level(level)
         saved.append(level)
     saved += call.make()
-    kernels: Callable[..., Any] = matrix._chunk_matrix if real else matrix._chunk_matrix_shapes
     wide = "readout" in known.accesses
-    arguments = call.chunk_arguments(start)
-    normal: Normaliser | None = arguments["normal"]
-    y, final, solve = kernels(**arguments, final=True, wide=wide)
-    den = None if normal is None else normal.read
+    y, final, kept, den = _chunks(call, start, wide, keep)
     if known.micro > 1:
-        y, den = (None if x is None else x[:, known.micro - 1 :: known.micro] for x in (y, den))
+        last_of_token = slice(known.micro - 1, None, known.micro)
+        y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
     if known.before:
         first_read = _read_first(call, start, y)
         y = torch.cat([first_read[..., : y.shape[-1]], y[:, :-1]], dim=1)
         if den is not None:
             den = torch.cat([first_read[..., -1], den[:, :-1]], dim=1)
-    saved.append(solve)
+    saved += kept
     if wide:
         call.keep_output(y, den)
         if known.ones:
@@ -81,12 +78,27 @@ def _run(
         call.launch("readout")
     if known.column:
         final = final[..., : call.p + 1]
-    if normal is not None and normal.final is not None:
-        final = torch.cat([final, normal.final.unsqueeze(-1)], dim=-1)
     if known.stabilised:
         last = saved[0][..., -1, None, None].expand(*final.shape[:-1], 1)
         final = torch.cat([final, last], dim=-1)
     return y.contiguous(), final.contiguous(), saved if keep else []
+
+
+def _chunks(
+    call: Call, start: Tensor | None, wide: bool, keep: bool
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
+    """y (float32 when `wide`) and S_T by the chunk kernels, what they keep for backward, and the normaliser."""
+    arguments = call.chunk_arguments(start)
+    if call.program.floor is not None:
+        return *rank_one_ops.forward(**arguments, wide=wide, keep=keep, real=call.real), None
+    kernels: Callable[..., Any] = matrix._chunk_matrix if call.real else matrix._chunk_matrix_shapes
+    y, final, solve = kernels(**arguments, final=True, wide=wide)
+    normal: Normaliser | None = arguments["normal"]
+    if normal is None:
+        return y, final, [solve], None
+    if normal.final is not None:
+        final = torch.cat([final, normal.final.unsqueeze(-1)], dim=-1)
+    return y, final, [solve], normal.read
 
 
 def _forward(
@@ -137,7 +149,7 @@ def _next(x: Tensor) -> Tensor:
 
 
 def _chunk_gradients(
-    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, solve: Tensor
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
     known, micro = call.program, call.program.micro
@@ -146,24 +158,11 @@ def _chunk_gradients(
         dy, slope = _next(dy), None if slope is None else _next(slope)
     if micro > 1:
         dy, slope = last_rows(dy, micro), None if slope is None else last_rows(slope, micro)
-    kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
-    arguments = call.chunk_arguments(start)
-    normal: Normaliser | None = arguments["normal"]
     if dfinal is not None and known.column:
         dfinal = torch.nn.functional.pad(dfinal[..., : call.p + 1], (0, call.columns - call.p - 1)).contiguous()
-    if normal is not None:
-        normal.slope = slope
-        dfinal, normal.final_gradient = call.split(dfinal)
-    dq, dk, dv, ddecay, dsource, derase, dread, first = kernels(dy=dy, final_gradient=dfinal, solve=solve, **arguments)
-    token = {"query": dq, "read": dread}
-    rows = {"key": dk, "value": dv, "decay": ddecay, "source": dsource, "erase": derase}
-    if normal is not None:
-        if normal.d_ones is not None:
-            rows["ones"] = normal.d_ones
-        if normal.first is not None:
-            first = torch.cat([first, normal.first.unsqueeze(-1)], dim=-1)
-    token = {name: x for name, x in token.items() if name in known.roles}
-    rows = {name: x for name, x in rows.items() if name in known.roles}
+    found, first = _unchunk(call, dy, slope, dfinal, start, kept)
+    token = {name: x for name, x in found.items() if name in ("query", "read")}
+    rows = {name: x for name, x in found.items() if name not in token}
     if micro > 1:
         token = {name: x[:, micro - 1 :: micro] for name, x in token.items()}
         rows = {name: x.unflatten(1, (call.tokens, micro)) for name, x in rows.items()}
@@ -174,6 +173,29 @@ def _chunk_gradients(
     if known.column:
         rows["ones"], rows["value"] = rows["value"][..., call.p], rows["value"][..., : call.p]
     return token | rows, first
+
+
+def _unchunk(
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of the operands row by row, and of S_0, by the chunk kernels."""
+    arguments = call.chunk_arguments(start)
+    if call.program.floor is not None:
+        return rank_one_ops.backward(**arguments, dy=dy, final_gradient=dfinal, saved=kept, real=call.real)
+    kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
+    normal: Normaliser | None = arguments["normal"]
+    if normal is not None:
+        normal.slope = slope
+        dfinal, normal.final_gradient = call.split(dfinal)
+    *found, first = kernels(**arguments, dy=dy, final_gradient=dfinal, solve=kept[0])
+    names = ("query", "key", "value", "decay", "source", "erase", "read")
+    by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.program.roles}
+    if normal is not None:
+        if normal.d_ones is not None:
+            by_name["ones"] = normal.d_ones
+        if normal.first is not None:
+            first = torch.cat([first, normal.first.unsqueeze(-1)], dim=-1)
+    return by_name, first
 
 
 def _sum_heads(x: Tensor, like: Tensor, axis: int) -> Tensor:
@@ -196,10 +218,11 @@ def _backward(
     if known.stabilised:
         call.keep_level(rest.pop(0))
     call.keep([rest.pop(0) for _ in known.made])
-    solve = rest.pop(0)
-    if rest:
-        call.keep_output(rest[0], rest[-1])
-    found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, solve)
+    outputs = 2 if call.inside else int(known.ones)
+    if outputs:
+        call.keep_output(rest[-outputs], rest[-1])
+    kept = rest[: len(rest) - outputs]
+    found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, kept)
     call.tensors |= {f".d{name}": x for name, x in found.items()}
     wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
     pulled = [a for a in known.inputs if a.role in wanted and a.role not in known.direct]

@@ -20,6 +20,8 @@ from dsf.kernels.triton.weights import Normaliser
 PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
 LARGEST = 256
+MANY = 12  # vectors that a printed function loads and stores, beyond which its tiles are smaller
+VECTORS = ("query", "key", "value", "left", "right")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Made:
 class Program:
     """What the operator knows of a spec. accesses: of each printed function; direct: input -> operand whose gradient
     is its own; ones: there is a normaliser, column: as a column beside the values, where the chunk kernels have none;
-    the rest is as the declaration has it."""
+    floor: what no log decay falls below, given where transitions are diagonal plus rank one; the rest is as the
+    declaration has it."""
 
     inputs: tuple[Access, ...]
     roles: Mapping[str, Role]
@@ -88,6 +91,7 @@ class Program:
     ones: bool
     column: bool
     stabilised: bool
+    floor: float | None
     accesses: Mapping[str, tuple[Access, ...]]
     functions: Any = field(default=None, compare=False)
 
@@ -168,7 +172,9 @@ class Call:
         """Key entries, channels and tokens of a tile."""
         key = _power(self.n) if any(a.key for a in accesses) else 1
         value = _power(self.p) if any(a.value and not a.tail for a in accesses) else 1
-        return key, value, max(4, min(128, 4096 // max(key, value)))
+        held = sum((a.key or a.value) and not a.summed for a in accesses)
+        room = 4096 if held <= MANY else 1024  # entries of a tile: what is loaded stays in registers
+        return key, value, max(4, min(128, room // max(key, value)))
 
     def span(self, name: str) -> int:
         """Tokens of one program: several tiles where sums over tokens leave a row a program."""
@@ -222,7 +228,7 @@ class Call:
                 x = x.repeat_interleave(self.heads // a.heads(x), dim=-1)
         else:
             x = self.need(".values" if name == "value" and self.program.column else f".{name}")
-        wide = name in ("query", "key", "value") or (name == "decay" and self.program.keywise)
+        wide = name in VECTORS or (name == "decay" and self.program.keywise)
         return x.flatten(1, 2) if x.dim() > 3 + wide else x
 
     def reading(self, name: str) -> Tensor | None:
@@ -264,9 +270,11 @@ class Call:
 
     def chunk_arguments(self, start: Tensor | None) -> dict[str, Any]:
         """The chunk kernels' arguments, by name. start: with the normaliser's column, if there is one."""
-        names = ("decay", "source", "erase")
         found: dict[str, Any] = {"q": self.reading("query"), "k": self.operand("key"), "v": self.operand("value")}
-        found |= {name: self.operand(name) for name in names}
+        if self.program.floor is not None:
+            found |= {name: self.operand(name) for name in ("decay", "left", "right")}
+            return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
+        found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
         normal = None
         if self.inside:

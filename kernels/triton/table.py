@@ -23,7 +23,8 @@ class Tiles:
 
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
     transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept;
-    walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states.
+    walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states;
+    score_warps: of the products between a chunk's rows.
     """
 
     chunk: int
@@ -42,6 +43,7 @@ class Tiles:
     stretches: int = 1
     prepare_warps: int = 4
     walk_terms: int = 1
+    score_warps: int = 8
 
 
 def padded(size: int) -> int:
@@ -51,13 +53,15 @@ def padded(size: int) -> int:
 
 @lru_cache
 def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
-    """The row of the table for states [n, p]; decay: none, scalar or key."""
+    """The row of the table for states [n, p]; decay: none, scalar or key, or rank_one: key with corrections."""
     keys, narrow, wide = padded(n), min(64, padded(p)), min(128, padded(p))
     if dtype != torch.bfloat16:  # operands are multiplied in float32 (or tf32 for float16)
         short = min(32, narrow)
         return Tiles(32, keys, short, 4 if keys <= 128 else 8, 2, min(64, wide), 8)
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
+    if decay == "rank_one":
+        return Tiles(64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8)
     stages = 2 if decay == "key" and keys > 64 else 3
     reverse = 2 if decay != "none" and delta and keys > 64 else stages
     walk = 8 if decay == "key" and keys > 64 else 4

@@ -54,6 +54,15 @@ def delta_transform(
         else:
             system = tl.where(strict, system, 0.0)
     system *= tl.load(scalars + ERASE * plane + rows)[:, None]
+    inverse = unit_lower_inverse(system, local, LEVELS, KIND, PRECISION, TERMS)
+    store_rows(solve, heads * PITCH, rows, tokens, local, L, L, inverse)
+
+
+@triton.jit
+def unit_lower_inverse(
+    system, local, LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr
+):
+    """(I + system)^-1 of a strictly lower triangular matrix [L, L], by block doubling."""
     # blocks of size one have inverse 1, so the first doubling needs no product
     inverse = tl.where(local[:, None] == local[None, :], 1.0, 0.0)
     inverse -= tl.where((local[:, None] ^ local[None, :]) == 1, system, 0.0)
@@ -62,7 +71,7 @@ def delta_transform(
         below = tl.where((block[:, None] ^ block[None, :]) == 1, system, 0.0)
         step = _product(inverse, below, KIND, PRECISION, TERMS)
         inverse -= _product(step, inverse, KIND, PRECISION, TERMS)
-    store_rows(solve, heads * PITCH, rows, tokens, local, L, L, inverse)
+    return inverse
 
 
 @triton.jit

@@ -1,0 +1,238 @@
+"""Diagonal plus rank one: S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ, y_t = q_tᵀ S_t, forward.
+
+What a row reads before its decay, u_t = b_tᵀ S_{t-1}, is written again at a_t. With G the running sum of log decays
+from a chunk's first row, q̃_i = q_i exp(G_i), b̃_i = b_i exp(G_{i-1}), â_j = a_j exp(G_L - G_j), k̂ likewise, and the
+products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} - G_j) a_j), j < i, QK and BK likewise,
+
+    u = T (BK v + b̃ S_0), T = (I - BA)^-1,   y = q̃ S_0 + QA u + QK v,   S_L = exp(G_L) S_0 + âᵀ u + k̂ᵀ v
+
+(the generalised WY form). Folding T into the rows of a chunk leaves walks of two products in a row:
+
+    W = T b̃, Q = q̃ + QA W, M = QK + QA T BK, K = k̂ + (T BK)ᵀ â
+    y = Q S_0 + M v,   S_L = exp(G_L) S_0 + âᵀ W S_0 + Kᵀ v
+
+No exponent is above zero: rows meet in the binary blocks of keywise.py. Only where the decays of a whole chunk are
+known never to fall below what float32 holds do its rows meet AT_ONCE, around the middle one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.keywise import last_running, load_chunk, store_chunk
+from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
+from dsf.kernels.triton.transform import unit_lower_inverse
+
+
+@triton.jit
+def load_earlier(running, local, distance, keys, N: tl.constexpr, BK: tl.constexpr):
+    """G_{i - distance} of every row of a chunk [L, BK], zero in front of the first; distance: 0 or 1."""
+    at = running + (local[:, None] - distance) * N + keys[None, :]
+    return tl.load(at, mask=(local[:, None] >= distance) & (keys[None, :] < N), other=0.0)
+
+
+@triton.jit
+def middle_of(running, local, keys, level, N: tl.constexpr, BK: tl.constexpr):
+    """G of the last row in the lower half of every row's block of 2^(level+1) rows [L, BK]."""
+    return load_chunk(running, ((local >> (level + 1)) << (level + 1)) + (1 << level) - 1, keys, N, BK)
+
+
+@triton.jit
+def factors(own, before, middle, AT_ONCE: tl.constexpr):
+    """Decays between rows and the middle of their block: of reads at G = own, of reads at G = before, and of writes.
+
+    AT_ONCE: all rows of a block meet, else those of its upper half the ones of its lower half.
+    """
+    if AT_ONCE:
+        return tl.exp2(own - middle), tl.exp2(before - middle), tl.exp2(middle - own)
+    both = tl.exp2(-tl.abs(own - middle))
+    return both, tl.exp2(-tl.abs(before - middle)), both
+
+
+@triton.jit
+def meeting(local, level, distance, AT_ONCE: tl.constexpr, READS: tl.constexpr):
+    """Where row i reads row j ≤ i - distance in a block of 2^(level+1) rows [L, L]; READS: i down, else across."""
+    apart = local[:, None] ^ local[None, :]
+    gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
+    if AT_ONCE:
+        return ((apart >> (level + 1)) == 0) & (gap >= distance)
+    return ((apart >> level) == 1) & (gap >= distance)
+
+
+@triton.jit
+def rank_one_scores(
+    q, b, a, k, g, running, scores, system,
+    tokens, heads, length,
+    q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
+    g_b, g_t, g_h, g_group,
+    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Log decays -> G, QA | QK | BK [B, T, H, 3L] and BA [B, T, H, L]."""
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    local = tl.arange(0, L)
+    rows = chunk * L + local
+    running += (lane * length + chunk * L) * N
+    qa = tl.zeros([L, L], tl.float32)
+    qk = tl.zeros([L, L], tl.float32)
+    ba = tl.zeros([L, L], tl.float32)
+    bk = tl.zeros([L, L], tl.float32)
+    for first in tl.range(0, N, BK, num_stages=1):
+        keys = first + tl.arange(0, BK)
+        log = load_rows(g + batch * g_b + head // g_group * g_h, g_t, rows, tokens, keys, N, BK, tl.float32)
+        log = tl.maximum(log, LOG_TINY) * LOG2E
+        own = tl.cumsum(log, axis=0)
+        store_chunk(running, own, local, keys, N, BK)
+        rows_q = load_rows(q + batch * q_b + head // q_group * q_h, q_t, rows, tokens, keys, N, BK, KIND)
+        rows_b = load_rows(b + batch * b_b + head // b_group * b_h, b_t, rows, tokens, keys, N, BK, KIND)
+        rows_a = load_rows(a + batch * a_b + head // a_group * a_h, a_t, rows, tokens, keys, N, BK, KIND)
+        rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BK, KIND)
+        if AT_ONCE:  # one block, whose decays float32 holds
+            middle = tl.sum(tl.where((local == L // 2 - 1)[:, None], own, 0.0), axis=0)[None, :]
+            after, earlier, source = factors(own, own - log, middle, True)
+            qa, qk = _products(qa, qk, rows_q, after, rows_a, rows_k, source, KIND, PRECISION)
+            ba, bk = _products(ba, bk, rows_b, earlier, rows_a, rows_k, source, KIND, PRECISION)
+        else:
+            tl.debug_barrier()  # G is read again, by other threads
+            before = load_earlier(running, local, 1, keys, N, BK)
+            same = local[:, None] == local[None, :]
+            wide_q = rows_q.to(tl.float32)
+            qa += tl.where(same, tl.sum(wide_q * rows_a.to(tl.float32), axis=1)[:, None], 0.0)
+            qk += tl.where(same, tl.sum(wide_q * rows_k.to(tl.float32), axis=1)[:, None], 0.0)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                middle = middle_of(running, local, keys, level, N, BK)
+                after, earlier, source = factors(own, before, middle, False)
+                none = tl.zeros([L, L], tl.float32)
+                meet = meeting(local, level, 1, False, True)
+                of_a, of_k = _products(none, none, rows_q, after, rows_a, rows_k, source, KIND, PRECISION)
+                qa += tl.where(meet, of_a, 0.0)
+                qk += tl.where(meet, of_k, 0.0)
+                of_a, of_k = _products(none, none, rows_b, earlier, rows_a, rows_k, source, KIND, PRECISION)
+                ba += tl.where(meet, of_a, 0.0)
+                bk += tl.where(meet, of_k, 0.0)
+    if AT_ONCE:
+        to_q, to_b = meeting(local, LEVELS - 1, 0, True, True), meeting(local, LEVELS - 1, 1, True, True)
+        qa, qk = tl.where(to_q, qa, 0.0), tl.where(to_q, qk, 0.0)
+        ba, bk = tl.where(to_b, ba, 0.0), tl.where(to_b, bk, 0.0)
+    at = batch * tokens * heads + head
+    scores += at * 3 * L
+    store_rows(scores, heads * 3 * L, rows, tokens, local, L, L, qa)
+    store_rows(scores + L, heads * 3 * L, rows, tokens, local, L, L, qk)
+    store_rows(scores + 2 * L, heads * 3 * L, rows, tokens, local, L, L, bk)
+    store_rows(system + at * L, heads * L, rows, tokens, local, L, L, ba)
+
+
+@triton.jit
+def _products(
+    with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, KIND: tl.constexpr, PRECISION: tl.constexpr
+):
+    """with_a, with_k [L, L] plus the products of one kind of reads with both kinds of writes."""
+    reads = (reads.to(tl.float32) * read_factor).to(KIND)
+    writes = tl.trans((rows_a.to(tl.float32) * write_factor).to(KIND))
+    with_a = tl.dot(reads, writes, with_a, input_precision=PRECISION)
+    writes = tl.trans((rows_k.to(tl.float32) * write_factor).to(KIND))
+    return with_a, tl.dot(reads, writes, with_k, input_precision=PRECISION)
+
+
+@triton.jit
+def rank_one_transform(
+    q, b, a, k, running, scores, system, mixed, reads, inner, writes, outer,
+    tokens, heads, length,
+    q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
+    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, TERMS: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M | T BK | T | QA T [B, T, H, 4L], and Q, W, K, â, chunk by chunk without gaps."""
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    local = tl.arange(0, L)
+    rows = chunk * L + local
+    at = batch * tokens * heads + head
+    system = load_rows(system + at * L, heads * L, rows, tokens, local, L, L, tl.float32)
+    inverse = unit_lower_inverse(-system, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
+    scores += at * 3 * L
+    qa = load_rows(scores, heads * 3 * L, rows, tokens, local, L, L, KIND)
+    bk = load_rows(scores + 2 * L, heads * 3 * L, rows, tokens, local, L, L, KIND)
+    solved_k = tl.dot(inverse, bk, input_precision=PRECISION)
+    mixed += at * 4 * L
+    store_rows(mixed + L, heads * 4 * L, rows, tokens, local, L, L, solved_k)
+    store_rows(mixed + 2 * L, heads * 4 * L, rows, tokens, local, L, L, inverse)
+    through = tl.dot(qa, inverse, input_precision=PRECISION).to(KIND)
+    store_rows(mixed + 3 * L, heads * 4 * L, rows, tokens, local, L, L, through)
+    direct = load_rows(scores + L, heads * 3 * L, rows, tokens, local, L, L, tl.float32)
+    direct = tl.dot(through, bk, direct, input_precision=PRECISION)
+    store_rows(mixed, heads * 4 * L, rows, tokens, local, L, L, direct)
+    tl.debug_barrier()  # a product's result must not be transposed in registers: it is read again
+    solved_k = tl.trans(load_rows(mixed + L, heads * 4 * L, rows, tokens, local, L, L, KIND))
+    block = (lane * length + chunk * L) * N
+    running += block
+    for first in tl.range(0, N, BK, num_stages=1):
+        keys = first + tl.arange(0, BK)
+        own = load_chunk(running, local, keys, N, BK)
+        before = load_earlier(running, local, 1, keys, N, BK)
+        last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
+        rows_b = load_rows(b + batch * b_b + head // b_group * b_h, b_t, rows, tokens, keys, N, BK, tl.float32)
+        erases = (rows_b * tl.exp2(before)).to(KIND)
+        store_chunk(inner + block, tl.dot(inverse, erases, input_precision=PRECISION), local, keys, N, BK)
+        rows_q = load_rows(q + batch * q_b + head // q_group * q_h, q_t, rows, tokens, keys, N, BK, tl.float32)
+        out = tl.dot(through, erases, rows_q * tl.exp2(own), input_precision=PRECISION)
+        store_chunk(reads + block, out, local, keys, N, BK)
+        to_end = tl.exp2(last[None, :] - own)
+        rows_a = load_rows(a + batch * a_b + head // a_group * a_h, a_t, rows, tokens, keys, N, BK, tl.float32)
+        ends = (rows_a * to_end).to(KIND)
+        store_chunk(outer + block, ends, local, keys, N, BK)
+        rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BK, tl.float32)
+        out = tl.dot(solved_k, ends, rows_k * to_end, input_precision=PRECISION)
+        store_chunk(writes + block, out, local, keys, N, BK)
+
+
+@triton.jit
+def rank_one_walk(
+    outer, inner, writes, reads, mixed, x, running, y, states, start, final,
+    tokens, heads, length, x_b, x_t, x_h, x_group,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    REVERSE: tl.constexpr, START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """S ← exp(G_L) S + outerᵀ (inner S) + writesᵀ x, from chunk to chunk, in either direction.
+
+    Forwards x is v; the adjoint of S walks backwards with outer and inner exchanged, Q for K and dy for v. Every S
+    before its step (STATES), the last one (FINAL), and y = reads S + M x (OUTPUT).
+    """
+    piece, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    x += batch * x_b + head // x_group * x_h
+    at = batch * tokens * heads + head
+    chunks = tl.cdiv(tokens, L)
+    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    place = keys[:, None].to(tl.int64) * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    if START:
+        state = tl.load(start + lane * N * P + place, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BN, BP], tl.float32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        chunk = chunks - 1 - step if REVERSE else step
+        rows = chunk * L + local
+        block = (lane * length + chunk * L) * N
+        if STATES:
+            tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
+        seen = state.to(KIND)
+        entry = tl.dot(
+            load_rows(inner + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION
+        ).to(KIND)  # fmt: skip
+        given = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
+        if OUTPUT:
+            out = tl.dot(load_rows(reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
+            direct = load_rows(mixed + at * 4 * L, heads * 4 * L, rows, tokens, local, L, L, KIND)
+            out = tl.dot(direct, given, out, input_precision=PRECISION)
+            store_rows(y + at * P, heads * P, rows, tokens, columns, P, BP, out)
+        state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
+        rows_w = load_rows(writes + block, N, local, L, keys, N, BN, KIND)
+        state = tl.dot(tl.trans(rows_w), given, state, input_precision=PRECISION)
+        rows_o = load_rows(outer + block, N, local, L, keys, N, BN, KIND)
+        state = tl.dot(tl.trans(rows_o), entry, state, input_precision=PRECISION)
+    if FINAL:
+        tl.store(final + lane * N * P + place, state, mask=inside)

@@ -1,0 +1,171 @@
+"""Launches of the diagonal-plus-rank-one kernels: one call forwards, one backwards, with or without real memory.
+
+S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t. q, k, left a, right b [B, T, H', N] and v
+[B, T, H', P] in one dtype, decay log w [B, T, H', N], head counts divisors of H; states [B, H, N, P] float32. floor:
+what no log decay falls below. What the forward pass made of a chunk's rows, and the chunks' first states, are kept for
+the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton import matrix
+from dsf.kernels.triton.rank_one import rank_one_scores, rank_one_transform, rank_one_walk
+from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
+from dsf.kernels.triton.table import Tiles
+
+SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^30
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the forward pass leaves: G, what rank_one_transform made of each chunk, and the chunks' first states."""
+
+    running: Tensor
+    mixed: Tensor
+    reads: Tensor
+    inner: Tensor
+    writes: Tensor
+    outer: Tensor
+    states: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order."""
+        return list(vars(self).values())
+
+
+class _Call:
+    """Sizes, tiles and strides of one call; `real` is False where nothing may be launched."""
+
+    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, real: bool) -> None:
+        self.q, self.v, self.heads, self.real = q, v, heads, real
+        self.batch, self.tokens, _, self.n = q.shape
+        self.p = v.shape[-1]
+        self.tiles: Tiles = matrix.tiles(int(self.n), int(self.p), q.dtype, "rank_one", True)
+        self.chunk = self.tiles.chunk
+        self.chunks = -(-self.tokens // self.chunk)
+        self.lanes, self.length = self.batch * heads, self.chunks * self.chunk
+        self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.levels = self.chunk.bit_length() - 1
+        self.at_once = -floor * self.chunk <= SPAN
+        if real:
+            kind, precision = matrix._arithmetic(q.dtype)
+            self.common = {"N": self.n, "L": self.chunk, "KIND": kind, "PRECISION": precision}
+            self.block = (
+                self.tiles.gradient_keys
+            )  # whole also where there are fewer keys: narrower ones were seen wrong
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised memory on the call's device."""
+        return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
+
+    def states(self, *lead: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised states [B, H, *lead, N, P]."""
+        return self.empty(self.batch, self.heads, *lead, self.n, self.p, dtype=dtype)
+
+    def strides(self, *xs: Tensor) -> list[int]:
+        """Strides of batch, token and head, and how many heads share one of x's, of each."""
+        return [y for x in xs for y in (*x.stride()[:3], self.heads // x.shape[2])]
+
+    def kept(self, states: bool) -> Kept:
+        """Room for what the forward pass leaves."""
+        block = (self.lanes, self.length, self.n)
+        mixed = self.empty(self.batch, self.tokens, self.heads, 4 * self.chunk)
+        reads, inner, writes, outer = (self.empty(*block) for _ in range(4))
+        starts = self.states(self.chunks if states else 0, dtype=self.stored)
+        return Kept(self.empty(*block, dtype=torch.float32), mixed, reads, inner, writes, outer, starts)
+
+    def walk(
+        self, kept: Kept, x: Tensor, start: Tensor | None, y: Tensor | None, states: Tensor | None,
+        final: Tensor | None, reverse: bool,
+    ) -> None:  # fmt: skip
+        """Run the walk; reverse: on the adjoint, whose operands are the same with their parts exchanged."""
+        t, unused = self.tiles, kept.running
+        outer, inner, writes, reads = kept.outer, kept.inner, kept.writes, kept.reads
+        if reverse:
+            outer, inner, writes, reads = inner, outer, reads, writes
+        rank_one_walk[(-(-self.p // t.piece), self.lanes)](
+            outer, inner, writes, reads, kept.mixed, x, kept.running, unused if y is None else y,
+            unused if states is None else states, unused if start is None else start,
+            unused if final is None else final,
+            self.tokens, self.heads, self.length, *self.strides(x),
+            P=self.p, BN=t.keys, BP=t.piece, REVERSE=reverse, START=start is not None, OUTPUT=y is not None,
+            STATES=states is not None, FINAL=final is not None, STAGES=t.walk_stages,
+            num_warps=t.walk_warps, num_stages=t.walk_stages, **self.common,
+        )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor, right: Tensor, state: Tensor | None, heads: int,
+    floor: float, wide: bool, keep: bool, real: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
+    call = _Call(q, v, heads, floor, real)
+    y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
+    final, kept = call.states(), call.kept(keep)
+    if real:
+        t, rows = call.tiles, call.strides(q, right, left, k)
+        scores = call.empty(call.batch, call.tokens, heads, 3 * call.chunk)
+        system = call.empty(call.batch, call.tokens, heads, call.chunk, dtype=torch.float32)
+        rank_one_scores[(call.chunks, call.lanes)](
+            q, right, left, k, decay, kept.running, scores, system, call.tokens, heads, call.length, *rows,
+            *call.strides(decay), BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once,
+            num_warps=t.score_warps, num_stages=2, **call.common,
+        )  # fmt: skip
+        rank_one_transform[(call.chunks, call.lanes)](
+            q, right, left, k, kept.running, scores, system, kept.mixed, kept.reads, kept.inner, kept.writes,
+            kept.outer, call.tokens, heads, call.length, *rows,
+            BK=call.block, LEVELS=call.levels, TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2,
+            maxnreg=t.transform_registers, **call.common,
+        )  # fmt: skip
+        call.walk(kept, v, state, y, kept.states if keep else None, final, False)
+    return y, final, kept.tensors() if keep else []
+
+
+def backward(
+    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor,
+    right: Tensor, state: Tensor | None, heads: int, floor: float, saved: list[Tensor], real: bool,
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+    """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0."""
+    call, kept, dy = _Call(q, v, heads, floor, real), Kept(*saved), dy.contiguous()
+    lead = (call.batch, call.tokens, heads)
+    found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "right", "left", "key")}
+    found["value"] = call.empty(*lead, call.p, dtype=q.dtype)
+    found["decay"] = call.empty(*lead, call.n, dtype=torch.float32)
+    first = call.states() if state is not None else call.empty(0, dtype=torch.float32)
+    if real:
+        adjoints = call.states(call.chunks, dtype=call.stored)
+        start = None if final_gradient is None else final_gradient.contiguous()
+        call.walk(kept, dy, start, None, adjoints, first if state is not None else None, True)
+        _gradients(call, kept, dy, (q, right, left, k), v, adjoints, found)
+    return found, first
+
+
+def _gradients(
+    call: _Call, kept: Kept, dy: Tensor, vectors: tuple[Tensor, ...], v: Tensor, adjoints: Tensor,
+    found: dict[str, Tensor],
+) -> None:  # fmt: skip
+    """Fill `found`, all chunks in parallel."""
+    t = call.tiles
+    entries, adjoint_entries = (call.empty(call.batch, call.tokens, call.heads, call.p) for _ in range(2))
+    sizes: dict[str, Any] = {"P": call.p, "num_stages": 2, **call.common}
+    rank_one_entries[(call.chunks, call.lanes, -(-call.p // t.piece))](
+        kept.outer, kept.inner, kept.writes, kept.mixed, v, dy, kept.states, adjoints, entries, adjoint_entries,
+        found["value"], call.tokens, call.heads, call.length, *call.strides(v),
+        BN=t.keys, BP=t.piece, num_warps=t.walk_warps, **sizes,
+    )  # fmt: skip
+    fields = (dy, adjoint_entries, entries, v)
+    for reads, mine, theirs in ((True, slice(0, 2), slice(2, 4)), (False, slice(2, 4), slice(0, 2))):
+        xs = (*vectors[mine], *vectors[theirs], *fields[mine], *fields[theirs])
+        outs = [*(found[name] for name in ("query", "right", "left", "key")[mine]), found["decay"]]
+        ends = (kept.states, adjoints) if reads else (adjoints, kept.states)
+        rank_one_gradient[(call.chunks * -(-call.n // call.block), call.lanes)](
+            *xs, kept.running, *ends, *outs, call.tokens, call.heads, call.length, *call.strides(*xs), READS=reads,
+            BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once,
+            num_warps=t.gradient_warps, **sizes,
+        )  # fmt: skip
