@@ -44,7 +44,7 @@ def run_packed(spec: Spec, bound: Bound, bounds: list[int], state: Tensor | None
     """Packed sequences: y [1, T, H, P] and one state a sequence."""
     timed, outputs, finals = timed_inputs(spec, bound), [], []
     for batch in packing.batches(bounds, bound.device):
-        start = None if state is None else state[batch.rows]
+        start = None if state is None else state.index_select(0, batch.chosen)
         y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan)
         outputs.append((batch, y))
         finals.append((batch, final))
@@ -148,10 +148,8 @@ def run_softmax(
     for batch in packing.batches(bounds, bound.device):
         start = None
         if cache is not None:
-            rows = torch.tensor(batch.rows, device=bound.device)
-            start = KVCache(cache.k[rows], cache.v[rows], cache.lengths[rows])
-        lengths = torch.tensor(batch.lengths, device=bound.device)
-        y, final = _softmax(spec, bound, batch.take(timed), start, lengths, plan)
+            start = KVCache(*(x.index_select(0, batch.chosen) for x in cache))
+        y, final = _softmax(spec, bound, batch.take(timed), start, batch.counts, plan)
         outputs.append((batch, y))
         caches.append((batch, final))
     return packing.unpack(outputs), _merge(caches)

@@ -1,0 +1,216 @@
+"""The matrix kernels on the GPU: what holds for every member of their families, and for softmax attention beside them."""
+
+import pytest
+import torch
+from matrix_family import UNSEEN, fading_delta, fading_rows, forgetful_delta, late_ratio, swinging
+from test_gpu_matrix import ALL, compare, draw, outcome, worst
+from torch.utils.checkpoint import checkpoint
+
+import dsf
+from dsf.mixers import get
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+BF16 = torch.bfloat16
+linear, delta, product, rwkv6, mlstm, kda = (
+    get(n).recurrence
+    for n in ("unnormalized_linear_attention", "deltanet", "gated_delta_product", "rwkv6", "mlstm", "kda")
+)
+softmax = get("softmax_attention").recurrence
+# no decay, a signed one, one for each key; delta rules of each; normalised and read before; several steps a token
+KINDS = [linear, swinging, fading_rows, delta, forgetful_delta, fading_delta, late_ratio, product, rwkv6, mlstm]
+
+
+def named(recurrences):
+    return pytest.mark.parametrize("recurrence", recurrences, ids=lambda r: r.name)
+
+
+def state_of(recurrence, n, p, batch=2, heads=2):
+    state = torch.randn(batch, heads, *recurrence.state_shape(N=n, P=p), device="cuda")
+    if recurrence.spec.is_stabilised:
+        state[..., -1] = state[:, :, :1, -1]
+    return state
+
+
+@named(UNSEEN)
+def test_the_library_checks_recurrences_that_are_in_no_library(recurrence):
+    dtypes = (torch.float32, BF16, torch.float16)
+    report = dsf.check(recurrence, device="cuda", backend="triton", examples=2, tokens=130, dtypes=dtypes)
+    assert report.ok, str(report)
+    assert {r.dtype for r in report.rows if r.form == "triton"} == {"float32", "bfloat16", "float16"}
+
+
+@pytest.mark.parametrize("n, p", [(1, 1), (24, 40), (100, 7), (130, 255)])
+@named(KINDS)
+def test_any_size_of_keys_and_channels(recurrence, n, p):
+    compare(recurrence, draw(recurrence, 90, n, p, torch.float32), torch.float32, state=state_of(recurrence, n, p))
+
+
+@named(KINDS)
+def test_any_number_of_tokens(recurrence):
+    for tokens in (1, 2, 31, 32, 33, 63, 64, 65):
+        given = draw(recurrence, tokens, 24, 40, BF16)
+        compare(recurrence, given, BF16, factor=2.0 if tokens < 64 else 1.0, state=state_of(recurrence, 24, 40))
+
+
+@named([r for r in ALL if r is not forgetful_delta])
+def test_runs_repeat_to_the_bit_and_the_future_changes_none_of_the_past(recurrence):
+    given = draw(recurrence, 200, 64, 64, BF16)
+    first, second = (outcome(recurrence, given, BF16, backend="triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    later = {n: x.detach().clone() for n, x in given.items()}
+    for entry in recurrence.spec.inputs:
+        if entry.kind.time:
+            later[entry.name][:, 131:] = later[entry.name][:, 131:].flip(1)
+    assert torch.equal(recurrence(**later, backend="triton")[:, :131], first["y"][:, :131])
+
+
+def strided(x):
+    """The same numbers as a slice of a wider tensor, heads before tokens."""
+    wide = torch.zeros(
+        *x.shape[:1], *x.shape[2:3], *x.shape[1:2], *x.shape[3:-1], 2 * x.shape[-1], device="cuda", dtype=x.dtype
+    )
+    view = wide[..., : x.shape[-1]].transpose(1, 2)
+    view.copy_(x.detach())
+    return view
+
+
+@named([linear, delta, get("gated_deltanet").recurrence, get("gla").recurrence, kda, mlstm])
+def test_strided_inputs_are_read_where_they_lie(recurrence):
+    given = {n: x.detach() for n, x in draw(recurrence, 512, 64, 64, BF16, heads=8).items()}
+    views = {n: strided(x) if x.dim() == 4 else x for n, x in given.items()}
+    assert all(not x.is_contiguous() for x in views.values() if x.dim() == 4)
+    peaks, outputs = [], []
+    for x in (given, views, given, views):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        outputs.append(recurrence(**x, backend="triton"))
+        peaks.append(torch.cuda.max_memory_allocated() - base)
+    assert torch.equal(outputs[2], outputs[3])
+    assert peaks[3] <= peaks[2], "a copy of an input"
+    leaves = [{n: x.requires_grad_() for n, x in side.items()} for side in (given, views)]
+    found = [torch.autograd.grad(recurrence(**x, backend="triton").float().sum(), list(x.values())) for x in leaves]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@named([linear, delta])
+def test_gradients_beyond_two_to_the_31_elements(recurrence):
+    tokens, cut = 2**18 + 640, 2**18 - 64
+    given = {n: x.detach() for n, x in draw(recurrence, 4096, 128, 128, BF16, batch=1, heads=64).items()}
+    given = {n: x.repeat(1, 65, *[1] * (x.dim() - 2))[:, :tokens].requires_grad_() for n, x in given.items()}
+    tail = {n: x[:, cut:].detach().clone().requires_grad_() for n, x in given.items()}
+    assert given["q"].numel() > 2**31
+    with torch.no_grad():
+        _, state = recurrence(**{n: x[:, :cut] for n, x in given.items()}, return_state=True, backend="triton")
+    dy = torch.randn(1, tokens - cut, 64, 128, device="cuda", dtype=BF16)
+    y = recurrence(**given, backend="triton")
+    found = torch.autograd.grad(y[:, cut:], list(given.values()), dy)
+    expected = torch.autograd.grad(recurrence(**tail, initial_state=state, backend="triton"), list(tail.values()), dy)
+    for a, b in zip(found, expected, strict=True):
+        assert worst(a[:, cut:], b) < 2e-2
+        assert bool(a[:, :64].isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["mlstm", "gated_delta_product", "rwkv6", "kda"])
+def test_every_operator_passes_opcheck(name):
+    from dsf.gpu_matrix import program_of, step_of
+    from dsf.kernels.triton.mixer_ops import matrix_mixer, matrix_mixer_backward
+    from dsf.kernels.triton.step_ops import matrix_step, matrix_step_in_place
+
+    recurrence = get(name).recurrence
+    given = draw(recurrence, 70, 16, 16, torch.float32, batch=1, heads=1)
+    operands = [given[i.name] for i in recurrence.spec.inputs]
+    state, program = state_of(recurrence, 16, 16, 1, 1).requires_grad_(), program_of(recurrence.spec)[1]
+    torch.library.opcheck(matrix_mixer, (operands, state, program, True))
+    plain = [x.detach() for x in operands]
+    y, final, saved = matrix_mixer(plain, state.detach(), program, True)
+    arguments = (
+        torch.randn_like(y),
+        torch.randn_like(final),
+        plain,
+        state.detach(),
+        saved,
+        program,
+        [True] * len(plain),
+    )
+    torch.library.opcheck(matrix_mixer_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    token = [x[:, :1] if i.kind.time else x for i, x in zip(recurrence.spec.inputs, plain, strict=True)]
+    for op in (matrix_step, matrix_step_in_place):
+        torch.library.opcheck(op, (token, state.detach(), step_of(recurrence.spec)[1]))
+
+
+def test_the_chunk_operators_pass_opcheck():
+    from dsf.kernels.triton.matrix import chunk_matrix
+
+    for recurrence, scalars in ((linear, 0), (forgetful_delta, 3)):
+        given = draw(recurrence, 70, 16, 16, torch.float32, batch=1, heads=1)
+        g, s, b = (torch.rand(1, 70, 1, device="cuda", requires_grad=True) if scalars else None for _ in "gsb")
+        state = torch.randn(1, 1, 16, 16, device="cuda", requires_grad=True)
+        rest = (None if g is None else -g.detach(), s, b, None, state, 1, True, True, False)
+        torch.library.opcheck(chunk_matrix, (*(given[n] for n in "qkv"), *rest))
+
+
+PACKED = torch.tensor([0, 1, 70, 100, 300])
+
+
+@named([late_ratio, mlstm, forgetful_delta])
+def test_packed_calls_are_captured_checkpointed_and_run_under_autocast(recurrence):
+    given = draw(recurrence, 300, 64, 64, BF16, batch=1)
+
+    def run(*x):
+        return recurrence(*x, cu_seqlens=PACKED, backend="triton")
+
+    def gradients():
+        return torch.autograd.grad(run(*given.values()).float().square().sum(), list(given.values()))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected, y = gradients(), run(*given.values())
+        gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with torch.autocast("cuda", BF16):
+        again = checkpoint(run, *given.values(), use_reentrant=False)
+    assert torch.equal(again, y)
+    found = torch.autograd.grad(again.float().square().sum(), list(given.values()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype, limit", [(BF16, 1.5e-2), (torch.float16, 3e-3), (torch.float32, 1e-4)], ids=str)
+@pytest.mark.parametrize("groups", [None, 1])
+def test_softmax_attention_is_torch_s_fused_one(dtype, limit, groups):
+    given = {n: x.detach() for n, x in draw(softmax, 200, 64, 64, dtype, heads=4).items()}
+    given = {n: x if n == "q" or not groups else x[:, :, :groups] for n, x in given.items()}
+
+    def run(kind, **how):
+        x = {n: t.detach().to(kind).requires_grad_() for n, t in given.items()}
+        y = softmax(**x, **how)
+        weight = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+        return [y, *torch.autograd.grad((y.double() * weight.to(dtype).double()).sum(), list(x.values()))]
+
+    for a, b in zip(run(dtype), run(torch.float64, form="naive"), strict=True):
+        assert worst(a, b) < limit
+    with torch.no_grad():
+        y, cache = softmax(**given, return_state=True)
+        _, first = softmax(**{n: x[:, :130] for n, x in given.items()}, return_state=True)
+        rest = softmax(**{n: x[:, 130:] for n, x in given.items()}, initial_state=first)
+        assert cache.k.dtype == dtype and worst(rest, y[:, 130:]) < limit
+        one = {n: x[:1] for n, x in given.items()}
+        packed = softmax(**one, cu_seqlens=torch.tensor([0, 70, 200]))
+        parts = [softmax(**{n: x[:, a:b] for n, x in one.items()}) for a, b in ((0, 70), (70, 200))]
+        assert worst(packed, torch.cat(parts, dim=1)) < limit
+
+
+def test_softmax_attention_copies_no_input():
+    q, k, v = (torch.randn(2, 2048, 8, 64, device="cuda", dtype=BF16) for _ in "qkv")
+    softmax(q, k, v)
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = softmax(q, k, v)
+    assert torch.cuda.max_memory_allocated() - base < 1.5 * y.numel() * y.element_size()
