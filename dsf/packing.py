@@ -16,9 +16,9 @@ _places: dict[tuple[tuple[int, ...], torch.device], list[Batch]] = {}
 class Batch:
     """Sequences of similar length side by side.
 
-    rows: which sequences, also as a tensor `chosen`; index: [S, T] place of each token in the packed row (padding repeats the last one);
-    valid: [S, T] bool, or None when no token is padding; lengths, also as a tensor `counts`; order: where every
-    sequence is among the rows of all batches.
+    rows: which sequences, also as a tensor `chosen`; index: [S, T] place of each token in the packed row (padding
+    repeats the last one); valid: [S, T] bool, or None when no token is padding; lengths, also as a tensor `counts`;
+    order: where every sequence is among the rows of all batches.
     """
 
     rows: list[int]

@@ -1,4 +1,4 @@
-"""The matrix kernels on the GPU: what holds for every member of their families, and for softmax attention beside them."""
+"""The matrix kernels on the GPU: what holds for every member of their families; and softmax attention beside them."""
 
 import pytest
 import torch
