@@ -61,7 +61,8 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":
-        return Tiles(64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8)
+        registers, warps = None if keys > 64 else 168, 4 if narrow == 64 else 8
+        return Tiles(64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, warps, transform_registers=registers)
     stages = 2 if decay == "key" and keys > 64 else 3
     reverse = 2 if decay != "none" and delta and keys > 64 else stages
     walk = 8 if decay == "key" and keys > 64 else 4
