@@ -13,23 +13,24 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
 from dsf.annotations import Kind
+from dsf.coefficients import coefficients, masked, packed
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
-from dsf.operator import factors_of, normal_form, times
-from dsf.primitives import derivatives, sum_key, sum_value, where
+from dsf.operator import times
+from dsf.primitives import derivatives, sum_key, sum_value
 from dsf.spec import Input, Spec
-from dsf.system import System
 
 WIDTH = 60  # characters up to which an expression used once is written inside its user
 AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
 RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton"}
 RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
 VALID = "valid_tokens"
+STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
 BOTH = frozenset({KEY, VALUE})
 COMPARISONS = ("gt", "ge", "lt", "le")
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -38,46 +39,6 @@ OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">
 def symbol(name: str, axes: frozenset[str]) -> Expr:
     """An input of generated code that is no input of the recurrence."""
     return Expr("input", (), (name, None), axes)
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """S_t = A ⊙ S_{t-1} + B and y_t = E Σ_n C S + D of one token, micro-steps multiplied out; E has no Key axis."""
-
-    A: Expr
-    B: Expr
-    C: Expr
-    E: Expr
-    D: Expr
-
-    @property
-    def roots(self) -> tuple[Expr, ...]:
-        """In the order of the letters."""
-        return self.A, self.B, self.C, self.E, self.D
-
-
-def coefficients(spec: Spec) -> Coefficients:
-    """The elementwise form of a spec without corrections."""
-    a, b = const(1), const(0)
-    for step in spec.system.micro_steps:
-        decay = _decay(step)
-        a = times(decay, a)
-        pushed = times(decay, b)
-        b = step.B if pushed.is_constant and pushed.value == 0 else pushed + step.B
-    c, e = const(1), const(1)
-    for factor, inverse in factors_of(spec.readout):
-        if KEY in factor.axes:
-            c = c / factor if inverse else times(c, factor)
-        else:
-            e = e / factor if inverse else times(e, factor)
-    return Coefficients(a, b, c, e, spec.system.D)
-
-
-def _decay(step: System) -> Expr:
-    total = const(1)
-    for factor in normal_form(step.A):
-        total = times(factor.decay, total)
-    return total
 
 
 class Printer:
@@ -230,6 +191,37 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Initial(Operand):
+    """The states [sequences, H, N, P] in which packed sequences begin; at other tokens it is zero.
+
+    number: the name of what tells a token's sequence, from 1.
+    """
+
+    number: str = ""
+
+    @property
+    def strides(self) -> int:
+        """None: it is contiguous."""
+        return 0
+
+    def _place(self, pointer: str) -> str:
+        entry = "n * P + p" if KEY in self.axes else "p"
+        return f"{pointer} + (({self.number}.to(tl.int64) - 1) * H + head) * (N * P) + {entry}"
+
+    def _mask(self) -> str:
+        return f"t_ok & {'n_ok & ' if KEY in self.axes else ''}p_ok & ({self.number} > 0.5)"
+
+    def load(self) -> str:
+        """The expression that loads this tile of it, zero at tokens where no sequence begins."""
+        return f"tl.load({self._place(f'args[{self.place}]')}, mask={self._mask()}, other=0.0)"
+
+    def store(self, value: str, summed: bool = False) -> list[str]:
+        """The lines that store its gradient."""
+        pointer = f"grads[{self.index}]"
+        return [f"if {pointer} is not None:", f"    fn.store({self._place(pointer)}, {value}, {self._mask()})"]
+
+
+@dataclass(frozen=True)
 class Source:
     """Generated source of one spec, and how its kernels are called."""
 
@@ -275,29 +267,40 @@ def write(source: Source) -> Path:
     return path
 
 
-def emit(spec: Spec, masked: bool = False) -> Source:
+def emit(spec: Spec, tokens: str = "") -> Source:
     """The holes of the fused scan for an elementwise spec.
 
-    masked: one more operand, the Scalar VALID, is 0 for tokens that leave the state as it is (padding).
+    tokens: "masked": one more operand, the Scalar VALID, is 0 for tokens that leave the state as it is (padding);
+    "packed": the Scalar STARTS is a sequence's number, from 1, at its first token, else 0; "continued": so, and
+    INITIAL is the states in which the sequences begin.
     """
-    return _Emission(spec, masked).source()
+    return _Emission(spec, tokens).source()
 
 
 class _Emission:
     """One spec on its way to source."""
 
-    def __init__(self, spec: Spec, masked: bool) -> None:
+    def __init__(self, spec: Spec, tokens: str) -> None:
         self.spec = spec
         self.kinds = {i.name: i.kind for i in spec.inputs}
         inputs = spec.inputs
         whole = coefficients(spec)
-        if masked:
-            valid = symbol(VALID, frozenset())
-            inputs = (*inputs, Input(VALID, Kind(frozenset())))
-            self.kinds[VALID] = inputs[-1].kind
-            whole = replace(whole, A=where(valid > 0.5, whole.A, 1.0), B=where(valid > 0.5, whole.B, 0.0))
+        added: list[Expr] = []
+        if tokens == "masked":
+            added = [symbol(VALID, frozenset())]
+            whole = masked(whole, *added)
+        elif tokens:
+            added = [symbol(STARTS, frozenset())]
+            if tokens == "continued":
+                added.append(symbol(INITIAL, BOTH if spec.has_key else frozenset({VALUE})))
+            whole = packed(whole, spec.system.read == "before", *added)
+        inputs = (*inputs, *(Input(x.attrs[0], Kind(x.axes)) for x in added))
+        self.kinds |= {x.attrs[0]: Kind(x.axes) for x in added}
         nodes = inputs_of(*whole.roots)
-        self.tokens = sorted((x for x in nodes if self.kinds[x.attrs[0]].time), key=lambda x: VALUE not in x.axes)
+        self.tokens = sorted(
+            (x for x in nodes if self.kinds[x.attrs[0]].time),
+            key=lambda x: (x.attrs[0] != STARTS, VALUE not in x.axes),
+        )
         self.params = [x for x in nodes if not self.kinds[x.attrs[0]].time]
         self.names = {x: _name(x) for x in nodes}
         self.invariants = self._invariants(whole.roots)
@@ -327,6 +330,9 @@ class _Emission:
         for node in sorted(self.names, key=lambda x: (_order(inputs, x), x.attrs[1] or 0)):
             kind = self.kinds[node.attrs[0]]
             operand = Operand(node.attrs[0], kind.time, kind.axes, node.attrs[1], place, index)
+            if operand.name == INITIAL:
+                number = self.names[symbol(STARTS, frozenset())]
+                operand = Initial(operand.name, True, kind.axes, None, place, index, number)
             found[node] = operand
             place, index = place + 1 + operand.strides, index + 1
         return found

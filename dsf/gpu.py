@@ -78,6 +78,18 @@ def source(spec: Spec, one_step: bool = False) -> str:
     return gpu_scan.source_of(spec).text if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 
+def packs(spec: Spec) -> bool:
+    """True where run_packed_gpu takes packed sequences as they lie."""
+    return is_scan(spec) and gpu_scan.packs(spec)
+
+
+def run_packed_gpu(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: list[int]
+) -> tuple[Tensor, Tensor]:
+    """y [1, T, H, P] and one state a sequence."""
+    return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
+
+
 def run_gpu(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, one_step: bool = False
 ) -> tuple[Tensor, Tensor]:

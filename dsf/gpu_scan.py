@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsf import gpu_ratio
 from dsf.bind import Bound, Sizes
-from dsf.emit import VALID, Source, emit
+from dsf.emit import INITIAL, STARTS, VALID, Source, emit
 from dsf.expr import KEY, VALUE, Expr, children_first
 from dsf.spec import Spec
 
@@ -56,33 +56,51 @@ def _nodes(spec: Spec) -> list[Expr]:
 
 
 @functools.cache
-def source_of(spec: Spec, masked: bool = False) -> Source:
-    """The printed holes of a spec, once a process."""
-    return emit(spec if spec.rule is None else gpu_ratio.doubled(spec), masked)
+def source_of(spec: Spec, tokens: str = "") -> Source:
+    """The printed holes of a spec, once a process. tokens: as `emit` has it."""
+    return emit(spec if spec.rule is None else gpu_ratio.doubled(spec), tokens)
 
 
 @functools.cache
-def _hole(spec: Spec, masked: bool) -> str:
+def _hole(spec: Spec, tokens: str = "") -> str:
     """The name under which the kernels know a spec's holes."""
     from dsf.kernels.triton.scan_ops import HOLES, Hole, Operand
 
-    source = source_of(spec, masked)
-    operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes) for o in source.operands)
+    source = source_of(spec, tokens)
+    operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
     name = f"{source.name}_{source.digest}"
     HOLES[name] = Hole(source.module(), operands, spec.system.read == "before")
     return name
 
 
+def packs(spec: Spec) -> bool:
+    """True where packed sequences are walked as they lie: a running maximum would have to start anew with each."""
+    return not spec.is_stabilised or spec.rule is None
+
+
+@functools.lru_cache(maxsize=8)
+def _marks(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers of packed sequences, from 1, at their first [1, T, 1] and last tokens [T], int32; kept for all layers."""
+    starts, ends = torch.zeros(2, bounds[-1], dtype=torch.int32)
+    numbers = torch.arange(1, len(bounds), dtype=torch.int32)
+    starts[list(bounds[:-1])] = numbers
+    ends[[b - 1 for b in bounds[1:]]] = numbers
+    with torch.inference_mode(False):
+        return starts.to(device)[None, :, None], ends.to(device)
+
+
 def fused_scan(
-    spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] in the inputs' dtype and the final state [B, H, N, P].
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None,
+    bounds: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [B, T, H, P] in the inputs' dtype and the final state [B, H, N, columns].
 
     timed: the per-token inputs (or a repacking of them); valid: [B, T] bool, False for padding tokens after a sequence.
+    bounds: of packed sequences (B = 1), with a state each.
     """
     from dsf.kernels.triton.scan_ops import fused_scan as operator
 
-    masked = valid is not None
+    tokens = "" if valid is None else "masked"
     tensors = {**bound.tensors, **timed}
     pairs = None
     if spec.rule is not None:
@@ -91,8 +109,15 @@ def fused_scan(
         tensors |= pairs.tensors
     if valid is not None:
         tensors[VALID] = valid.to(bound.dtype).unsqueeze(2)
-    chosen = source_of(spec, masked).operands
+    ends = None
+    if bounds is not None:
+        tokens = "packed" if state is None else "continued"
+        tensors[STARTS], ends = _marks(tuple(bounds), bound.device)
+        tensors |= {} if state is None else {INITIAL: state}
+        state = None
+    chosen = source_of(spec, tokens).operands
     operands = [tensors[o.name] if o.step is None else tensors[o.name].select(2, o.step) for o in chosen]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
-    y, final, _ = operator(operands, state, _hole(spec, masked), keep, pairs is not None)
+    count = 0 if bounds is None else len(bounds) - 1
+    y, final, _ = operator(operands, state, _hole(spec, tokens), keep, pairs is not None, ends, count)
     return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)

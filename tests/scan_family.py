@@ -40,6 +40,12 @@ def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) ->
 
 
 @dsf.recurrence
+def before(q: Key, k: Key, v: Value, g: Key) -> System:
+    """A state read before it is written, with an output gate and a skip."""
+    return System(A=exp(-softplus(g) * sigmoid(v)), B=k * v, C=q * sigmoid(v), D=v, read="before")
+
+
+@dsf.recurrence
 def channels(q: Key, k: Key, v: Value, g: Value) -> System:
     """In no library: a leak a channel, the same for all its entries."""
     return System(A=sigmoid(g), B=k * v, C=q)

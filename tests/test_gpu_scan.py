@@ -1,8 +1,10 @@
 """The fused scan compiled, on a CUDA GPU: the laws of its members, in every block of tokens and channels."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from scan_family import aligned, bounded, channels, leaky_peak, swinging, twice, weighted
+from scan_family import aligned, before, bounded, channels, leaky_peak, swinging, twice, weighted
 from test_triton_scan import draw, gradients
 from torch.utils.checkpoint import checkpoint
 
@@ -125,15 +127,29 @@ def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> No
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_packed_equals_separate() -> None:
-    x = cuda(draw(rg_lru, 300, p=40))
-    bounds = torch.tensor([0, 1, 130, 300], device="cuda")
-    y, states = rg_lru(**x, cu_seqlens=bounds, return_state=True, backend="triton")
-    for row, (a, b) in enumerate(((0, 1), (1, 130), (130, 300))):
-        part = {k: v[:, a:b] if v.dim() > 2 else v for k, v in x.items()}
-        alone, state = rg_lru(**part, return_state=True, backend="triton")
-        assert_blocks_close(y[:, a:b], alone, 1e-5)
-        assert_blocks_close(states[row : row + 1], state, 1e-5)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+@pytest.mark.parametrize("recurrence", [rg_lru, s6, before, leaky_peak, weighted, rwkv4], ids=lambda r: r.name)
+def test_packed_equals_separate(recurrence: dsf.Recurrence, states: bool) -> None:
+    tokens, cuts = 1100, (0, 1, 130, 700, 1100)
+    x = {k: v.requires_grad_() for k, v in cuda(draw(recurrence, tokens, n=16, p=40)).items()}
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    _, start = recurrence(**cuda(draw(recurrence, 3, n=16, p=40, batch=4)), return_state=True)
+    start = start.detach().requires_grad_() if states else None
+    y, final = recurrence(
+        **x, initial_state=start, cu_seqlens=torch.tensor(cuts, device="cuda"), return_state=True, backend="triton"
+    )
+    parts = []
+    for row, (a, b) in enumerate(pairwise(cuts)):
+        part = {k: v[:, a:b] if k in timed else v for k, v in x.items()}
+        first = None if start is None else start[row : row + 1]
+        parts.append(recurrence(**part, initial_state=first, return_state=True, backend="triton"))
+    other = torch.cat([out for out, _ in parts], 1), torch.cat([state for _, state in parts])
+    weights = torch.linspace(-1, 1, y.numel(), device="cuda").reshape(y.shape)
+    wrt = [*x.values(), *([] if start is None else [start])]
+    both = [[out, state, *torch.autograd.grad((out * weights).sum() + state.tanh().sum(), wrt, allow_unused=True,
+             materialize_grads=True)] for out, state in ((y, final), other)]  # fmt: skip
+    for a, b in zip(*both, strict=True):
+        assert_blocks_close(a, b, 1e-4)
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -149,11 +165,11 @@ def test_offsets_beyond_32_bits() -> None:
 
 def test_the_operator_compiles_whole() -> None:
     x = {k: v.requires_grad_() for k, v in cuda(draw(qlstm, 256, p=64)).items()}
-    name = _hole(qlstm.spec, False)
+    name = _hole(qlstm.spec)
     operands = [x[o.name] for o in source_of(qlstm.spec).operands]
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.ops.dsf.fused_scan(list(tensors), None, name, True, False)[0].sin()
+        return torch.ops.dsf.fused_scan(list(tensors), None, name, True, False, None, 0)[0].sin()
 
     plain, whole = run(*operands), torch.compile(run, fullgraph=True)(*operands)
     found = [torch.autograd.grad(y.sum(), operands) for y in (plain, whole)]

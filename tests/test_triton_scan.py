@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import INTERPRETED, interpreted
-from scan_family import aligned, bounded, channels, leaky_peak, swinging, twice, weighted
+from scan_family import aligned, before, bounded, channels, leaky_peak, swinging, twice, weighted
 
 import dsf
 from dsf.emit import emit, write
@@ -163,11 +163,36 @@ def test_split_equals_whole(small_tiles: None) -> None:
 
 
 @interpreted
-def test_packed_equals_separate(small_tiles: None) -> None:
-    x = draw(qlstm, tokens=7)
-    bounds = torch.tensor([0, 3, 4, 7])
-    ours = qlstm(**x, backend="triton", cu_seqlens=bounds, return_state=True)
-    close(list(ours), list(qlstm(**x, backend="torch", cu_seqlens=bounds, return_state=True)))
+@pytest.mark.parametrize(
+    ("recurrence", "states"),
+    [(qlstm, False), (leaky_peak, True), (s6, False), (before, True), (weighted, True)],
+    ids=lambda r: getattr(r, "name", ""),
+)
+def test_packed_sequences_are_walked_as_they_lie(
+    recurrence: dsf.Recurrence, states: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsf import packing
+    from dsf.kernels.triton import scan_ops
+
+    x, bounds = draw(recurrence, tokens=9), torch.tensor([0, 3, 4, 9])
+    first = torch.randn(3, 2, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5)) if states else None
+
+    def found(backend: str) -> list[torch.Tensor]:
+        leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
+        start = None if first is None else first.clone().requires_grad_()
+        y, final = recurrence(
+            **leaves, initial_state=start, cu_seqlens=bounds, return_state=True, backend=backend, form="chunk"
+        )
+        total = (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum()
+        total = total + (final * torch.linspace(1, 2, final.numel()).reshape(final.shape)).sum()
+        wrt = [*leaves.values(), *([] if start is None else [start])]
+        return [y.detach(), final.detach(), *torch.autograd.grad(total, wrt, allow_unused=True, materialize_grads=True)]
+
+    expected = found("torch")
+    monkeypatch.setattr(packing, "batches", None)  # nothing is gathered
+    close(found("triton"), expected)
+    monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (3, 4))
+    close(found("triton"), expected)
 
 
 @interpreted
@@ -178,7 +203,7 @@ def test_strided_inputs_need_no_copy(small_tiles: None) -> None:
     x = draw(qlstm, tokens=5)
     views = {k: v.transpose(1, 3).contiguous().transpose(1, 3) for k, v in x.items()}
     assert torch.equal(qlstm(**x, backend="triton"), qlstm(**views, backend="triton"))
-    read = [a for a in _arguments(HOLES[_hole(qlstm.spec, False)], list(views.values()), 2) if torch.is_tensor(a)]
+    read = [a for a in _arguments(HOLES[_hole(qlstm.spec)], list(views.values()), 2) if torch.is_tensor(a)]
     assert {a.data_ptr() for a in read} == {v.data_ptr() for v in views.values()}
 
 
@@ -190,7 +215,7 @@ def test_operator_passes_opcheck(small_tiles: None) -> None:
     x = draw(qlstm, tokens=2, heads=1)
     operands = [x[o.name].requires_grad_() for o in source_of(qlstm.spec).operands]
     torch.library.opcheck(
-        fused_scan, (operands, torch.randn(1, 1, 1, 5, requires_grad=True), _hole(qlstm.spec, False), True, False)
+        fused_scan, (operands, torch.randn(1, 1, 1, 5, requires_grad=True), _hole(qlstm.spec), True, False, None, 0)
     )
 
 

@@ -78,8 +78,18 @@ def fetch(
 
 
 @triton.jit
+def packed_ends(ends, t0, t, t_ok, i_h, n, p, H, P, N: tl.constexpr):
+    """Where the states after sequences' last tokens lie in a buffer [sequences, H, N, P], and which tokens are last.
+
+    ends: [T], a sequence's number from 1 at its last token, 0 elsewhere.
+    """
+    number = tl.load(ends + t0 + t, mask=t_ok, other=0)
+    return state_offset((number.to(tl.int64) - 1) * H + i_h, n, p, P, N), number > 0
+
+
+@triton.jit
 def read_tile(
-    tokens, held, y, state, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
+    tokens, held, y, ends, final, state, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
     step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +99,9 @@ def read_tile(
     a, b, c, e, d = step(tokens, held, at)
     a, b = blend(a, b, t, t_ok, K, NB, BP, MASKED)
     before, after, state = walk(a, b, state, t, K)
+    if ends is not None:
+        to, last = packed_ends(ends, t0, t, t_ok, i_h, n, p, H, P, N)
+        tl.store(final + to, tl.broadcast_to(after, (K, NB, BP)), mask=last & n_ok & p_ok)
     seen = c * (before if BEFORE else after)
     out = e * sum_key(seen, n_ok) + d
     base = y + ((i_b * T + t0) * H + i_h) * P
@@ -98,14 +111,14 @@ def read_tile(
 
 @triton.jit(do_not_specialize=["T", "span"])
 def outputs(
-    args, y, starts, final, saved, T, H, P, segments, span,
+    args, y, starts, final, saved, ends, T, H, P, segments, span,
     setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
     BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, P] and the final state, walking each segment of `span` tokens from its first state.
 
     starts: [B, H, segments, N, P] or None (zeros); saved: None, or room for the state before every M-th token,
-    [B, H, ⌈T/M⌉, N, P].
+    [B, H, ⌈T/M⌉, N, P]. ends: None, or of packed sequences (packed_ends), which have a final state each.
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
@@ -128,17 +141,18 @@ def outputs(
         for t0 in range(c0, whole, K):
             ahead = fetch(args, i_b, i_h, long + t0 + K, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
             state = read_tile(
-                tokens, held, y, state, i_b, i_h, long + t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
+                tokens, held, y, ends, final, state, i_b, i_h, long + t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
                 step, N, K, NB, BP, BEFORE, False,
             )  # fmt: skip
             tokens = ahead
         if K > 1 and whole < c1:
             state = read_tile(
-                tokens, held, y, state, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H, P,
+                tokens, held, y, ends, final, state, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H, P,
                 step, N, K, NB, BP, BEFORE, True,
             )  # fmt: skip
-    if segment == segments - 1:
-        tl.store(final + state_offset(row, n, p, P, N), state, mask=n_ok & p_ok)
+    if ends is None:  # noqa: SIM102  # known when compiling, unlike what follows
+        if segment == segments - 1:
+            tl.store(final + state_offset(row, n, p, P, N), state, mask=n_ok & p_ok)
 
 
 @triton.jit
@@ -152,7 +166,7 @@ def _program(P, segments, H, BP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "span"])
 def summaries(
-    args, dy, local, product, T, H, P, segments, span,
+    args, dy, ends, arriving, local, product, T, H, P, segments, span,
     setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
     BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +174,8 @@ def summaries(
 
     With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P]. A cotangent
     is carried to the segment's start by the product of the A it passes, so this too walks forward in time. What leaves
-    the last segment (the first, for cotangents) enters no other, so the grid has one segment less.
+    the last segment (the first, for cotangents) enters no other, so the grid has one segment less. arriving: cotangents
+    [sequences, H, N, P] of packed sequences' final states (packed_ends), or None.
     """
     place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
     if dy is not None:
@@ -184,6 +199,12 @@ def summaries(
             base = dy + ((i_b * T + t0) * H + i_h) * P
             b = c * (e * tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32))
         a, b = blend(a, b, t, t_ok, K, NB, BP, K > 1)
+        late = b
+        if arriving is not None:
+            to, last = packed_ends(ends, long + t0, t, t_ok, i_h, n, p, H, P, N)
+            late = tl.load(arriving + to, mask=last & n_ok & p_ok, other=0.0)
+            if not BEFORE:
+                b += late
         for k in tl.static_range(K):
             if dy is None:
                 state = take(a, t, k) * state + take(b, t, k)
@@ -194,6 +215,8 @@ def summaries(
                 state += decay * take(b, t, k)
                 if BEFORE:
                     decay *= take(a, t, k)
+                    if arriving is not None:
+                        state += decay * take(late, t, k)
     row = (i_b * H + i_h) * segments + segment
     tl.store(local + state_offset(row, n, p, P, N), state, mask=n_ok & p_ok)
     tl.store(product + state_offset(row, n, p, P, N), decay, mask=n_ok & p_ok)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.functions import sum_key, take
-from dsf.kernels.triton.scan import _program, blend, channels, last_state, state_offset, walk
+from dsf.kernels.triton.scan import _program, blend, channels, last_state, packed_ends, state_offset, walk
 
 
 @triton.jit
@@ -55,8 +55,9 @@ def pass_tile(
 
 @triton.jit
 def pull_tile(
-    tokens, dd, grads, held, sums, state, cotangent, tile, step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
+    tokens, dd, ends, arriving, grads, held, sums, state, cotangent, tile,
+    step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
+    BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile backwards: `state` enters it from the left, `cotangent` from the right; the holes store gradients."""
     at = at_of(tile, N, BP)
@@ -67,8 +68,14 @@ def pull_tile(
     seen = before if BEFORE else after
     scaled = e * dd
     written = tl.broadcast_to(c * scaled, (K, NB, BP))
+    late = written
+    if arriving is not None:
+        to, last = packed_ends(ends, at[2], t, t_ok, at[1], at[4], at[5], at[12], at[13], N)
+        late = tl.load(arriving + to, mask=last & n_ok & at[8], other=0.0)
     g = a
     for j in tl.static_range(K):
+        if arriving is not None:
+            cotangent += take(late, t, K - 1 - j)
         if not BEFORE:
             cotangent += take(written, t, K - 1 - j)
         g = tl.where(t == K - 1 - j, cotangent, g)
@@ -84,7 +91,7 @@ def pull_tile(
 
 @triton.jit(do_not_specialize=["T", "span"])
 def gradients(
-    args, grads, dy, saved, entering, initial, scratch, T, H, P, segments, span,
+    args, grads, dy, ends, arriving, saved, entering, initial, scratch, T, H, P, segments, span,
     setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr, zeros: tl.constexpr,
     finish: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, V: tl.constexpr,
     EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr,
@@ -92,8 +99,9 @@ def gradients(
     """Gradients of one segment's tokens and of the Params' part in it.
 
     saved: the state before every M-th token. entering: [B, H, segments, N, P], the cotangent that reaches each
-    segment's end, or None (zeros). initial: gradient of the first state, written by the first segment. scratch: room
-    for M / (U K) states a program. States between two of those stay in registers.
+    segment's end, or None (zeros). arriving: cotangents of packed sequences' final states, [sequences, H, N, P], or
+    None (packed_ends). initial: gradient of the first state, written by the first segment, or None. scratch: room for
+    M / (U K) states a program. States between two of those stay in registers.
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
@@ -139,8 +147,9 @@ def gradients(
                 tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 tokens, dd = fetch_both(args, dy, tile, load, N, BP)
                 cotangent, sums = pull_tile(
-                    tokens, dd, grads, held, sums, s, cotangent, tile, step, pull, N, K, NB, BP, BEFORE, K > 1
-                )
+                    tokens, dd, ends, arriving, grads, held, sums, s, cotangent, tile,
+                    step, pull, N, K, NB, BP, BEFORE, K > 1,
+                )  # fmt: skip
         tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), end, t, n, p, n_ok, p_ok, place, T, H, P)
         tokens, dd = fetch_both(args, dy, tile, load, N, BP)
         for j in range(whole):
@@ -164,7 +173,7 @@ def gradients(
                 then = (i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 ahead, dd_ahead = fetch_both(args, dy, then, load, N, BP)
                 cotangent, sums = pull_tile(
-                    tokens, dd, grads, held, sums, states[U - 1 - u], cotangent, tile,
+                    tokens, dd, ends, arriving, grads, held, sums, states[U - 1 - u], cotangent, tile,
                     step, pull, N, K, NB, BP, BEFORE, False,
                 )  # fmt: skip
                 tokens = ahead
@@ -173,5 +182,6 @@ def gradients(
     finish(
         args, grads, sums, segment, segments, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N)
     )
-    if segment == 0:
-        tl.store(initial + state_offset(row, n, p, P, N), cotangent, mask=ok)
+    if initial is not None:  # noqa: SIM102  # known when compiling, unlike what follows
+        if segment == 0:
+            tl.store(initial + state_offset(row, n, p, P, N), cotangent, mask=ok)

@@ -25,11 +25,13 @@ COMBINE = 1024  # state numbers of one program of the combination
 
 @dataclass(frozen=True)
 class Operand:
-    """What a tensor of the list is: [B, T, H, (N), (P)] a token, or [H, (N), (P)] for a Param."""
+    """What a tensor of the list is: [B, T, H, (N), (P)] a token, [H, (N), (P)] for a Param, or (start) the states
+    [sequences, H, N, P] in which packed sequences begin."""
 
     time: bool
     key: bool
     value: bool
+    start: bool = False
 
     def heads(self, x: Tensor) -> int:
         """Its heads."""
@@ -66,7 +68,7 @@ class Sizes:
 
 def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
     """The sizes, read off the operands."""
-    pairs = list(zip(hole.operands, operands, strict=True))
+    pairs = [(o, x) for o, x in zip(hole.operands, operands, strict=True) if not o.start]
     batch, tokens = next((x.shape[0], x.shape[1]) for o, x in pairs if o.time)
     heads = max(o.heads(x) for o, x in pairs)
     n = next((x.shape[-1 - o.value] for o, x in pairs if o.key), 1)
@@ -78,6 +80,9 @@ def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int) -> tuple[Any,
     """Pointers and strides in the order that the printed holes read them."""
     found: list[Any] = []
     for o, x in zip(hole.operands, operands, strict=True):
+        if o.start:
+            found.append(x.contiguous())
+            continue
         if o.key and not o.value:
             x = x.float()  # every lane reads these: converting them once is cheaper than in every program
         lead, at = ((x.stride(0), x.stride(1)), 2) if o.time else ((), 0)
@@ -127,12 +132,26 @@ def launch(sizes: Sizes, table: dict[int, Row], device: torch.device) -> Launch:
     return Launch(sizes, t, count, span, blocks)
 
 
-def _entering(go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor) -> Tensor:
+def _entering(
+    go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor,
+    ends: Tensor | None = None, arriving: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """What enters every segment: states, or with dy cotangents from the segments' ends."""
     local, product = go.states(like, go.segments), go.states(like, go.segments)
     f = hole.functions
     summaries[(go.grid[0] // go.segments * (go.segments - 1),)](
-        args, dy, local, product, *go.scalars, setup=f.setup, load=f.load, step=f.step, BEFORE=hole.before, **go.shape
+        args,
+        dy,
+        ends,
+        arriving,
+        local,
+        product,
+        *go.scalars,
+        setup=f.setup,
+        load=f.load,
+        step=f.step,
+        BEFORE=hole.before,
+        **go.shape,
     )
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, triton.next_power_of_2(size))
@@ -143,11 +162,18 @@ def _entering(go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tenso
 
 @torch.library.custom_op("dsf::fused_scan", mutates_args=())
 def fused_scan(
-    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool
+    operands: Sequence[Tensor],
+    state: Tensor | None,
+    hole: str,
+    keep: bool,
+    wide: bool,
+    ends: Tensor | None,
+    sequences: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, H, P], the final state [B, H, N, P], with `keep` the adjoint's checkpoints.
 
-    y has the operands' dtype, or float32 where `wide`.
+    y has the operands' dtype, or float32 where `wide`. ends: None, or the last tokens of this many packed sequences
+    (dsf.kernels.triton.scan.packed_ends), which have a final state each; B is 1, and `state` None.
     """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
@@ -158,61 +184,81 @@ def fused_scan(
     if go.segments > 1:
         starts = _entering(go, spec, args, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
-    final = go.states(first, 1).squeeze(2)
+    final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)
     step = tile(ADJOINT, sizes.n, sizes.p).M if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
     f = spec.functions
     outputs[go.grid](
-        args, y, starts, final, saved if keep else None, *go.scalars,
+        args, y, starts, final, saved if keep else None, ends, *go.scalars,
         setup=f.setup, load=f.load, step=f.step, BEFORE=spec.before, M=step, **go.shape,
     )  # fmt: skip
     return y, final, saved
 
 
+def _states(sizes: Sizes, like: Tensor, sequences: int) -> Tensor:
+    """Room for a state a sequence, [sequences, H, N, P] float32."""
+    return like.new_empty(sequences, sizes.heads, sizes.n, sizes.p, dtype=torch.float32)
+
+
 @fused_scan.register_fake
 def _fake_scan(
-    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool
+    operands: Sequence[Tensor],
+    state: Tensor | None,
+    hole: str,
+    keep: bool,
+    wide: bool,
+    ends: Tensor | None,
+    sequences: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = HOLES[hole]
     s, first = sizes_of(spec, operands), _timed(spec, operands)
     count = -(-s.tokens // tile(ADJOINT, s.n, s.p).M) if keep else 0
     y = first.new_empty(s.batch, s.tokens, s.heads, s.p, dtype=torch.float32 if wide else None)
-    final = first.new_empty(s.batch, s.heads, s.n, s.p, dtype=torch.float32)
+    final = _states(s, first, s.batch if ends is None else sequences)
     return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)
 
 
 def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
-    return next(x for o, x in zip(hole.operands, operands, strict=True) if o.time)
+    return next(x for o, x in zip(hole.operands, operands, strict=True) if o.time and x.dtype != torch.int32)
 
 
 @torch.library.custom_op("dsf::fused_scan_adjoint", mutates_args=())
 def fused_scan_adjoint(
-    dy: Tensor, dfinal: Tensor, operands: Sequence[Tensor], saved: Tensor, hole: str, needs: Sequence[bool]
+    dy: Tensor,
+    dfinal: Tensor,
+    operands: Sequence[Tensor],
+    saved: Tensor,
+    hole: str,
+    needs: Sequence[bool],
+    ends: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P]."""
+    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing)."""
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
     go = launch(sizes, ADJOINT, dy.device)
     args = _arguments(spec, operands, sizes.heads)
-    dy, entering = dy.contiguous(), dfinal.contiguous()
+    dy, dfinal = dy.contiguous(), dfinal.contiguous()
+    entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
     if go.segments > 1:
-        entering = _entering(go, spec, args, dy, entering, dy)
+        entering = _entering(go, spec, args, dy, entering, dy, ends, arriving)
     partial = [_partial(o, x, go) if need else None for o, x, need in zip(spec.operands, operands, needs, strict=True)]
-    initial = torch.empty_like(dfinal, memory_format=torch.contiguous_format)
+    initial = torch.empty_like(dfinal, memory_format=torch.contiguous_format) if ends is None else None
     t = go.tile
     scratch = torch.empty(go.grid[0] * (t.M // (t.U * t.K)) * t.NB * t.BP, dtype=torch.float32, device=dy.device)
     f = spec.functions
     gradients[go.grid](
-        args, (sizes.batch, *partial), dy, saved, entering, initial, scratch, *go.scalars,
+        args, (sizes.batch, *partial), dy, ends, arriving, saved, entering, initial, scratch, *go.scalars,
         setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros, finish=f.finish, BEFORE=spec.before, M=t.M,
         U=t.U, **go.shape,
     )  # fmt: skip
     trios = zip(spec.operands, operands, partial, strict=True)
-    return [_whole(o, x, g) for o, x, g in trios if g is not None], initial
+    return [_whole(o, x, g) for o, x, g in trios if g is not None], dfinal.new_empty(0) if initial is None else initial
 
 
 def _partial(o: Operand, x: Tensor, go: Launch) -> Tensor:
     """Room for one operand's gradient: a part for every program that shares an entry, and all heads."""
+    if o.start:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
     s = go.sizes
     lead: tuple[int, ...] = (s.batch, s.tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
     if not o.value:
@@ -224,6 +270,8 @@ def _partial(o: Operand, x: Tensor, go: Launch) -> Tensor:
 
 def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
     """Sum the parts, in a fixed order, to the operand's shape and dtype."""
+    if o.start:
+        return g
     if not o.value:
         g = g.sum(0) if g.shape[0] > 1 else g[0]
     if not o.time:
@@ -236,25 +284,32 @@ def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
 
 @fused_scan_adjoint.register_fake
 def _fake_adjoint(
-    dy: Tensor, dfinal: Tensor, operands: Sequence[Tensor], saved: Tensor, hole: str, needs: Sequence[bool]
+    dy: Tensor,
+    dfinal: Tensor,
+    operands: Sequence[Tensor],
+    saved: Tensor,
+    hole: str,
+    needs: Sequence[bool],
+    ends: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
     grads = [x.new_empty(x.shape) for x, need in zip(operands, needs, strict=True) if need]
-    return grads, dfinal.new_empty(dfinal.shape)
+    return grads, dfinal.new_empty(dfinal.shape if ends is None else 0)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    operands, state, hole, *_ = inputs
-    ctx.save_for_backward(*operands, output[2])
+    operands, state, hole, _, _, ends, _ = inputs
+    ctx.save_for_backward(*operands, output[2], ends)
     ctx.hole, ctx.has_state = hole, state is not None
     ctx.needs = [x.requires_grad for x in operands]
     ctx.mark_non_differentiable(output[2])
 
 
 def _backward(ctx: Any, dy: Tensor, dfinal: Tensor, _: Any) -> Any:
-    *operands, saved = ctx.saved_tensors
-    found, initial = fused_scan_adjoint(dy, dfinal, operands, saved, ctx.hole, ctx.needs)
+    *operands, saved, ends = ctx.saved_tensors
+    found, initial = fused_scan_adjoint(dy, dfinal, operands, saved, ctx.hole, ctx.needs, ends)
     given = iter(found)
-    return [next(given) if need else None for need in ctx.needs], initial if ctx.has_state else None, None, None, None
+    grads = [next(given) if need else None for need in ctx.needs]
+    return grads, initial if ctx.has_state else None, None, None, None, None, None
 
 
 fused_scan.register_autograd(_backward, setup_context=_setup)
