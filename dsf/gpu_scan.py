@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsf import gpu_ratio
+from dsf import gpu_ratio, packing
 from dsf.bind import Bound, Sizes
 from dsf.emit import INITIAL, STARTS, VALID, Source, emit
 from dsf.expr import KEY, VALUE, Expr, children_first
@@ -78,17 +78,6 @@ def packs(spec: Spec) -> bool:
     return not spec.is_stabilised or spec.rule is None
 
 
-@functools.lru_cache(maxsize=8)
-def _marks(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers of packed sequences, from 1, at their first [1, T, 1] and last tokens [T], int32; kept for all layers."""
-    starts, ends = torch.zeros(2, bounds[-1], dtype=torch.int32)
-    numbers = torch.arange(1, len(bounds), dtype=torch.int32)
-    starts[list(bounds[:-1])] = numbers
-    ends[[b - 1 for b in bounds[1:]]] = numbers
-    with torch.inference_mode(False):
-        return starts.to(device)[None, :, None], ends.to(device)
-
-
 def fused_scan(
     spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None,
     bounds: list[int] | None = None,
@@ -112,7 +101,7 @@ def fused_scan(
     ends = None
     if bounds is not None:
         tokens = "packed" if state is None else "continued"
-        tensors[STARTS], ends = _marks(tuple(bounds), bound.device)
+        tensors[STARTS], ends = packing.marks(bounds, bound.device)
         tensors |= {} if state is None else {INITIAL: state}
         state = None
     chosen = source_of(spec, tokens).operands

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+Made = TypeVar("Made")
 _KEPT = 16  # ways of packing whose places are remembered: a CUDA graph may not copy them from the host
-_places: dict[tuple[tuple[int, ...], torch.device], list[Batch]] = {}
+Bounds = tuple[int, ...]
+_places: dict[tuple[Callable[..., Any], Bounds, torch.device], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,41 @@ class Batch:
 
 def batches(bounds: list[int], device: torch.device) -> list[Batch]:
     """Sequences grouped by ⌈log2 length⌉: at most log2 T batches, and padding never doubles the tokens."""
+    return _remembered(_batches, tuple(bounds), device, lambda found: [x for b in found for x in (b.index, b.order)])
+
+
+def marks(bounds: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers of sequences, from 1, at their first tokens [1, T, 1] and at their last [T], 0 elsewhere; int32."""
+    return _remembered(_marks, tuple(bounds), device, list)
+
+
+def _remembered(
+    make: Callable[..., Made], bounds: Bounds, device: torch.device, tensors: Callable[[Made], list[Tensor]]
+) -> Made:
+    """make(bounds, device), once for each way of packing."""
     if torch.compiler.is_compiling():
-        return _batches(bounds, device)
-    key = (tuple(bounds), device)
+        return make(bounds, device)
+    key = (make, bounds, device)
     if key not in _places:
         with torch.inference_mode(False):
-            found = _batches(bounds, device)
-        if any(type(x) is not Tensor for b in found for x in (b.index, b.order)):
+            found = make(bounds, device)
+        if any(type(x) is not Tensor for x in tensors(found)):
             return found
         while len(_places) >= _KEPT:
             _places.pop(next(iter(_places)))
         _places[key] = found
-    return _places[key]
+    return cast(Made, _places[key])
 
 
-def _batches(bounds: list[int], device: torch.device) -> list[Batch]:
+def _marks(bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor]:
+    starts, ends = torch.zeros(2, bounds[-1], dtype=torch.int32)
+    numbers = torch.arange(1, len(bounds), dtype=torch.int32)
+    starts[list(bounds[:-1])] = numbers
+    ends[[b - 1 for b in bounds[1:]]] = numbers
+    return starts.to(device)[None, :, None], ends.to(device)
+
+
+def _batches(bounds: Bounds, device: torch.device) -> list[Batch]:
     groups: dict[int, list[int]] = {}
     for row in range(len(bounds) - 1):
         groups.setdefault((bounds[row + 1] - bounds[row] - 1).bit_length(), []).append(row)
@@ -60,7 +83,7 @@ def _batches(bounds: list[int], device: torch.device) -> list[Batch]:
     return [_batch(bounds, part, order, device) for part in packed]
 
 
-def _batch(bounds: list[int], rows: list[int], order: Tensor, device: torch.device) -> Batch:
+def _batch(bounds: Bounds, rows: list[int], order: Tensor, device: torch.device) -> Batch:
     starts = torch.tensor([bounds[r] for r in rows], device=device)
     lengths = [bounds[r + 1] - bounds[r] for r in rows]
     counts = torch.tensor(lengths, device=device)
