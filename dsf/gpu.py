@@ -64,11 +64,13 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, one_step: bool = False) -> tuple[str, int]:
+def kernel_of(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device, one_step: bool = False
+) -> tuple[str, int]:
     """Name of the kernel, with its tiles, and its chunk length in tokens."""
     if one_step:
         return gpu_matrix.step_kernel_of(spec, sizes), 0
-    return gpu_scan.kernel_of(sizes) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype)
+    return gpu_scan.kernel_of(sizes) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype, device)
 
 
 def source(spec: Spec, one_step: bool = False) -> str:

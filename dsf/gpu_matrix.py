@@ -83,14 +83,14 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     return None
 
 
-def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
+def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[str, int]:
     """Name of the kernels with their tiles, and tokens a chunk."""
     from dsf.kernels.triton.table import tiles
 
     ops = operands_of(spec)
     kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
     kind = "rank_one" if ops.lefts else kind
-    t = tiles(sizes.n, sizes.p + ops.column, dtype, kind, bool(ops.erases or ops.lefts))
+    t = tiles(sizes.n, sizes.p + ops.column, dtype, kind, bool(ops.erases or ops.lefts), device)
     name = "WY transform and chunk walk" if ops.erases else "chunk walk"
     name = "generalised WY transform and chunk walk" if ops.lefts else name
     return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)

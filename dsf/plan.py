@@ -117,7 +117,7 @@ def make_plan(
         chosen, reason = _choose(spec, sizes)
     if refused:
         reason += f"; not on triton: {refused}"
-    kernel, chunk = gpu.kernel_of(spec, sizes, dtype, one_step) if on_gpu else _kernel(spec, sizes, chosen)
+    kernel, chunk = gpu.kernel_of(spec, sizes, dtype, device, one_step) if on_gpu else _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
     if spec.is_softmax:
         k_heads, v_heads = cache_heads(spec, sizes)

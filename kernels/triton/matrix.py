@@ -19,7 +19,7 @@ from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.key_gradient import key_gradient
 from dsf.kernels.triton.keywise import prepare_keys
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.table import Tiles, segments, stretches, tiles
+from dsf.kernels.triton.table import Tiles, limits, segments, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
@@ -38,7 +38,7 @@ class _Call:
         self.q, self.k, self.v = q, k, v
         self.normal = normal
         self.keywise = g is not None and g.dim() == 4
-        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, _kind(g), b is not None)
+        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, _kind(g), b is not None, q.device)
         self.chunks = -(-self.tokens // self.tiles.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.tiles.chunk
         self.plane = self.lanes * self.length
@@ -135,7 +135,8 @@ class _Call:
 
     def cut(self) -> tuple[int, int]:
         """(segments of T that are walked at once, chunks a segment)."""
-        count = segments(self.chunks, self.lanes * -(-self.p // self.tiles.piece), self.delta)
+        programs = self.lanes * -(-self.p // self.tiles.piece)
+        count = segments(self.chunks, programs, self.delta, limits(self.q.device)[1])
         span = -(-self.chunks // count)
         return -(-self.chunks // span), span
 
@@ -327,7 +328,7 @@ def _chunk_matrix_shapes(
         normal.final = q.new_empty(batch, heads, n, dtype=torch.float32)
     shape = (batch, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    chunk = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None).chunk
+    chunk = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device).chunk
     pitch = 2 * chunk if _kind(decay) == "scalar" else chunk
     solve = (0,) if erase is None else (batch, tokens, heads, pitch)
     return (

@@ -46,7 +46,7 @@ class _Call:
         self.q, self.v, self.heads, self.real = q, v, heads, real
         self.batch, self.tokens, _, self.n = q.shape
         self.p = v.shape[-1]
-        self.tiles: Tiles = matrix.tiles(int(self.n), int(self.p), q.dtype, "rank_one", True)
+        self.tiles: Tiles = matrix.tiles(int(self.n), int(self.p), q.dtype, "rank_one", True, q.device)
         self.chunk = self.tiles.chunk
         self.chunks = -(-self.tokens // self.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.chunk

@@ -1,20 +1,24 @@
-"""Tile sizes by structure, sizes and dtype: a table, never a search in the user's process.
+"""Tile sizes by structure, sizes, dtype and the GPU's limits: a table, never a search in the user's process.
 
-Filled by hand from measurements on an H200; docs/performance.md keeps the log. Chunks of 64 rows, slices of 64
-channels, 4 warps and 3 stages were best for most; wider keys or 4-byte operands need shorter chunks and fewer stages
-to fit in registers and shared memory. Narrow slices never run with one stage: Triton 3.6 was seen to be wrong there.
+Filled by hand from measurements on an H200; docs/performance.md keeps the log, benchmarks/gpu_tiles.py measures a row's
+neighbours. Chunks of 64 rows, slices of 64 channels, 4 warps and 3 stages were best for most; wider keys or 4-byte
+operands need shorter chunks and fewer stages to fit in registers and shared memory, and so does everything on GPUs that
+have less of it (checked against what the compiler asks for there, not timed). Narrow slices never run with one stage:
+Triton 3.6 was seen to be wrong there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
 STRETCH_CHUNKS = 2048  # chunks that fill the GPU several times over
-PROCESSORS = 132
+SHARED, ROOMY = 232_448, 160 * 1024  # bytes of shared memory a program of the H200 may have; what the rows below need
+PROCESSORS = 132  # of the H200
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,29 @@ def padded(size: int) -> int:
 
 
 @lru_cache
-def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
+def limits(device: torch.device) -> tuple[int, int]:
+    """(bytes of shared memory that one program may have, processors) of a device; the H200's where there is no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return SHARED, PROCESSORS
+    found = torch.cuda.get_device_properties(device)
+    return getattr(found, "shared_memory_per_block_optin", SHARED), found.multi_processor_count
+
+
+@lru_cache
+def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: torch.device = CPU) -> Tiles:
     """The row of the table for states [n, p]; decay: none, scalar or key, or rank_one: key with corrections."""
+    found = _row(n, p, dtype, decay, delta)
+    if limits(device)[0] >= ROOMY:
+        return found
+    if dtype == torch.bfloat16:
+        piece = min(64, found.gradient_piece)
+        return replace(found, chunk=32, walk_stages=2, reverse_stages=2, gradient_piece=piece, gradient_roles=1)
+    if found.keys > 128:
+        return replace(found, chunk=16, piece=16, gradient_piece=min(32, found.gradient_piece))
+    return found
+
+
+def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     keys, narrow, wide = padded(n), min(64, padded(p)), min(128, padded(p))
     if dtype != torch.bfloat16:  # operands are multiplied in float32 (or tf32 for float16)
         short = min(32, narrow)
@@ -75,17 +100,17 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     )  # fmt: skip
 
 
-def segments(chunks: int, programs: int, delta: bool) -> int:
+def segments(chunks: int, programs: int, delta: bool, processors: int = PROCESSORS) -> int:
     """Into how many segments to cut T when `programs` alone leave processors idle: no more than fit at once.
 
     A delta rule's transitions through the segments are walked too, so that fewer than four or short ones do not pay.
     """
-    if programs >= 0.7 * PROCESSORS:
+    if programs >= 0.7 * processors:
         return 1
     if delta:
-        count = min(PROCESSORS // programs, chunks // DELTA_SEGMENT_CHUNKS)
+        count = min(processors // programs, chunks // DELTA_SEGMENT_CHUNKS)
         return count if count >= 4 else 1
-    return max(1, min(2 * PROCESSORS // programs, chunks // SEGMENT_CHUNKS))
+    return max(1, min(2 * processors // programs, chunks // SEGMENT_CHUNKS))
 
 
 def stretches(chunks: int, most: int) -> int:

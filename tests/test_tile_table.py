@@ -1,0 +1,78 @@
+"""The tile table by the GPU's limits, and the benchmark that measures its rows again."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsf.bind import Sizes
+from dsf.gpu_matrix import kernel_of
+from dsf.mixers import get
+
+pytest.importorskip("triton")
+from dsf.kernels.triton import table
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A GPU with 99 KiB of shared memory a program and 40 processors."""
+    monkeypatch.setattr(table, "limits", lambda device: (99 * 1024, 40))
+    table.tiles.cache_clear()
+    yield
+    table.tiles.cache_clear()
+
+
+def test_the_rows_are_those_of_the_gpu_they_were_measured_on():
+    assert table.limits(CPU) == (table.SHARED, table.PROCESSORS)
+    assert table.tiles(128, 128, BF16, "scalar", True).chunk == 64
+
+
+def test_less_shared_memory_means_shorter_chunks(small):
+    for decay in ("none", "scalar", "key", "rank_one"):
+        row = table.tiles(128, 128, BF16, decay, True)
+        assert row.chunk == 32 and row.walk_stages == row.reverse_stages == 2 and row.gradient_piece <= 64
+    assert table.tiles(256, 256, torch.float32, "scalar", True).chunk == 16
+
+
+def test_fewer_processors_are_filled_by_fewer_segments():
+    assert table.segments(512, 8, False) == 21
+    assert table.segments(512, 8, False, 40) == 10
+    assert table.segments(512, 32, False, 40) == 1
+
+
+def test_the_plan_prints_the_row():
+    row = table.tiles(128, 128, BF16, "scalar", True)
+    name, chunk = kernel_of(get("gated_deltanet").recurrence.spec, Sizes(1, 64, 1, 128, 128, 128), BF16, CPU)
+    assert f"({row.keys} keys x {row.piece} channels, {row.walk_warps} warps)" in name and chunk == row.chunk
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    """benchmarks/gpu_tiles.py."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("gpu_tiles", FOLDER / "gpu_tiles.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    for name in ("gpu_matrix", "gpu_peers", "gpu_page", "gpu_compile"):
+        sys.modules.pop(name, None)
+
+
+def test_the_tuner_joins_what_made_a_row_faster_and_drops_what_was_wrong(tuner, monkeypatch):
+    def ask(job, seconds):
+        row = job["row"]
+        if job["check"]:
+            return {"error": 1.0} if row["walk_warps"] == 8 else {"error": 1e-3}
+        gain = 0.1 * (row["walk_stages"] == 2) + 0.2 * (row["gradient_warps"] == 8) + 0.9 * (row["walk_warps"] == 8)
+        return {"forward": 1 - gain, "both": 2.0, "peak": 1}
+
+    monkeypatch.setattr(tuner, "ask", ask)
+    base, tried, chosen = tuner.tune("scalar+delta", 128, 128, "bfloat16", 1)
+    assert chosen == replace(base, walk_stages=2, gradient_warps=8)
+    assert all("both" not in answer for row, answer in tried if row.walk_warps == 8)
