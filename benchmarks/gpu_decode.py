@@ -95,8 +95,8 @@ def page(data):
     rate = data["machine"]["copy GB/s"]
     head = "| recurrence | heads x N x P | batch | kernel ms | share of the copy ceiling | call ms |"
     lines = [f"{head} peer | its kernels ms | ours ÷ peer |", "|---" * 9 + "|"]
-    peers = {(r["name"], r["batch"]): r for r in data["rows"] if r["who"] != "ours"}
-    for r in [r for r in data["rows"] if r["who"] == "ours"]:
+    peers = {(r["name"], r["batch"]): r for r in data["rows"] if r.get("who", "ours") != "ours"}
+    for r in [r for r in data["rows"] if r.get("who", "ours") == "ours"]:
         share = r["bytes"] / r["kernel"] / 1e6 / rate
         other, beside = peers.get((r["name"], r["batch"])), ["", "", ""]
         if other:
