@@ -30,18 +30,9 @@ def decode(recurrence, given, **how):
     state, outputs = None, []
     tokens = next(given[i.name].shape[1] for i in recurrence.spec.inputs if i.kind.time)
     for t in range(tokens):
-        y, state = recurrence.step(state, **tokens_of(recurrence, given, t), **how)
+        y, state = recurrence.step(state, **tokens_of(recurrence, given, t), backend="triton", **how)
         outputs.append(y)
     return torch.stack(outputs, 1), state
-
-
-@pytest.fixture(autouse=True)
-def on_the_kernels(monkeypatch):
-    """`step` chooses the backend; the interpreter's tensors are the CPU's, so it is told to."""
-    from dsf import plan
-
-    choose = plan._refusal
-    monkeypatch.setattr(plan, "_refusal", lambda s, z, d, f, b, e, g: choose(s, z, d, f, b if g else "triton", e, g))
 
 
 def assert_same(a, b, tolerance=2e-5):
@@ -53,12 +44,11 @@ def assert_same(a, b, tolerance=2e-5):
 def test_token_by_token_is_the_recurrence(recurrence, in_place):
     given = {n: x.float() for n, x in sample(recurrence, tokens=5).items()}
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
-    assert "decode step" in recurrence.plan(**{n: x[:, :1] if n in timed else x for n, x in given.items()}).kernel
+    first = {n: x[:, :1] if n in timed else x for n, x in given.items()}
+    assert "decode step" in recurrence.plan(**first, backend="triton").kernel
     y, state = decode(recurrence, given, in_place=in_place)
     wide = {n: x.double() for n, x in given.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsf.plan._refusal", lambda *_: "")
-        expected, last = recurrence(**wide, return_state=True, form="naive")
+    expected, last = recurrence(**wide, return_state=True, form="naive")
     assert_same(y.double(), expected)
     if not recurrence.spec.is_stabilised:
         assert_same(state.double(), last)
@@ -84,8 +74,8 @@ def test_grouped_heads_and_strided_states():
     shared = given | {"k": given["k"].repeat_interleave(2, 2)}
     state = torch.randn(2, 4, 4, 3).transpose(-1, -2)
     first = {n: x[:, 0] for n, x in given.items()}
-    y, new = gated.step(state, **first)
-    expected, last = gated.step(state.contiguous(), **{n: x[:, 0] for n, x in shared.items()})
+    y, new = gated.step(state, **first, backend="triton")
+    expected, last = gated.step(state.contiguous(), **{n: x[:, 0] for n, x in shared.items()}, backend="triton")
     assert_same(y, expected)
     assert_same(new, last)
 
@@ -107,7 +97,7 @@ def test_elementwise_systems_take_many_channels_and_overwrite_their_state():
                  for i, x in sample(recurrence, tokens=1, batch=1).items()}  # fmt: skip
         first, state = tokens_of(recurrence, given, 0), torch.randn(1, 2, n, 1500)
         expected, new = recurrence.step(state, **first, backend="torch")
-        y, same = recurrence.step(state, **first, in_place=True)
+        y, same = recurrence.step(state, **first, in_place=True, backend="triton")
         assert same is state
         assert_same(y, expected)
         assert_same(state, new)
