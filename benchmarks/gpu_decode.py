@@ -21,7 +21,8 @@ from gpu_peers import step_of
 from dsf.mixers import get
 
 SHAPES = {
-    "unnormalized_linear_attention": (16, 128, 128), "retnet": (16, 128, 128), "ssd": (64, 128, 64),
+    "unnormalized_linear_attention": (16, 128, 128), "linear_attention": (16, 128, 128), "retnet": (16, 128, 128),
+    "ssd": (64, 128, 64),
     "mlstm": (16, 128, 128), "gla": (16, 128, 128), "gated_deltanet": (16, 128, 128), "kda": (16, 128, 128),
     "rwkv7": (32, 64, 64), "delta_product": (16, 128, 128), "s6": (1, 16, 4096), "longhorn": (1, 16, 4096),
     "rg_lru": (1, 1, 4096), "qlstm": (1, 1, 4096),
