@@ -15,6 +15,7 @@ from dsf.expr import KEY, VALUE, Expr, children_first
 from dsf.spec import Spec
 
 LARGEST = 256  # state entries a program holds
+LIGHT = 2  # operations up to which a step is next to nothing
 
 
 def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
@@ -69,7 +70,8 @@ def _hole(spec: Spec, tokens: str = "") -> str:
     source = source_of(spec, tokens)
     operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
     name = f"{source.name}_{source.digest}"
-    HOLES[name] = Hole(source.module(), operands, spec.system.read == "before")
+    light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
+    HOLES[name] = Hole(source.module(), operands, spec.system.read == "before", light)
     return name
 
 

@@ -7,6 +7,7 @@ from test_triton_scan import draw, gradients
 from torch.utils.checkpoint import checkpoint
 
 import dsf
+from dsf import System, Value
 from dsf.gpu_scan import _hole, source_of
 from dsf.mixers.hgrn import hgrn
 from dsf.mixers.longhorn import longhorn
@@ -51,6 +52,23 @@ def test_every_row_of_the_tile_table(n: int) -> None:
     state = torch.randn(1, 2, n, 33, device="cuda")
     ours = gradients(s6, x, state, backend="triton")
     oracle = gradients(s6, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for a, b in zip(ours, oracle, strict=True):
+        assert_blocks_close(a, b, 1e-4)
+
+
+@dsf.recurrence
+def given(a: Value, b: Value) -> System:
+    """A vector scan of given a, b."""
+    return System(A=a, B=b, C=1)
+
+
+@pytest.mark.parametrize("recurrence", [given, rg_lru, qlstm], ids=lambda r: r.name)
+def test_vector_states_of_many_sequences(recurrence: dsf.Recurrence) -> None:
+    x = cuda(draw(recurrence, 75, heads=1, p=4100, batch=16))
+    x = {k: v.sigmoid() if k == "a" else v for k, v in x.items()}
+    state = torch.randn(16, 1, 1, 4100, device="cuda")
+    ours = gradients(recurrence, x, state, backend="triton")
+    oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
     for a, b in zip(ours, oracle, strict=True):
         assert_blocks_close(a, b, 1e-4)
 

@@ -114,6 +114,33 @@ def test_normalised_systems_hand_their_state_over_and_pack(small_tiles: None) ->
 
 
 @interpreted
+def test_outputs_without_a_gradient_count_as_zeros(small_tiles: None) -> None:
+    x = draw(rg_lru, tokens=3)
+
+    def found(backend: str) -> list[torch.Tensor]:
+        leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
+        y, state = rg_lru(**leaves, return_state=True, backend=backend)
+        how = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        return [g for z in (y, state) for g in torch.autograd.grad(z.sum(), [*leaves.values()], **how)]
+
+    close(found("triton"), found("torch"))
+
+
+@interpreted
+@pytest.mark.parametrize("recurrence", [mingru, rg_lru], ids=lambda r: r.name)
+def test_small_programs_where_sequences_fill_the_gpu(
+    recurrence: dsf.Recurrence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsf.kernels.triton import scan_table
+
+    monkeypatch.setattr(scan_table, "LANES", 2)
+    x = draw(recurrence, tokens=21, heads=1, p=33)
+    state = torch.randn(1, 1, 1, 33)
+    ours = gradients(recurrence, x, state, backend="triton")
+    close(ours, gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="naive"))
+
+
+@interpreted
 def test_one_token_and_no_state(small_tiles: None) -> None:
     x = {k: v.requires_grad_() for k, v in draw(s6, tokens=1).items()}
     close([s6(**x, backend="triton", form="recurrent")], [s6(**x, backend="torch")])

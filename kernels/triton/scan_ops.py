@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_adjoint import gradients
-from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Row, Tile, segments, tile
+from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Row, Tile, fitting, segments, tile
 
 ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
 COMBINE = 1024  # state numbers of one program of the combination
@@ -40,11 +40,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Hole:
-    """A registered spec: its generated functions, its operands in order, and where y is read."""
+    """A registered spec: its generated functions, its operands in order, where y is read, and whether it is light."""
 
     functions: ModuleType
     operands: tuple[Operand, ...]
     before: bool
+    light: bool
 
 
 HOLES: dict[str, Hole] = {}
@@ -124,9 +125,9 @@ class Launch:
         return torch.empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32, device=like.device)
 
 
-def launch(sizes: Sizes, table: dict[int, Row], device: torch.device) -> Launch:
+def launch(hole: Hole, sizes: Sizes, table: dict[int, Row], device: torch.device) -> Launch:
     """Tile and segments of one call."""
-    t = tile(table, sizes.n, sizes.p)
+    t = fitting(table, sizes.n, sizes.p, sizes.rows, hole.light, device)
     blocks = -(-sizes.p // t.BP)
     count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
     return Launch(sizes, t, count, span, blocks)
@@ -178,7 +179,7 @@ def fused_scan(
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
     first = _timed(spec, operands)
-    go = launch(sizes, FORWARD, first.device)
+    go = launch(spec, sizes, FORWARD, first.device)
     args = _arguments(spec, operands, sizes.heads)
     starts = None if state is None else state.contiguous()
     if go.segments > 1:
@@ -235,7 +236,7 @@ def fused_scan_adjoint(
     """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing)."""
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
-    go = launch(sizes, ADJOINT, dy.device)
+    go = launch(spec, sizes, ADJOINT, dy.device)
     args = _arguments(spec, operands, sizes.heads)
     dy, dfinal = dy.contiguous(), dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
@@ -300,12 +301,18 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     operands, state, hole, _, _, ends, _ = inputs
     ctx.save_for_backward(*operands, output[2], ends)
     ctx.hole, ctx.has_state = hole, state is not None
+    ctx.final = output[1].shape
     ctx.needs = [x.requires_grad for x in operands]
     ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # or the checkpoints, too, would come with a gradient of zeros
 
 
-def _backward(ctx: Any, dy: Tensor, dfinal: Tensor, _: Any) -> Any:
+def _backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: Any) -> Any:
     *operands, saved, ends = ctx.saved_tensors
+    spec = HOLES[ctx.hole]
+    s, first = sizes_of(spec, operands), _timed(spec, operands)
+    dy = first.new_zeros(s.batch, s.tokens, s.heads, s.p) if dy is None else dy
+    dfinal = saved.new_zeros(ctx.final) if dfinal is None else dfinal
     found, initial = fused_scan_adjoint(dy, dfinal, operands, saved, ctx.hole, ctx.needs, ends)
     given = iter(found)
     grads = [next(given) if need else None for need in ctx.needs]

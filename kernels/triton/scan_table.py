@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 LANES = 32
+FULL = 6  # one-warp programs a processor that need no segments beside them
 
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
@@ -65,6 +66,24 @@ def tile(table: dict[int, Row], n: int, p: int) -> Tile:
         else:
             V = max(V // 2, 1)
     return Tile(K, padded, BP, V, warps, M, U, span, busy, registers)
+
+
+def narrow(t: Tile, light: bool) -> Tile:
+    """A vector state's tile where sequences alone fill the GPU: one pass, many small programs with more tokens each.
+
+    light: the step computes next to nothing, so that more tokens fit the registers.
+    """
+    return replace(t, K=16 if light else 8, BP=2 * LANES, V=2, warps=1, busy=0)
+
+
+def fitting(table: dict[int, Row], n: int, p: int, rows: int, light: bool, device: torch.device) -> Tile:
+    """The tile of one call with `rows` states side by side."""
+    t = tile(table, n, p)
+    if t.NB > 1:
+        return t
+    alone = narrow(t, light)
+    full = -(-p // alone.BP) * rows >= FULL * _processors(device)
+    return alone if full and t.M % (alone.K * alone.U) == 0 and p >= alone.BP else t
 
 
 def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple[int, int]:
