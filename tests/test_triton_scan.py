@@ -134,6 +134,7 @@ def test_small_programs_where_sequences_fill_the_gpu(
     from dsf.kernels.triton import scan_table
 
     monkeypatch.setattr(scan_table, "LANES", 2)
+    monkeypatch.setattr(scan_table, "FULL", 6)
     x = draw(recurrence, tokens=21, heads=1, p=33)
     state = torch.randn(1, 1, 1, 33)
     ours = gradients(recurrence, x, state, backend="triton")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 LANES = 32
-FULL = 6  # one-warp programs a processor that need no segments beside them
+FULL = 1 << 20  # one-warp programs a processor that need no segments beside them: never, as yet
 
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
