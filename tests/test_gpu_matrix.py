@@ -174,7 +174,11 @@ def test_bitwise_the_same_on_every_run(recurrence):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("recurrence", [forgetful_delta, get("retnet").recurrence, leaning_rows], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence",
+    [forgetful_delta, get("retnet").recurrence, leaning_rows, moving_rows, get("rwkv7").recurrence],
+    ids=lambda r: r.name,
+)
 def test_the_future_changes_no_bit_of_the_past(recurrence):
     given = {n: x.detach() for n, x in draw(recurrence, 300, 64, 64, torch.bfloat16).items()}
     y = recurrence(**given, backend="triton")

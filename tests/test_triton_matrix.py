@@ -133,6 +133,16 @@ def test_stretches_of_time_share_memory(recurrence, count, monkeypatch):
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
+@pytest.mark.parametrize("recurrence", [leaning_rows, get("rwkv7").recurrence], ids=lambda r: r.name)
+def test_the_future_changes_no_bit_of_the_past(recurrence):
+    given = {n: x.float() for n, x in sample(recurrence, tokens=30).items()}
+    y = recurrence(**given, backend="triton")
+    for entry in recurrence.spec.inputs:
+        if entry.kind.time:
+            given[entry.name][:, 21:] = given[entry.name][:, 21:].flip(1)
+    assert torch.equal(recurrence(**given, backend="triton")[:, :21], y[:, :21])
+
+
 def test_the_future_of_segments_changes_no_bit_of_the_past(monkeypatch):
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: 3)
     given = {n: x.float() for n, x in sample(forgetful_delta, tokens=70).items()}

@@ -12,7 +12,8 @@ products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} -
     y = Q S_0 + M v,   S_L = exp(G_L) S_0 + âᵀ W S_0 + Kᵀ v
 
 No exponent is above zero: rows meet in the binary blocks of keywise.py. Only where the decays of a whole chunk are
-known never to fall below what float32 holds do its rows meet AT_ONCE, around the middle one.
+known never to fall below what float32 holds do its rows meet AT_ONCE, as they are at the chunk's start (not at a later
+row: what is read must not depend on later decays, not even by its rounding).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def middle_of(running, local, keys, level, N: tl.constexpr, BK: tl.constexpr):
 def factors(own, before, middle, AT_ONCE: tl.constexpr):
     """Decays between rows and the middle of their block: of reads at G = own, of reads at G = before, and of writes.
 
-    AT_ONCE: all rows of a block meet, else those of its upper half the ones of its lower half.
+    AT_ONCE: the middle is the chunk's start, and writes grow towards it; else rows of a block's upper half meet those
+    of its lower half.
     """
     if AT_ONCE:
         return tl.exp2(own - middle), tl.exp2(before - middle), tl.exp2(middle - own)
@@ -89,9 +91,8 @@ def rank_one_scores(
         rows_b = load_rows(b + batch * b_b + head // b_group * b_h, b_t, rows, tokens, keys, N, BK, KIND)
         rows_a = load_rows(a + batch * a_b + head // a_group * a_h, a_t, rows, tokens, keys, N, BK, KIND)
         rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BK, KIND)
-        if AT_ONCE:  # one block, whose decays float32 holds
-            middle = tl.sum(tl.where((local == L // 2 - 1)[:, None], own, 0.0), axis=0)[None, :]
-            after, earlier, source = factors(own, own - log, middle, True)
+        if AT_ONCE:
+            after, earlier, source = factors(own, own - log, 0.0, True)
             qa, qk = _products(qa, qk, rows_q, after, rows_a, rows_k, source, KIND, PRECISION)
             ba, bk = _products(ba, bk, rows_b, earlier, rows_a, rows_k, source, KIND, PRECISION)
         else:

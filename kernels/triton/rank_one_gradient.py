@@ -161,9 +161,8 @@ def _one_of_four(
     rows_2 = load_rows(second, second_t, rows, tokens, keys, N, BK, KIND)
     of_rows = tl.zeros([L, BK], tl.float32)
     if AT_ONCE:
-        middle = tl.load(running + (L // 2 - 1) * N + keys, mask=keys < N, other=0.0)[None, :]
         grad, of_rows = _meet(
-            grad, of_rows, with_one, with_two, rows_x, rows_1, rows_2, own, before, middle, local, LEVELS - 1,
+            grad, of_rows, with_one, with_two, rows_x, rows_1, rows_2, own, before, 0.0, local, LEVELS - 1,
             to_one, to_two, True, READS, KIND, PRECISION,
         )  # fmt: skip
     else:

@@ -19,7 +19,7 @@ from dsf.kernels.triton.rank_one import rank_one_scores, rank_one_transform, ran
 from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
 from dsf.kernels.triton.table import Tiles
 
-SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^30
+SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^60
 
 
 @dataclass(frozen=True)
