@@ -53,13 +53,13 @@ def factors(own, before, middle, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def meeting(local, level, distance, AT_ONCE: tl.constexpr, READS: tl.constexpr):
-    """Where row i reads row j ≤ i - distance in a block of 2^(level+1) rows [L, L]; READS: i down, else across."""
+def meeting(local, level, distance, AT_ONCE: tl.constexpr):
+    """Where row i (down) reads row j ≤ i - distance in a block of 2^(level+1) rows [L, L]."""
     apart = local[:, None] ^ local[None, :]
-    gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
+    seen = local[:, None] - local[None, :] >= distance
     if AT_ONCE:
-        return ((apart >> (level + 1)) == 0) & (gap >= distance)
-    return ((apart >> level) == 1) & (gap >= distance)
+        return ((apart >> (level + 1)) == 0) & seen
+    return ((apart >> level) == 1) & seen
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def rank_one_scores(
                 middle = middle_of(running, local, keys, level, N, BK)
                 after, earlier, source = factors(own, before, middle, False)
                 none = tl.zeros([L, L], tl.float32)
-                meet = meeting(local, level, 1, False, True)
+                meet = meeting(local, level, 1, False)
                 of_a, of_k = _products(none, none, rows_q, after, rows_a, rows_k, source, KIND, PRECISION)
                 qa += tl.where(meet, of_a, 0.0)
                 qk += tl.where(meet, of_k, 0.0)
@@ -114,7 +114,7 @@ def rank_one_scores(
                 ba += tl.where(meet, of_a, 0.0)
                 bk += tl.where(meet, of_k, 0.0)
     if AT_ONCE:
-        to_q, to_b = meeting(local, LEVELS - 1, 0, True, True), meeting(local, LEVELS - 1, 1, True, True)
+        to_q, to_b = meeting(local, LEVELS - 1, 0, True), meeting(local, LEVELS - 1, 1, True)
         qa, qk = tl.where(to_q, qa, 0.0), tl.where(to_q, qk, 0.0)
         ba, bk = tl.where(to_b, ba, 0.0), tl.where(to_b, bk, 0.0)
     at = batch * tokens * heads + head

@@ -152,20 +152,22 @@ def _gradients(
 ) -> None:  # fmt: skip
     """Fill `found`, all chunks in parallel."""
     t = call.tiles
-    entries, adjoint_entries = (call.empty(call.batch, call.tokens, call.heads, call.p) for _ in range(2))
+    lead = (call.batch, call.tokens, call.heads)
+    entries, adjoint_entries = (call.empty(*lead, call.p) for _ in range(2))
+    weights = call.empty(*lead, 4 * call.chunk)
     sizes: dict[str, Any] = {"P": call.p, "num_stages": 2, **call.common}
-    rank_one_entries[(call.chunks, call.lanes, -(-call.p // t.piece))](
+    rank_one_entries[(call.chunks, call.lanes)](
         kept.outer, kept.inner, kept.writes, kept.mixed, v, dy, kept.states, adjoints, entries, adjoint_entries,
-        found["value"], call.tokens, call.heads, call.length, *call.strides(v),
-        BN=t.keys, BP=t.piece, num_warps=t.walk_warps, **sizes,
+        found["value"], weights, call.tokens, call.heads, call.length, *call.strides(v),
+        BN=t.keys, BP=t.piece, num_warps=8, **sizes,
     )  # fmt: skip
-    fields = (dy, adjoint_entries, entries, v)
+    fields, names = (dy, adjoint_entries, entries, v), ("query", "right", "left", "key")
     for reads, mine, theirs in ((True, slice(0, 2), slice(2, 4)), (False, slice(2, 4), slice(0, 2))):
-        xs = (*vectors[mine], *vectors[theirs], *fields[mine], *fields[theirs])
-        outs = [*(found[name] for name in ("query", "right", "left", "key")[mine]), found["decay"]]
+        xs = (*vectors[mine], *vectors[theirs], *fields[mine])
+        outs = (*(found[name] for name in names[mine]), found["decay"])
         ends = (kept.states, adjoints) if reads else (adjoints, kept.states)
         rank_one_gradient[(call.chunks * -(-call.n // call.block), call.lanes)](
-            *xs, kept.running, *ends, *outs, call.tokens, call.heads, call.length, *call.strides(*xs), READS=reads,
-            BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once,
+            *xs, weights, kept.running, *ends, *outs, call.tokens, call.heads, call.length, *call.strides(*xs),
+            READS=reads, BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once,
             num_warps=t.gradient_warps, **sizes,
         )  # fmt: skip
