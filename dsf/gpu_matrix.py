@@ -31,8 +31,8 @@ Timed = Mapping[str, Tensor]
 class Operands:
     """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = read · query' S: expressions, one a micro-step.
 
-    Where lefts are given: S = (a + left right') S + key value'. decays are logarithms when `log`, never below floor;
-    ones: value of the column driven by ones; gains: exponents of a running maximum.
+    Where lefts are given: S = (a + left right') S + key value'. decays are logarithms when `log`, none of them further
+    from zero than floor; ones: value of the column driven by ones; gains: exponents of a running maximum.
     """
 
     query: Expr
@@ -193,7 +193,7 @@ def _rank_one(spec: Spec, found: Operands) -> Operands:
     return replace(
         found, query=times(found.read, found.query), read=UNIT, keys=keys, sources=(UNIT,) * len(keys), erases=None,
         decays=spec.log_decays, log=True, keywise=True, lefts=lefts, rights=rights,
-        floor=min(bounds(x)[0] for x in spec.log_decays),
+        floor=min(min(low, -high) for low, high in map(bounds, spec.log_decays)),
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
 
 
 @pytest.mark.parametrize("recurrence", [fading_rows, fading_delta, leaning_rows], ids=lambda r: r.name)
-@pytest.mark.parametrize("strength", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("strength", [-0.05, 0.01, 1.0, 30.0])  # states grow, hardly decay, decay, forget
 def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
     monkeypatch.setitem(mixer_inputs.SIZE, "key", 20)
     given = sample(recurrence, tokens=35)

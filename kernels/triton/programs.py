@@ -77,8 +77,8 @@ class Made:
 class Program:
     """What the operator knows of a spec. accesses: of each printed function; direct: input -> operand whose gradient
     is its own; ones: there is a normaliser, column: as a column beside the values, where the chunk kernels have none;
-    floor: what no log decay falls below, given where transitions are diagonal plus rank one; the rest is as the
-    declaration has it."""
+    floor: what no log decay is further from zero than, given where transitions are diagonal plus rank one; the rest is
+    as the declaration has it."""
 
     inputs: tuple[Access, ...]
     roles: Mapping[str, Role]

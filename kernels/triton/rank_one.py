@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import last_running, load_chunk, store_chunk
+from dsf.kernels.triton.keywise import REACH, last_running, load_chunk, store_chunk
 from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
 from dsf.kernels.triton.transform import unit_lower_inverse
 
@@ -44,12 +44,12 @@ def factors(own, before, middle, AT_ONCE: tl.constexpr):
     """Decays between rows and the middle of their block: of reads at G = own, of reads at G = before, and of writes.
 
     AT_ONCE: the middle is the chunk's start, and writes grow towards it; else rows of a block's upper half meet those
-    of its lower half.
+    of its lower half, and what is above one is not used (but where states grow).
     """
     if AT_ONCE:
         return tl.exp2(own - middle), tl.exp2(before - middle), tl.exp2(middle - own)
-    both = tl.exp2(-tl.abs(own - middle))
-    return both, tl.exp2(-tl.abs(before - middle)), both
+    after, earlier = tl.exp2(tl.minimum(own - middle, REACH)), tl.exp2(tl.minimum(before - middle, REACH))
+    return after, earlier, tl.exp2(tl.minimum(middle - own, REACH))
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t. q, k, left a, right b [B, T, H', N] and v
 [B, T, H', P] in one dtype, decay log w [B, T, H', N], head counts divisors of H; states [B, H, N, P] float32. floor:
-what no log decay falls below. What the forward pass made of a chunk's rows, and the chunks' first states, are kept for
-the backward pass.
+what no log decay is further from zero than. What the forward pass made of a chunk's rows, and the chunks' first states,
+are kept for the backward pass.
 """
 
 from __future__ import annotations
