@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton import matrix
+from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.rank_one import rank_one_scores, rank_one_transform, rank_one_walk
 from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
 from dsf.kernels.triton.table import Tiles
@@ -56,9 +57,7 @@ class _Call:
         if real:
             kind, precision = matrix._arithmetic(q.dtype)
             self.common = {"N": self.n, "L": self.chunk, "KIND": kind, "PRECISION": precision}
-            self.block = (
-                self.tiles.gradient_keys
-            )  # whole also where there are fewer keys: narrower ones were seen wrong
+            self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
@@ -89,7 +88,8 @@ class _Call:
         outer, inner, writes, reads = kept.outer, kept.inner, kept.writes, kept.reads
         if reverse:
             outer, inner, writes, reads = inner, outer, reads, writes
-        rank_one_walk[(-(-self.p // t.piece), self.lanes)](
+        launch(
+            rank_one_walk, (-(-self.p // t.piece), self.lanes),
             outer, inner, writes, reads, kept.mixed, x, kept.running, unused if y is None else y,
             unused if states is None else states, unused if start is None else start,
             unused if final is None else final,
@@ -112,12 +112,14 @@ def forward(
         t, rows = call.tiles, call.strides(q, right, left, k)
         scores = call.empty(call.batch, call.tokens, heads, 3 * call.chunk)
         system = call.empty(call.batch, call.tokens, heads, call.chunk, dtype=torch.float32)
-        rank_one_scores[(call.chunks, call.lanes)](
+        launch(
+            rank_one_scores, (call.chunks, call.lanes),
             q, right, left, k, decay, kept.running, scores, system, call.tokens, heads, call.length, *rows,
             *call.strides(decay), BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once,
             num_warps=t.score_warps, num_stages=2, **call.common,
         )  # fmt: skip
-        rank_one_transform[(call.chunks, call.lanes)](
+        launch(
+            rank_one_transform, (call.chunks, call.lanes),
             q, right, left, k, kept.running, scores, system, kept.mixed, kept.reads, kept.inner, kept.writes,
             kept.outer, call.tokens, heads, call.length, *rows,
             BK=call.block, LEVELS=call.levels, TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2,
@@ -156,7 +158,8 @@ def _gradients(
     entries, adjoint_entries = (call.empty(*lead, call.p) for _ in range(2))
     weights = call.empty(*lead, 4 * call.chunk)
     sizes: dict[str, Any] = {"P": call.p, "num_stages": 2, **call.common}
-    rank_one_entries[(call.chunks, call.lanes)](
+    launch(
+        rank_one_entries, (call.chunks, call.lanes),
         kept.outer, kept.inner, kept.writes, kept.mixed, v, dy, kept.states, adjoints, entries, adjoint_entries,
         found["value"], weights, call.tokens, call.heads, call.length, *call.strides(v),
         BN=t.keys, BP=t.piece, num_warps=8, **sizes,
@@ -166,7 +169,8 @@ def _gradients(
         xs = (*vectors[mine], *vectors[theirs], *fields[mine])
         outs = (*(found[name] for name in names[mine]), found["decay"])
         ends = (kept.states, adjoints) if reads else (adjoints, kept.states)
-        rank_one_gradient[(call.chunks * -(-call.n // call.block), call.lanes)](
+        launch(
+            rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
             *xs, weights, kept.running, *ends, *outs, call.tokens, call.heads, call.length, *call.strides(*xs),
             READS=reads, BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once,
             num_warps=t.gradient_warps, **sizes,
