@@ -19,7 +19,7 @@ from dsf.emit import AT, RESERVED, VALID, Printer, Source, _body, _comment, _ide
 from dsf.expr import KEY, VALUE, Expr, const, inputs_of, substitute
 from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
 from dsf.lower import EMPTY, FLOOR
-from dsf.operator import times
+from dsf.operator import factors_of, times
 from dsf.primitives import abs as absolute
 from dsf.primitives import derivatives, exp, log, maximum, minimum, where
 from dsf.spec import Spec
@@ -33,6 +33,7 @@ SCALAR: frozenset[str] = frozenset()
 # What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
 WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
+Y = symbol(".y", frozenset({VALUE}))
 EVERYWHERE = "tl.full((1, 1, 1), True, tl.int1)"
 PADDING = 16  # columns beside a normalised system's values: their rows stay aligned
 
@@ -121,13 +122,14 @@ class _Writer:
         self.column = operands.column
         self.roots = self._operand_roots()
         self.y = self._readout()
+        self.factor = self._factor()
         self.bare = {name: entry for name in self._names() if (entry := self._bare(name)) is not None}
         found = inputs_of(*(r.expr for r in self.roots), *([self.y] if self.y is not None else []))
         if self.ops.gains is not None:
             found = list(dict.fromkeys([*found, *inputs_of(*self._level_exprs())]))
         self.nodes = [x for x in found if x.attrs[0] in self.kinds]
         self.names: dict[Expr, str] = {}
-        for x in [*found, GIVEN]:
+        for x in [*found, GIVEN, Y]:
             self._call(x)
 
     def _call(self, node: Expr) -> Expr:
@@ -199,6 +201,20 @@ class _Writer:
             num, den = num + skip, den + spec.ones.system.D
         one = UNIT if self.ops.gains is None else exp(minimum(-READ, 80.0))
         return substitute(spec.rule, {NUM: num, DEN: den, ONE: one})
+
+    def _factor(self) -> Expr | None:
+        """What num is times in y, where y is that product and no more inputs are in it: a quotient."""
+        spec = self.spec
+        if self.y is None or spec.ones is None or self.column or inputs_of(self.ops.read):
+            return None
+        factors = factors_of(self.y)
+        rest = [(x, inverse) for x, inverse in factors if x is not WRITTEN]
+        if len(rest) != len(factors) - 1 or (WRITTEN, True) in factors:
+            return None
+        factor = UNIT
+        for x, inverse in rest:
+            factor = factor / x if inverse else times(factor, x)
+        return factor if set(inputs_of(factor)) <= {WEIGHT, READ} and spec.ones.system.D is ZERO else None
 
     def _level_exprs(self) -> tuple[Expr, Expr]:
         assert self.ops.gains is not None and self.ops.decays is not None
@@ -274,9 +290,18 @@ class _Writer:
         return self._function("readout", [(self.y, Access(".y", None, True, False, True, True))])
 
     def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Stores the gradients of num and of den (beside it)."""
+        """Stores the gradients of num and of den (beside it).
+
+        Of a quotient instead: what reads are times, so that y's gradient is the gradient of what was read, and the
+        gradient of den over that, by y itself: Σ dy·num = Σ dy·y / factor.
+        """
         if self.y is None or self.spec.rule is None:
             return None
+        if self.factor is not None:
+            moved = derivatives(self.factor, UNIT, [WEIGHT])[0] / self.factor
+            slope = moved * (_total([(GIVEN, Y)]) / self.factor)
+            factor, den = (Access(name, None, True, False, False, True) for name in (".factor", ".dden"))
+            return self._function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
         slopes = derivatives(_total([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
         den = Access(".dtail", None, True, False, True, True, tail=True)
         if not self.column:
@@ -302,7 +327,8 @@ class _Writer:
         """Stores the gradients of every input that is not direct."""
         skipped = self.direct()
         wanted = [x for x in self.nodes if x.attrs[0] not in skipped]
-        pairs = [(r.expr, self._call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in self.roots]
+        varied = [r for r in self.roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
+        pairs = [(r.expr, self._call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in varied]
         if self.y is not None:
             pairs.append((self.y, GIVEN))
         if not wanted:
@@ -356,7 +382,7 @@ class _Writer:
         roles, made = {}, []
         for name in self._names():
             mine = [r for r in self.roots if r.name == name]
-            roles[name] = Role(self.bare.get(name))
+            roles[name] = Role(self.bare.get(name), any(inputs_of(r.expr) for r in mine))
             if name in self.bare or self._is_column(name):
                 continue
             used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()
@@ -371,8 +397,8 @@ class _Writer:
         )  # fmt: skip
         return Program(
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
-            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.ops.gains is not None,
-            self.ops.floor if self.ops.lefts else None, dict(accesses),
+            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.factor is not None,
+            self.ops.gains is not None, self.ops.floor if self.ops.lefts else None, dict(accesses),
         )  # fmt: skip
 
 

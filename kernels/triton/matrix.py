@@ -323,12 +323,13 @@ def _chunk_matrix_shapes(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
-    if normal is not None:
-        normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
-        normal.final = q.new_empty(batch, heads, n, dtype=torch.float32)
     shape = (batch, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     chunk = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device).chunk
+    if normal is not None:
+        normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
+        normal.final = q.new_empty(batch, heads, n, dtype=torch.float32)
+        normal.states = q.new_empty(batch * heads, -(-tokens // chunk), n, dtype=torch.float32)
     pitch = 2 * chunk if _kind(decay) == "scalar" else chunk
     solve = (0,) if erase is None else (batch, tokens, heads, pitch)
     return (
@@ -341,9 +342,12 @@ def _chunk_matrix_shapes(
 def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool, normal: Normaliser | None = None,
+    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent."""
+    """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
+
+    read_wanted: that of `read` is needed.
+    """
     call = _Call(q, k, v, decay, source, erase, read, heads, log, normal)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
@@ -358,8 +362,10 @@ def _chunk_matrix_backward(
     dv = call.empty(*lead, call.p, dtype=q.dtype)
     roles = t.gradient_roles
     scalars = [
-        call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32) for x in (decay, source, erase, read)
+        call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
+        for x in (decay, source, erase, read if read_wanted else None)
     ]
+    read_wanted &= read is not None
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     blocks = -(-call.n // call.key_block)
@@ -371,7 +377,6 @@ def _chunk_matrix_backward(
         scalars = [call.empty(*parts, call.n, dtype=torch.float32), *sums]
     beside: tuple[Tensor | None, ...] = (None,) * 5
     if normal is not None:
-        normal.states, _ = call.weights(k, normal.ones, normal.state, False)
         normal.adjoints, normal.first = call.weights(q, normal.slope, normal.final_gradient, True)
         if normal.ones is not None:
             normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
@@ -387,7 +392,7 @@ def _chunk_matrix_backward(
                 q, k, v, dy, call.scalars, call.running, call.first_levels, call.writes, call.scores, *saved,
                 dq, dk, dv, *scalars, *sizes, found.base, found.chunks, *call.rows(q), *call.rows(k), *call.rows(v),
                 BK=call.key_block, BP=t.gradient_piece, LEVELS=call.levels, DELTA=delta, SCALED=call.scaled,
-                READ_SCALED=call.read, SOURCE_WANTED=source is not None, READ_WANTED=read is not None,
+                READ_SCALED=call.read, SOURCE_WANTED=source is not None, READ_WANTED=read_wanted,
                 num_warps=t.gradient_warps, num_stages=2, **call.sizes,
             )  # fmt: skip
         else:
@@ -397,7 +402,7 @@ def _chunk_matrix_backward(
                 *sizes, call.batch, found.base, found.chunks,
                 *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
                 BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
-                SOURCE_WANTED=source is not None, READ_WANTED=read is not None, ROLES=roles,
+                SOURCE_WANTED=source is not None, READ_WANTED=read_wanted, ROLES=roles,
                 NORMAL=kind_of(normal), num_warps=t.gradient_warps, num_stages=2, **call.sizes,
             )  # fmt: skip
     dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
@@ -411,7 +416,7 @@ def _chunk_matrix_backward(
 def _chunk_matrix_backward_shapes(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool, normal: Normaliser | None = None,
+    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]

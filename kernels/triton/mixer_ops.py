@@ -71,8 +71,8 @@ def _run(
     saved += kept
     if wide:
         call.keep_output(y, den)
-        if known.ones:
-            saved += [y] if den is None else [y, den]
+        if known.ones:  # the backward pass of a quotient needs y, not num
+            saved += ([] if known.quotient else [y]) + ([] if den is None else [den])
         y = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
         call.tensors[".y"] = y
         call.launch("readout")
@@ -98,7 +98,8 @@ def _chunks(
         return y, final, [solve], None
     if normal.final is not None:
         final = torch.cat([final, normal.final.unsqueeze(-1)], dim=-1)
-    return y, final, [solve], normal.read
+    assert normal.states is not None
+    return y, final, [solve, normal.states], normal.read
 
 
 def _forward(
@@ -118,6 +119,11 @@ def _read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     call.tensors[".dy"] = dy
     if "readout_adjoint" not in call.program.accesses:
         return dy, None
+    if call.program.quotient:
+        of_den, factor = (call.empty(call.batch, call.heads, call.tokens).movedim(1, -1) for _ in range(2))
+        call.tensors |= {".dden": of_den, ".factor": factor}
+        call.launch("readout_adjoint")
+        return dy, of_den
     out = call.empty(call.batch, call.tokens, call.heads, call.columns, dtype=call.dtype)
     slope = call.empty(call.batch, call.heads, call.tokens).movedim(1, -1) if call.inside else None
     call.tensors |= {".dnum": out[..., : call.p], ".dtail": out[..., call.p :], ".dden": slope}
@@ -136,7 +142,8 @@ def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: di
     q = query[:, 0].float().repeat_interleave(call.heads // query.shape[2], dim=1)
     d = d_first[:, 0].float()
     if read is not None:
-        found["read"][:, 0] = ((q.unsqueeze(-2) @ start).squeeze(-2) * d).sum(-1)
+        if "read" in found:
+            found["read"][:, 0] = ((q.unsqueeze(-2) @ start).squeeze(-2) * d).sum(-1)
         d = d * read[:, 0].unsqueeze(-1)
     found["query"][:, 0] = (start @ d.unsqueeze(-1)).squeeze(-1).to(found["query"].dtype)
     found["state"] = q.unsqueeze(-1) * d.unsqueeze(-2)
@@ -185,11 +192,14 @@ def _unchunk(
     kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
     normal: Normaliser | None = arguments["normal"]
     if normal is not None:
-        normal.slope = slope
+        normal.slope, normal.states = slope, kept[1]
         dfinal, normal.final_gradient = call.split(dfinal)
-    *found, first = kernels(**arguments, dy=dy, final_gradient=dfinal, solve=kept[0])
+    role = call.program.roles.get("read")
+    *found, first = kernels(
+        **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted=role is not None and role.varies
+    )
     names = ("query", "key", "value", "decay", "source", "erase", "read")
-    by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.program.roles}
+    by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}
     if normal is not None:
         if normal.d_ones is not None:
             by_name["ones"] = normal.d_ones
@@ -219,7 +229,9 @@ def _backward(
         call.keep_level(rest.pop(0))
     call.keep([rest.pop(0) for _ in known.made])
     outputs = 2 if call.inside else int(known.ones)
-    if outputs:
+    if known.quotient:
+        call.tensors |= {".den": rest[-2], ".y": rest[-1]}
+    elif outputs:
         call.keep_output(rest[-outputs], rest[-1])
     kept = rest[: len(rest) - outputs]
     found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, kept)
@@ -274,7 +286,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, program: str, state: Tensor | None, *operands: Tensor) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             y, final, saved = matrix_mixer(list(operands), state, program, True)
-        ctx.save_for_backward(state, *operands, *saved)
+        ctx.save_for_backward(state, *operands, *saved, *([y] if PROGRAMS[program].quotient else []))
         ctx.program, ctx.count = program, len(operands)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)

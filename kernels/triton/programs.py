@@ -57,9 +57,13 @@ class Access:
 
 @dataclass(frozen=True)
 class Role:
-    """Where an operand of the chunk kernels comes from: the input of that name as given, or None: it is made."""
+    """Where an operand of the chunk kernels comes from: the input of that name as given, or None: it is made.
+
+    varies: it has inputs, and so a gradient.
+    """
 
     bare: str | None
+    varies: bool
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Made:
 class Program:
     """What the operator knows of a spec. accesses: of each printed function; direct: input -> operand whose gradient
     is its own; ones: there is a normaliser, column: as a column beside the values, where the chunk kernels have none;
-    floor: what no log decay is further from zero than, given where transitions are diagonal plus rank one; the rest is
-    as the declaration has it."""
+    quotient: y is what was read times a factor that the normaliser makes; floor: what no log decay is further from
+    zero than, given where transitions are diagonal plus rank one; the rest is as the declaration has it."""
 
     inputs: tuple[Access, ...]
     roles: Mapping[str, Role]
@@ -90,6 +94,7 @@ class Program:
     keywise: bool
     ones: bool
     column: bool
+    quotient: bool
     stabilised: bool
     floor: float | None
     accesses: Mapping[str, tuple[Access, ...]]
@@ -217,6 +222,8 @@ class Call:
     def operand(self, name: str) -> Tensor | None:
         """An operand of the chunk kernels, [B, rows, H, ·]; query and read still one row a token."""
         role = self.program.roles.get(name)
+        if name == "read" and ".factor" in self.tensors:
+            return self.tensors[".factor"]
         if role is None:
             return None
         if role.bare is not None:
@@ -281,6 +288,11 @@ class Call:
             start, column = self.split(start)
             normal = Normaliser(self.operand("ones"), column)
         return found | {"state": start, "normal": normal}
+
+    @property
+    def varying(self) -> set[str]:
+        """The operands that have gradients."""
+        return {name for name, role in self.program.roles.items() if role.varies}
 
     @property
     def inside(self) -> bool:

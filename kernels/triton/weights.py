@@ -19,9 +19,9 @@ class Normaliser:
     """What a call gives and takes of it, beside what its system has.
 
     ones: what drives it [B, T, H], None for 1; state: its first [B, H, N]; for the backward pass slope [B, T, H] and
-    final_gradient [B, H, N], the gradients of what is read of it and of its last state. The rest is filled by the call:
-    read [B, T, H] and final [B, H, N], or d_ones and first, the gradients of ones and state; and between chunks
-    [B · H, chunks, N] its values (states) and gradients (adjoints).
+    final_gradient [B, H, N], the gradients of what is read of it and of its last state, and the forward pass's states.
+    The rest is filled by the call: read [B, T, H], final [B, H, N] and states, its values between chunks [B · H,
+    chunks, N]; or d_ones and first, the gradients of ones and state, and adjoints, its own gradients between chunks.
     """
 
     ones: Tensor | None = None
