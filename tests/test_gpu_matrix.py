@@ -123,6 +123,17 @@ def test_adjoints_used_a_stretch_at_a_time():
     compare(forgetful_delta, draw(forgetful_delta, 3000, 128, 64, torch.bfloat16, heads=48), torch.bfloat16)
 
 
+@pytest.mark.parametrize("n, p", [(128, 128), (24, 40)])
+@pytest.mark.parametrize("name", ["mlstm", "linear_attention"])
+def test_normalisers_of_other_sizes(name, n, p):
+    compare(get(name).recurrence, draw(get(name).recurrence, 200, n, p, torch.bfloat16), torch.bfloat16)
+
+
+def test_gradients_of_shared_rows_summed_a_stretch_at_a_time():
+    compare(get("ssd").recurrence, draw(get("ssd").recurrence, 3000, 128, 64, torch.bfloat16, heads=48, groups=2),
+            torch.bfloat16)  # fmt: skip
+
+
 def test_pointers_that_are_not_aligned():
     linear = get("unnormalized_linear_attention").recurrence
     wide = [torch.randn(2, 130, 2, 72, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]

@@ -98,10 +98,12 @@ def test_packed_sequences_are_separate_sequences(name):
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive", cu_seqlens=bounds))
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "ssd", "rwkv7"])
-def test_grouped_heads_and_strided_inputs(name):
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", ["gated_deltanet", "ssd", "rwkv7", "linear_attention"])
+def test_grouped_heads_and_strided_inputs(name, count, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
     recurrence = get(name).recurrence
-    given = sample(recurrence, tokens=20, heads=4)
+    given = sample(recurrence, tokens=20 * count, heads=4)
     for entry in recurrence.spec.inputs:
         if entry.kind.time and entry.kind.axes == {"key"}:
             given[entry.name] = given[entry.name][:, :, :2]
@@ -124,11 +126,11 @@ def test_segments_of_time_are_joined(recurrence, count, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [2, 5])
-@pytest.mark.parametrize("recurrence", [swinging, forgetful_delta, fading_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [swinging, driven_ratio, forgetful_delta, fading_delta], ids=lambda r: r.name)
 def test_stretches_of_time_share_memory(recurrence, count, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
     given = sample(recurrence, tokens=70)
-    state = torch.randn(2, 2, 3, 4, dtype=torch.float64)
+    state = torch.randn(2, 2, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
     found = outcome(recurrence, given, state, torch.float32, backend="triton")
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 

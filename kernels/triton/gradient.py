@@ -34,25 +34,26 @@ from dsf.kernels.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["base", "count"])
+@triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept"])
 def chunk_gradient(
     q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
     dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones,
-    tokens, heads, length, plane, batches, base, count,
+    tokens, heads, length, plane, batches, base, count, first, shift, kept,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one of `count` chunks from `base` on: dv of a slice of P, and that slice's part of all the others.
+    """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
 
-    adjoints [B, H, count, N, P] and adjoint_entries [B, count · L, H, P] are those chunks'.
-    dv [B, T, H, P]; dq, dk [slices, B, T, H, N] and the scalars' [slices, B, T, H], to be summed over the slices. With
-    two ROLES a chunk has two programs, one for what reads give and one for what writes give (dg [2 · slices, ...]):
-    neighbours, so that the second finds its operands in the cache; in one program they would not fit in registers.
+    adjoints [B, H, count, N, P] and adjoint_entries [B, count · L, H, P] are those of chunks from `base` on.
+    dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens from `shift` on, and the scalars' [slices, B, T,
+    H], to be summed over the slices. With two ROLES a chunk has two programs, one for what reads give and one for what
+    writes give (dg [2 · slices, ...]): neighbours, so that the second finds its operands in the cache; in one program
+    they would not fit in registers.
     """
-    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + base
+    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + first
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
@@ -61,6 +62,9 @@ def chunk_gradient(
     scalars += lane * length
     flat = batch * tokens * heads + head
     part = flat + piece.to(tl.int64) * batches * tokens * heads
+    at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) * N
+    dq += at_row
+    dk += at_row
     states += (lane * tl.cdiv(tokens, L) + chunk) * N * P
     adjoints += (lane * count + chunk - base) * N * P
     adjoint_entries += ((batch * count - base) * L * heads + head) * P
@@ -165,7 +169,7 @@ def _of_reads(
         tl.store(dc + at, _turned(of_read, scalars, plane, rows, DECAY), mask=rows < tokens)
     if READ_SCALED:
         grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(dq + part * N, heads * N, rows, tokens, keys, N, BN, grad_q)
+    store_rows(dq, heads * N, rows, tokens, keys, N, BN, grad_q)
     if DECAY:
         grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
     return grad
@@ -252,7 +256,7 @@ def _of_writes(
                 of_drive *= tl.load(scalars + SOURCE * plane + rows)
             tl.store(d_ones + rows, of_drive, mask=(rows < tokens) & (tl.program_id(2) == 0))
         grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
-    store_rows(dk + part * N, heads * N, rows, tokens, keys, N, BN, z)
+    store_rows(dk, heads * N, rows, tokens, keys, N, BN, z)
     if SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     store_rows(dv + flat * P, heads * P, rows, tokens, columns, P, BP, grad_v)

@@ -9,7 +9,7 @@ of all chunks in parallel, in long calls a stretch of T at a time, so that these
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,8 @@ from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.key_gradient import key_gradient
 from dsf.kernels.triton.keywise import prepare_keys
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.table import Tiles, limits, segments, stretches, tiles
+from dsf.kernels.triton.shared_rows import Stretch, stretches_of
+from dsf.kernels.triton.table import SHARED_STRETCHES, Tiles, limits, segments, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
@@ -133,6 +134,10 @@ class _Call:
         )  # fmt: skip
         return states, final
 
+    def span(self, most: int) -> int:
+        """Chunks of a stretch of T, when the backward pass may work in so many of them."""
+        return -(-self.chunks // stretches(self.chunks * self.lanes, most))
+
     def cut(self) -> tuple[int, int]:
         """(segments of T that are walked at once, chunks a segment)."""
         programs = self.lanes * -(-self.p // self.tiles.piece)
@@ -220,7 +225,7 @@ def _reverse(
         local = call.states(count)
         _reverse_launch(call, dy, solve, None, None, local, count, span, (span, call.chunks))
         start = _segment_starts(call, local, passed, start, True)
-    stretch = -(-call.chunks // (1 if count > 1 else stretches(call.chunks * call.lanes, call.tiles.stretches)))
+    stretch = call.chunks if count > 1 else call.span(call.tiles.stretches)
     entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p) if call.delta else call.q
     adjoints = call.states(stretch, dtype=call.stored)
     for base in reversed(range(0, call.chunks, stretch)):
@@ -342,11 +347,11 @@ def _chunk_matrix_shapes(
 def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True,
+    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
-    read_wanted: that of `read` is needed.
+    read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them.
     """
     call = _Call(q, k, v, decay, source, erase, read, heads, log, normal)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
@@ -358,7 +363,9 @@ def _chunk_matrix_backward(
     start = None if final_gradient is None else final_gradient.contiguous()
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
-    dq, dk = (call.empty(*parts, call.n, dtype=q.dtype if pieces == 1 else torch.float32) for _ in range(2))
+    summed &= not call.keywise and min(q.shape[2], k.shape[2]) < heads
+    kind = q.dtype if pieces == 1 else torch.float32
+    dq, dk = (x.new_empty(x.shape) if summed else call.empty(*parts, call.n, dtype=kind) for x in (q, k))
     dv = call.empty(*lead, call.p, dtype=q.dtype)
     roles = t.gradient_roles
     scalars = [
@@ -396,30 +403,39 @@ def _chunk_matrix_backward(
                 num_warps=t.gradient_warps, num_stages=2, **call.sizes,
             )  # fmt: skip
         else:
-            launch(
-                chunk_gradient, (found.chunks * roles, call.lanes, pieces),
-                q, k, v, dy, given, call.scalars, *saved, dq, dk, dv, *scalars, *call.given(*beside),
-                *sizes, call.batch, found.base, found.chunks,
-                *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
-                BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
-                SOURCE_WANTED=source is not None, READ_WANTED=read_wanted, ROLES=roles,
-                NORMAL=kind_of(normal), num_warps=t.gradient_warps, num_stages=2, **call.sizes,
-            )  # fmt: skip
-    dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
-    outs = [_sum_pieces(x) for x in scalars]
+            outs: Iterable[Stretch] = [Stretch(found.base, found.chunks, 0, call.tokens, dq, dk)]
+            if summed:
+                outs = stretches_of(
+                    found.base, found.chunks, call.span(SHARED_STRETCHES), t.chunk, call.tokens,
+                    (pieces, call.batch, heads, call.n), (dq, dk), kind,
+                )  # fmt: skip
+            for out in outs:
+                launch(
+                    chunk_gradient, (out.chunks * roles, call.lanes, pieces),
+                    q, k, v, dy, given, call.scalars, *saved, out.dq, out.dk, dv, *scalars, *call.given(*beside),
+                    *sizes, call.batch, found.base, found.chunks, out.first, out.shift, out.rows,
+                    *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
+                    BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
+                    SOURCE_WANTED=source is not None, READ_WANTED=read_wanted, ROLES=roles,
+                    NORMAL=kind_of(normal), num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+                )  # fmt: skip
+    if not summed:
+        dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
+    ends = [_sum_pieces(x) for x in scalars]
     first = call.empty(0, dtype=torch.float32)
     if state is not None and found.last is not None:
         first = found.last[:, :, 0].contiguous()
-    return dq, dk, dv, outs[0], outs[1], outs[2], outs[3], first
+    return dq, dk, dv, ends[0], ends[1], ends[2], ends[3], first
 
 
 def _chunk_matrix_backward_shapes(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True,
+    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
+    summed &= _kind(decay) != "key" and min(q.shape[2], k.shape[2]) < heads
     if normal is not None:
         normal.first = q.new_empty(batch, heads, n, dtype=torch.float32)
         if normal.ones is not None:
@@ -431,7 +447,8 @@ def _chunk_matrix_backward_shapes(
 
     first = q.new_empty((0,) if state is None else (batch, heads, n, p), dtype=torch.float32)
     return (
-        q.new_empty(batch, tokens, heads, n), q.new_empty(batch, tokens, heads, n),
+        q.new_empty(batch, tokens, q.shape[2] if summed else heads, n),
+        k.new_empty(batch, tokens, k.shape[2] if summed else heads, n),
         q.new_empty(batch, tokens, heads, p), scalar(decay), scalar(source), scalar(erase), scalar(read), first,
     )  # fmt: skip
 

@@ -194,10 +194,10 @@ def _unchunk(
     if normal is not None:
         normal.slope, normal.states = slope, kept[1]
         dfinal, normal.final_gradient = call.split(dfinal)
-    role = call.program.roles.get("read")
     *found, first = kernels(
-        **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted=role is not None and role.varies
-    )
+        **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
+        summed={"query", "key"} <= {*call.program.direct.values()} and not call.program.before,
+    )  # fmt: skip
     names = ("query", "key", "value", "decay", "source", "erase", "read")
     by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}
     if normal is not None:

@@ -16,6 +16,7 @@ import torch
 
 SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
 STRETCH_CHUNKS = 2048  # chunks that fill the GPU several times over
+SHARED_STRETCHES = 8  # of T, of which the gradients of rows that heads share are kept apart by heads
 SHARED, ROOMY = 232_448, 160 * 1024  # bytes of shared memory a program of the H200 may have; what the rows below need
 PROCESSORS = 132  # of the H200
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     warps = 8 if decay == "key" else 4
     return Tiles(
         64, keys, narrow, walk, stages, wide, warps, reverse_stages=reverse, gradient_roles=roles,
-        transform_registers=168, stretches=4 if decay == "scalar" and delta and keys > 64 else 1,
+        transform_registers=168, stretches=(4 if delta else 8) if decay == "scalar" and keys > 64 else 1,
         walk_terms=1 if delta else 2,
     )  # fmt: skip
 
