@@ -4,7 +4,8 @@ One file a spec, with up to five functions of the pointwise skeleton (dsf.kernel
 
     levels            (log decay, gain) of the running maximum
     prologue          the operands that are not bare inputs: gates, feature maps, normalised keys, log decays
-    readout           y from what the chunk kernels read: skip, quotient
+    finish            y from what the chunk kernels read: skip, quotient; called by them
+    readout           the same as a kernel of its own, where they cannot
     readout_adjoint   the gradient of what was read
     adjoint           gradients of the inputs from those of all operands and of y
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsf.emit import AT, RESERVED, VALID, Printer, Source, _body, _comment, _identifier, _name, _total, symbol
-from dsf.expr import KEY, VALUE, Expr, const, inputs_of, substitute
+from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
 from dsf.lower import EMPTY, FLOOR
 from dsf.operator import factors_of, times
@@ -283,9 +284,28 @@ class _Writer:
             return None
         return self._function("prologue", stores)
 
+    def finish(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where nothing else needs num."""
+        spec, ops = self.spec, self.ops
+        if self.y is None or self.column or ops.lefts or spec.micro > 1 or spec.system.read == "before":
+            return None
+        nodes = children_first(self.y)
+        if (spec.rule is not None and self.factor is None) or any(
+            KEY in x.axes or x.op in {*REDUCTIONS, "size"} for x in nodes
+        ):
+            return None
+        function = Body(self.names | {WRITTEN: "num", WEIGHT: "den"})
+        for node in inputs_of(self.y):
+            if node not in (WRITTEN, WEIGHT):
+                function.load(node, self._input(node))
+        printer = Printer(function.names, RESERVED)
+        value = printer.print([self.y])[0]
+        body = [*function.lines, *printer.lines, f"return {value}"]
+        return ["def finish(args, at, num, den):", *_body(body)], tuple(function.accesses)
+
     def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores y."""
-        if self.y is None:
+        if self.y is None or self.finish() is not None:
             return None
         return self._function("readout", [(self.y, Access(".y", None, True, False, True, True))])
 
@@ -357,7 +377,7 @@ class _Writer:
     def program(self) -> tuple[Source, Program]:
         """The printed file and what the operator knows of it."""
         parts, accesses = [], {}
-        for name in ("levels", "prologue", "readout", "readout_adjoint", "adjoint"):
+        for name in ("levels", "prologue", "finish", "readout", "readout_adjoint", "adjoint"):
             printed = getattr(self, name)()
             if printed is not None:
                 parts.append("\n".join(["@triton.jit", *printed[0]]))

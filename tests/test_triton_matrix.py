@@ -197,7 +197,7 @@ def test_bare_inputs_are_passed_on_and_gates_are_printed():
 def test_the_plan_shows_the_printed_source():
     given = {n: x.float() for n, x in sample(get("mlstm").recurrence, tokens=20).items()}
     source = get("mlstm").recurrence.plan(**given, backend="triton").source
-    assert all(f"def {name}(" in source for name in ("levels", "prologue", "readout", "readout_adjoint", "adjoint"))
+    assert all(f"def {name}(" in source for name in ("levels", "prologue", "finish", "readout_adjoint", "adjoint"))
 
 
 @pytest.mark.parametrize("name", ["mlstm", "delta_product", "ssd", "rwkv6", "rwkv7"])

@@ -24,7 +24,9 @@ from dsf.kernels.triton.table import SHARED_STRETCHES, Tiles, limits, segments, 
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
-from dsf.kernels.triton.weights import Normaliser, by_lane, carry_weights, chunk_weights, kind_of
+from dsf.kernels.triton.weights import Normaliser, between_chunks, by_lane, kind_of
+
+Finish = tuple[Any, tuple[Any, ...]]  # the printed function that makes y of what is read, and what it points at
 
 
 class _Call:
@@ -32,12 +34,12 @@ class _Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
-        heads: int, log: bool, normal: Normaliser | None = None,
+        heads: int, log: bool, normal: Normaliser | None = None, finish: Finish | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.tokens, _, self.n = q.shape
         self.heads, self.p = heads, v.shape[-1]
         self.q, self.k, self.v = q, k, v
-        self.normal = normal
+        self.normal, self.finish = normal, finish
         self.keywise = g is not None and g.dim() == 4
         self.tiles: Tiles = tiles(self.n, self.p, q.dtype, _kind(g), b is not None, q.device)
         self.chunks = -(-self.tokens // self.tiles.chunk)
@@ -113,27 +115,6 @@ class _Call:
         """Something to point at for operands that a kernel does not use."""
         return tuple(self.q if x is None else x for x in xs)
 
-    def weights(self, x: Tensor, drive: Tensor | None, start: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Normalisers (reverse: their gradients) between chunks [B·H, chunks, N], and the last one [B, H, N].
-
-        x: the rows that they are sums of; drive [B, T, H]: what each is times, beside its decays.
-        """
-        added, states = (self.empty(self.lanes, self.chunks, self.n, dtype=torch.float32) for _ in range(2))
-        final = self.empty(self.batch, self.heads, self.n, dtype=torch.float32)
-        sizes = {"N": self.n, "L": self.tiles.chunk, "DECAY": self.decay, "REVERSE": reverse, "num_warps": 4}
-        launch(
-            chunk_weights, (self.chunks, self.lanes),
-            x, *self.given(by_lane(drive)), self.scalars, added, self.tokens, self.heads, self.length, self.plane,
-            *self.rows(x), BN=self.tiles.keys, SCALED=self.read if reverse else self.scaled, DRIVEN=drive is not None,
-            **sizes,
-        )  # fmt: skip
-        launch(
-            carry_weights, (-(-self.n // 32), self.lanes),
-            added, *self.given(start), self.scalars, states, final, self.chunks, self.length, self.plane,
-            BN=32, BLOCK=32, START=start is not None, **sizes,
-        )  # fmt: skip
-        return states, final
-
     def span(self, most: int) -> int:
         """Chunks of a stretch of T, when the backward pass may work in so many of them."""
         return -(-self.chunks // stretches(self.chunks * self.lanes, most))
@@ -206,10 +187,12 @@ def _forward_launch(
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
+        (call.q,) if call.finish is None else (call.finish[1] or (call.q,)),
         call.tokens, call.heads, count, span, 0, stop, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
+        FINISH=None if y is None or call.finish is None else call.finish[0],
         START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
         TERMS=t.walk_terms, STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
@@ -308,13 +291,13 @@ def _transform(call: _Call) -> Tensor:
 def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
-    normal: Normaliser | None = None,
+    normal: Normaliser | None = None, finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward."""
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish)
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
-        normal.states, normal.final = call.weights(k, normal.ones, normal.state, False)
+        normal.states, normal.final = between_chunks(call, k, normal.ones, normal.state, False)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     solve = _transform(call) if erase is not None else call.empty(0)
     last, _ = _forward(call, solve, state, y, final, None)
@@ -324,7 +307,7 @@ def _chunk_matrix(
 def _chunk_matrix_shapes(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
-    normal: Normaliser | None = None,
+    normal: Normaliser | None = None, finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
@@ -384,7 +367,7 @@ def _chunk_matrix_backward(
         scalars = [call.empty(*parts, call.n, dtype=torch.float32), *sums]
     beside: tuple[Tensor | None, ...] = (None,) * 5
     if normal is not None:
-        normal.adjoints, normal.first = call.weights(q, normal.slope, normal.final_gradient, True)
+        normal.adjoints, normal.first = between_chunks(call, q, normal.slope, normal.final_gradient, True)
         if normal.ones is not None:
             normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         own = (by_lane(x) for x in (normal.ones, normal.slope))

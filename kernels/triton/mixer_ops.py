@@ -76,6 +76,8 @@ def _run(
         y = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
         call.tensors[".y"] = y
         call.launch("readout")
+    elif den is not None:  # a quotient, already divided
+        saved.append(den)
     if known.column:
         final = final[..., : call.p + 1]
     if known.stabilised:
@@ -92,7 +94,10 @@ def _chunks(
     if call.program.floor is not None:
         return *rank_one_ops.forward(**arguments, wide=wide, keep=keep, real=call.real), None
     kernels: Callable[..., Any] = matrix._chunk_matrix if call.real else matrix._chunk_matrix_shapes
-    y, final, solve = kernels(**arguments, final=True, wide=wide)
+    finish = None
+    if "finish" in call.program.accesses:
+        finish = call.program.functions.finish, call.arguments(call.program.accesses["finish"])
+    y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish)
     normal: Normaliser | None = arguments["normal"]
     if normal is None:
         return y, final, [solve], None

@@ -36,12 +36,12 @@ from dsf.kernels.triton.tiles import (
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def forward_walk(
     q, k, erased, v, scalars, running, scores_of, solve, y, entries, states, start, final, passed,
-    ones, weights, weight_states,
+    ones, weights, weight_states, extra,
     tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr,
+    SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -49,6 +49,7 @@ def forward_walk(
 
     SUMMARY: also `passed`, what a segment does to its first state: [B, H, S, N], or (DELTA) [B, H, S, N, N].
     NORMAL: also weights [B, H, T], what is read of the normaliser driven by 1, or (2) by `ones`.
+    FINISH: the printed function that makes y of what is read, with pointers and strides `extra` to its inputs.
     """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
@@ -140,6 +141,12 @@ def forward_walk(
             out += tl.dot(scores.to(KIND), write, input_precision=PRECISION)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
+            if FINISH is not None:
+                at = (
+                    batch, head, lane * 0 + chunk * L, local[:, None], 0, columns[None, :], (rows < tokens)[:, None],
+                    True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
+                )  # fmt: skip
+                out = FINISH(extra, at, out, den[:, None] if NORMAL else out)
             store_rows(y, heads * P, rows, tokens, columns, P, BP, out)
         if DECAY:
             scale = suffix_of(scalars, plane, rows)

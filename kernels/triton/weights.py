@@ -6,11 +6,14 @@ What every chunk adds to it, then its value between chunks by a scan over them; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.tiles import PREFIX_READ, READ, SOURCE, TOTAL, load_rows, suffix_of
 
 
@@ -114,3 +117,28 @@ def carry_weights(
         tl.store(states + onward, after, mask=mask & ((step + 1 < chunks) & (steps + 1 < BLOCK))[:, None])
         weight = tl.sum(tl.where((steps == BLOCK - 1)[:, None], after, 0.0), axis=0)
     tl.store(final + lane * N + keys, weight, mask=here)
+
+
+def between_chunks(
+    call: Any, x: Tensor, drive: Tensor | None, start: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Normalisers (reverse: their gradients) between chunks [B·H, chunks, N], and the last one [B, H, N].
+
+    call: the chunk kernels' sizes, strides and scalars; x: the rows that they are sums of; drive [B, T, H]: what each
+    is times, beside its decays.
+    """
+    added, states = (call.empty(call.lanes, call.chunks, call.n, dtype=torch.float32) for _ in range(2))
+    final = call.empty(call.batch, call.heads, call.n, dtype=torch.float32)
+    sizes = {"N": call.n, "L": call.tiles.chunk, "DECAY": call.decay, "REVERSE": reverse, "num_warps": 4}
+    launch(
+        chunk_weights, (call.chunks, call.lanes),
+        x, *call.given(by_lane(drive)), call.scalars, added, call.tokens, call.heads, call.length, call.plane,
+        *call.rows(x), BN=call.tiles.keys, SCALED=call.read if reverse else call.scaled, DRIVEN=drive is not None,
+        **sizes,
+    )  # fmt: skip
+    launch(
+        carry_weights, (-(-call.n // 32), call.lanes),
+        added, *call.given(start), call.scalars, states, final, call.chunks, call.length, call.plane,
+        BN=32, BLOCK=32, START=start is not None, **sizes,
+    )  # fmt: skip
+    return states, final
