@@ -226,5 +226,8 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
         Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
     )
     whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
-    program = StepProgram(inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0)
+    plain = all(r.normal.decay is UNIT and not r.normal.corrections for r in spec.rows)
+    program = StepProgram(
+        inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, plain
+    )
     return Source(f"{_identifier(spec.name)}_step", text, ()), program

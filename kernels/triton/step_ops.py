@@ -21,7 +21,8 @@ EMPTY = -1e30
 @dataclass(frozen=True)
 class StepProgram:
     """What the operators know of a spec. ones: the state has a column driven by ones, stabilised: and one of running
-    maxima; whole: a sum over all channels needs them in one program; corrected: A sums over the Key axis."""
+    maxima; whole: a sum over all channels needs them in one program; corrected: A sums over the Key axis; plain: it is
+    the identity."""
 
     inputs: tuple[Access, ...]
     accesses: tuple[Access, ...]
@@ -29,6 +30,7 @@ class StepProgram:
     stabilised: bool
     whole: bool
     corrected: bool
+    plain: bool
     functions: Any = field(default=None, compare=False)
 
 
@@ -50,7 +52,8 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
     """Padded N, channels at a time and warps of a program.
 
     Sums over many keys are best kept inside one warp where the new state waits for them; beside a normaliser's column
-    a program has several blocks to walk, and as many numbers under way as registers allow.
+    a program has several blocks to walk, and as many numbers under way as registers allow. Where A is the identity 8
+    warps were found faster than 4.
     """
     keys, channels = (1 << (x - 1).bit_length() for x in (n, p))
     numbers, own = 4096, 1024
@@ -58,6 +61,8 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
         numbers, own = 1024, 256
     if keys >= 128 and (program.corrected or program.ones):
         numbers, own = (2048 if program.corrected else 8192), 2048
+    elif keys >= 128 and program.plain:
+        own = 512
     if not program.whole:
         channels = max(min(channels, 16), min(channels, numbers // keys))
     return keys, channels, max(1, min(16, keys * channels // own))
