@@ -32,13 +32,6 @@ def refusal(
     return room.refusal(spec, sizes, dtype)
 
 
-def held_back(spec: Spec) -> str | None:
-    """Why "auto" leaves to torch what the kernels can run, in the user's words; None where it does not."""
-    if is_scan(spec) and (spec.rule is not None or not spec.is_elementwise):
-        return "its kernels have run in the interpreter alone, backend='triton' asks for them"
-    return None
-
-
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
     """True for calls that the decode kernel takes: one token, and no gradients, which it does not have."""
     if sizes.tokens != 1 or grad or form not in ("auto", "recurrent"):
@@ -88,8 +81,8 @@ def source(spec: Spec, one_step: bool = False) -> str:
 
 
 def packs(spec: Spec) -> bool:
-    """True where run_packed_gpu takes packed sequences as they lie: in the interpreter, where alone it has run."""
-    return is_scan(spec) and gpu_scan.packs(spec) and interpreted()
+    """True where run_packed_gpu takes packed sequences as they lie."""
+    return is_scan(spec) and gpu_scan.packs(spec)
 
 
 def run_packed_gpu(

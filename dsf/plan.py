@@ -107,7 +107,6 @@ def make_plan(
     refused = _refusal(spec, sizes, dtype, form, backend, device, grad)
     on_gpu = refused is None
     one_step = on_gpu and gpu.steps(spec, sizes, dtype, form, grad)
-    one_step = one_step and (backend == "triton" or not spec.is_elementwise)  # there it ran in the interpreter alone
     if form != "auto":
         chosen, reason = form, f"form={form!r} was asked for"
     elif one_step:
@@ -140,8 +139,6 @@ def _refusal(
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return ""
     refused = gpu.refusal(spec, sizes, dtype, form, device, grad)
-    if refused is None and backend == "auto" and not gpu.steps(spec, sizes, dtype, form, grad):
-        return gpu.held_back(spec)
     if refused is not None and backend == "triton":
         raise FormError(f"{spec.name}: backend='triton' was asked for, but {refused}")
     return refused

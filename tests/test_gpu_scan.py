@@ -1,8 +1,10 @@
 """The fused scan compiled, on a CUDA GPU: the laws of its members, in every block of tokens and channels."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from scan_family import aligned, leaky_peak, swinging
+from scan_family import aligned, before, bounded, channels, leaky_peak, swinging, twice, weighted
 from test_triton_scan import draw, gradients
 from torch.utils.checkpoint import checkpoint
 
@@ -14,10 +16,13 @@ from dsf.mixers.longhorn import longhorn
 from dsf.mixers.mingru import mingru
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
+from dsf.mixers.rwkv4 import rwkv4
 from dsf.mixers.s6 import s6, s6_negative
 
 pytestmark = pytest.mark.gpu
-MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, leaky_peak, aligned, swinging]
+NORMALISED = [weighted, bounded, rwkv4]
+UNSEEN = [leaky_peak, aligned, swinging, channels, twice]
+MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, *UNSEEN]
 BLOCK = 64
 
 
@@ -44,6 +49,32 @@ def test_equals_the_float64_oracle(recurrence: dsf.Recurrence, n: int, p: int, t
     oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
     for a, b in zip(ours, oracle, strict=True):
         assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 16])
+@pytest.mark.parametrize("recurrence", NORMALISED, ids=lambda r: r.name)
+def test_normalised_systems_equal_the_float64_oracle(recurrence: dsf.Recurrence, n: int) -> None:
+    x, y = cuda(draw(recurrence, 300, n=n, p=40, batch=2)), {}
+    for dtype in (torch.float32, torch.float64):
+        leaves = [v.to(dtype).requires_grad_() for v in x.values()]
+        backend = "triton" if dtype == torch.float32 else "torch"
+        out, state = recurrence(*leaves, return_state=True, backend=backend)
+        true = recurrence.true_state(state, 40)
+        weights = torch.linspace(-1, 1, out.numel(), device="cuda").reshape(out.shape)
+        grads = torch.autograd.grad((out * weights).sum() + true.tanh().sum(), leaves)
+        y[dtype] = [out.detach(), true.detach(), *grads]
+    for a, b in zip(*y.values(), strict=True):
+        assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("recurrence", [leaky_peak, aligned, swinging], ids=lambda r: r.name)
+def test_the_library_checks_recurrences_it_has_not_seen(recurrence: dsf.Recurrence) -> None:
+    report = dsf.check(
+        recurrence, device="cuda", backend="triton", examples=2, tokens=70,
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    )  # fmt: skip
+    assert report.ok, str(report)
+    assert {r.dtype for r in report.rows if r.form == "triton"} == {"float32", "bfloat16", "float16"}
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 100, 256])
@@ -99,15 +130,47 @@ def test_the_future_changes_no_bit_of_the_past() -> None:
     assert torch.equal(longhorn(**x)[:, :400], longhorn(**changed)[:, :400])
 
 
-def test_packed_equals_separate() -> None:
-    x = cuda(draw(rg_lru, 300, p=40))
-    bounds = torch.tensor([0, 1, 130, 300], device="cuda")
-    y, states = rg_lru(**x, cu_seqlens=bounds, return_state=True, backend="triton")
-    for row, (a, b) in enumerate(((0, 1), (1, 130), (130, 300))):
-        part = {k: v[:, a:b] if v.dim() > 2 else v for k, v in x.items()}
-        alone, state = rg_lru(**part, return_state=True, backend="triton")
-        assert_blocks_close(y[:, a:b], alone, 1e-5)
-        assert_blocks_close(states[row : row + 1], state, 1e-5)
+@pytest.mark.parametrize("recurrence", [qlstm, s6], ids=lambda r: r.name)
+def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> None:
+    x = cuda(draw(recurrence, 2048, n=16, p=512), torch.bfloat16)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    views = {k: v.movedim(1, -1).contiguous().movedim(-1, 1) if k in timed else v for k, v in x.items()}
+    plain = recurrence(**x, backend="triton")
+    assert torch.equal(recurrence(**views, backend="triton"), plain)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = recurrence(**views, backend="triton")
+    needed = torch.cuda.max_memory_allocated() - before - kept.numel() * kept.element_size()
+    assert needed < 0.9 * min(v.numel() * v.element_size() for v in views.values() if v.shape == kept.shape)
+    leaves = [[v.detach().requires_grad_() for v in given.values()] for given in (x, views)]
+    grads = [torch.autograd.grad(recurrence(*given, backend="triton").float().sum(), given) for given in leaves]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+@pytest.mark.parametrize("recurrence", [rg_lru, s6, before, leaky_peak, weighted, rwkv4], ids=lambda r: r.name)
+def test_packed_equals_separate(recurrence: dsf.Recurrence, states: bool) -> None:
+    tokens, cuts = 1100, (0, 1, 130, 700, 1100)
+    x = {k: v.requires_grad_() for k, v in cuda(draw(recurrence, tokens, n=16, p=40)).items()}
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    _, start = recurrence(**cuda(draw(recurrence, 3, n=16, p=40, batch=4)), return_state=True)
+    start = start.detach().requires_grad_() if states else None
+    y, final = recurrence(
+        **x, initial_state=start, cu_seqlens=torch.tensor(cuts, device="cuda"), return_state=True, backend="triton"
+    )
+    parts = []
+    for row, (a, b) in enumerate(pairwise(cuts)):
+        part = {k: v[:, a:b] if k in timed else v for k, v in x.items()}
+        first = None if start is None else start[row : row + 1]
+        parts.append(recurrence(**part, initial_state=first, return_state=True, backend="triton"))
+    other = torch.cat([out for out, _ in parts], 1), torch.cat([state for _, state in parts])
+    weights = torch.linspace(-1, 1, y.numel(), device="cuda").reshape(y.shape)
+    wrt = [*x.values(), *([] if start is None else [start])]
+    both = [[out, state, *torch.autograd.grad((out * weights).sum() + state.tanh().sum(), wrt, allow_unused=True,
+             materialize_grads=True)] for out, state in ((y, final), other)]  # fmt: skip
+    for a, b in zip(*both, strict=True):
+        assert_blocks_close(a, b, 1e-4)
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -161,7 +224,8 @@ def test_checkpointing_and_autocast_change_nothing() -> None:
 
 def test_auto_chooses_it_also_to_decode() -> None:
     x = cuda(draw(s6, 1, n=16, p=64))
-    assert s6.plan(**x).backend == "triton" and "def pull(" in s6.plan(**x).source
+    assert s6.plan(T=2, device="cuda").backend == "triton" and "def pull(" in s6.plan(T=2, device="cuda").source
+    assert "decode step" in s6.plan(**x).kernel
     timed = {i.name for i in s6.spec.inputs if i.kind.time}
     token = {k: v[:, 0] if k in timed else v for k, v in x.items()}
     y, state = s6.step(None, **token)
