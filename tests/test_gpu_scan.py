@@ -69,12 +69,24 @@ def test_normalised_systems_equal_the_float64_oracle(recurrence: dsf.Recurrence,
 
 @pytest.mark.parametrize("recurrence", [leaky_peak, aligned, swinging], ids=lambda r: r.name)
 def test_the_library_checks_recurrences_it_has_not_seen(recurrence: dsf.Recurrence) -> None:
-    report = dsf.check(
-        recurrence, device="cuda", backend="triton", examples=2, tokens=70,
-        dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    )  # fmt: skip
+    laws = ("forms", "causality", "split", "packed", "step")  # every shape is compiled anew
+    dtypes = (torch.float32, torch.bfloat16)
+    report = dsf.check(recurrence, device="cuda", backend="triton", examples=1, tokens=70, laws=laws, dtypes=dtypes)
     assert report.ok, str(report)
-    assert {r.dtype for r in report.rows if r.form == "triton"} == {"float32", "bfloat16", "float16"}
+    assert {r.dtype for r in report.rows if r.form == "triton"} == {"float32", "bfloat16"}
+    assert {r.law for r in report.rows if r.form == "triton"} == set(laws)
+
+
+def test_training_keeps_no_state_of_every_token() -> None:
+    tokens, n, p = 4096, 16, 512
+    leaves = [v.requires_grad_() for v in cuda(draw(s6, tokens, heads=1, n=n, p=p), torch.bfloat16).values()]
+    torch.autograd.grad(s6(*leaves, backend="triton").float().sum(), leaves)
+    torch.cuda.synchronize()
+    before_call = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = torch.autograd.grad(s6(*leaves, backend="triton").float().sum(), leaves)
+    assert len(found) == len(leaves)
+    assert torch.cuda.max_memory_allocated() - before_call < 0.5 * 4 * tokens * n * p
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 100, 256])
