@@ -28,6 +28,8 @@ from dsf.spec import Input, Spec
 WIDTH = 60  # characters up to which an expression used once is written inside its user
 AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
 RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton"}
+SINK = "rows, shift, part, reach, room = sink"
+RESERVED |= {*SINK.replace(" = sink", "").split(", "), "sink", "parts"}
 RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
@@ -158,10 +160,11 @@ class Operand:
         pointers = " + ".join(terms)
         return f"tl.load({pointers}{where}).to(tl.float32)"
 
-    def store(self, value: str, summed: bool = False) -> list[str]:
+    def store(self, value: str, summed: bool = False, slot: int = 0) -> list[str]:
         """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
 
-        summed: the value is yet to be summed over the channels (a Key operand's).
+        summed: the value is yet to be summed over the channels (a Key operand's). slot: its number among the operands
+        whose gradients are summed over the state entries.
         """
         ends, masks = [], (["t_ok"] if self.time else [])
         width = "1"
@@ -175,7 +178,8 @@ class Operand:
             width = "(N * P)" if KEY in self.axes else "P"
         lead = "batch" if VALUE in self.axes else "(place * grads[0] + batch)"
         if self.time:
-            row = f"(({lead} * T + t0) * H + head)"
+            token = "T + t0" if VALUE in self.axes else "rows + t0 + shift"
+            row = f"(({lead} * {token}) * H + head)"
             ends.append(f"t * (H * {width})")
         else:
             row = f"(({lead} * segments + segment) * H + head)"
@@ -183,11 +187,17 @@ class Operand:
         target = " + ".join([pointer, f"{row} * {width}", *ends])
         if summed:
             base = " + ".join([pointer, f"{row} * {width}", *ends[1:]])
-            call = f"fn.store_sums({base}, {value}, n, p, p_ok, {'t_ok' if self.time else 'True'}, N)"
+            block = "part * n.shape[1], n, p, p_ok, t_ok, N"
+            call = f"fn.store_sums({base}, {value}, {block})"
             return [f"if {pointer} is not None:", f"    {call}"]
         if self.axes == {KEY}:
             target = f"fn.to_lanes({target}, p)"
-        return [f"if {pointer} is not None:", f"    fn.store({target}, {value}, {' & '.join(masks)})"]
+        mask = " & ".join(masks)
+        if self.time and KEY not in self.axes:
+            call = f"fn.store_part({target}, {value}, {mask}, room + {slot} * reach, part, parts)"
+        else:
+            call = f"fn.store({target}, {value}, {mask})"
+        return [f"if {pointer} is not None:", f"    {call}"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ class Initial(Operand):
         """The expression that loads this tile of it, zero at tokens where no sequence begins."""
         return f"tl.load({self._place(f'args[{self.place}]')}, mask={self._mask()}, other=0.0)"
 
-    def store(self, value: str, summed: bool = False) -> list[str]:
+    def store(self, value: str, summed: bool = False, slot: int = 0) -> list[str]:
         """The lines that store its gradient."""
         pointer = f"grads[{self.index}]"
         return [f"if {pointer} is not None:", f"    fn.store({self._place(pointer)}, {value}, {self._mask()})"]
@@ -223,11 +233,17 @@ class Initial(Operand):
 
 @dataclass(frozen=True)
 class Source:
-    """Generated source of one spec, and how its kernels are called."""
+    """Generated source of one spec, and how its kernels are called.
+
+    sums: what it sums for Params' gradients. separable: no state entry's gradients wait for another's, so that a
+    program may take them one block after the other.
+    """
 
     name: str
     text: str
     operands: tuple[Operand, ...]
+    sums: int = 1
+    separable: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -353,7 +369,18 @@ class _Emission:
         ]
         parts = [self._setup(), self._load(), self._step(), self._zeros(), self._pull(), self._finish()]
         text = "\n".join(head) + "\n\n" + "\n\n\n".join("\n".join(["@triton.jit", *part]) for part in parts) + "\n"
-        return Source(_identifier(self.spec.name), text, tuple(self.operands.values()))
+        sums = max(len(self.held), 1)
+        return Source(_identifier(self.spec.name), text, tuple(self.operands.values()), sums, self._separable())
+
+    def _separable(self) -> bool:
+        """True when nothing sums over the Key axis but the readout and the gradients of what has no Key axis.
+
+        A Param without a Key axis inside one with it would need all entries' sums at once when it is finished.
+        """
+        if any(x.op in REDUCTIONS for x in children_first(*self.roots, *self.invariants)):
+            return False
+        mixed = [x for x in self.invariants if KEY in x.axes]
+        return all(KEY in x.axes for x in inputs_of(*mixed))
 
     def _setup(self) -> list[str]:
         printer = Printer(self.names, RESERVED)
@@ -401,11 +428,12 @@ class _Emission:
         late[len(self.tokens) :] = [False] * len(self.held)
         values = printer.print(x.args[0] if open_ else x for x, open_ in zip(slopes, late, strict=True))
         stores = ["first = p == edge"]
+        slots = [x for x in self.tokens if KEY not in x.axes]
         for node, value, summed in zip(self.tokens, values, late, strict=False):
-            stores += self.operands[node].store(value, summed)
+            stores += self.operands[node].store(value, summed, slots.index(node) if node in slots else 0)
         added = [f"sums[{i}] + fn.sum_time({v})" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
-        body = [*self._unpack(), *printer.lines, *stores, _tuple(added)]
-        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at):", *_body(body)]
+        body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
+        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink, parts: tl.constexpr):", *_body(body)]
 
     def _finish(self) -> list[str]:
         given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]

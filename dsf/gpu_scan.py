@@ -71,7 +71,8 @@ def _hole(spec: Spec, tokens: str = "") -> str:
     operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
     name = f"{source.name}_{source.digest}"
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
-    HOLES[name] = Hole(source.module(), operands, spec.system.read == "before", light)
+    before = spec.system.read == "before"
+    HOLES[name] = Hole(source.module(), operands, before, light, source.sums, source.separable)
     return name
 
 

@@ -119,6 +119,21 @@ def test_vector_states_of_many_sequences(recurrence: dsf.Recurrence, monkeypatch
         assert_blocks_close(a, b, 1e-4)
 
 
+@pytest.mark.parametrize("n", [16, 40, 64])
+def test_the_adjoint_in_stretches_of_time(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsf.kernels.triton import scan_ops
+
+    x = cuda(draw(s6, 300, n=n, p=100, batch=2))
+    state = torch.randn(2, 2, n, 100, device="cuda")
+    whole = gradients(s6, x, state, backend="triton")
+    monkeypatch.setattr(scan_ops, "SHARED", 1 << 18)
+    parts = gradients(s6, x, state, backend="triton")
+    oracle = gradients(s6, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for a, b, c in zip(whole, parts, oracle, strict=True):
+        assert_blocks_close(a, c, 1e-4)
+        assert_blocks_close(b, c, 1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recurrence", [s6, rg_lru], ids=lambda r: r.name)
 def test_narrow_inputs_are_rounded_once(recurrence: dsf.Recurrence, dtype: torch.dtype) -> None:

@@ -114,6 +114,23 @@ def test_normalised_systems_hand_their_state_over_and_pack(small_tiles: None) ->
 
 
 @interpreted
+@pytest.mark.parametrize(("block", "shared"), [(2, 1 << 30), (2, 1), (16, 400)])
+@pytest.mark.parametrize("recurrence", [s6, twice], ids=lambda r: r.name)
+def test_the_adjoint_by_blocks_of_entries_and_stretches_of_time(
+    recurrence: dsf.Recurrence, block: int, shared: int, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsf.kernels.triton import scan_ops, scan_table
+
+    monkeypatch.setattr(scan_table, "BLOCK", block)
+    monkeypatch.setattr(scan_ops, "SHARED", shared)
+    x = draw(recurrence, tokens=9, heads=1, batch=2)
+    state = torch.randn(2, 1, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5))
+    ours = gradients(recurrence, x, state, backend="triton")
+    wide = {k: v.double() for k, v in x.items()}
+    close(ours, gradients(recurrence, wide, state.double(), form="naive"))
+
+
+@interpreted
 def test_outputs_without_a_gradient_count_as_zeros(small_tiles: None) -> None:
     x = draw(rg_lru, tokens=3)
 

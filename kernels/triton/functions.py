@@ -153,8 +153,8 @@ def fold(x, lane, bit: tl.constexpr):
 
 
 @triton.jit
-def store_sums(pointers, x, n, p, p_ok, ok, N: tl.constexpr):
-    """Store Σ_p x[k, n, p] at pointers[k] + n, each by one lane of its own."""
+def store_sums(pointers, x, first, n, p, p_ok, ok, N: tl.constexpr):
+    """Store Σ_p x[k, n, p] at pointers[k] + n, each by one lane of its own; n counts from `first`."""
     K: tl.constexpr = x.shape[0]
     NB: tl.constexpr = n.shape[1]
     BP: tl.constexpr = p.shape[2]
@@ -168,7 +168,7 @@ def store_sums(pointers, x, n, p, p_ok, ok, N: tl.constexpr):
             x = fold(x, lane, 16 >> i)
     R: tl.constexpr = x.shape[1]
     same: tl.constexpr = L * R // NB  # neighbouring lanes that hold the same sum
-    row = lane // same * R + tl.arange(0, R)[None, :, None]
+    row = first + lane // same * R + tl.arange(0, R)[None, :, None]
     tl.store(pointers + row, x.to(pointers.dtype.element_ty), mask=ok & (row < N) & (lane % same == 0))
 
 
@@ -192,3 +192,15 @@ def take(x, t, k: tl.constexpr):
 def store(pointers, value, mask):
     """Store a value that broadcasts to the pointers, in their type."""
     tl.store(pointers, tl.broadcast_to(value, pointers.shape).to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_part(pointers, value, mask, room, part, parts: tl.constexpr):
+    """Store a sum over all parts of the state entries at the last of them; until then it waits in `room`."""
+    if parts > 1:
+        value = tl.broadcast_to(value, pointers.shape)
+        room = tl.broadcast_to(room, pointers.shape)
+        value += tl.load(room, mask=mask & (part > 0), other=0.0)
+        tl.store(room, value, mask=mask & (part < parts - 1))
+        mask = mask & (part == parts - 1)
+    store(pointers, value, mask)

@@ -7,11 +7,13 @@ registers and the sum over N stays inside a thread. What the system is, comes in
 
     setup(args, at) -> what depends on Params alone           load(args, at) -> this tile's tokens
     step(tokens, held, at) -> A, B, C, E, D with y = E Σ_n C S + D, each broadcasting to the tile
-    pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at) -> sums, after storing the tokens' gradients
+    pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink, parts) -> sums, storing the tokens' gradients
     finish(args, grads, sums, at): stores the Params' gradients of this program
 
 `args`, `grads`: the pointers and strides that the holes know. `at` is where the tile lies: (batch, head, first token,
-t, n, p, their three masks, channel block, its first channel, T, H, P, N). A, B, C, D exist in registers only.
+t, n, p, their three masks, channel block, its first channel, T, H, P, N). `sink`: how gradients that programs share are
+laid out (rows a batch row, what to add to a token's number), and which of the `parts` of the state entries a tile
+holds, with room for sums over them. A, B, C, D exist in registers only.
 """
 
 import triton
@@ -174,13 +176,17 @@ def summaries(
 
     With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P]. A cotangent
     is carried to the segment's start by the product of the A it passes, so this too walks forward in time. What leaves
-    the last segment (the first, for cotangents) enters no other, so the grid has one segment less. arriving: cotangents
-    [sequences, H, N, P] of packed sequences' final states (packed_ends), or None.
+    the last segment (the first, for cotangents) enters no other, so the grid has one segment less; its second axis is
+    over blocks of NB state entries. arriving: cotangents [sequences, H, N, P] of packed sequences' final states
+    (packed_ends), or None.
     """
     place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
     if dy is not None:
         segment += 1
     n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
+    if N > NB:
+        n += tl.program_id(1) * NB
+        n_ok = n < N
     t = tl.arange(0, K)[:, None, None]
     begin = segment * span
     end = tl.minimum(begin + span, T)

@@ -55,13 +55,14 @@ def pass_tile(
 
 @triton.jit
 def pull_tile(
-    tokens, dd, ends, arriving, grads, held, sums, state, cotangent, tile,
+    tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, parts: tl.constexpr,
     step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
     BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile backwards: `state` enters it from the left, `cotangent` from the right; the holes store gradients."""
     at = at_of(tile, N, BP)
-    t, n_ok, t_ok = at[3], at[7], at[6]
+    t0, t, n_ok, t_ok = at[2], at[3], at[7], at[6]
+    rows, shift, part, reach, room = sink
     a, b, c, e, d = step(tokens, held, at)
     a, b = blend(a, b, t, t_ok, K, NB, BP, MASKED)
     before, after, _ = walk(a, b, state, t, K)
@@ -70,7 +71,7 @@ def pull_tile(
     written = tl.broadcast_to(c * scaled, (K, NB, BP))
     late = written
     if arriving is not None:
-        to, last = packed_ends(ends, at[2], t, t_ok, at[1], at[4], at[5], at[12], at[13], N)
+        to, last = packed_ends(ends, t0, t, t_ok, at[1], at[4], at[5], at[12], at[13], N)
         late = tl.load(arriving + to, mask=last & n_ok & at[8], other=0.0)
     g = a
     for j in tl.static_range(K):
@@ -85,103 +86,202 @@ def pull_tile(
     if MASKED:
         g = tl.where(t_ok, g, 0.0)
     de = dd * sum_key(c * seen, n_ok)
-    sums = pull(tokens, held, sums, grads, g * before, g, seen * scaled, de, dd, at)
+    if parts > 1:
+        dd = tl.where(t * 0 + part == 0, dd, 0.0)  # D is no sum over state entries, so only one part has it
+    sink = (rows, shift, part, reach, room + (t0 + t) * BP)
+    sums = pull(tokens, held, sums, grads, g * before, g, seen * scaled, de, dd, at, sink, parts)
     return cotangent, sums
 
 
-@triton.jit(do_not_specialize=["T", "span"])
-def gradients(
-    args, grads, dy, ends, arriving, saved, entering, initial, scratch, T, H, P, segments, span,
-    setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr, zeros: tl.constexpr,
-    finish: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, V: tl.constexpr,
-    EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr,
+@triton.jit
+def pull_chunk(
+    args, grads, dy, ends, arriving, saved, mine, sink, held, sums, cotangent, i_b, i_h, c0, c1, end, t, n, p, n_ok,
+    p_ok, place, T, H, P, parts: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
+    U: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one segment's tokens and of the Params' part in it.
+    """The tokens c0 to c1 backwards, at most M of them, from the state saved before the first."""
+    long = (i_b * H + i_h) * 0  # makes offsets 64-bit
+    row = i_b * H + i_h
+    chunk = row * tl.cdiv(T, M) + c0 // M
+    state = tl.load(saved + state_offset(chunk, n, p, P, N), mask=n_ok & p_ok, other=0.0)
+    groups = tl.cdiv(c1 - c0, U * K)
+    group = fetch_group(args, i_b, i_h, long + c0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
+    for j in range(groups - 1):
+        tl.store(mine + j * (NB * BP), state)
+        g0 = long + c0 + j * (U * K)
+        next0 = long + c0 + tl.minimum(j + 1, groups - 2) * (U * K)
+        ahead = fetch_group(args, i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
+        for u in tl.static_range(U):
+            tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+            state = pass_tile(group[u], held, state, tile, step, N, K, NB, BP)
+        group = ahead
+    tl.debug_barrier()
+    whole = (c1 - c0) // (U * K)
+    if U * K > 1:
+        r0 = c0 + whole * (U * K)
+        rest = tl.cdiv(c1 - r0, K)
+        for i in range(rest):  # tokens that fill no group, each from the group's first state
+            s = state
+            for j in range(rest - 1 - i):
+                tile = (i_b, i_h, long + r0 + j * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+                s = pass_tile(load(args, at_of(tile, N, BP)), held, s, tile, step, N, K, NB, BP)
+            tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+            tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+            cotangent, sums = pull_tile(
+                tokens,
+                dd,
+                ends,
+                arriving,
+                grads,
+                sink,
+                held,
+                sums,
+                s,
+                cotangent,
+                tile,
+                parts,
+                step,
+                pull,
+                N,
+                K,
+                NB,
+                BP,
+                BEFORE,
+                K > 1,
+            )
+    tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), end, t, n, p, n_ok, p_ok, place, T, H, P)
+    tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+    for j in range(whole):
+        g0 = long + c0 + (whole - 1 - j) * (U * K)
+        if g0 + U * K < c1:
+            state = tl.load(mine + (whole - 1 - j) * (NB * BP))
+        states = (state,)
+        for u in tl.static_range(U - 1):
+            tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+            then = (i_b, i_h, g0 + (u + 1) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+            ahead, dd = fetch_both(args, dy, then, load, N, BP)
+            state = pass_tile(tokens, held, state, tile, step, N, K, NB, BP)
+            states = states + (state,)  # type: ignore[assignment]  # noqa: RUF005
+            tokens = ahead
+        for u in tl.static_range(U):
+            tile = (i_b, i_h, g0 + (U - 1 - u) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
+            if u == U - 1:
+                next0 = tl.maximum(g0 - U * K, long + c0)
+            else:
+                next0 = g0 + (U - 2 - u) * K
+            then = (i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P)
+            ahead, dd_ahead = fetch_both(args, dy, then, load, N, BP)
+            cotangent, sums = pull_tile(
+                tokens, dd, ends, arriving, grads, sink, held, sums, states[U - 1 - u], cotangent, tile, parts,
+                step, pull, N, K, NB, BP, BEFORE, False,
+            )  # fmt: skip
+            tokens = ahead
+            dd = dd_ahead
+    tl.debug_barrier()
+    return cotangent, sums
 
-    saved: the state before every M-th token. entering: [B, H, segments, N, P], the cotangent that reaches each
-    segment's end, or None (zeros). arriving: cotangents of packed sequences' final states, [sequences, H, N, P], or
-    None (packed_ends). initial: gradient of the first state, written by the first segment, or None. scratch: room for
-    M / (U K) states a program. States between two of those stay in registers.
+
+@triton.jit
+def total_places(totals, like, i: tl.constexpr, count: tl.constexpr, part, lane, NB: tl.constexpr, BP: tl.constexpr):
+    """Where sum i of `count` lies between two calls. What has no Key axis is one sum for all parts."""
+    if like.shape[1] == NB:
+        places = totals + (part * count + i) * (NB * BP) + tl.arange(0, NB)[None, :, None] * BP + lane
+    else:
+        places = totals + i * (NB * BP) + lane
+    return places
+
+
+@triton.jit
+def recall(totals, sums, part, lane, NB: tl.constexpr, BP: tl.constexpr):
+    """The Params' sums as they were kept."""
+    found = ()
+    for i in tl.static_range(len(sums)):
+        found = found + (tl.load(total_places(totals, sums[i], i, len(sums), part, lane, NB, BP)),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def keep(totals, sums, part, lane, NB: tl.constexpr, BP: tl.constexpr):
+    """Keep the Params' sums for the next part or launch."""
+    for i in tl.static_range(len(sums)):
+        places = total_places(totals, sums[i], i, len(sums), part, lane, NB, BP)
+        tl.store(places, tl.broadcast_to(sums[i], places.shape))
+
+
+@triton.jit(do_not_specialize=["T", "span", "low", "high", "rows", "each"])
+def gradients(
+    args, grads, dy, ends, arriving, saved, cotangents, totals, scratch, room, T, H, P, segments, span, low, high,
+    rows, each, setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr,
+    zeros: tl.constexpr, finish: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
+    V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the tokens in chunks `low` to `high` of M tokens of every segment; at low = 0 the Params' part.
+
+    arriving: cotangents of packed sequences' final states, [sequences, H, N, P], or None (packed_ends). saved: the
+    state before every M-th token. cotangents: [B, H, segments, N, P], what reaches the end of chunk
+    high - 1 of each segment, replaced by what reaches the start of `low`. totals: the Params' sums between calls, or
+    None where one call does all. scratch: room for M / (U K) states a program; states between two of those stay in
+    registers.
+
+    Gradients summed over channels go to buffers of `rows` tokens a batch row, `each` a segment. With N > NB a program
+    takes NB state entries after the other through a chunk; room: SLOTS sums over them a token and channel.
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
-    n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
-    ok = n_ok & p_ok
+    first, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
     t = tl.arange(0, K)[:, None, None]
     begin = segment * span
     end = tl.minimum(begin + span, T)
     row = i_b * H + i_h
-    long = row * 0  # makes offsets 64-bit
-    cotangent = tl.zeros((1, NB, BP), tl.float32)
-    if entering is not None:
-        cotangent += tl.load(entering + state_offset(row * segments + segment, n, p, P, N), mask=ok, other=0.0)
-    held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
-    sums = zeros(NB, BP)
+    program = tl.program_id(0).to(tl.int64)
     lane = tl.multiple_of(tl.arange(0, BP)[None, None, :], [1, 1, V])
-    mine = scratch + tl.program_id(0).to(tl.int64) * (M // (U * K) * NB * BP) + n * BP + lane
-    chunks = tl.cdiv(end - begin, M)
-    for back in range(chunks):
-        c0 = begin + (chunks - 1 - back) * M
-        c1 = tl.minimum(c0 + M, end)
-        state = tl.load(saved + state_offset(row * tl.cdiv(T, M) + c0 // M, n, p, P, N), mask=ok, other=0.0)
-        groups = tl.cdiv(c1 - c0, U * K)
-        group = fetch_group(args, i_b, i_h, long + c0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
-        for j in range(groups - 1):
-            tl.store(mine + j * (NB * BP), state)
-            g0 = long + c0 + j * (U * K)
-            next0 = long + c0 + tl.minimum(j + 1, groups - 2) * (U * K)
-            ahead = fetch_group(args, i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K, U)
-            for u in tl.static_range(U):
-                tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-                state = pass_tile(group[u], held, state, tile, step, N, K, NB, BP)
-            group = ahead
-        tl.debug_barrier()
-        whole = (c1 - c0) // (U * K)
-        if U * K > 1:
-            r0 = c0 + whole * (U * K)
-            rest = tl.cdiv(c1 - r0, K)
-            for i in range(rest):  # tokens that fill no group, each from the group's first state
-                s = state
-                for j in range(rest - 1 - i):
-                    tile = (i_b, i_h, long + r0 + j * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-                    s = pass_tile(load(args, at_of(tile, N, BP)), held, s, tile, step, N, K, NB, BP)
-                tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-                tokens, dd = fetch_both(args, dy, tile, load, N, BP)
-                cotangent, sums = pull_tile(
-                    tokens, dd, ends, arriving, grads, held, sums, s, cotangent, tile,
-                    step, pull, N, K, NB, BP, BEFORE, K > 1,
+    mine = scratch + program * (M // (U * K) * NB * BP) + first * BP + lane
+    PARTS: tl.constexpr = (N + NB - 1) // NB
+    sums = zeros(NB, BP)
+    if totals is not None:
+        totals += program * (PARTS * len(sums) * NB * BP)
+    shift = program * 0 + segment * each - begin - low * M
+    chunks = tl.minimum(high, tl.cdiv(end - begin, M))
+    if PARTS == 1:
+        held = setup(args, (i_b, i_h, 0, t, first, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
+        spot = cotangents + state_offset(row * segments + segment, first, p, P, N)
+        cotangent = tl.load(spot, mask=n_ok & p_ok, other=0.0)
+        if totals is not None:
+            sums = recall(totals, sums, 0, lane, NB, BP)
+        sink = (rows, shift, 0, 0, dy)
+        for back in range(chunks - low):
+            c0 = begin + (chunks - 1 - back) * M
+            c1 = tl.minimum(c0 + M, end)
+            cotangent, sums = pull_chunk(
+                args, grads, dy, ends, arriving, saved, mine, sink, held, sums, cotangent, i_b, i_h, c0, c1, end, t,
+                first, p, n_ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U,
+            )  # fmt: skip
+        tl.store(spot, cotangent, mask=n_ok & p_ok)
+        if totals is not None:
+            keep(totals, sums, 0, lane, NB, BP)
+        if low == 0:
+            at = (i_b, i_h, 0, t, first, p, True, n_ok, p_ok, place, place * BP, T, H, P, N)
+            finish(args, grads, sums, segment, segments, at)
+    else:
+        room += program * (SLOTS * M * BP) + lane
+        for back in range(chunks - low):
+            c0 = begin + (chunks - 1 - back) * M
+            c1 = tl.minimum(c0 + M, end)
+            for part in range(PARTS):
+                n = part * NB + first
+                ok = n < N
+                held = setup(args, (i_b, i_h, 0, t, n, p, True, ok, p_ok, place, place * BP, T, H, P, N))
+                spot = cotangents + state_offset(row * segments + segment, n, p, P, N)
+                found, so_far = pull_chunk(
+                    args, grads, dy, ends, arriving, saved, mine, (rows, shift, part, M * BP, room - c0 * BP), held,
+                    recall(totals, sums, part, lane, NB, BP), tl.load(spot, mask=ok & p_ok, other=0.0), i_b, i_h, c0,
+                    c1, end, t, n, p, ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U,
                 )  # fmt: skip
-        tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), end, t, n, p, n_ok, p_ok, place, T, H, P)
-        tokens, dd = fetch_both(args, dy, tile, load, N, BP)
-        for j in range(whole):
-            g0 = long + c0 + (whole - 1 - j) * (U * K)
-            if g0 + U * K < c1:
-                state = tl.load(mine + (whole - 1 - j) * (NB * BP))
-            states = (state,)
-            for u in tl.static_range(U - 1):
-                tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-                then = (i_b, i_h, g0 + (u + 1) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-                ahead, dd = fetch_both(args, dy, then, load, N, BP)
-                state = pass_tile(tokens, held, state, tile, step, N, K, NB, BP)
-                states = states + (state,)  # type: ignore[assignment]  # noqa: RUF005
-                tokens = ahead
-            for u in tl.static_range(U):
-                tile = (i_b, i_h, g0 + (U - 1 - u) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-                if u == U - 1:
-                    next0 = tl.maximum(g0 - U * K, long + c0)
-                else:
-                    next0 = g0 + (U - 2 - u) * K
-                then = (i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P)
-                ahead, dd_ahead = fetch_both(args, dy, then, load, N, BP)
-                cotangent, sums = pull_tile(
-                    tokens, dd, ends, arriving, grads, held, sums, states[U - 1 - u], cotangent, tile,
-                    step, pull, N, K, NB, BP, BEFORE, False,
-                )  # fmt: skip
-                tokens = ahead
-                dd = dd_ahead
-        tl.debug_barrier()
-    finish(
-        args, grads, sums, segment, segments, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N)
-    )
-    if initial is not None:  # noqa: SIM102  # known when compiling, unlike what follows
-        if segment == 0:
-            tl.store(initial + state_offset(row, n, p, P, N), cotangent, mask=ok)
+                tl.store(spot, found, mask=ok & p_ok)
+                keep(totals, so_far, part, lane, NB, BP)
+                tl.debug_barrier()
+        if low == 0:
+            for part in range(PARTS):
+                n = part * NB + first
+                at = (i_b, i_h, 0, t, n, p, True, n < N, p_ok, place, place * BP, T, H, P, N)
+                finish(args, grads, recall(totals, sums, part, lane, NB, BP), segment, segments, at)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_adjoint import gradients
-from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Row, Tile, fitting, segments, tile
+from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Row, Tile, fitting, segments, split, tile
 
 ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
 COMBINE = 1024  # state numbers of one program of the combination
+SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class Hole:
-    """A registered spec: its generated functions, its operands in order, where y is read, and whether it is light."""
+    """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
+
+    light: a step computes next to nothing. sums, separable: as in the printed source.
+    """
 
     functions: ModuleType
     operands: tuple[Operand, ...]
     before: bool
     light: bool
+    sums: int
+    separable: bool
 
 
 HOLES: dict[str, Hole] = {}
@@ -107,6 +113,16 @@ class Launch:
         return (self.blocks * self.segments * self.sizes.rows,)
 
     @property
+    def parts(self) -> int:
+        """Blocks of state entries that a program takes one after the other."""
+        return -(-self.sizes.n // self.tile.NB)
+
+    @property
+    def chunks(self) -> int:
+        """Checkpoints of a segment."""
+        return -(-self.span // self.tile.M)
+
+    @property
     def scalars(self) -> tuple[int, ...]:
         """T, H, P, segments, span."""
         return self.sizes.tokens, self.sizes.heads, self.sizes.p, self.segments, self.span
@@ -128,6 +144,8 @@ class Launch:
 def launch(hole: Hole, sizes: Sizes, table: dict[int, Row], device: torch.device) -> Launch:
     """Tile and segments of one call."""
     t = fitting(table, sizes.n, sizes.p, sizes.rows, hole.light, device)
+    if table is ADJOINT and hole.separable:
+        t = split(t)
     blocks = -(-sizes.p // t.BP)
     count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
     return Launch(sizes, t, count, span, blocks)
@@ -140,20 +158,10 @@ def _entering(
     """What enters every segment: states, or with dy cotangents from the segments' ends."""
     local, product = go.states(like, go.segments), go.states(like, go.segments)
     f = hole.functions
-    summaries[(go.grid[0] // go.segments * (go.segments - 1),)](
-        args,
-        dy,
-        ends,
-        arriving,
-        local,
-        product,
-        *go.scalars,
-        setup=f.setup,
-        load=f.load,
-        step=f.step,
-        BEFORE=hole.before,
-        **go.shape,
-    )
+    summaries[(go.grid[0] // go.segments * (go.segments - 1), go.parts)](
+        args, dy, ends, arriving, local, product, *go.scalars,
+        setup=f.setup, load=f.load, step=f.step, BEFORE=hole.before, **go.shape,
+    )  # fmt: skip
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, triton.next_power_of_2(size))
     grid = (-(-size // block) * go.sizes.rows,)
@@ -186,7 +194,7 @@ def fused_scan(
         starts = _entering(go, spec, args, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
     final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)
-    step = tile(ADJOINT, sizes.n, sizes.p).M if keep else ALL_TOKENS
+    step = _distance(spec, sizes) if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
     f = spec.functions
     outputs[go.grid](
@@ -213,10 +221,16 @@ def _fake_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = HOLES[hole]
     s, first = sizes_of(spec, operands), _timed(spec, operands)
-    count = -(-s.tokens // tile(ADJOINT, s.n, s.p).M) if keep else 0
+    count = -(-s.tokens // _distance(spec, s)) if keep else 0
     y = first.new_empty(s.batch, s.tokens, s.heads, s.p, dtype=torch.float32 if wide else None)
     final = _states(s, first, s.batch if ends is None else sequences)
     return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)
+
+
+def _distance(hole: Hole, s: Sizes) -> int:
+    """Tokens between two checkpoints."""
+    t = tile(ADJOINT, s.n, s.p)
+    return (split(t) if hole.separable else t).M
 
 
 def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
@@ -241,32 +255,94 @@ def fused_scan_adjoint(
     dy, dfinal = dy.contiguous(), dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
     if go.segments > 1:
-        entering = _entering(go, spec, args, dy, entering, dy, ends, arriving)
-    partial = [_partial(o, x, go) if need else None for o, x, need in zip(spec.operands, operands, needs, strict=True)]
-    initial = torch.empty_like(dfinal, memory_format=torch.contiguous_format) if ends is None else None
+        cotangents = _entering(go, spec, args, dy, entering, dy, ends, arriving)
+    else:
+        cotangents = go.states(dy, 1).zero_() if entering is None else entering.unsqueeze(2).clone()
+    wanted = list(zip(spec.operands, operands, needs, strict=True))
+    length = _stretch([(o, x) for o, x, need in wanted if need], go)
+    partial = [_partial(o, x, go, length) if need else None for o, x, need in wanted]
+    trios = [(o, x, g) for (o, x, _), g in zip(wanted, partial, strict=True) if g is not None]
+    if length == go.chunks:
+        _pull(
+            go, spec, args, partial, (dy, ends, arriving), saved, cotangents, None, (0, length), (sizes.tokens, go.span)
+        )
+        return [_whole(o, x, g) for o, x, g in trios], _initial(cotangents, ends)
     t = go.tile
-    scratch = torch.empty(go.grid[0] * (t.M // (t.U * t.K)) * t.NB * t.BP, dtype=torch.float32, device=dy.device)
-    f = spec.functions
+    totals = torch.zeros(go.grid[0] * go.parts * spec.sums * t.NB * t.BP, dtype=torch.float32, device=dy.device)
+    rows = length * t.M
+    gathered = {i: _gathered(g, go) for i, (o, _, g) in enumerate(trios) if _is_shared(o)}
+    for low in reversed(range(0, go.chunks, length)):
+        high = min(low + length, go.chunks)
+        over = (low, high), (go.segments * rows, rows)
+        _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, *over)
+        for i, found in gathered.items():
+            parts = trios[i][2].unflatten(2, (go.segments, rows))[:, :, :, : (high - low) * t.M]
+            torch.sum(parts, 0, out=found[:, :, low * t.M : high * t.M])
+    for i, found in gathered.items():
+        o, x, _ = trios[i]
+        trios[i] = o, x, found.flatten(1, 2)[None, :, : sizes.tokens]
+    return [_whole(o, x, g) for o, x, g in trios], _initial(cotangents, ends)
+
+
+def _initial(cotangents: Tensor, ends: Tensor | None) -> Tensor:
+    """Gradient of the first state; of packed sequences it is an operand's."""
+    return cotangents[:, :, 0].contiguous() if ends is None else cotangents.new_empty(0)
+
+
+def _pull(
+    go: Launch, hole: Hole, args: Any, partial: Sequence[Tensor | None],
+    outer: tuple[Tensor, Tensor | None, Tensor | None], saved: Tensor, cotangents: Tensor, totals: Tensor | None,
+    chunks: tuple[int, int], rows: tuple[int, int],
+) -> None:  # fmt: skip
+    """One launch of the adjoint, over these chunks of every segment. outer: dy, ends, arriving."""
+    t, f = go.tile, hole.functions
+    slots = sum(o.time and not o.key for o in hole.operands)
+
+    def room(count: int) -> Tensor:
+        return torch.empty(go.grid[0] * count * t.BP, dtype=torch.float32, device=saved.device)
+
+    if go.parts > 1 and totals is None:
+        totals = room(go.parts * hole.sums * t.NB).zero_()
+    scratch = room(t.M // (t.U * t.K) * t.NB)
     gradients[go.grid](
-        args, (sizes.batch, *partial), dy, ends, arriving, saved, entering, initial, scratch, *go.scalars,
-        setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros, finish=f.finish, BEFORE=spec.before, M=t.M,
-        U=t.U, **go.shape,
+        args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch,
+        room(slots * t.M) if go.parts > 1 else None, *go.scalars, *chunks, *rows,
+        setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros, finish=f.finish, BEFORE=hole.before, M=t.M,
+        U=t.U, SLOTS=slots, **go.shape,
     )  # fmt: skip
-    trios = zip(spec.operands, operands, partial, strict=True)
-    return [_whole(o, x, g) for o, x, g in trios if g is not None], dfinal.new_empty(0) if initial is None else initial
 
 
-def _partial(o: Operand, x: Tensor, go: Launch) -> Tensor:
+def _is_shared(o: Operand) -> bool:
+    """True for what has a value a token and none a channel: all programs of a head add to its gradient."""
+    return o.time and not o.value
+
+
+def _stretch(wanted: Sequence[tuple[Operand, Tensor]], go: Launch) -> int:
+    """Chunks of every segment that one launch of the adjoint takes, so that parts of gradients fit in SHARED."""
+    s = go.sizes
+    width = sum(s.n if o.key else 1 for o, _ in wanted if _is_shared(o))
+    stretches = min(-(-4 * go.blocks * s.rows * s.tokens * width // SHARED), go.chunks)
+    return -(-go.chunks // max(stretches, 1))
+
+
+def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
     """Room for one operand's gradient: a part for every program that shares an entry, and all heads."""
     if o.start:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     s = go.sizes
-    lead: tuple[int, ...] = (s.batch, s.tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
+    whole = length == go.chunks
+    tokens = s.tokens if o.value or whole else go.segments * length * go.tile.M
+    lead: tuple[int, ...] = (s.batch, tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
     if not o.value:
         lead = (go.blocks, *lead)
     shape = (*lead, *((s.n,) if o.key else ()), *((s.p,) if o.value else ()))
-    alone = o.time and o.heads(x) == s.heads and (o.value or go.blocks == 1)
+    alone = o.time and o.heads(x) == s.heads and (o.value or (go.blocks == 1 and whole))
     return torch.empty(shape, dtype=x.dtype if alone else torch.float32, device=x.device)
+
+
+def _gathered(g: Tensor, go: Launch) -> Tensor:
+    """Room for one shared gradient of all tokens, parts added: [B, segments, tokens of a segment, H, ...]."""
+    return g.new_empty(g.shape[1], go.segments, go.chunks * go.tile.M, *g.shape[3:])
 
 
 def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:

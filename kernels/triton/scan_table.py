@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 LANES = 32
+BLOCK = 16  # state entries of a tile of the adjoint, if it may be split
 FULL = 1 << 20  # one-warp programs a processor that need no segments beside them: never, as yet
 
 
@@ -66,6 +67,14 @@ def tile(table: dict[int, Row], n: int, p: int) -> Tile:
         else:
             V = max(V // 2, 1)
     return Tile(K, padded, BP, V, warps, M, U, span, busy, registers)
+
+
+def split(t: Tile) -> Tile:
+    """An adjoint's tile that takes BLOCK state entries after the other, where no entry waits for another's.
+
+    All of them in one warp, no sum passes shared memory.
+    """
+    return t if t.NB <= BLOCK else tile(ADJOINT, BLOCK, t.BP)
 
 
 def narrow(t: Tile, light: bool) -> Tile:
