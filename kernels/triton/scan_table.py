@@ -9,7 +9,7 @@ import torch
 
 LANES = 32
 BLOCK = 16  # state entries of a tile of the adjoint, if it may be split
-FULL = 1 << 20  # one-warp programs a processor that need no segments beside them: never, as yet
+FULL = 6  # one-warp programs a processor that need no segments beside them
 
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
