@@ -76,6 +76,25 @@ def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
 
 
+@pytest.mark.parametrize("recurrence", [fading_rows, fading_delta], ids=lambda r: r.name)
+def test_keys_that_fill_some_of_their_blocks(recurrence, monkeypatch):
+    monkeypatch.setitem(mixer_inputs.SIZE, "key", 48)
+    given = sample(recurrence, tokens=18)
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("recurrence", [fading_rows, fading_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize("strength", [1.0, 30.0])
+def test_stronger_decays_in_the_future_change_no_bit_of_the_past(recurrence, strength):
+    given = {n: x.float() for n, x in sample(recurrence, tokens=32).items()}
+    given["g"][:, 9:] *= strength
+    y = recurrence(**given, backend="triton")
+    given["g"] = given["g"].clone()
+    given["g"][:, 24:] *= 50
+    assert torch.equal(recurrence(**given, backend="triton")[:, :24], y[:, :24])
+
+
 @pytest.mark.parametrize(
     "recurrence",
     [forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_delta, leaning_rows, get("ssd").recurrence],

@@ -5,9 +5,10 @@ of i xor j. With the middle G' = G of the lower half's last row, exp(G_i - G_j) 
 most one. So each of the log2 L sizes m is one matrix product over all blocks at once (the binary form of GLA's
 secondary chunking, arXiv 2312.06635 §4.3, where no pair of rows is left to elementwise work).
 
-Blocks whose G stays within a factor of 2^±REACH of their middle's for every key need no halves: float32's range holds
-both factors of any two of their rows, so that all of them meet in one product, where pairs with exponents above zero
-are not used. Slow decays leave one product a chunk; the preparation finds the largest such blocks of each.
+Rows whose G float32's range holds need no blocks: exp(G_i) exp(-G_j) is one product for all of them, where pairs with
+exponents above zero are not used. Scores take it for the rows i whose own G is at least -SPAN, so that no bit of a row
+hangs on later rows. Gradients take it, around the middle row, for whole blocks within REACH of their middle; the
+preparation finds the largest such blocks of each chunk. Slow decays leave one product a chunk.
 
 G is kept in units of log 2, chunk by chunk without gaps: [B·H, chunks · L, N] float32. So are the rows that the walks
 multiply with states: queries and erased keys decayed from the chunk's start, written keys decayed to its end.
@@ -20,6 +21,7 @@ import triton.language as tl
 
 from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
 
+SPAN = tl.constexpr(100.0)
 REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 
 
@@ -49,7 +51,7 @@ def prepare_keys(
     system += (batch * tokens * heads + head) * L
     running += here
     between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
-    far = tl.zeros([], tl.float32)
+    far, fallen = tl.zeros([], tl.float32), tl.zeros([L], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         keys = block * BK + tl.arange(0, BK)
         log = load_rows(g, g_t, rows, tokens, keys, N, BK, tl.float32)
@@ -59,31 +61,30 @@ def prepare_keys(
         store_chunk(running, own, local, keys, N, BK)
         from_start = tl.exp2(own)
         to_end = tl.exp2(row_of(own, local, L - 1)[None, :] - own)
-        store_chunk(reads + here, rows_q.to(tl.float32) * from_start, local, keys, N, BK)
+        readers = (rows_q.to(tl.float32) * from_start).to(KIND)
+        store_chunk(reads + here, readers, local, keys, N, BK)
         store_chunk(writes + here, rows_k.to(tl.float32) * to_end, local, keys, N, BK)
-        if DELTA:
-            store_chunk(erased + here, rows_k.to(tl.float32) * from_start, local, keys, N, BK)
-        gap = own - row_of(own, local, L // 2 - 1)[None, :]
-        far = tl.maximum(far, tl.max(tl.max(tl.abs(gap), axis=1), axis=0))
-        reader = tl.exp2(tl.minimum(gap, REACH))
-        weighed = tl.trans((rows_k.to(tl.float32) * tl.exp2(tl.minimum(-gap, REACH))).to(KIND))
-        readers = (rows_q.to(tl.float32) * reader).to(KIND)
+        weighed = tl.trans((rows_k.to(tl.float32) * tl.exp2(tl.minimum(-own, SPAN))).to(KIND))
         between_rows += tl.dot(readers, weighed, input_precision=PRECISION)
         if DELTA:
-            readers = (rows_k.to(tl.float32) * reader).to(KIND)
+            readers = (rows_k.to(tl.float32) * from_start).to(KIND)
+            store_chunk(erased + here, readers, local, keys, N, BK)
             between_keys += tl.dot(readers, weighed, input_precision=PRECISION)
+        fallen = tl.maximum(fallen, tl.max(-own, axis=1))
+        gap = own - row_of(own, local, L // 2 - 1)[None, :]
+        far = tl.maximum(far, tl.max(tl.max(tl.abs(gap), axis=1), axis=0))
     first_levels += lane * (length // L) + chunk
-    if far <= REACH:
+    if (far <= REACH) & (tl.max(fallen, axis=0) <= SPAN):
         tl.store(first_levels, LEVELS - 1)
         _store_scores(scores, system, between_rows, between_keys, rows, tokens, heads, local, L, DELTA)
     else:
         tl.debug_barrier()  # G is read again, by other threads
-        first = first_level(running, local, N, BK, LEVELS)
-        tl.store(first_levels, first)
-        meet = meeting(local, first)
-        between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
-        for step in tl.range(0, (LEVELS - first) * BLOCKS, num_stages=1):
-            level, keys = first + step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
+        tl.store(first_levels, first_level(far, running, local, N, BK, LEVELS))
+        near = (fallen <= SPAN)[:, None]
+        between_rows, between_keys = tl.where(near, between_rows, 0.0), tl.where(near, between_keys, 0.0)
+        meet = tl.where(near, 0, meeting(local, 0))
+        for step in tl.range(0, LEVELS * BLOCKS, num_stages=1):
+            level, keys = step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
             reader, writer = factors(running, load_chunk(running, local, keys, N, BK), local, keys, level, N, BK)
             met = (meet >> level) == 1
             rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
@@ -153,10 +154,9 @@ def factors(running, own, local, keys, level, N: tl.constexpr, BN: tl.constexpr)
 
 
 @triton.jit
-def first_level(running, local, N: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr):
-    """The highest level below a whole chunk's whose blocks all lie within REACH of their middles; 0 always does."""
+def first_level(far, running, local, N: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr):
+    """The highest level whose blocks all lie within REACH of their middles; 0 always does. far: a whole chunk's G."""
     level = tl.program_id(0) * 0 + LEVELS - 1
-    far = tl.full([], 2 * REACH, tl.float32)
     while (level > 0) & (far > REACH):
         level -= 1
         far = tl.zeros([], tl.float32)
