@@ -203,8 +203,9 @@ def test_a_step_loses_nothing_silently():
     refused(r"^mixer: expected 6 inputs \(q, k, v, a, w, d\), got 7", state, *x.values(), x["q"], call=mixer.step)
     refused("^mixer: input `q` is given twice", state, x["q"], call=mixer.step, **x)
     refused("^mixer: missing input `d`", state, *list(x.values())[:-1], call=mixer.step)
-    for option in ("form", "backend", "cu_seqlens", "return_state", "initial_state"):
+    for option in ("form", "cu_seqlens", "return_state", "initial_state"):
         refused(f"^mixer: no input is called `{option}`", state, call=mixer.step, **x, **{option: "auto"})
+    refused("abacus", state, call=mixer.step, error=FormError, **x, backend="abacus")
     refused(r"^mixer: initial_state has shape \[1, 4, 3, 2\], expected \[2, 4, 3, 2\]", state[:1], call=mixer.step, **x)
 
 
