@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from dsf.errors import FormError, InputError
-from dsf.examples import Example, regimes_of
+from dsf.examples import Example, lengths, regimes_of
 from dsf.laws import LAWS, Law, Measure
 from dsf.measure import AGAINST, KERNELS, ORACLE, TOLERANCE, Subject
 from dsf.ranges import Given, ranges_of
@@ -23,6 +24,8 @@ from dsf.report import Failure, Report, Row
 MATRIX_LONGEST = 70  # tokens up to which the kernel-matrix form, quadratic in T, is run
 STABLE = 256  # tokens over which states must stay finite
 SHRINK_SECONDS, SHRINK_TRIES, SHRUNK = 6.0, 400, 8  # seconds of the processor, which others may share
+SHRINK_WALL = 20.0  # seconds in all: compilers of GPU kernels run in processes of their own
+ALIKE = {"float32": (6, 2), "float16": (6, 2), "bfloat16": (5, 3)}  # N, P that GPU kernels are compiled for
 
 Cells = dict[tuple[str, str, str, str], Row]
 
@@ -55,6 +58,7 @@ def check(
 
     Each error is relative and the worst over all heads and blocks of 16 tokens (dsf.measure.distance); float64 must
     reach 1e-9, float32 1e-4, half precisions 2e-2, each against the float64 oracle on the same rounded inputs.
+    Kernels are compiled for shapes: their examples share one N, P and number of heads for each dtype.
     backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
 
     Returns a Report: `.ok`, `print(report)`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown form, and for
@@ -187,7 +191,7 @@ class _Run:
         seed = self.seed + zlib.crc32(law.name.encode())
         tried = [d for f in self.forms_of(law) for d in self.dtypes_of(law, f)]
         for dtype in [d for d in self.dtypes if d in tried]:
-            yield self.typical(min(law.longest, self.tokens), dtype)
+            yield self.alike(self.typical(min(law.longest, self.tokens), dtype))
             bands = [(low, min(high, self.tokens, law.longest)) for low, high in ((1, 9), (10, 40), (41, self.tokens))]
             bands = [b for b in bands if b[0] <= b[1]]
             count = self.examples if law.name == "forms" and dtype == self.dtypes[0] else -(-self.examples // 2)
@@ -201,10 +205,29 @@ class _Run:
         tokens = min(70, longest)
         timed = [i.name for i in self.subject.recurrence.spec.inputs if i.kind.time]
         cuts = tuple(sorted({c for c in (tokens // 3, tokens - 3) if 0 < c < tokens}))
+        heads, (n, p) = (4, ALIKE[dtype]) if self.compiled and dtype in ALIKE else (2, (3, 2))
         return Example(
-            batch=2 if longest > 3 else 1, tokens=tokens, heads=2, n=3, p=2, dtype=dtype,
-            groups=dict.fromkeys(timed[1:2], 1), initial=True, cuts=cuts, seed=self.seed,
+            batch=2 if longest > 3 else 1, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype,
+            groups=dict.fromkeys(timed[1:2], heads // 2), initial=True, cuts=cuts, seed=self.seed,
         )  # fmt: skip
+
+    @property
+    def compiled(self) -> bool:
+        """True where a new shape costs seconds, because GPU kernels are compiled for it."""
+        return KERNELS in self.forms and torch.device(self.subject.device).type == "cuda"
+
+    def alike(self, example: Example) -> Example:
+        """The example with the typical one's shape but for T, which is odd in all of its pieces.
+
+        Triton compiles anew for every stride and address that is or is not a multiple of 16, and for strides of 1.
+        """
+        if not self.compiled or example.dtype not in ALIKE:
+            return example
+        same = self.typical(example.tokens, example.dtype)
+        pieces = [max(3, piece | 1) for piece in lengths(example.bounds)]
+        cuts = tuple(itertools.accumulate(pieces if len(pieces) % 2 else [*pieces, 3]))  # T, their sum, is odd too
+        return replace(example, batch=same.batch, heads=same.heads, groups=same.groups, n=same.n, p=same.p,
+                       tokens=cuts[-1], cuts=cuts[:-1])  # fmt: skip
 
     def draw(self, tokens: tuple[int, int], count: int, dtype: str, plain: bool, seed: int) -> list[Example]:
         """`count` examples from Hypothesis."""
@@ -214,7 +237,7 @@ class _Run:
         found: list[Example] = []
 
         def see(example: Example) -> bool:
-            found.append(example)
+            found.append(self.alike(example))
             return False
 
         if count:
@@ -225,7 +248,7 @@ class _Run:
         """Long sequences of plain numbers and of those at the ends of their ranges, in float32 where it is tried."""
         spec, ranges = self.subject.recurrence.spec, self.subject.ranges
         dtype = "float32" if "float32" in self.dtypes else self.dtypes[0]
-        base = Example(tokens=STABLE, n=3, p=2, dtype=dtype)
+        base = self.alike(Example(tokens=STABLE, n=3, p=2, dtype=dtype))
         yield base
         for wanted in (("corners", "saturated"), ("high", "alternating"), ("mixed",)):
             ways = {i.name: regimes_of(spec, i.name, ranges[i.name]) for i in spec.inputs}
@@ -251,11 +274,12 @@ class _Run:
         from dsf import testing
 
         law, deadline = LAWS[row.law], time.process_time() + SHRINK_SECONDS
+        last = time.perf_counter() + SHRINK_WALL
         tried: dict[str, Row | None] = {}  # past the deadline what is known is repeated: Hypothesis sees no change
 
         def breaks(example: Example) -> bool:
             name = repr(example)
-            if name not in tried and time.process_time() < deadline:
+            if name not in tried and time.process_time() < deadline and time.perf_counter() < last:
                 tried[name] = measured(example)
             return tried.get(name) is not None
 

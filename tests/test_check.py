@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import dsf
 import dsf.run
-from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, sigmoid, testing
-from dsf.examples import draw_tensor
+from dsf import I, Key, Param, Scalar, System, Value, checking, diag, exp, outer, sigmoid, testing
+from dsf.examples import draw_tensor, lengths
 from dsf.kernels.operators import Transition
 from dsf.laws import LAWS
 from dsf.ranges import Range, ranges_of
@@ -104,6 +104,18 @@ def test_a_function_that_only_takes_float32_is_checked_in_float32():
     report = dsf.check(decayed, against=single, examples=2, tokens=20, dtypes=(torch.float32,))
     assert report.ok, str(report)
     assert {r.dtype for r in report.rows} == {"float32"} and "gradcheck" not in {r.law for r in report.rows}
+
+
+def test_compiled_kernels_serve_many_examples(monkeypatch):
+    monkeypatch.setattr(checking._Run, "compiled", True)
+    run, seen = checking._Run, []
+    monkeypatch.setattr(run, "measure", lambda self, law, form, example: seen.append(example) or [])
+    dsf.check(gated_delta, examples=9, dtypes=(torch.float32, torch.bfloat16), forms=("naive", "chunk"))
+    assert {(e.dtype, e.heads, e.n, e.p, *e.groups.values()) for e in seen} == {
+        ("float32", 4, 6, 2, 2), ("bfloat16", 4, 5, 3, 2)
+    }  # fmt: skip
+    assert len({e.tokens for e in seen}) > 9
+    assert all(piece % 2 or e.tokens == checking.STABLE for e in seen for piece in lengths(e.bounds))
 
 
 # ---- what is wrong in a user's function is caught, by name, small ---------------------------------

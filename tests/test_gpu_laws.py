@@ -6,6 +6,7 @@ from matrix_family import fading_delta, fading_rows, forgetful_delta, late_ratio
 from test_gpu_matrix import ALL, compare, draw, outcome, worst
 from torch.utils.checkpoint import checkpoint
 
+import dsf
 from dsf.mixers import get
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +45,14 @@ def test_any_number_of_tokens(recurrence):
     for tokens in (1, 2, 31, 32, 33, 63, 64, 65):
         given = draw(recurrence, tokens, 24, 40, BF16)
         compare(recurrence, given, BF16, factor=2.0 if tokens < 64 else 1.0, state=state_of(recurrence, 24, 40))
+
+
+@named([swinging, forgetful_delta, late_ratio])
+def test_the_library_checks_recurrences_it_has_not_seen(recurrence):
+    laws, dtypes = ("forms", "causality", "split", "packed", "step"), (torch.float32, BF16)
+    report = dsf.check(recurrence, device="cuda", backend="triton", examples=1, tokens=70, laws=laws, dtypes=dtypes)
+    assert report.ok, str(report)
+    assert {r.law for r in report.rows if r.form == "triton"} == set(laws)
 
 
 @named([r for r in ALL if r is not forgetful_delta])

@@ -69,7 +69,7 @@ def test_normalised_systems_equal_the_float64_oracle(recurrence: dsf.Recurrence,
 
 @pytest.mark.parametrize("recurrence", [leaky_peak, aligned, swinging], ids=lambda r: r.name)
 def test_the_library_checks_recurrences_it_has_not_seen(recurrence: dsf.Recurrence) -> None:
-    laws = ("forms", "causality", "split", "packed", "step")  # every shape is compiled anew
+    laws = ("forms", "causality", "split", "packed", "step")
     dtypes = (torch.float32, torch.bfloat16)
     report = dsf.check(recurrence, device="cuda", backend="triton", examples=1, tokens=70, laws=laws, dtypes=dtypes)
     assert report.ok, str(report)
