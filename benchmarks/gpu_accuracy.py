@@ -4,7 +4,8 @@ python benchmarks/gpu_accuracy.py [--json benchmarks/results/gpu_accuracy.json]
 python benchmarks/gpu_accuracy.py --page benchmarks/results/gpu_accuracy.json --into docs/performance.md
 
 Both are fed the same bfloat16 inputs and compared with float64: the error of a head's block of 64 tokens, relative to
-the block's norm (at least 5% of the largest one's), and of these the worst. A table of worst errors and their ratio.
+the block's norm (at least 5% of the largest one's), and of these the worst. A table of worst errors and their ratio,
+and the same of fla, where it is installed (`--peers`; its gates, which it takes as logarithms, are given in float32).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from gpu_matrix import draw
 from gpu_page import put_into
+from gpu_peers import operator
 
 from dsf.mixers import get
 
@@ -21,12 +23,25 @@ NAMES = ("unnormalized_linear_attention", "retnet", "deltanet", "gated_deltanet"
 SHAPES = ((4, 128, 128), (4, 64, 64))
 
 
+def cotangent(y):
+    """The same dy for everyone."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(y.shape, generator=generator, device="cuda").to(torch.bfloat16).to(y.dtype)
+
+
+def of_peer(name, given):
+    """y and the gradients of q, k and v by fla's operator."""
+    gates = {x: given[x].detach().float() for x in ("alpha", "g") if x in given}
+    call, leaves = operator("fla", name, given | gates)
+    y = call()
+    return dict(zip("yqkv", (y, *torch.autograd.grad(y, leaves[:3], cotangent(y))), strict=True))
+
+
 def outcome(recurrence, given, dtype, **how):
     """y and the gradients by name, of the inputs in `dtype`, rounded to bfloat16."""
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in given.items()}
     y = recurrence(**leaves, **how)
-    generator = torch.Generator("cuda").manual_seed(1)
-    dy = torch.randn(y.shape, generator=generator, device="cuda").to(torch.bfloat16).to(y.dtype)
+    dy = cotangent(y)
     found = {"y": y} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
     return found if dtype == torch.float64 else {name: x.bfloat16() for name, x in found.items()}
 
@@ -41,11 +56,13 @@ def worst(found, expected):
 
 
 def page(data):
-    """The table: ratios of worst errors, and in brackets ours."""
+    """The table: ratios of worst errors, in brackets our error, and after a stroke fla's ratio."""
     lines = ["| recurrence | heads x N x P | y | dq | dk | dv | other inputs |", "|---" * 7 + "|"]
     for name, shape in dict.fromkeys((r["name"], tuple(r["shape"])) for r in data["rows"]):
         mine = [r for r in data["rows"] if (r["name"], tuple(r["shape"])) == (name, shape)]
-        cells = {r["of"]: f"{r['ratio']:.2f} ({r['ours']:.1e})" for r in mine}
+        cells = {
+            r["of"]: f"{r['ratio']:.2f} ({r['ours']:.1e})" + (f" / {r['fla']:.2f}" if "fla" in r else "") for r in mine
+        }
         main = [cells.pop(x) for x in ("y", "q", "k", "v")]
         rest = ", ".join(f"{x} {cell}" for x, cell in cells.items())
         lines.append(f"| {name} | {' x '.join(map(str, shape))} | {' | '.join(main)} | {rest} |")
@@ -58,6 +75,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=NAMES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--page", type=Path)
     parser.add_argument("--into", type=Path)
     options = parser.parse_args()
@@ -74,9 +92,12 @@ def main():
             exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
             ours = outcome(recurrence, given, torch.bfloat16, backend="triton")
             plain = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
+            peer = of_peer(name, given) if options.peers else {}
             for x in exact:
+                least = worst(plain[x], exact[x])
                 error = worst(ours[x], exact[x])
-                found = {"ours": error, "ratio": error / worst(plain[x], exact[x])}
+                found = {"ours": error, "ratio": error / least}
+                found |= {"fla": worst(peer[x], exact[x]) / least} if x in peer else {}
                 rows.append({"name": name, "shape": (heads, n, p), "of": x} | found)
     data = {"gpu": torch.cuda.get_device_name(), "commit": options.commit, "tokens": options.tokens, "rows": rows}
     print(page(data))

@@ -35,7 +35,7 @@ def loss_of(recurrence):
 
 
 def gradients(loss, given):
-    return torch.autograd.grad(loss(*given.values()), list(given.values()))
+    return torch.autograd.grad(loss(*given.values()), list(given.values()), materialize_grads=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +49,7 @@ def test_a_training_call_compiles_whole(name):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "linear_attention", "kda", "delta_product", "longhorn", "rg_lru"])
 def test_forward_and_training_step_are_captured(name):
     recurrence = mixers.get(name).recurrence
     given = draw(recurrence)
@@ -108,6 +108,30 @@ def test_a_step_equals_float64_and_overwrites_on_request(recurrence, sizes):
     assert same.data_ptr() == kept.data_ptr()
     torch.testing.assert_close(kept, new, rtol=1e-5, atol=1e-5 * new.abs().max().item())
     torch.testing.assert_close(again, y, rtol=1e-2, atol=1e-2 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED], ids=lambda r: r.name)
+def test_a_step_is_one_launch(recurrence):
+    sizes = (4, 2, 64, 64)
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    recurrence.step(state, **given, in_place=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        recurrence.step(state, **given, in_place=True)
+        torch.cuda.synchronize()
+    launched = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 1, launched
+
+
+@pytest.mark.parametrize("batch", [1, 17, 1024])
+@pytest.mark.parametrize("name", ["mlstm", "kda", "rwkv7", "s6", "qlstm"])
+def test_any_number_of_sequences_is_decoded(name, batch):
+    recurrence = mixers.get(name).recurrence
+    sizes = (batch, 2, 32, 32)
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    y, new = recurrence.step(state, **given)
+    wide, last = recurrence.step(state.double(), **{n: x.double() for n, x in given.items()})
+    for found, expected, limit in ((y, wide, 8e-3), (new, last, 1e-5)):
+        assert ((found.double() - expected).abs().max() / expected.abs().max()).item() < limit
 
 
 @pytest.mark.parametrize("name", ["mlstm", "gated_deltanet"])

@@ -32,9 +32,12 @@ def state_of(recurrence, n, p, batch=2, heads=2):
     return state
 
 
-@pytest.mark.parametrize("n, p", [(1, 1), (24, 40), (100, 7), (130, 255)])
-@named(KINDS)
-def test_any_size_of_keys_and_channels(recurrence, n, p):
+SIZES = [(n, p, r) for r in KINDS for n, p in [(1, 1), (24, 40), (100, 7), (130, 255)]]
+SIZES += [(256, 256, r) for r in (swinging, fading_delta, get("rwkv7").recurrence)]
+
+
+@pytest.mark.parametrize("n, p, recurrence", SIZES, ids=lambda x: getattr(x, "name", x))
+def test_any_size_of_keys_and_channels(n, p, recurrence):
     if recurrence is forgetful_delta and n == 1:
         pytest.skip("a key of one entry at unit length is its sign: its gradient is rounding alone")
     compare(recurrence, draw(recurrence, 90, n, p, torch.float32), torch.float32, state=state_of(recurrence, n, p))
@@ -82,7 +85,7 @@ def strided(x):
     return view
 
 
-@named([linear, delta, get("gated_deltanet").recurrence, get("gla").recurrence, kda, mlstm])
+@named([linear, delta, mlstm, kda, rwkv6, *(get(n).recurrence for n in ("retnet", "gated_deltanet", "gla", "rwkv7"))])
 def test_strided_inputs_are_read_where_they_lie(recurrence):
     given = {n: x.detach() for n, x in draw(recurrence, 512, 64, 64, BF16, heads=8).items()}
     views = {n: strided(x) if x.dim() == 4 else x for n, x in given.items()}

@@ -44,7 +44,7 @@ def outcome(recurrence, given, dtype, state=None, **how):
     if not recurrence.spec.is_stabilised:
         loss = loss + (final.double() * torch.randn(final.shape, generator=g, device="cuda").double()).sum()
     wanted = leaves if start is None else leaves | {"state": start}
-    grads = torch.autograd.grad(loss, list(wanted.values()))
+    grads = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True)
     true = recurrence.true_state(final, y.shape[-1])
     return {"y": y, "final": true} | {f"d{n}": x for n, x in zip(wanted, grads, strict=True)}
 

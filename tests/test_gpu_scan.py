@@ -144,17 +144,63 @@ def test_narrow_inputs_are_rounded_once(recurrence: dsf.Recurrence, dtype: torch
     assert_blocks_close(y.float(), oracle.to(dtype).float(), 1.5 * torch.finfo(dtype).eps)
 
 
-def test_repeated_runs_are_bitwise_equal() -> None:
-    x = cuda(draw(s6, 700, n=16, p=96, batch=2))
-    state = torch.randn(2, 2, 16, 96, device="cuda")
-    first, second = (gradients(s6, x, state, backend="triton") for _ in range(2))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recurrence", [s6, longhorn, rg_lru, aligned], ids=lambda r: r.name)
+def test_gradients_of_narrow_inputs_are_rounded_once(recurrence: dsf.Recurrence, dtype: torch.dtype) -> None:
+    x = cuda(draw(recurrence, 200, n=16, p=64, batch=2), dtype)
+    state = torch.randn(2, 2, *recurrence.state_shape(16 if recurrence.spec.has_key else 1, 64), device="cuda")
+    ours = gradients(recurrence, x, state, backend="triton")
+    oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for a, b in zip(ours, oracle, strict=True):
+        assert_blocks_close(a.double(), b, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 33, 63, 64])
+@pytest.mark.parametrize("recurrence", [s6, rg_lru], ids=lambda r: r.name)
+def test_any_number_of_tokens(recurrence: dsf.Recurrence, tokens: int) -> None:
+    x = cuda(draw(recurrence, tokens, n=24, p=40))
+    state = torch.randn(1, 2, *recurrence.state_shape(24 if recurrence.spec.has_key else 1, 40), device="cuda")
+    ours = gradients(recurrence, x, state, backend="triton")
+    oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for a, b in zip(ours, oracle, strict=True):
+        assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("recurrence", [s6, longhorn, rg_lru, swinging, weighted], ids=lambda r: r.name)
+def test_repeated_runs_are_bitwise_equal(recurrence: dsf.Recurrence) -> None:
+    x = cuda(draw(recurrence, 700, n=16, p=96, batch=2))
+    state = torch.randn(2, 2, *recurrence.state_shape(16 if recurrence.spec.has_key else 1, 96), device="cuda")
+    first, second = (gradients(recurrence, x, state, backend="triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_future_changes_no_bit_of_the_past() -> None:
-    x = cuda(draw(longhorn, 700, n=16, p=96))
-    changed = {k: torch.cat([v[:, :400], torch.randn_like(v[:, 400:])], 1) if v.dim() > 2 else v for k, v in x.items()}
-    assert torch.equal(longhorn(**x)[:, :400], longhorn(**changed)[:, :400])
+@pytest.mark.parametrize("recurrence", [s6, longhorn, rg_lru, swinging, twice], ids=lambda r: r.name)
+def test_the_future_changes_no_bit_of_the_past_and_its_gradients(recurrence: dsf.Recurrence) -> None:
+    x, cut, found = cuda(draw(recurrence, 700, n=16, p=96)), 400, []
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    other = {k: torch.cat([v[:, :cut], v[:, cut:].flip(1)], 1) if k in timed else v for k, v in x.items()}
+    for given in (x, other):
+        leaves = {k: v.clone().requires_grad_() for k, v in given.items()}
+        y = recurrence(**leaves, backend="triton")[:, :cut]
+        grads = torch.autograd.grad(y.sum(), list(leaves.values()), materialize_grads=True)
+        kept = [g[:, :cut] if k in timed else g for k, g in zip(leaves, grads, strict=True)]
+        assert all(not bool(g[:, cut:].any()) for k, g in zip(leaves, grads, strict=True) if k in timed)
+        found.append([y, *kept])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_operators_pass_opcheck() -> None:
+    from dsf.kernels.triton.scan_ops import fused_scan, fused_scan_adjoint
+
+    for recurrence in (s6, rg_lru):
+        x = {k: v.requires_grad_() for k, v in cuda(draw(recurrence, 70, n=16, p=40)).items()}
+        operands, name = [x[o.name] for o in source_of(recurrence.spec).operands], _hole(recurrence.spec)
+        state = torch.randn(1, 2, 16 if recurrence is s6 else 1, 40, device="cuda", requires_grad=True)
+        torch.library.opcheck(fused_scan, (operands, state, name, True, False, None, 0))
+        y, final, saved = fused_scan(operands, state, name, True, False, None, 0)
+        plain, needs = [v.detach() for v in operands], [True] * len(operands)
+        given = (torch.randn_like(y), torch.randn_like(final), plain, saved.detach(), name, needs, None)
+        torch.library.opcheck(fused_scan_adjoint, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("recurrence", [qlstm, s6], ids=lambda r: r.name)
