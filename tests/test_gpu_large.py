@@ -1,5 +1,7 @@
 """More than 2^31 elements, forward and backward: a long sequence ends as its end does, run from the state before it."""
 
+import math
+
 import pytest
 import torch
 from test_gpu_matrix import draw, worst
@@ -36,7 +38,7 @@ def errors(recurrence, given, timed):
     found = torch.autograd.grad(y[:, CUT:], [given[k] for k in timed], dy)
     expected = torch.autograd.grad(alone, [tail[k] for k in timed], dy)
     pairs = zip(["y", *timed], [y, *found], [alone, *expected], strict=True)
-    return {name: worst(a[:, CUT:], b) + worst(a[:, :64] * 0, b[:, :64] * 0) for name, a, b in pairs}
+    return {name: worst(a[:, CUT:], b) if bool(a[:, :64].isfinite().all()) else math.inf for name, a, b in pairs}
 
 
 def test_more_than_two_to_the_31_elements():

@@ -155,7 +155,7 @@ def test_gradients_of_narrow_inputs_are_rounded_once(recurrence: dsf.Recurrence,
         assert_blocks_close(a.double(), b, torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 33, 63, 64])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33, 64])
 @pytest.mark.parametrize("recurrence", [s6, rg_lru], ids=lambda r: r.name)
 def test_any_number_of_tokens(recurrence: dsf.Recurrence, tokens: int) -> None:
     x = cuda(draw(recurrence, tokens, n=24, p=40))
