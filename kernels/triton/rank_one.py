@@ -27,10 +27,10 @@ from dsf.kernels.triton.transform import unit_lower_inverse
 
 
 @triton.jit
-def load_earlier(running, local, distance, keys, N: tl.constexpr, BK: tl.constexpr):
-    """G_{i - distance} of every row of a chunk [L, BK], zero in front of the first; distance: 0 or 1."""
-    at = running + (local[:, None] - distance) * N + keys[None, :]
-    return tl.load(at, mask=(local[:, None] >= distance) & (keys[None, :] < N), other=0.0)
+def load_earlier(running, local, keys, N: tl.constexpr, BK: tl.constexpr):
+    """G_{i - 1} of every row of a chunk [L, BK], zero in front of the first."""
+    at = running + (local[:, None] - 1) * N + keys[None, :]
+    return tl.load(at, mask=(local[:, None] >= 1) & (keys[None, :] < N), other=0.0)
 
 
 @triton.jit
@@ -40,16 +40,13 @@ def middle_of(running, local, keys, level, N: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def factors(own, before, middle, AT_ONCE: tl.constexpr):
-    """Decays between rows and the middle of their block: of reads at G = own, of reads at G = before, and of writes.
+def factor(gap, AT_ONCE: tl.constexpr):
+    """exp(gap): the decay between rows and the middle of their block.
 
     AT_ONCE: the middle is the chunk's start, and writes grow towards it; else rows of a block's upper half meet those
     of its lower half, and what is above one is not used (but where states grow).
     """
-    if AT_ONCE:
-        return tl.exp2(own - middle), tl.exp2(before - middle), tl.exp2(middle - own)
-    after, earlier = tl.exp2(tl.minimum(own - middle, REACH)), tl.exp2(tl.minimum(before - middle, REACH))
-    return after, earlier, tl.exp2(tl.minimum(middle - own, REACH))
+    return tl.exp2(gap) if AT_ONCE else tl.exp2(tl.minimum(gap, REACH))
 
 
 @triton.jit
@@ -63,66 +60,106 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def rank_one_scores(
-    q, b, a, k, g, running, scores, system,
+def rank_one_chunk(
+    q, b, a, k, g, running, mixed, reads, inner, writes, outer,
     tokens, heads, length,
     q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
     g_b, g_t, g_h, g_group,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log decays -> G, QA | QK | BK [B, T, H, 3L] and BA [B, T, H, L]."""
+    """Log decays -> G, and Q, W, K, â, all chunk by chunk without gaps, and M | T BK [B, T, H, PARTS · L].
+
+    KEEP: T | QA T beside them, for the gradients.
+    """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
+    q += batch * q_b + head // q_group * q_h
+    b += batch * b_b + head // b_group * b_h
+    a += batch * a_b + head // a_group * a_h
+    k += batch * k_b + head // k_group * k_h
+    g += batch * g_b + head // g_group * g_h
     local = tl.arange(0, L)
     rows = chunk * L + local
-    running += (lane * length + chunk * L) * N
-    qa = tl.zeros([L, L], tl.float32)
-    qk = tl.zeros([L, L], tl.float32)
-    ba = tl.zeros([L, L], tl.float32)
-    bk = tl.zeros([L, L], tl.float32)
+    block = (lane * length + chunk * L) * N
+    running += block
     for first in tl.range(0, N, BK, num_stages=1):
         keys = first + tl.arange(0, BK)
-        log = load_rows(g + batch * g_b + head // g_group * g_h, g_t, rows, tokens, keys, N, BK, tl.float32)
-        log = tl.maximum(log, LOG_TINY) * LOG2E
-        own = tl.cumsum(log, axis=0)
-        store_chunk(running, own, local, keys, N, BK)
-        rows_q = load_rows(q + batch * q_b + head // q_group * q_h, q_t, rows, tokens, keys, N, BK, KIND)
-        rows_b = load_rows(b + batch * b_b + head // b_group * b_h, b_t, rows, tokens, keys, N, BK, KIND)
-        rows_a = load_rows(a + batch * a_b + head // a_group * a_h, a_t, rows, tokens, keys, N, BK, KIND)
-        rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BK, KIND)
+        log = load_rows(g, g_t, rows, tokens, keys, N, BK, tl.float32)
+        store_chunk(running, tl.cumsum(tl.maximum(log, LOG_TINY) * LOG2E, axis=0), local, keys, N, BK)
+    tl.debug_barrier()  # G is read again, by other threads
+    ba, bk = _scores(
+        b, b_t, a, a_t, k, k_t, running, rows, tokens, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+    )  # fmt: skip
+    wide = heads * PARTS * L
+    mixed += (batch * tokens * heads + head) * PARTS * L
+    bk = bk.to(KIND)
+    inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
+    store_rows(mixed + L, wide, rows, tokens, local, L, L, tl.dot(inverse, bk, input_precision=PRECISION))
+    qa, qk = _scores(
+        q, q_t, a, a_t, k, k_t, running, rows, tokens, local, 0, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+    )  # fmt: skip
+    through = tl.dot(qa.to(KIND), inverse, input_precision=PRECISION).to(KIND)
+    store_rows(mixed, wide, rows, tokens, local, L, L, tl.dot(through, bk, qk, input_precision=PRECISION))
+    if KEEP:
+        store_rows(mixed + 2 * L, wide, rows, tokens, local, L, L, inverse)
+        store_rows(mixed + 3 * L, wide, rows, tokens, local, L, L, through)
+    tl.debug_barrier()  # a product's result must not be transposed in registers: it is read again
+    solved_k = tl.trans(load_rows(mixed + L, wide, rows, tokens, local, L, L, KIND))
+    for first in tl.range(0, N, BK, num_stages=1):
+        keys = first + tl.arange(0, BK)
+        own = load_chunk(running, local, keys, N, BK)
+        before = load_earlier(running, local, keys, N, BK)
+        last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
+        erases = (load_rows(b, b_t, rows, tokens, keys, N, BK, tl.float32) * tl.exp2(before)).to(KIND)
+        store_chunk(inner + block, tl.dot(inverse, erases, input_precision=PRECISION), local, keys, N, BK)
+        out = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32) * tl.exp2(own)
+        out = tl.dot(through, erases, out, input_precision=PRECISION)
+        store_chunk(reads + block, out, local, keys, N, BK)
+        to_end = tl.exp2(last[None, :] - own)
+        ends = (load_rows(a, a_t, rows, tokens, keys, N, BK, tl.float32) * to_end).to(KIND)
+        store_chunk(outer + block, ends, local, keys, N, BK)
+        out = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32) * to_end
+        out = tl.dot(solved_k, ends, out, input_precision=PRECISION)
+        store_chunk(writes + block, out, local, keys, N, BK)
+
+
+@triton.jit
+def _scores(
+    x, x_t, a, a_t, k, k_t, running, rows, tokens, local, DISTANCE: tl.constexpr,
+    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x_i·(exp(G_{i - DISTANCE} - G_j) a_j) of j ≤ i - DISTANCE, and the same with k [L, L]."""
+    with_a = tl.zeros([L, L], tl.float32)
+    with_k = tl.zeros([L, L], tl.float32)
+    for first in tl.range(0, N, BK, num_stages=1):
+        keys = first + tl.arange(0, BK)
+        own = load_chunk(running, local, keys, N, BK)
+        at = own if DISTANCE == 0 else load_earlier(running, local, keys, N, BK)
+        rows_x = load_rows(x, x_t, rows, tokens, keys, N, BK, KIND)
+        rows_a = load_rows(a, a_t, rows, tokens, keys, N, BK, KIND)
+        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, KIND)
         if AT_ONCE:
-            after, earlier, source = factors(own, own - log, 0.0, True)
-            qa, qk = _products(qa, qk, rows_q, after, rows_a, rows_k, source, KIND, PRECISION)
-            ba, bk = _products(ba, bk, rows_b, earlier, rows_a, rows_k, source, KIND, PRECISION)
+            read, source = factor(at, True), factor(-own, True)
+            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, KIND, PRECISION)
         else:
-            tl.debug_barrier()  # G is read again, by other threads
-            before = load_earlier(running, local, 1, keys, N, BK)
-            same = local[:, None] == local[None, :]
-            wide_q = rows_q.to(tl.float32)
-            qa += tl.where(same, tl.sum(wide_q * rows_a.to(tl.float32), axis=1)[:, None], 0.0)
-            qk += tl.where(same, tl.sum(wide_q * rows_k.to(tl.float32), axis=1)[:, None], 0.0)
+            if DISTANCE == 0:  # the row's own, which no decay touches
+                same, wide = local[:, None] == local[None, :], rows_x.to(tl.float32)
+                with_a += tl.where(same, tl.sum(wide * rows_a.to(tl.float32), axis=1)[:, None], 0.0)
+                with_k += tl.where(same, tl.sum(wide * rows_k.to(tl.float32), axis=1)[:, None], 0.0)
             for level in tl.range(0, LEVELS, num_stages=1):
                 middle = middle_of(running, local, keys, level, N, BK)
-                after, earlier, source = factors(own, before, middle, False)
+                read, source = factor(at - middle, False), factor(middle - own, False)
                 none = tl.zeros([L, L], tl.float32)
                 meet = meeting(local, level, 1, False)
-                of_a, of_k = _products(none, none, rows_q, after, rows_a, rows_k, source, KIND, PRECISION)
-                qa += tl.where(meet, of_a, 0.0)
-                qk += tl.where(meet, of_k, 0.0)
-                of_a, of_k = _products(none, none, rows_b, earlier, rows_a, rows_k, source, KIND, PRECISION)
-                ba += tl.where(meet, of_a, 0.0)
-                bk += tl.where(meet, of_k, 0.0)
+                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, KIND, PRECISION)
+                with_a += tl.where(meet, of_a, 0.0)
+                with_k += tl.where(meet, of_k, 0.0)
     if AT_ONCE:
-        to_q, to_b = meeting(local, LEVELS - 1, 0, True), meeting(local, LEVELS - 1, 1, True)
-        qa, qk = tl.where(to_q, qa, 0.0), tl.where(to_q, qk, 0.0)
-        ba, bk = tl.where(to_b, ba, 0.0), tl.where(to_b, bk, 0.0)
-    at = batch * tokens * heads + head
-    scores += at * 3 * L
-    store_rows(scores, heads * 3 * L, rows, tokens, local, L, L, qa)
-    store_rows(scores + L, heads * 3 * L, rows, tokens, local, L, L, qk)
-    store_rows(scores + 2 * L, heads * 3 * L, rows, tokens, local, L, L, bk)
-    store_rows(system + at * L, heads * L, rows, tokens, local, L, L, ba)
+        seen = meeting(local, LEVELS - 1, DISTANCE, True)
+        with_a, with_k = tl.where(seen, with_a, 0.0), tl.where(seen, with_k, 0.0)
+    return with_a, with_k
 
 
 @triton.jit
@@ -138,64 +175,12 @@ def _products(
 
 
 @triton.jit
-def rank_one_transform(
-    q, b, a, k, running, scores, system, mixed, reads, inner, writes, outer,
-    tokens, heads, length,
-    q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
-    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, TERMS: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """M | T BK | T | QA T [B, T, H, 4L], and Q, W, K, â, chunk by chunk without gaps."""
-    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = lane // heads, lane % heads
-    local = tl.arange(0, L)
-    rows = chunk * L + local
-    at = batch * tokens * heads + head
-    system = load_rows(system + at * L, heads * L, rows, tokens, local, L, L, tl.float32)
-    inverse = unit_lower_inverse(-system, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
-    scores += at * 3 * L
-    qa = load_rows(scores, heads * 3 * L, rows, tokens, local, L, L, KIND)
-    bk = load_rows(scores + 2 * L, heads * 3 * L, rows, tokens, local, L, L, KIND)
-    solved_k = tl.dot(inverse, bk, input_precision=PRECISION)
-    mixed += at * 4 * L
-    store_rows(mixed + L, heads * 4 * L, rows, tokens, local, L, L, solved_k)
-    store_rows(mixed + 2 * L, heads * 4 * L, rows, tokens, local, L, L, inverse)
-    through = tl.dot(qa, inverse, input_precision=PRECISION).to(KIND)
-    store_rows(mixed + 3 * L, heads * 4 * L, rows, tokens, local, L, L, through)
-    direct = load_rows(scores + L, heads * 3 * L, rows, tokens, local, L, L, tl.float32)
-    direct = tl.dot(through, bk, direct, input_precision=PRECISION)
-    store_rows(mixed, heads * 4 * L, rows, tokens, local, L, L, direct)
-    tl.debug_barrier()  # a product's result must not be transposed in registers: it is read again
-    solved_k = tl.trans(load_rows(mixed + L, heads * 4 * L, rows, tokens, local, L, L, KIND))
-    block = (lane * length + chunk * L) * N
-    running += block
-    for first in tl.range(0, N, BK, num_stages=1):
-        keys = first + tl.arange(0, BK)
-        own = load_chunk(running, local, keys, N, BK)
-        before = load_earlier(running, local, 1, keys, N, BK)
-        last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
-        rows_b = load_rows(b + batch * b_b + head // b_group * b_h, b_t, rows, tokens, keys, N, BK, tl.float32)
-        erases = (rows_b * tl.exp2(before)).to(KIND)
-        store_chunk(inner + block, tl.dot(inverse, erases, input_precision=PRECISION), local, keys, N, BK)
-        rows_q = load_rows(q + batch * q_b + head // q_group * q_h, q_t, rows, tokens, keys, N, BK, tl.float32)
-        out = tl.dot(through, erases, rows_q * tl.exp2(own), input_precision=PRECISION)
-        store_chunk(reads + block, out, local, keys, N, BK)
-        to_end = tl.exp2(last[None, :] - own)
-        rows_a = load_rows(a + batch * a_b + head // a_group * a_h, a_t, rows, tokens, keys, N, BK, tl.float32)
-        ends = (rows_a * to_end).to(KIND)
-        store_chunk(outer + block, ends, local, keys, N, BK)
-        rows_k = load_rows(k + batch * k_b + head // k_group * k_h, k_t, rows, tokens, keys, N, BK, tl.float32)
-        out = tl.dot(solved_k, ends, rows_k * to_end, input_precision=PRECISION)
-        store_chunk(writes + block, out, local, keys, N, BK)
-
-
-@triton.jit
 def rank_one_walk(
     outer, inner, writes, reads, mixed, x, running, y, states, start, final,
     tokens, heads, length, x_b, x_t, x_h, x_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     REVERSE: tl.constexpr, START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """S ← exp(G_L) S + outerᵀ (inner S) + writesᵀ x, from chunk to chunk, in either direction.
 
@@ -227,7 +212,7 @@ def rank_one_walk(
         given = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
         if OUTPUT:
             out = tl.dot(load_rows(reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
-            direct = load_rows(mixed + at * 4 * L, heads * 4 * L, rows, tokens, local, L, L, KIND)
+            direct = load_rows(mixed + at * PARTS * L, heads * PARTS * L, rows, tokens, local, L, L, KIND)
             out = tl.dot(direct, given, out, input_precision=PRECISION)
             store_rows(y + at * P, heads * P, rows, tokens, columns, P, BP, out)
         state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]

@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import load_chunk
-from dsf.kernels.triton.rank_one import factors, load_earlier, meeting, middle_of
+from dsf.kernels.triton.keywise import load_chunk, rounded
+from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of
 from dsf.kernels.triton.tiles import load_rows, store_rows
 
 
@@ -29,7 +29,7 @@ def rank_one_entries(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L], unmasked."""
+    """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L]."""
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     keys, local = tl.arange(0, BN), tl.arange(0, L)
@@ -78,6 +78,9 @@ def rank_one_entries(
         qk = tl.dot(given, values, qk, input_precision=PRECISION)
         ba = tl.dot(adjoint, entry, ba, input_precision=PRECISION)
         bk = tl.dot(adjoint, values, bk, input_precision=PRECISION)
+    down, across = local[:, None], local[None, :]
+    qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
+    ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
     weights += at * 4 * L
     store_rows(weights, wide, rows, tokens, local, L, L, qa)
     store_rows(weights + L, wide, rows, tokens, local, L, L, qk)
@@ -87,74 +90,90 @@ def rank_one_entries(
 
 @triton.jit
 def rank_one_gradient(
-    x, y, first, second, of_x, of_y, weights, running, state, other, dx, dy, dg,
+    q, b, a, k, v, dy, adjoint_entries, entries, weights, running, states, adjoints, dq, db, da, dk, dg,
     tokens, heads, length,
-    x_b, x_t, x_h, x_group, y_b, y_t, y_h, y_group, first_b, first_t, first_h, first_group,
-    second_b, second_t, second_h, second_group, of_x_b, of_x_t, of_x_h, of_x_group, of_y_b, of_y_t, of_y_h, of_y_group,
-    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
+    q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
+    v_b, v_t, v_h, v_group,
+    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x, y [B, T, H, N] for BK keys of one chunk, and what the two give the log decays.
-
-    READS: x, y are q, b (of dy, f), first, second a, k, state is S_0, and dg is written; else x, y are a, k (of u, v),
-    first, second are q, b, state is dS_L, other S_0, and dg is added to.
-    """
+    """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk."""
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     keys, local = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, L)
     batch, head = lane // heads, lane % heads
-    x += batch * x_b + head // x_group * x_h
-    y += batch * y_b + head // y_group * y_h
-    first += batch * first_b + head // first_group * first_h
-    second += batch * second_b + head // second_group * second_h
-    of_x += batch * of_x_b + head // of_x_group * of_x_h
-    of_y += batch * of_y_b + head // of_y_group * of_y_h
+    q += batch * q_b + head // q_group * q_h
+    b += batch * b_b + head // b_group * b_h
+    a += batch * a_b + head // a_group * a_h
+    k += batch * k_b + head // k_group * k_h
+    v += batch * v_b + head // v_group * v_h
     at = batch * tokens * heads + head
     weights += at * 4 * L
-    dg += at * N
-    running += (lane * length + chunk * L) * N
     to_state = (lane * tl.cdiv(tokens, L) + chunk) * N * P
-    state += to_state
+    states += to_state
+    adjoints += to_state
+    running += (lane * length + chunk * L) * N
     rows = chunk * L + local
-    log = _one_of_four(
-        of_x, of_x_t, weights, state, x, x_t, first, first_t, second, second_t, dx + at * N, running,
-        rows, tokens, heads, keys, local, 0, READS, N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+    row, narrow = heads * P, heads * N
+    last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
+    carried = tl.zeros([BK], tl.float32)
+    for begin in tl.range(0, P, BP, num_stages=1):
+        columns = begin + tl.arange(0, BP)
+        state = load_state(states, keys, columns, N, P, tl.float32)
+        carried += tl.sum(state * load_state(adjoints, keys, columns, N, P, tl.float32), axis=1)
+    carried *= tl.exp2(last)
+    of_a, at_end = _of_a_vector(
+        entries + at * P, row, adjoints, weights, a, a_t, q, q_t, b, b_t, da + at * N, running,
+        last, rows, tokens, heads, keys, local, 0, False,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
     )  # fmt: skip
+    carried += at_end
+    log = -of_a
     tl.debug_barrier()  # or loads move up, and registers run out
-    log += _one_of_four(
-        of_y, of_y_t, weights, state, y, y_t, first, first_t, second, second_t, dy + at * N, running,
-        rows, tokens, heads, keys, local, 1, READS, N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+    of_k, at_end = _of_a_vector(
+        v, v_t, adjoints, weights, k, k_t, q, q_t, b, b_t, dk + at * N, running,
+        last, rows, tokens, heads, keys, local, 1, False,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
     )  # fmt: skip
-    if not READS:
-        carried = tl.zeros([BK], tl.float32)
-        for begin in tl.range(0, P, BP, num_stages=1):
-            columns = begin + tl.arange(0, BP)
-            beside = load_state(other + to_state, keys, columns, N, P, tl.float32)
-            carried += tl.sum(beside * load_state(state, keys, columns, N, P, tl.float32), axis=1)
-        last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
-        log += (tl.exp2(last) * carried)[None, :]
-        log += load_rows(dg, heads * N, rows, tokens, keys, N, BK, tl.float32)
-    store_rows(dg, heads * N, rows, tokens, keys, N, BK, log)
+    carried += at_end
+    log -= of_k
+    tl.debug_barrier()
+    of_q, at_end = _of_a_vector(
+        dy + at * P, row, states, weights, q, q_t, a, a_t, k, k_t, dq + at * N, running,
+        last, rows, tokens, heads, keys, local, 0, True,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+    )  # fmt: skip
+    log += of_q
+    tl.debug_barrier()
+    of_b, at_end = _of_a_vector(
+        adjoint_entries + at * P, row, states, weights, b, b_t, a, a_t, k, k_t, db + at * N, running,
+        last, rows, tokens, heads, keys, local, 1, True,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+    )  # fmt: skip
+    log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
+    store_rows(dg + at * N, narrow, rows, tokens, keys, N, BK, log)
 
 
 @triton.jit
-def _one_of_four(
-    field, field_t, weights, state_of, x, x_t, first, first_t, second, second_t, out, running,
-    rows, tokens, heads, keys, local, turn: tl.constexpr,
-    READS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+def _of_a_vector(
+    field, field_t, state_of, weights, x, x_t, first, first_t, second, second_t, out, running,
+    last, rows, tokens, heads, keys, local, turn: tl.constexpr, READS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the vector x of every row: field meets the state, weights the vectors first and second of other rows.
 
     READS: x reads first and second, else first and second read x. turn: 1 for the second of both kinds; where that is
-    b, it reads what was before its row. Returns what x gives the log decays [L, BK].
+    b, it reads what was before its row. AT_ONCE: products that no decay touches cancel in what the log
+    decays are given. Returns what each row of x gives the decays up to it, or takes from them [L, BK], and what it
+    gives all of them [BK].
     """
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)
-        mine = load_rows(field, field_t, rows, tokens, columns, P, BP, KIND)
+        given = load_rows(field, field_t, rows, tokens, columns, P, BP, KIND)
         state = load_state(state_of, keys, columns, N, P, KIND)
-        grad = tl.dot(mine, tl.trans(state), grad, input_precision=PRECISION)
+        grad = tl.dot(given, tl.trans(state), grad, input_precision=PRECISION)
     wide = heads * 4 * L
     if READS:
         at_one, at_two, to_one, to_two = 2 * turn, 2 * turn + 1, turn, turn
@@ -162,80 +181,75 @@ def _one_of_four(
         at_one, at_two, to_one, to_two = turn, 2 + turn, 0, 1
     with_one = load_rows(weights + at_one * L, wide, rows, tokens, local, L, L, KIND)
     with_two = load_rows(weights + at_two * L, wide, rows, tokens, local, L, L, KIND)
-    own = load_chunk(running, local, keys, N, BK)
-    before = load_earlier(running, local, turn if READS else 1, keys, N, BK)
+    if not READS:
+        with_one, with_two = tl.trans(with_one), tl.trans(with_two)
     rows_x = load_rows(x, x_t, rows, tokens, keys, N, BK, KIND)
     rows_1 = load_rows(first, first_t, rows, tokens, keys, N, BK, KIND)
     rows_2 = load_rows(second, second_t, rows, tokens, keys, N, BK, KIND)
-    nothing = tl.zeros([L, BK], tl.float32)
-    if READS and AT_ONCE:  # the state is one more of what is read at the chunk's start
-        grad, of_rows = _meet(
-            grad, with_one, with_two, rows_x, rows_1, rows_2, own, before, 0.0, local, LEVELS - 1, to_one, to_two,
-            True, True, KIND, PRECISION,
-        )  # fmt: skip
+    own = load_chunk(running, local, keys, N, BK)
+    before = own if READS and turn == 0 else load_earlier(running, local, keys, N, BK)
+    carried = tl.zeros([BK], tl.float32)
+    nothing = 0.0 * own
+    if AT_ONCE:
+        source = tl.exp2(-own)
+        if READS:
+            mine, theirs, others = tl.exp2(before), source, source
+        else:
+            mine, theirs, others = source, tl.exp2(own), tl.exp2(before)
+        to_log = rounded(rows_x.to(tl.float32) * mine, KIND, PRECISION).to(tl.float32)
+        if not READS:
+            grad *= tl.exp2(last)[None, :]
+            carried = tl.sum(grad * to_log, axis=0)
+        grad = _meet(grad, nothing, with_one, with_two, rows_1, rows_2, theirs, others, KIND, PRECISION)
+        of_rows = grad * to_log
+        grad *= mine
     else:
         if READS:
             grad *= tl.exp2(before)
             of_rows = grad * rows_x.to(tl.float32)
         else:  # what is carried to the chunk's end gives to the decays after its row: to all, less those up to it
-            last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
             grad *= tl.exp2(last[None, :] - own)
             of_rows = tl.where((local < L - 1)[:, None], grad * rows_x.to(tl.float32), 0.0)
             carried = tl.sum(of_rows, axis=0)
-        if AT_ONCE:
-            met, of_met = _meet(
-                nothing, with_one, with_two, rows_x, rows_1, rows_2, own, before, 0.0, local, LEVELS - 1,
-                to_one, to_two, True, READS, KIND, PRECISION,
+        for level in tl.range(0, LEVELS, num_stages=1):
+            middle = middle_of(running, local, keys, level, N, BK)
+            source = factor(middle - own, False)
+            if READS:
+                here, there, beside = factor(before - middle, False), source, source
+            else:
+                here, there, beside = source, factor(own - middle, False), factor(before - middle, False)
+            meet_one, meet_two = meeting(local, level, to_one + 1, False), meeting(local, level, to_two + 1, False)
+            if not READS:
+                meet_one, meet_two = tl.trans(meet_one), tl.trans(meet_two)
+            met = _meet(
+                nothing, nothing, tl.where(meet_one, with_one, 0.0), tl.where(meet_two, with_two, 0.0),
+                rows_1, rows_2, there, beside, KIND, PRECISION,
             )  # fmt: skip
-            grad += met
-            of_rows += of_met
-        else:
-            for level in tl.range(0, LEVELS, num_stages=1):
-                middle = middle_of(running, local, keys, level, N, BK)
-                met, of_met = _meet(
-                    nothing, with_one, with_two, rows_x, rows_1, rows_2, own, before, middle, local, level,
-                    to_one, to_two, False, READS, KIND, PRECISION,
-                )  # fmt: skip
-                grad += met
-                of_rows += of_met
-            # what no decay touches: the row's own, or the neighbour's that b reads
-            gap = local[:, None] - local[None, :]
-            near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1 if READS else 0)
-            grad += near[:, None] * _neighbours(rows_1, first, first_t, rows, tokens, keys, turn, READS, 0, N, BK)
-            near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1 if READS else 0)
-            grad += near[:, None] * _neighbours(rows_2, second, second_t, rows, tokens, keys, turn, READS, 1, N, BK)
+            grad += met * here
+            of_rows += met * rounded(rows_x.to(tl.float32) * here, KIND, PRECISION).to(tl.float32)
+        # what no decay touches: the row's own, or the neighbour's that b reads
+        gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
+        near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
+        grad += near[:, None] * _neighbours(rows_1, first, first_t, rows, tokens, keys, turn, READS, 0, N, BK)
+        near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
+        grad += near[:, None] * _neighbours(rows_2, second, second_t, rows, tokens, keys, turn, READS, 1, N, BK)
     store_rows(out, heads * N, rows, tokens, keys, N, BK, grad)
-    if READS:
-        log = sum_rows(local[:, None] + turn <= local[None, :], of_rows, KIND, PRECISION)
-    else:
-        log = carried[None, :] - sum_rows(local[:, None] <= local[None, :], of_rows, KIND, PRECISION)
-    return log
+    return of_rows, carried
 
 
 @triton.jit
 def _meet(
-    start, with_one, with_two, rows_x, rows_1, rows_2, own, before, middle, local, level, to_one, to_two,
-    AT_ONCE: tl.constexpr, READS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Parts of the gradient and of what it gives the log decays, by row, of `start` and one size of blocks [L, BK].
+    start, nothing, with_one, with_two, rows_1, rows_2, theirs, others, KIND: tl.constexpr, PRECISION: tl.constexpr
+):
+    """start plus the products of the weights with first and second rows [L, BK].
 
-    AT_ONCE: products that no decay touches are among them, and cancel in what the log decays are given.
+    nothing: zeros that the compiler does not know to be; it would make one product start from the other one's result,
+    which gets its warps in another order.
     """
-    UNDECAYED: tl.constexpr = 0 if AT_ONCE else 1
-    after, earlier, source = factors(own, before, middle, AT_ONCE)
-    if READS:
-        mine, factor_1, factor_2 = earlier, source, source
-    else:
-        mine, factor_1, factor_2 = source, after, earlier
-    weights = tl.where(meeting(local, level, UNDECAYED + to_one, AT_ONCE), with_one, 0.0)
-    if not READS:
-        weights = tl.trans(weights)
-    out = tl.dot(weights, (rows_1.to(tl.float32) * factor_1).to(KIND), start, input_precision=PRECISION)
-    weights = tl.where(meeting(local, level, UNDECAYED + to_two, AT_ONCE), with_two, 0.0)
-    if not READS:
-        weights = tl.trans(weights)
-    out = tl.dot(weights, (rows_2.to(tl.float32) * factor_2).to(KIND), out, input_precision=PRECISION)
-    return out * mine, (rows_x.to(tl.float32) * mine).to(KIND).to(tl.float32) * out
+    scaled = rounded(rows_1.to(tl.float32) * theirs, KIND, PRECISION)
+    out = tl.dot(with_one, scaled, start, input_precision=PRECISION)
+    scaled = rounded(rows_2.to(tl.float32) * others, KIND, PRECISION)
+    return out + tl.dot(with_two, scaled, nothing, input_precision=PRECISION)
 
 
 @triton.jit
@@ -249,17 +263,6 @@ def _neighbours(
     if SECOND:
         return load_rows(base, stride, rows + 1, tokens, keys, N, BK, tl.float32)
     return own_rows.to(tl.float32)
-
-
-@triton.jit
-def sum_rows(chosen, x, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """[t]: the sum of the rows of x that are chosen[t], [L, ·]."""
-    weights = tl.where(chosen, 1.0, 0.0).to(KIND)
-    main = x.to(KIND)
-    out = tl.dot(weights, main, input_precision=PRECISION)
-    if KIND != tl.float32:  # sums whose terms cancel: what rounding left out
-        out += tl.dot(weights, (x - main.to(tl.float32)).to(KIND), input_precision=PRECISION)
-    return out
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsf.kernels.triton import matrix
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.rank_one import rank_one_scores, rank_one_transform, rank_one_walk
+from dsf.kernels.triton.rank_one import rank_one_chunk, rank_one_walk
 from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
 from dsf.kernels.triton.table import Tiles
 
@@ -25,7 +25,7 @@ SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to mee
 
 @dataclass(frozen=True)
 class Kept:
-    """What the forward pass leaves: G, what rank_one_transform made of each chunk, and the chunks' first states."""
+    """What the forward pass leaves: G, what rank_one_chunk made of each chunk, and the chunks' first states."""
 
     running: Tensor
     mixed: Tensor
@@ -72,12 +72,16 @@ class _Call:
         return [y for x in xs for y in (*x.stride()[:3], self.heads // x.shape[2])]
 
     def kept(self, states: bool) -> Kept:
-        """Room for what the forward pass leaves."""
+        """Room for what the forward pass leaves; states: for the backward pass, not for the walk alone."""
         block = (self.lanes, self.length, self.n)
-        mixed = self.empty(self.batch, self.tokens, self.heads, 4 * self.chunk)
+        mixed = self.empty(self.batch, self.tokens, self.heads, (4 if states else 2) * self.chunk)
         reads, inner, writes, outer = (self.empty(*block) for _ in range(4))
         starts = self.states(self.chunks if states else 0, dtype=self.stored)
         return Kept(self.empty(*block, dtype=torch.float32), mixed, reads, inner, writes, outer, starts)
+
+    def parts(self, kept: Kept) -> int:
+        """How many matrices of a chunk's rows `mixed` holds."""
+        return kept.mixed.shape[-1] // self.chunk
 
     def walk(
         self, kept: Kept, x: Tensor, start: Tensor | None, y: Tensor | None, states: Tensor | None,
@@ -95,7 +99,7 @@ class _Call:
             unused if final is None else final,
             self.tokens, self.heads, self.length, *self.strides(x),
             P=self.p, BN=t.keys, BP=t.piece, REVERSE=reverse, START=start is not None, OUTPUT=y is not None,
-            STATES=states is not None, FINAL=final is not None, STAGES=t.walk_stages,
+            STATES=states is not None, FINAL=final is not None, PARTS=self.parts(kept), STAGES=t.walk_stages,
             num_warps=t.walk_warps, num_stages=t.walk_stages, **self.common,
         )  # fmt: skip
 
@@ -109,21 +113,14 @@ def forward(
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     final, kept = call.states(), call.kept(keep)
     if real:
-        t, rows = call.tiles, call.strides(q, right, left, k)
-        scores = call.empty(call.batch, call.tokens, heads, 3 * call.chunk)
-        system = call.empty(call.batch, call.tokens, heads, call.chunk, dtype=torch.float32)
+        t = call.tiles
         launch(
-            rank_one_scores, (call.chunks, call.lanes),
-            q, right, left, k, decay, kept.running, scores, system, call.tokens, heads, call.length, *rows,
-            *call.strides(decay), BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once,
-            num_warps=t.score_warps, num_stages=2, **call.common,
-        )  # fmt: skip
-        launch(
-            rank_one_transform, (call.chunks, call.lanes),
-            q, right, left, k, kept.running, scores, system, kept.mixed, kept.reads, kept.inner, kept.writes,
-            kept.outer, call.tokens, heads, call.length, *rows,
-            BK=call.block, LEVELS=call.levels, TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2,
-            maxnreg=t.transform_registers, **call.common,
+            rank_one_chunk, (call.chunks, call.lanes),
+            q, right, left, k, decay, kept.running, kept.mixed, kept.reads, kept.inner, kept.writes, kept.outer,
+            call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
+            BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
+            TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers,
+            **call.common,
         )  # fmt: skip
         call.walk(kept, v, state, y, kept.states if keep else None, final, False)
     return y, final, kept.tensors() if keep else []
@@ -164,14 +161,12 @@ def _gradients(
         found["value"], weights, call.tokens, call.heads, call.length, *call.strides(v),
         BN=t.keys, BP=t.piece, num_warps=8, **sizes,
     )  # fmt: skip
-    fields, names = (dy, adjoint_entries, entries, v), ("query", "right", "left", "key")
-    for reads, mine, theirs in ((True, slice(0, 2), slice(2, 4)), (False, slice(2, 4), slice(0, 2))):
-        xs = (*vectors[mine], *vectors[theirs], *fields[mine])
-        outs = (*(found[name] for name in names[mine]), found["decay"])
-        ends = (kept.states, adjoints) if reads else (adjoints, kept.states)
-        launch(
-            rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
-            *xs, weights, kept.running, *ends, *outs, call.tokens, call.heads, call.length, *call.strides(*xs),
-            READS=reads, BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once,
-            num_warps=t.gradient_warps, **sizes,
-        )  # fmt: skip
+    xs = (*vectors, v)
+    launch(
+        rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
+        *xs, dy, adjoint_entries, entries, weights, kept.running, kept.states, adjoints,
+        *(found[name] for name in ("query", "right", "left", "key", "decay")),
+        call.tokens, call.heads, call.length, *call.strides(*xs),
+        BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once, num_warps=t.gradient_warps,
+        **sizes,
+    )  # fmt: skip
