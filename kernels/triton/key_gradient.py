@@ -7,6 +7,9 @@ writes into the last state and S carried through depend on the last G alone. Wha
 touches: it is left out of both, so that decays near zero keep their gradient's digits. dlog decay_t sums dG over the
 rows from t on. There what a row reads of another and what that one writes to it cancel, so both are products of the
 same rounded factors: others would leave, summed over a chunk, as much as what remains of strong decays.
+
+key_pairs first makes what does not depend on keys; then key_gradient runs on chunks whose rows all meet at once, in
+few registers, and once more on the others.
 """
 
 from __future__ import annotations
@@ -14,30 +17,85 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import factors, load_chunk, meeting, rounded, row_of
+from dsf.kernels.triton.keywise import factors, load_chunk, load_row, meeting, rounded
 from dsf.kernels.triton.tiles import ERASE, READ, SOURCE, load_rows, store_rows
+
+GROUP = tl.constexpr(8)  # chunks that a program looks through for those whose rows do not all meet at once
+
+
+@triton.jit(do_not_specialize=["base", "count"])
+def key_pairs(
+    v, dy, scalars, writes, scores_of, entries, adjoint_entries, adjoints, pairs, alone, dv, ds,
+    tokens, heads, length, plane, base, count,
+    v_b, v_t, v_h, v_group,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dv of a slice of P; dy_i·x_j and (DELTA) f_i·x_j of j < i, pairs [slices, B, T, H, L or 2L]; alone: dy_i·x_i.
+
+    Of `count` chunks from `base` on. DELTA: also ds, of that slice [slices, B, T, H].
+    """
+    chunk, lane, piece = tl.program_id(0) + base, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, head = lane // heads, lane % heads
+    PITCH: tl.constexpr = 2 * L if DELTA else L
+    v += batch * v_b + head // v_group * v_h
+    scalars += lane * length
+    flat = batch * tokens * heads + head
+    part = flat + piece * tl.num_programs(1).to(tl.int64) * tokens
+    pairs += part * PITCH
+    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    rows = chunk * L + local
+    earlier = local[:, None] > local[None, :]
+    at = part + rows.to(tl.int64) * heads
+    given = load_rows(dy + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+    if DELTA:
+        written = load_rows(entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+    else:
+        written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+    tl.store(alone + at, tl.sum(given.to(tl.float32) * written.to(tl.float32), axis=1), mask=rows < tokens)
+    products = tl.where(earlier, tl.dot(given, tl.trans(written), input_precision=PRECISION), 0.0)
+    store_rows(pairs, heads * PITCH, rows, tokens, local, L, L, products)
+    if DELTA:
+        adjoint_entries += ((batch * count - base) * L * heads + head) * P
+        f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
+        products = tl.where(earlier, tl.dot(f, tl.trans(written), input_precision=PRECISION), 0.0)
+        store_rows(pairs + L, heads * PITCH, rows, tokens, local, L, L, products)
+        grad_v = f.to(tl.float32)
+        if SOURCE_WANTED:
+            values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
+            tl.store(ds + at, tl.sum(grad_v * values, axis=1), mask=rows < tokens)
+    else:
+        adjoint = _load_state(adjoints + (lane * count + chunk - base) * N * P, keys, columns, N, P, KIND)
+        kept = load_chunk(writes + (lane * length + chunk * L) * N, local, keys, N, BN).to(KIND)
+        grad_v = tl.dot(kept, adjoint, input_precision=PRECISION)
+        scores = tl.trans(load_rows(scores_of + flat * L, heads * L, rows, tokens, local, L, L, KIND))
+        if READ_SCALED:
+            scores = (scores.to(tl.float32) * tl.load(scalars + READ * plane + rows)[None, :]).to(KIND)
+        grad_v = tl.dot(scores, given, grad_v, input_precision=PRECISION)
+    if SCALED:
+        grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    store_rows(dv + flat * P, heads * P, rows, tokens, columns, P, BP, grad_v)
 
 
 @triton.jit(do_not_specialize=["base", "count"])
 def key_gradient(
-    q, k, v, dy, scalars, running, first_levels, writes, scores_of, entries, adjoint_entries, states, adjoints,
-    dq, dk, dv, dg, ds, db, dc,
+    q, k, v, dy, scalars, running, first_levels, pairs, alone, entries, adjoint_entries, states, adjoints,
+    dq, dk, dg, ds, db, dc,
     tokens, heads, length, plane, base, count,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, ONCE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dv of a slice of P, and that slice's part of all the others, to be summed; of `count` chunks from `base` on.
+    """A slice of P's part of the gradients, to be summed, BK keys a program; of `count` chunks from `base` on.
 
-    A chunk has a program for each BK keys, and without the delta rule one for dv: neighbours, so that all but the first
-    find their operands in the cache. dq, dk, dg [slices, B, T, H, N]; the scalars' [slices · keys / BK, B, T, H].
+    dq, dk, dg [slices, B, T, H, N]; the scalars' [slices · keys / BK, B, T, H]. ONCE: of chunks whose rows all meet in
+    one product, one a program; else of the others, of every GROUP chunks.
     """
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
-    ROLES: tl.constexpr = BLOCKS if DELTA else BLOCKS + 1
-    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + base
-    lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    block, lane, piece = tl.program_id(0) % BLOCKS, tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
@@ -45,181 +103,175 @@ def key_gradient(
     scalars += lane * length
     flat = batch * tokens * heads + head
     size = tl.num_programs(1).to(tl.int64) * tokens
-    states += (lane * tl.cdiv(tokens, L) + chunk) * N * P
-    adjoints += (lane * count + chunk - base) * N * P
-    adjoint_entries += ((batch * count - base) * L * heads + head) * P
-    columns, local = piece * BP + tl.arange(0, BP), tl.arange(0, L)
-    rows = chunk * L + local
-    dy += flat * P
+    part = flat + piece * size
+    PITCH: tl.constexpr = 2 * L if DELTA else L
     if DELTA:
         x, x_t = entries + flat * P, heads * P
     else:
         x, x_t = v, v_t
-    block = (lane * length + chunk * L) * N
-    at_rows = (flat + piece * size) * N
-    at_scalars = flat + (piece * BLOCKS + role) * size + rows.to(tl.int64) * heads
-    if role < BLOCKS:
-        first = tl.load(first_levels + lane * (length // L) + chunk)
-        if first == LEVELS - 1:
+    adjoint_entries += ((batch * count - base) * L * heads + head) * P
+    running += lane * length * N
+    first_levels += lane * (length // L)
+    at_scalars = flat + (piece * BLOCKS + block) * size
+    keys, columns = block * BK + tl.arange(0, BK), piece * BP + tl.arange(0, BP)
+    EACH: tl.constexpr = 1 if ONCE else GROUP
+    first_chunk = tl.program_id(0) // BLOCKS * EACH
+    if ONCE:
+        chunk = first_chunk + base
+        if tl.load(first_levels + chunk) == LEVELS - 1:
             _of_keys(
-                q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running + block, first, adjoint_entries,
-                states, adjoints, dq + at_rows, dk + at_rows, dv + flat * P, dg + at_rows,
-                ds + at_scalars, db + at_scalars, dc + at_scalars, role == 0, rows, tokens, heads, plane,
-                role * BK + tl.arange(0, BK), columns, local, True,
+                q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, LEVELS - 1, pairs + part * PITCH, alone + part,
+                adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
+                ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, tokens, heads, plane,
+                keys, columns, True,
                 N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
             )  # fmt: skip
-        else:
-            _of_keys(
-                q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running + block, first, adjoint_entries,
-                states, adjoints, dq + at_rows, dk + at_rows, dv + flat * P, dg + at_rows,
-                ds + at_scalars, db + at_scalars, dc + at_scalars, role == 0, rows, tokens, heads, plane,
-                role * BK + tl.arange(0, BK), columns, local, False,
-                N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
-            )  # fmt: skip
-    elif not DELTA:
-        _of_values(
-            dy, scalars, writes + block, scores_of + flat * L, adjoints, dv + flat * P,
-            rows, tokens, heads, plane, tl.arange(0, BN), columns, local,
-            N, P, BN, BP, L, SCALED, READ_SCALED, KIND, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def _of_values(
-    dy, scalars, writes, scores_of, adjoint_of, dv, rows, tokens, heads, plane, keys, columns, local,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    SCALED: tl.constexpr, READ_SCALED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dv without the delta rule."""
-    given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
-    adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
-    grad_v = tl.dot(load_chunk(writes, local, keys, N, BN).to(KIND), adjoint, input_precision=PRECISION)
-    scores = tl.trans(load_rows(scores_of, heads * L, rows, tokens, local, L, L, KIND))
-    if READ_SCALED:
-        scores = (scores.to(tl.float32) * tl.load(scalars + READ * plane + rows)[None, :]).to(KIND)
-    grad_v = tl.dot(scores, given, grad_v, input_precision=PRECISION)
-    if SCALED:
-        grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    store_rows(dv, heads * P, rows, tokens, columns, P, BP, grad_v)
+    else:
+        for chunk in tl.range(first_chunk + base, base + tl.minimum(first_chunk + GROUP, count), num_stages=1):
+            first = tl.load(first_levels + chunk)
+            if first < LEVELS - 1:
+                _of_keys(
+                    q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, first, pairs + part * PITCH, alone + part,
+                    adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
+                    ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, tokens, heads, plane,
+                    keys, columns, False,
+                    N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
+                )  # fmt: skip
 
 
 @triton.jit
 def _of_keys(
-    q, q_t, k, k_t, v, v_t, dy, x, x_t, scalars, running, first, adjoint_entries, state_of, adjoint_of,
-    dq, dk, dv, dg, ds, db, dc, is_first, rows, tokens, heads, plane, keys, columns, local, ONCE: tl.constexpr,
+    q, q_t, k, k_t, dy, x, x_t, scalars, running, first, pairs, alone, adjoint_entries, state_of, adjoint_of,
+    dq, dk, dg, ds, db, dc, chunk, lane, base, count, tokens, heads, plane, keys, columns, ONCE: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
     DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg, the scalars' gradients and (DELTA) dv. ONCE: all rows meet in one product."""
-    own = load_chunk(running, local, keys, N, BK)
-    middle = row_of(own, local, L // 2 - 1)
-    last = row_of(own, local, L - 1)
-    # q and k as the sums have them
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
-    if READ_SCALED:
-        rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
+    """dq, dk, dg and the scalars' gradients of one chunk, in parts that load what they need again."""
+    PITCH: tl.constexpr = 2 * L if DELTA else L
+    local = tl.arange(0, L)
+    rows = chunk * L + local
+    running += chunk * L * N
+    state_of += (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    adjoint_of += (lane * count + chunk - base) * N * P
+    at = rows.to(tl.int64) * heads
+    # S carried through to the last state
+    last = load_row(running, L - 1, keys, N)
+    adjoint = _load_state(adjoint_of, keys, columns, N, P, tl.float32)
+    of_end = tl.exp2(last) * tl.sum(_load_state(state_of, keys, columns, N, P, tl.float32) * adjoint, axis=1)
+    tl.debug_barrier()  # or loads move up, and registers run out
+    # what the rows read
     rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
     if SCALED and not DELTA:
         rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+    if READ_SCALED:
+        rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
+    read, log = _reads(
+        dy, heads * P, pairs, heads * PITCH, state_of, rows_q, rows_k, running, first, chunk, tokens, keys, columns,
+        local, ONCE, N, P, BK, BP, L, LEVELS, KIND, PRECISION,
+    )  # fmt: skip
+    read += tl.load(alone + at, mask=rows < tokens, other=0.0)[:, None] * rows_k
+    if READ_WANTED:
+        unscaled = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+        tl.store(dc + at, tl.sum(read * unscaled, axis=1), mask=rows < tokens)
+    if READ_SCALED:
+        read *= tl.load(scalars + READ * plane + rows)[:, None]
+    store_rows(dq, heads * N, rows, tokens, keys, N, BK, read)
+    z = tl.zeros([L, BK], tl.float32)
+    if DELTA:  # what their erasing reads
+        tl.debug_barrier()
+        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+        strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
+        read, of_erased = _reads(
+            adjoint_entries, heads * P, pairs + L, heads * PITCH, state_of, rows_k * strength, rows_k, running, first,
+            chunk, tokens, keys, columns, local, ONCE, N, P, BK, BP, L, LEVELS, KIND, PRECISION,
+        )  # fmt: skip
+        log += of_erased
+        z = read * strength
+        tl.store(db + at, -tl.sum(read * rows_k, axis=1), mask=rows < tokens)
+    # z = G x: what later rows and the last state read of what the rows write
+    tl.debug_barrier()
+    adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
+    written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
+    into = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
+    weights = tl.trans(load_rows(pairs, heads * PITCH, rows, tokens, local, L, L, KIND))
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+    if SCALED and not DELTA:
+        rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    if READ_SCALED:
+        rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
+    own = load_chunk(running, local, keys, N, BK)
     if DELTA:
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
-    given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
-    written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
-    at_once = tl.sum(given.to(tl.float32) * written.to(tl.float32), axis=1)[:, None]
-    # reads: of the first state, of earlier rows
-    products = tl.dot(given, tl.trans(written), input_precision=PRECISION)
-    products = tl.where(local[:, None] > local[None, :], products, 0.0).to(KIND)
-    state = _load_state(state_of, keys, columns, N, P, KIND)
-    read = tl.dot(given, tl.trans(state), input_precision=PRECISION)
+        erasing = tl.trans(load_rows(pairs + L, heads * PITCH, rows, tokens, local, L, L, KIND))
     if ONCE:
+        middle = load_row(running, L // 2 - 1, keys, N)
         gap = own - middle[None, :]
         reader, writer = tl.exp2(gap), tl.exp2(-gap)
-        query, source = rounded(rows_q * reader, KIND, PRECISION), rounded(rows_k * writer, KIND, PRECISION)
-        from_middle, to_end = tl.exp2(middle)[None, :], tl.exp2(last - middle)[None, :]
-        read = read * from_middle + tl.dot(products, source, input_precision=PRECISION)
-        log = read * query.to(tl.float32)
+        source = rounded(rows_k * writer, KIND, PRECISION).to(tl.float32)
+        into *= tl.exp2(last - middle)[None, :]
+        of_end += tl.sum(into * source, axis=0)
+        into = tl.dot(weights, rounded(rows_q * reader, KIND, PRECISION), into, input_precision=PRECISION)
+        if DELTA:
+            into = tl.dot(
+                erasing, rounded(rows_k * strength * reader, KIND, PRECISION), into, input_precision=PRECISION
+            )
+        log -= into * source
+        z += into * writer
+    else:
+        into *= tl.exp2(last[None, :] - own)
+        of_end += tl.sum(into * rows_k, axis=0)
+        into, of_writes = _by_levels(
+            into, into * rows_k, weights, rows_q, rows_k, running, first, own, local, keys,
+            False, LEVELS, N, BK, KIND, PRECISION,
+        )  # fmt: skip
+        if DELTA:
+            into, of_writes = _by_levels(
+                into, of_writes, erasing, rows_k * strength, rows_k, running, first, own, local, keys,
+                False, LEVELS, N, BK, KIND, PRECISION,
+            )  # fmt: skip
+        log -= of_writes
+        z += into
+    z += tl.load(alone + at, mask=rows < tokens, other=0.0)[:, None] * rows_q
+    if SOURCE_WANTED and not DELTA:
+        unscaled = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+        tl.store(ds + at, tl.sum(z * unscaled, axis=1), mask=rows < tokens)
+    if SCALED and not DELTA:
+        z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
+    log = tl.cumsum(log, axis=0, reverse=True) + of_end[None, :]
+    store_rows(dg, heads * N, rows, tokens, keys, N, BK, log)
+
+
+@triton.jit
+def _reads(
+    field, field_t, pairs, pairs_t, state_of, mine, rows_k, running, first, chunk, tokens, keys, columns, local,
+    ONCE: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What rows read of the first state (by its products with `field`) and of earlier rows; and that times mine."""
+    rows = chunk * L + local
+    state = _load_state(state_of, keys, columns, N, P, KIND)
+    own = load_chunk(running, local, keys, N, BK)
+    weights = load_rows(pairs, pairs_t, rows, tokens, local, L, L, KIND)
+    read = load_rows(field, field_t, rows, tokens, columns, P, BP, KIND)
+    read = tl.dot(read, tl.trans(state), input_precision=PRECISION)
+    if ONCE:
+        middle = load_row(running, L // 2 - 1, keys, N)
+        gap = own - middle[None, :]
+        reader, source = tl.exp2(gap), rounded(rows_k * tl.exp2(-gap), KIND, PRECISION)
+        read = tl.dot(weights, source, read * tl.exp2(middle)[None, :], input_precision=PRECISION)
+        log = read * rounded(mine * reader, KIND, PRECISION).to(tl.float32)
         read *= reader
     else:
         read *= tl.exp2(own)
         read, log = _by_levels(
-            read, read * rows_q, products, rows_k, rows_q, running, first, own, local, keys,
+            read, read * mine, weights, rows_k, mine, running, first, own, local, keys,
             True, LEVELS, N, BK, KIND, PRECISION,
         )  # fmt: skip
-    read += at_once * rows_k
-    if READ_WANTED:
-        unscaled = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
-        tl.store(dc, tl.sum(read * unscaled, axis=1), mask=rows < tokens)
-    if READ_SCALED:
-        read *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(dq, heads * N, rows, tokens, keys, N, BK, read)
-    # z = G x: writes into the last state, into later rows
-    products = tl.dot(written, tl.trans(given), input_precision=PRECISION)
-    products = tl.where(local[:, None] < local[None, :], products, 0.0).to(KIND)
-    adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
-    of_end = tl.exp2(last) * tl.sum(state.to(tl.float32) * adjoint.to(tl.float32), axis=1)
-    z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
-    if DELTA:
-        f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
-        erasing = tl.dot(written, tl.trans(f), input_precision=PRECISION)
-        erasing = tl.where(local[:, None] < local[None, :], erasing, 0.0).to(KIND)
-    if ONCE:
-        z *= to_end
-        of_end += tl.sum(z * source.to(tl.float32), axis=0)
-        z += tl.dot(products, query, input_precision=PRECISION)
-        if DELTA:
-            erased = rounded(rows_k * strength * reader, KIND, PRECISION)
-            z += tl.dot(erasing, erased, input_precision=PRECISION)
-        log -= z * source.to(tl.float32)
-        z *= writer
-    else:
-        z *= tl.exp2(last[None, :] - own)
-        of_end += tl.sum(z * rows_k, axis=0)
-        z, of_writes = _by_levels(
-            z, z * rows_k, products, rows_q, rows_k, running, first, own, local, keys,
-            False, LEVELS, N, BK, KIND, PRECISION,
-        )  # fmt: skip
-        if DELTA:
-            z, of_writes = _by_levels(
-                z, of_writes, erasing, rows_k * strength, rows_k, running, first, own, local, keys,
-                False, LEVELS, N, BK, KIND, PRECISION,
-            )  # fmt: skip
-        log -= of_writes
-    z += at_once * rows_q
-    if DELTA:
-        # d: what the erasing of each row read, S_{t-1} decayed, times f
-        products = tl.dot(f, tl.trans(written), input_precision=PRECISION)
-        products = tl.where(local[:, None] > local[None, :], products, 0.0).to(KIND)
-        d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
-        if ONCE:
-            d = d * from_middle + tl.dot(products, source, input_precision=PRECISION)
-            log += d * erased.to(tl.float32)
-            d *= reader
-        else:
-            d *= tl.exp2(own)
-            d, log = _by_levels(
-                d, log + d * rows_k * strength, products, rows_k, rows_k * strength, running, first, own, local, keys,
-                True, LEVELS, N, BK, KIND, PRECISION,
-            )  # fmt: skip
-        tl.store(db, -tl.sum(d * rows_k, axis=1), mask=rows < tokens)
-        z += d * strength
-        grad_v = f.to(tl.float32)
-        if SOURCE_WANTED:
-            values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
-            tl.store(ds, tl.where(is_first, tl.sum(grad_v * values, axis=1), 0.0), mask=rows < tokens)
-        if SCALED:
-            grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        if is_first:
-            store_rows(dv, heads * P, rows, tokens, columns, P, BP, grad_v)
-    else:
-        if SOURCE_WANTED:
-            unscaled = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
-            tl.store(ds, tl.sum(z * unscaled, axis=1), mask=rows < tokens)
-        if SCALED:
-            z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
-    log = tl.cumsum(log, axis=0, reverse=True) + of_end[None, :]
-    store_rows(dg, heads * N, rows, tokens, keys, N, BK, log)
+    return read, log
 
 
 @triton.jit

@@ -135,9 +135,15 @@ def load_chunk(base, local, keys, N: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def load_row(base, row, keys, N: tl.constexpr):
+    """One row of a chunk [BN]."""
+    return tl.load(base + row * N + keys, mask=keys < N, other=0.0)
+
+
+@triton.jit
 def last_running(running, lane, length, chunk, keys, N: tl.constexpr, L: tl.constexpr):
     """G of a chunk's last row [BN]."""
-    return tl.load(running + (lane * length + chunk * L + L - 1) * N + keys, mask=keys < N, other=0.0)
+    return load_row(running + (lane * length + chunk * L) * N, L - 1, keys, N)
 
 
 @triton.jit

@@ -2,22 +2,23 @@
 
 S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
 q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
-float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32. The backward pass keeps no state: it
-walks forwards for the chunks' first states, backwards for the gradients of their last ones, then computes the gradients
-of all chunks in parallel, in long calls a stretch of T at a time, so that these gradients need less memory.
+float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32. The backward pass walks forwards for
+the chunks' first states (where decays differ by key, the forward pass left them), backwards for the gradients of their
+last ones, then computes the gradients of all chunks in parallel, in long calls a stretch of T at a time, so that these
+gradients need less memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsf.kernels.triton.gradient import chunk_gradient
-from dsf.kernels.triton.key_gradient import key_gradient
-from dsf.kernels.triton.keywise import prepare_keys
+from dsf.kernels.triton.key_rows import KeyRows, key_gradients, key_scalars, prepared, room
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.shared_rows import Stretch, stretches_of
 from dsf.kernels.triton.table import SHARED_STRETCHES, Tiles, limits, segments, stretches, tiles
@@ -35,7 +36,9 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
         heads: int, log: bool, normal: Normaliser | None = None, finish: Finish | None = None,
+        kept: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
+        """kept: where decays differ by key, what the forward pass left, or an empty list to make room for it."""
         self.batch, self.tokens, _, self.n = q.shape
         self.heads, self.p = heads, v.shape[-1]
         self.q, self.k, self.v = q, k, v
@@ -61,9 +64,16 @@ class _Call:
         self.scalars = self._prepare(None if self.keywise else g, s, b, c)
         self.running = self.first_levels = self.scores = self.system = q
         self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
+        self.made: KeyRows | None = None
         if self.keywise:
             assert g is not None
-            self._prepare_keys(g)
+            if kept:
+                self.made = KeyRows(*kept)
+            else:
+                self.made, self.system = prepared(self, g, kept is not None)
+            self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
+            self.reads, self.writes = self.made.reads, self.made.writes
+            self.erased = self.made.erased if self.delta else self.writes
 
     def _prepare(self, *given: Tensor | None) -> Tensor:
         """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk."""
@@ -78,26 +88,6 @@ class _Call:
             READ_SCALED=given[3] is not None, num_warps=1,
         )  # fmt: skip
         return planes
-
-    def _prepare_keys(self, g: Tensor) -> None:
-        """Key-diagonal decays: running sums over each chunk, the products of its rows and the rows for the walks."""
-        sizes = {name: x for name, x in self.sizes.items() if name not in ("P", "BN")}
-        self.running = self.empty(self.lanes, self.length, self.n, dtype=torch.float32)
-        # [B, T', H, N] in memory that has all chunks of a head in one piece
-        self.reads, self.writes, *erased = (
-            self.empty(self.batch, self.heads, self.length, self.n).transpose(1, 2) for _ in range(2 + self.delta)
-        )
-        self.erased = erased[0] if erased else self.writes
-        self.scores = self.empty(self.batch, self.tokens, self.heads, self.tiles.chunk)
-        self.system = torch.empty_like(self.scores, dtype=torch.float32) if self.delta else self.scores
-        self.first_levels = self.empty(self.lanes, self.chunks, dtype=torch.int32)
-        launch(
-            prepare_keys, (self.chunks, self.lanes),
-            self.q, self.k, g, self.running, self.reads, self.erased, self.writes, self.scores, self.system,
-            self.first_levels, self.tokens, self.heads, self.length,
-            *self.rows(self.q), *self.rows(self.k), *self.rows(g),
-            BK=self.key_block, LEVELS=self.levels, DELTA=self.delta, num_warps=self.tiles.prepare_warps, **sizes,
-        )  # fmt: skip
 
     def rows(self, x: Tensor) -> tuple[int, int, int, int]:
         """Strides of batch, token and head, and how many heads share one of x's."""
@@ -121,10 +111,7 @@ class _Call:
 
     def cut(self) -> tuple[int, int]:
         """(segments of T that are walked at once, chunks a segment)."""
-        programs = self.lanes * -(-self.p // self.tiles.piece)
-        count = segments(self.chunks, programs, self.delta, limits(self.q.device)[1])
-        span = -(-self.chunks // count)
-        return -(-self.chunks // span), span
+        return _cut(self.tiles, self.lanes, self.chunks, self.p, self.delta, self.q.device)
 
 
 class _Adjoints(NamedTuple):
@@ -137,9 +124,22 @@ class _Adjoints(NamedTuple):
     last: Tensor | None
 
 
+def _cut(found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device) -> tuple[int, int]:
+    """(segments of T that are walked at once, chunks a segment)."""
+    count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
+    span = -(-chunks // count)
+    return -(-chunks // span), span
+
+
 def _kind(decay: Tensor | None) -> str:
     """The table's word for a decay operand."""
     return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
+
+
+def _decay_gradient(decay: Tensor | None, heads: int) -> torch.dtype:
+    """The dtype of the decays' gradient: that of log decays by key and head, else float32."""
+    same = decay is not None and decay.dim() == 4 and decay.shape[2] == heads
+    return decay.dtype if decay is not None and same else torch.float32
 
 
 def _arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
@@ -291,29 +291,39 @@ def _transform(call: _Call) -> Tensor:
 def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
-    normal: Normaliser | None = None, finish: Finish | None = None,
+    normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward."""
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish)
+    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
+
+    kept: filled with what else the backward pass can use, where decays differ by key.
+    """
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept)
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         normal.states, normal.final = between_chunks(call, k, normal.ones, normal.state, False)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     solve = _transform(call) if erase is not None else call.empty(0)
-    last, _ = _forward(call, solve, state, y, final, None)
+    saved = None if kept is None or call.made is None else (call.made.entries, call.made.states)
+    last, passed = _forward(call, solve, state, y, final, saved)
+    if kept is not None and call.made is not None:
+        kept += replace(call.made, passed=passed if call.cut()[0] > 1 else call.made.passed).tensors()
     return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
 
 
 def _chunk_matrix_shapes(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
-    normal: Normaliser | None = None, finish: Finish | None = None,
+    normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
     shape = (batch, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    chunk = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device).chunk
+    found = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
+    chunk = found.chunk
+    if kept is not None and _kind(decay) == "key":
+        count = _cut(found, batch * heads, -(-tokens // chunk), p, erase is not None, q.device)[0]
+        kept += room(q, heads, p, chunk, erase is not None, True, count).tensors()
     if normal is not None:
         normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
         normal.final = q.new_empty(batch, heads, n, dtype=torch.float32)
@@ -331,18 +341,23 @@ def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
-    read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them.
+    read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
+    forward pass, if it did.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, kept=kept or None)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
-    entries = call.empty(*lead, call.p) if delta else q
-    states = call.states(call.chunks, dtype=call.stored)
-    _, passed = _forward(call, solve, state, None, False, (entries, states))
+    if kept and call.made is not None:
+        entries, states, passed = call.made.entries, call.made.states, call.made.passed
+    else:
+        entries = call.empty(*lead, call.p) if delta else q
+        states = call.states(call.chunks, dtype=call.stored)
+        _, passed = _forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
@@ -358,13 +373,9 @@ def _chunk_matrix_backward(
     read_wanted &= read is not None
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
-    blocks = -(-call.n // call.key_block)
     if call.keywise:
-        sums = (
-            call.empty(*((pieces * blocks, *lead) if x is not None else (1, 0)), dtype=torch.float32)
-            for x in (source, erase, read)
-        )
-        scalars = [call.empty(*parts, call.n, dtype=torch.float32), *sums]
+        kind = _decay_gradient(decay, heads) if pieces == 1 else torch.float32
+        scalars = [call.empty(*parts, call.n, dtype=kind), *key_scalars(call, pieces, source, erase, read)]
     beside: tuple[Tensor | None, ...] = (None,) * 5
     if normal is not None:
         normal.adjoints, normal.first = between_chunks(call, q, normal.slope, normal.final_gradient, True)
@@ -377,13 +388,8 @@ def _chunk_matrix_backward(
         saved = (entries, found.entries, states, found.states)
         sizes = (call.tokens, heads, call.length, call.plane)
         if call.keywise:
-            launch(
-                key_gradient, (found.chunks * (blocks + (not delta)), call.lanes, pieces),
-                q, k, v, dy, call.scalars, call.running, call.first_levels, call.writes, call.scores, *saved,
-                dq, dk, dv, *scalars, *sizes, found.base, found.chunks, *call.rows(q), *call.rows(k), *call.rows(v),
-                BK=call.key_block, BP=t.gradient_piece, LEVELS=call.levels, DELTA=delta, SCALED=call.scaled,
-                READ_SCALED=call.read, SOURCE_WANTED=source is not None, READ_WANTED=read_wanted,
-                num_warps=t.gradient_warps, num_stages=2, **call.sizes,
+            key_gradients(
+                call, dy, found, entries, states, (dq, dk, dv), scalars, source is not None, read_wanted
             )  # fmt: skip
         else:
             outs: Iterable[Stretch] = [Stretch(found.base, found.chunks, 0, call.tokens, dq, dk)]
@@ -404,7 +410,7 @@ def _chunk_matrix_backward(
                 )  # fmt: skip
     if not summed:
         dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
-    ends = [_sum_pieces(x) for x in scalars]
+    ends = [_sum_pieces(x, _decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
     first = call.empty(0, dtype=torch.float32)
     if state is not None and found.last is not None:
         first = found.last[:, :, 0].contiguous()
@@ -415,6 +421,7 @@ def _chunk_matrix_backward_shapes(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
@@ -426,7 +433,7 @@ def _chunk_matrix_backward_shapes(
 
     def scalar(x: Tensor | None) -> Tensor:
         shape = (0,) if x is None else (batch, tokens, heads, *x.shape[3:])
-        return q.new_empty(shape, dtype=torch.float32)
+        return q.new_empty(shape, dtype=_decay_gradient(x, heads))
 
     first = q.new_empty((0,) if state is None else (batch, heads, n, p), dtype=torch.float32)
     return (

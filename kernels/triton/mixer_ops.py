@@ -97,10 +97,11 @@ def _chunks(
     finish = None
     if "finish" in call.program.accesses:
         finish = call.program.functions.finish, call.arguments(call.program.accesses["finish"])
-    y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish)
+    rows: list[Tensor] | None = [] if keep and call.program.keywise else None
+    y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows)
     normal: Normaliser | None = arguments["normal"]
     if normal is None:
-        return y, final, [solve], None
+        return y, final, [solve, *(rows or ())], None
     if normal.final is not None:
         final = torch.cat([final, normal.final.unsqueeze(-1)], dim=-1)
     assert normal.states is not None
@@ -202,6 +203,7 @@ def _unchunk(
     *found, first = kernels(
         **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
         summed={"query", "key"} <= {*call.program.direct.values()} and not call.program.before,
+        kept=kept[1:] if call.program.keywise else (),
     )  # fmt: skip
     names = ("query", "key", "value", "decay", "source", "erase", "read")
     by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}

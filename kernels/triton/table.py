@@ -28,7 +28,8 @@ class Tiles:
 
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
     transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept;
-    walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states.
+    walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states;
+    pair_warps: of the products between a chunk's rows, for its gradients.
     """
 
     chunk: int
@@ -44,6 +45,7 @@ class Tiles:
     gradient_roles: int = 1
     transform_registers: int | None = None
     gradient_keys: int = 64
+    pair_warps: int = 4
     stretches: int = 1
     prepare_warps: int = 4
     walk_terms: int = 1
@@ -91,9 +93,8 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     reverse = 2 if decay != "none" and delta and keys > 64 else stages
     walk = 8 if decay == "key" and keys > 64 else 4
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
-    warps = 8 if decay == "key" else 4
     return Tiles(
-        64, keys, narrow, walk, stages, wide, warps, reverse_stages=reverse, gradient_roles=roles,
+        64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=(4 if delta else 8) if decay == "scalar" and keys > 64 else 1,
         walk_terms=1 if delta else 2,
     )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Launches of the kernels for decays that differ along the Key axis: what the walks take, kept for backward; gradients.
+
+prepare_keys makes of a chunk's rows what the walks multiply, the products between them and, for the delta rule, their
+inverse. Kept with the chunks' first states, it spares the backward pass this kernel and one walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.key_gradient import GROUP, key_gradient, key_pairs
+from dsf.kernels.triton.keywise import prepare_keys
+from dsf.kernels.triton.launch import launch
+
+if TYPE_CHECKING:
+    from dsf.kernels.triton.matrix import _Adjoints, _Call
+
+
+@dataclass
+class KeyRows:
+    """What a call makes of its rows, each empty where it has no use.
+
+    running: G [B·H, chunks · L, N]; first_levels [B·H, chunks]; scores [B, T, H, L]; reads, writes, erased
+    [B, T', H, N] in memory that has all chunks of a head in one piece. Left by the forward walk: entries [B, T, H, P],
+    states [B, H, chunks, N, P], and passed: what each of several segments does to its first state.
+    """
+
+    running: Tensor
+    first_levels: Tensor
+    scores: Tensor
+    reads: Tensor
+    writes: Tensor
+    erased: Tensor
+    entries: Tensor
+    states: Tensor
+    passed: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order."""
+        return list(vars(self).values())
+
+
+def room(like: Tensor, heads: int, p: int, chunk: int, delta: bool, keep: bool, segments: int = 1) -> KeyRows:
+    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the forward walk leaves."""
+    batch, tokens, _, n = like.shape
+    stored = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
+    chunks = -(-tokens // chunk)
+
+    def empty(*shape: int, dtype: torch.dtype = stored, wanted: bool = True) -> Tensor:
+        return like.new_empty(shape if wanted else (0,), dtype=dtype)
+
+    reads, writes, erased = (empty(batch, heads, chunks * chunk, n, wanted=delta or i < 2) for i in range(3))
+    return KeyRows(
+        empty(batch * heads, chunks * chunk, n, dtype=torch.float32),
+        empty(batch * heads, chunks, dtype=torch.int32),
+        empty(batch, tokens, heads, chunk),
+        reads.transpose(1, 2), writes.transpose(1, 2), erased.transpose(1, 2) if delta else erased,
+        empty(batch, tokens, heads, p, wanted=keep and delta),
+        empty(batch, heads, chunks, n, p, wanted=keep),
+        empty(batch * heads, segments, *(n,) * (2 if delta else 1), dtype=torch.float32, wanted=keep and segments > 1),
+    )  # fmt: skip
+
+
+def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
+    """Run prepare_keys for log decays g [B, T, Hg, N]; and what the transform inverts [B, T, H, L] (delta rules)."""
+    made = room(call.q, call.heads, call.p, call.tiles.chunk, call.delta, keep)
+    system = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.scores
+    sizes = {name: x for name, x in call.sizes.items() if name not in ("P", "BN")}
+    launch(
+        prepare_keys, (call.chunks, call.lanes),
+        call.q, call.k, g, made.running, made.reads, made.erased if call.delta else made.writes, made.writes,
+        made.scores, system, made.first_levels, call.tokens, call.heads, call.length,
+        *call.rows(call.q), *call.rows(call.k), *call.rows(g),
+        BK=call.key_block, LEVELS=call.levels, DELTA=call.delta, num_warps=call.tiles.prepare_warps, **sizes,
+    )  # fmt: skip
+    return made, system
+
+
+def key_scalars(
+    call: _Call, pieces: int, source: Tensor | None, erase: Tensor | None, read: Tensor | None
+) -> list[Tensor]:
+    """Room for the gradients of the scalars, in parts that are to be added."""
+    lead = (call.batch, call.tokens, call.heads)
+    blocks = pieces * -(-call.n // call.key_block)
+    parts = (pieces if call.delta else blocks, blocks, blocks)
+    shapes = ((1, 0) if x is None else (n, *lead) for n, x in zip(parts, (source, erase, read), strict=True))
+    return [call.empty(*shape, dtype=torch.float32) for shape in shapes]
+
+
+def key_gradients(
+    call: _Call, dy: Tensor, found: _Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor],
+    scalars: Sequence[Tensor], source_wanted: bool, read_wanted: bool,
+) -> None:  # fmt: skip
+    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found."""
+    t, (dq, dk, dv), (dg, ds, db, dc) = call.tiles, rows, scalars
+    pieces, blocks = dq.shape[0], -(-call.n // call.key_block)
+    lead = (pieces, call.batch, call.tokens, call.heads)
+    pairs = call.empty(*lead, t.chunk * (2 if call.delta else 1))
+    alone = call.empty(*lead, dtype=torch.float32)
+    sizes = (call.tokens, call.heads, call.length, call.plane, found.base, found.chunks)
+    common = {
+        "BP": t.gradient_piece, "DELTA": call.delta, "SCALED": call.scaled, "READ_SCALED": call.read,
+        "SOURCE_WANTED": source_wanted, "num_stages": 2, **call.sizes,
+    }  # fmt: skip
+    launch(
+        key_pairs, (found.chunks, call.lanes, pieces),
+        call.v, dy, call.scalars, call.writes, call.scores, entries, found.entries, found.states, pairs, alone, dv, ds,
+        *sizes, *call.rows(call.v), num_warps=t.pair_warps, **common,
+    )  # fmt: skip
+    del common["BN"]
+    for once in (True, False):
+        programs = found.chunks if once else -(-found.chunks // GROUP.value)
+        launch(
+            key_gradient, (programs * blocks, call.lanes, pieces),
+            call.q, call.k, call.v, dy, call.scalars, call.running, call.first_levels, pairs, alone,
+            entries, found.entries, states, found.states, dq, dk, dg, ds, db, dc,
+            *sizes, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
+            BK=call.key_block, LEVELS=call.levels, ONCE=once, READ_WANTED=read_wanted,
+            num_warps=t.gradient_warps, **common,
+        )  # fmt: skip
