@@ -221,16 +221,21 @@ def cache_heads(spec: Spec, sizes: Sizes) -> tuple[int, int]:
 
 def check_cu_seqlens(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> list[int]:
     """The boundaries as a list. Raises InputError unless B = 1 and they increase strictly from 0 to T."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-        raise InputError(f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
-    if sizes.batch != 1:
-        raise InputError(f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {sizes.batch}")
-    bounds = cu_seqlens.tolist()
+    check_packing(spec, cu_seqlens, sizes)
+    bounds: list[int] = cu_seqlens.tolist()
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != sizes.tokens:
         raise InputError(f"{spec.name}: cu_seqlens must begin with 0 and end with T = {sizes.tokens}, got {bounds}")
     if any(later <= earlier for earlier, later in pairwise(bounds)):
         raise InputError(f"{spec.name}: cu_seqlens must increase strictly, got {bounds}")
     return bounds
+
+
+def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:
+    """What can be said of cu_seqlens without waiting for the GPU. Raises InputError."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+        raise InputError(f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
+    if sizes.batch != 1:
+        raise InputError(f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {sizes.batch}")
 
 
 def environment(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsf.bind import Bound, bind
-from dsf.gpu import interpreted
+from dsf.gpu import interpreted, packs_matrix
 from dsf.plan import Plan, make_plan
 from dsf.spec import Spec
 
@@ -97,12 +97,24 @@ def register(recurrence: Recurrence) -> str:
 
 
 def call_in_graph(
-    name: str, method: str, options: tuple[Any, ...], names: tuple[str, ...], state: Tensor | None, *tensors: Tensor
-) -> Any:
+    name: str, method: str, options: tuple[Any, ...], names: tuple[str, ...], state: Tensor | None,
+    cu_seqlens: Tensor | None, *tensors: Tensor,
+) -> Any:  # fmt: skip
     """A call (or step) of the recurrence of that name, as one node of a compiled graph."""
     count = len(tensors) - len(names)
     kwargs = dict(zip(names, tensors[count:], strict=True))
-    return getattr(RECURRENCES[name], method)(tensors[:count], kwargs, state, *options)
+    packing = () if cu_seqlens is None else (cu_seqlens,)
+    return getattr(RECURRENCES[name], method)(tensors[:count], kwargs, state, *options, *packing)
+
+
+def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
+    """True where a packed call can be a node of a graph: its kernels need no lengths on the host. wide: of float64."""
+    runs = on_gpu or (interpreted() and backend == "triton")
+    fits = backend != "torch" and form in ("auto", "chunk") and not wide
+    return runs and fits and packs_matrix(RECURRENCES[name].spec)
+
+
+packs_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as below
 
 
 def allow() -> bool:

@@ -85,6 +85,23 @@ def packs(spec: Spec) -> bool:
     return is_scan(spec) and gpu_scan.packs(spec)
 
 
+def packs_matrix(spec: Spec) -> bool:
+    """True where packs_on_device is, for sizes that the kernels hold."""
+    return not is_scan(spec) and gpu_matrix.fits(spec)
+
+
+def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
+    """True where run_packed_matrix takes packed sequences, whose lengths only the GPU need know."""
+    return not is_scan(spec) and gpu_matrix.refusal(spec, sizes, dtype) is None
+
+
+def run_packed_matrix(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y [1, T, H, P] and one state a sequence; bounds [S + 1] on the inputs' device."""
+    return gpu_matrix.run_matrix(spec, bound, timed, state, None, bounds)
+
+
 def run_packed_gpu(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: list[int]
 ) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,15 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     return None
 
 
+def fits(spec: Spec) -> bool:
+    """True for a spec of these families, whatever its sizes."""
+    try:
+        operands_of(spec)
+    except _Unfit:
+        return False
+    return True
+
+
 def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[str, int]:
     """Name of the kernels with their tiles, and tokens a chunk."""
     from dsf.kernels.triton.table import tiles
@@ -238,16 +247,19 @@ def program_of(spec: Spec, masked: bool = False) -> tuple[Source, str]:
 
 
 def run_matrix(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them."""
+    """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them.
+
+    bounds: of packed sequences, [S + 1]; they have a state each.
+    """
     from dsf.kernels.triton.mixer_ops import matrix_mixer
 
     _, name = program_of(spec, valid is not None)
     operands = [timed[i.name] if i.name in timed else bound.tensors[i.name] for i in spec.inputs]
     if valid is not None:
         operands.append(valid.to(bound.dtype).unsqueeze(2))
-    y, final, _ = matrix_mixer(operands, state, name, False)
+    y, final, _ = matrix_mixer(operands, state, name, False, bounds)
     return y, final
 
 

@@ -1,7 +1,8 @@
-"""Packed sequences: cu_seqlens cut into batches of similar length, so that every form handles them unchanged."""
+"""Packed sequences: cu_seqlens as the kernels take them, or cut into batches of similar length for every other form."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -35,6 +36,44 @@ class Batch:
     def take(self, timed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per-token tensors [1, T, ...] -> [S, T', ...]."""
         return {name: x[0][self.index] for name, x in timed.items()}
+
+
+class _Checked:
+    """cu_seqlens tensors whose values were read: a model's layers share one, which is waited for once."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
+
+    def read(self, x: Tensor, check: Callable[[], list[int]]) -> list[int]:
+        """check(), or what it returned for this tensor as it is now."""
+        if x.device.type == "cpu" or x.is_inference():
+            return check()
+        found = self.kept.get(id(x))
+        if found is None or found[0]() is not x or found[1] != x._version:
+            if len(self.kept) >= _KEPT:
+                self.kept.clear()
+            found = self.kept[id(x)] = weakref.ref(x), x._version, check()
+        return found[2]
+
+
+_checked = _Checked()
+
+
+def on_device(cu_seqlens: Tensor, device: torch.device, check: Callable[[], list[int]]) -> Tensor:
+    """cu_seqlens where the kernels read them. Their values are checked unless they are not there to be read: in a
+    compiled graph, or in a CUDA graph, whose boundaries may change from replay to replay."""
+    if type(cu_seqlens) is not Tensor or torch.compiler.is_compiling():
+        return cu_seqlens.to(device)
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return cu_seqlens.to(device)
+    bounds = _checked.read(cu_seqlens, check)
+    if cu_seqlens.device == device:
+        return cu_seqlens
+    return _remembered(_placed, tuple(bounds), device, lambda x: [x])
+
+
+def _placed(bounds: Bounds, device: torch.device) -> Tensor:
+    return torch.tensor(bounds, dtype=torch.int32).to(device)
 
 
 def batches(bounds: list[int], device: torch.device) -> list[Batch]:

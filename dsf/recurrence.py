@@ -9,9 +9,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from dsf import gpu
-from dsf.bind import Bound, Sizes, bind, check_cache, check_cu_seqlens, check_state, state_keys
-from dsf.calls import Calls, allow, call_in_graph, register
+from dsf import gpu, packing
+from dsf.bind import Bound, Sizes, bind, check_cache, check_cu_seqlens, check_packing, check_state, state_keys
+from dsf.calls import Calls, allow, call_in_graph, packs_in_graph, register
 from dsf.errors import FormError, InputError, TraceError
 from dsf.expr import substitute
 from dsf.kernels.attention import KVCache
@@ -73,11 +73,13 @@ class Recurrence:
         through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
-        if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(initial_state, KVCache):
-            allow()
+        if torch.compiler.is_dynamo_compiling() and not isinstance(initial_state, KVCache):
             options = (return_state, form, backend)
             tensors = (*args, *kwargs.values())
-            return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, *tensors)
+            x = tensors[0]
+            if cu_seqlens is None or packs_in_graph(self._key, form, backend, x.is_cuda, x.dtype == torch.float64):
+                allow()
+                return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
         return self._call(args, kwargs, initial_state, return_state, form, backend, cu_seqlens)
 
     def _call(
@@ -85,12 +87,23 @@ class Recurrence:
         cu_seqlens: Tensor | None = None,
     ) -> Any:  # fmt: skip
         bound, plan = self._calls.prepare(args, kwargs, state, form, backend)
-        bounds = None if cu_seqlens is None else check_cu_seqlens(self.spec, cu_seqlens, bound.sizes)
+        bounds = None if cu_seqlens is None else self._bounds(cu_seqlens, bound, plan)
         y, final = self._run(bound, bounds, state, plan)
         y = y.to(bound.dtype)
         return (y, final) if return_state else y
 
-    def _run(self, bound: Bound, bounds: list[int] | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
+    def _bounds(self, cu_seqlens: Tensor, bound: Bound, plan: Plan) -> list[int] | Tensor:
+        """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
+        check_packing(self.spec, cu_seqlens, bound.sizes)
+
+        def check() -> list[int]:
+            return check_cu_seqlens(self.spec, cu_seqlens, bound.sizes)
+
+        if plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype):
+            return packing.on_device(cu_seqlens, bound.device, check)
+        return check()
+
+    def _run(self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
         """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside."""
         device = bound.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -98,6 +111,7 @@ class Recurrence:
                 return self._run(bound, bounds, state, plan)
         rows = bound.sizes.batch if bounds is None else len(bounds) - 1
         if self.spec.is_softmax:
+            assert not isinstance(bounds, Tensor)
             if state is not None:
                 check_cache(self.spec, state, rows, bound)
             return run_softmax(self.spec, bound, bounds, state, plan)
@@ -124,7 +138,7 @@ class Recurrence:
         if torch.compiler.is_dynamo_compiling() and not isinstance(state, KVCache):
             allow()
             tensors = (*args, *kwargs.values())
-            return call_in_graph(self._key, "_step", (in_place, backend), tuple(kwargs), state, *tensors)
+            return call_in_graph(self._key, "_step", (in_place, backend), tuple(kwargs), state, None, *tensors)
         return self._step(args, kwargs, state, in_place, backend)
 
     def _step(

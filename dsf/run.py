@@ -14,7 +14,7 @@ from dsf.bind import Bound, cache_heads, environment
 from dsf.dense import run_naive
 from dsf.evaluate import Evaluator
 from dsf.expr import Expr, inputs_of
-from dsf.gpu import packs, run_gpu, run_packed_gpu
+from dsf.gpu import packs, run_gpu, run_packed_gpu, run_packed_matrix
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads, stepwise, visible
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.matrix import kernel_matrix
@@ -40,9 +40,13 @@ def run(spec: Spec, bound: Bound, state: Tensor | None, plan: Plan) -> tuple[Ten
     return _run(spec, bound, timed_inputs(spec, bound), state, None, plan)
 
 
-def run_packed(spec: Spec, bound: Bound, bounds: list[int], state: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Packed sequences: y [1, T, H, P] and one state a sequence."""
+def run_packed(
+    spec: Spec, bound: Bound, bounds: list[int] | Tensor, state: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor where the kernels take one."""
     timed, outputs, finals = timed_inputs(spec, bound), [], []
+    if isinstance(bounds, Tensor):
+        return run_packed_matrix(spec, bound, timed, state, bounds)
     if plan.backend == "triton" and not plan.one_step and packs(spec):
         return run_packed_gpu(spec, bound, timed, state, bounds)
     for batch in packing.batches(bounds, bound.device):

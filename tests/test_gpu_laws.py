@@ -154,7 +154,7 @@ def test_every_operator_passes_opcheck(name):
 
 
 def test_the_chunk_operators_pass_opcheck():
-    from dsf.kernels.triton.matrix import chunk_matrix
+    from dsf.kernels.triton.chunk_ops import chunk_matrix
 
     for recurrence, scalars in ((linear, 0), (forgetful_delta, 3)):
         given = draw(recurrence, 70, 16, 16, torch.float32, batch=1, heads=1)
@@ -165,6 +165,81 @@ def test_the_chunk_operators_pass_opcheck():
 
 
 PACKED = torch.tensor([0, 1, 70, 100, 300])
+
+
+@named(ALL)
+def test_packed_sequences_are_read_where_they_lie(recurrence):
+    n = 64
+    given = draw(recurrence, 700, n, n, BF16, batch=1)
+    bounds = torch.tensor([0, 1, 64, 129, 130, 300, 700], device="cuda")
+    compare(recurrence, given, BF16, state=state_of(recurrence, n, n, batch=6), cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("n, p", [(128, 128), (24, 40)])
+@named([swinging, forgetful_delta, get("gla").recurrence, kda, mlstm, get("rwkv7").recurrence])
+def test_packed_sequences_of_other_sizes(recurrence, n, p):
+    given = draw(recurrence, 400, n, p, torch.float32 if n == 24 else BF16, batch=1, heads=4)
+    bounds = torch.tensor([0, 190, 190 + 63, 400], device="cuda")
+    compare(recurrence, given, given["q"].dtype, cu_seqlens=bounds)
+
+
+@named([get("retnet").recurrence, forgetful_delta, get("gla").recurrence, mlstm])
+def test_packed_sequences_in_segments(recurrence):
+    cuts = [0, 9000, 9001, 4 * 64 * 64]
+    given = draw(recurrence, cuts[-1], 64, 64, BF16, batch=1)
+    state = state_of(recurrence, 64, 64, batch=3)
+    compare(recurrence, given, BF16, state=state, cu_seqlens=torch.tensor(cuts, device="cuda"))
+
+
+@named([linear, late_ratio, get("gated_deltanet").recurrence, rwkv6, product, mlstm, get("rwkv7").recurrence])
+def test_packed_training_steps_are_captured_and_take_other_boundaries(recurrence):
+    given = draw(recurrence, 300, 64, 64, BF16, batch=1)
+    bounds = torch.tensor([0, 1, 70, 100, 300], device="cuda")
+    state = state_of(recurrence, 64, 64, batch=4).requires_grad_()
+    leaves = [*given.values(), state]
+
+    def gradients():
+        y, final = recurrence(**given, initial_state=state, cu_seqlens=bounds, return_state=True, backend="triton")
+        return [y, final, *torch.autograd.grad(y.float().square().sum() + final.sum(), leaves)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        gradients()
+        gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients()
+    for cuts in ([0, 1, 70, 100, 300], [0, 128, 129, 257, 300]):
+        bounds.copy_(torch.tensor(cuts))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients(), strict=True))
+    bounds.copy_(torch.tensor([0, 0, 200, 200, 300]))  # sequences without tokens, as captured calls may have
+    graph.replay()
+    y, final = recurrence(
+        **given, initial_state=state[1::2], cu_seqlens=torch.tensor([0, 200, 300]), return_state=True, backend="triton"
+    )
+    assert torch.equal(found[0], y) and torch.equal(found[1][1::2], final)
+    torch.testing.assert_close(found[1][::2], state[::2].detach())
+
+
+@named([linear, late_ratio, forgetful_delta, get("gla").recurrence, product, mlstm, get("rwkv7").recurrence])
+def test_packed_training_steps_are_one_graph(recurrence):
+    given = draw(recurrence, 300, 64, 64, BF16, batch=1)
+    bounds = torch.tensor([0, 1, 70, 100, 300], device="cuda", dtype=torch.int32)
+    state = state_of(recurrence, 64, 64, batch=4)
+
+    def loss(*x):
+        y, final = recurrence(*x[:-1], initial_state=state, cu_seqlens=x[-1], return_state=True)
+        return y.float().square().sum() + final.sum()
+
+    for cuts in ([0, 1, 70, 100, 300], [0, 128, 129, 257, 300]):
+        bounds.copy_(torch.tensor(cuts))
+        wanted = list(given.values())
+        expected = torch.autograd.grad(loss(*wanted, bounds), wanted)
+        found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*wanted, bounds), wanted)
+        for a, b in zip(found, expected, strict=True):
+            assert worst(a, b) < 1e-2
 
 
 @named([late_ratio, mlstm, forgetful_delta])

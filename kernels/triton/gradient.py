@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.tiles import (
     ERASE,
     READ,
@@ -37,7 +38,7 @@ from dsf.kernels.triton.tiles import (
 @triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept"])
 def chunk_gradient(
     q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
-    dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones,
+    dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones, table,
     tokens, heads, length, plane, batches, base, count, first, shift, kept,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -59,74 +60,76 @@ def chunk_gradient(
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
-    scalars += lane * length
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    behind = chunk * L - begin  # rows of slots less rows of tokens
+    scalars += lane * length + behind
     flat = batch * tokens * heads + head
     part = flat + piece.to(tl.int64) * batches * tokens * heads
     at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) * N
     dq += at_row
     dk += at_row
-    states += (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    states += (lane * (length // L) + chunk) * N * P
     adjoints += (lane * count + chunk - base) * N * P
-    adjoint_entries += ((batch * count - base) * L * heads + head) * P
+    adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
-    rows = chunk * L + local
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-    given = load_rows(dy + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+    rows = begin + local
+    rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
+    rows_k = load_rows(k, k_t, rows, end, keys, N, BN, KIND)
+    given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
     if DELTA:
-        written = load_rows(entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+        written = load_rows(entries + flat * P, heads * P, rows, end, columns, P, BP, KIND)
     else:
-        written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+        written = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
     beside = (rows, rows, keys, keys)
     if NORMAL:
-        at = (lane * tl.cdiv(tokens, L) + chunk) * N
+        at = (lane * (length // L) + chunk) * N
         beside = _beside(
-            ones, slopes, weight_states + at, weight_adjoints + at, lane * tokens, rows, tokens, keys, piece,
+            ones, slopes, weight_states + at, weight_adjoints + at, lane * tokens, rows, end, keys, piece,
             N, L, NORMAL,
         )  # fmt: skip
         d_ones += lane * tokens
     if ROLES == 1:
         grad = _of_reads(
             rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
-            dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+            dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
         )  # fmt: skip
         grad += _of_writes(
             rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
-            dk, dv, dg, ds, db, d_ones, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+            dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, KIND, PRECISION,
         )  # fmt: skip
     else:
         if role == 0:
             grad = _of_reads(
                 rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
-                dq, dg, dc, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+                dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
             )  # fmt: skip
         else:
             grad = _of_writes(
                 rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
-                dk, dv, dg, ds, db, d_ones, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+                dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, KIND, PRECISION,
             )  # fmt: skip
     if DECAY:
         if DECAY == 2:
-            decay = tl.load(g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, mask=rows < tokens, other=1.0)
+            decay = tl.load(g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, mask=rows < end, other=1.0)
             grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
         at = part + role.to(tl.int64) * tl.num_programs(2) * batches * tokens * heads + rows.to(tl.int64) * heads
-        tl.store(dg + at, grad, mask=rows < tokens)
+        tl.store(dg + at, grad, mask=rows < end)
 
 
 @triton.jit
 def _of_reads(
     rows_q, rows_k, given, written, scalars, adjoint_entries, state_of, adjoint_of, dq, dg, dc,
-    chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+    begin, end, heads, plane, flat, part, keys, columns, local, beside,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     READ_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
-    rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
+    rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
@@ -137,7 +140,7 @@ def _of_reads(
         carried = tl.sum(state.to(tl.float32) * adjoint.to(tl.float32))
         if NORMAL:
             carried += tl.sum(weight * weight_adjoint)
-        grad += carried * total_of(scalars, plane, chunk, L)
+        grad += carried * total_of(scalars, plane, begin)
     yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
     if NORMAL:
         yx += slope[:, None] * drive[None, :]
@@ -149,7 +152,7 @@ def _of_reads(
         if READ_SCALED:
             pairs *= tl.load(scalars + READ * plane + rows)[:, None]
         if DELTA:
-            f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
+            f = load_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, KIND)
             fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
@@ -166,10 +169,10 @@ def _of_reads(
     grad_q = tl.dot(yx.to(KIND), rows_k, grad_q, input_precision=PRECISION)
     if READ_WANTED:
         of_read = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
-        tl.store(dc + at, _turned(of_read, scalars, plane, rows, DECAY), mask=rows < tokens)
+        tl.store(dc + at, _turned(of_read, scalars, plane, rows, DECAY), mask=rows < end)
     if READ_SCALED:
         grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(dq, heads * N, rows, tokens, keys, N, BN, grad_q)
+    store_rows(dq, heads * N, rows, end, keys, N, BN, grad_q)
     if DECAY:
         grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
     return grad
@@ -178,7 +181,7 @@ def _of_reads(
 @triton.jit
 def _of_writes(
     rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
-    dk, dv, dg, ds, db, d_ones, chunk, tokens, heads, plane, flat, part, keys, columns, local, beside,
+    dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -187,13 +190,13 @@ def _of_writes(
 
     Returns dlog decay's sum over the products that end in the last state, or in an erasing [L].
     """
-    rows, at = chunk * L + local, part + (chunk * L + local).to(tl.int64) * heads
+    rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
     before = local[:, None] <= local[None, :]
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     grad = tl.zeros([L], tl.float32)
     if DELTA:  # d, what the erasing of each row read: S_{t-1} decayed, times f; db
-        f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
+        f = load_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, KIND)
         state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
         fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
         fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
@@ -202,7 +205,7 @@ def _of_writes(
             d *= prefix_of(scalars, rows)[:, None]
             reads = tl.sum(d * rows_k.to(tl.float32), axis=1)
         d = tl.dot(fx.to(KIND), rows_k, d, input_precision=PRECISION)
-        tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < tokens)
+        tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < end)
         d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
 
     # z = G x, from the last state and from the reads of later rows; dk
@@ -231,13 +234,13 @@ def _of_writes(
         z += d
         grad_v = f.to(tl.float32)
         if SOURCE_WANTED:
-            values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
+            values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
             of_source = tl.sum(grad_v * values, axis=1)
-            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
+            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
     else:
         if SOURCE_WANTED:
             of_source = tl.sum(z * rows_k.to(tl.float32), axis=1)
-            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
+            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
         if SCALED:
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
@@ -254,12 +257,12 @@ def _of_writes(
             of_drive += tl.sum(scores * slope[None, :], axis=1)
             if SCALED:
                 of_drive *= tl.load(scalars + SOURCE * plane + rows)
-            tl.store(d_ones + rows, of_drive, mask=(rows < tokens) & (tl.program_id(2) == 0))
+            tl.store(d_ones + rows, of_drive, mask=(rows < end) & (tl.program_id(2) == 0))
         grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
-    store_rows(dk, heads * N, rows, tokens, keys, N, BN, z)
+    store_rows(dk, heads * N, rows, end, keys, N, BN, z)
     if SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    store_rows(dv + flat * P, heads * P, rows, tokens, columns, P, BP, grad_v)
+    store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
 
     if DECAY:  # last, when registers are free
         if DELTA:
@@ -271,15 +274,15 @@ def _of_writes(
 
 @triton.jit
 def _beside(
-    ones, slopes, weight_states, weight_adjoints, lane, rows, tokens, keys, piece,
+    ones, slopes, weight_states, weight_adjoints, lane, rows, end, keys, piece,
     N: tl.constexpr, L: tl.constexpr, NORMAL: tl.constexpr,
 ):  # fmt: skip
     """Of the normaliser: what drives it and the gradient of what is read of it [L], its first state and the gradient of
     its last one [N]; both gradients are 0 but for the first slice of P."""
     drive = tl.full([L], 1.0, tl.float32)
     if NORMAL == 2:
-        drive = tl.load(ones + lane + rows, mask=rows < tokens, other=0.0)
-    slope = tl.load(slopes + lane + rows, mask=(rows < tokens) & (piece == 0), other=0.0)
+        drive = tl.load(ones + lane + rows, mask=rows < end, other=0.0)
+    slope = tl.load(slopes + lane + rows, mask=(rows < end) & (piece == 0), other=0.0)
     weight = tl.load(weight_states + keys, mask=keys < N, other=0.0)
     weight_adjoint = tl.load(weight_adjoints + keys, mask=(keys < N) & (piece == 0), other=0.0)
     return drive, slope, weight, weight_adjoint

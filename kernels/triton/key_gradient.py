@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.keywise import factors, load_chunk, load_row, meeting, rounded
+from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.tiles import ERASE, READ, SOURCE, load_rows, store_rows
 
 GROUP = tl.constexpr(8)  # chunks that a program looks through for those whose rows do not all meet at once
@@ -25,7 +26,7 @@ GROUP = tl.constexpr(8)  # chunks that a program looks through for those whose r
 
 @triton.jit(do_not_specialize=["base", "count"])
 def key_pairs(
-    v, dy, scalars, writes, scores_of, entries, adjoint_entries, adjoints, pairs, alone, dv, ds,
+    v, dy, scalars, writes, scores_of, entries, adjoint_entries, adjoints, pairs, alone, dv, ds, table,
     tokens, heads, length, plane, base, count,
     v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -40,48 +41,50 @@ def key_pairs(
     batch, head = lane // heads, lane % heads
     PITCH: tl.constexpr = 2 * L if DELTA else L
     v += batch * v_b + head // v_group * v_h
-    scalars += lane * length
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    behind = chunk * L - begin  # rows of slots less rows of tokens
+    scalars += lane * length + behind
     flat = batch * tokens * heads + head
     part = flat + piece * tl.num_programs(1).to(tl.int64) * tokens
     pairs += part * PITCH
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
-    rows = chunk * L + local
+    rows = begin + local
     earlier = local[:, None] > local[None, :]
     at = part + rows.to(tl.int64) * heads
-    given = load_rows(dy + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+    given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
     if DELTA:
-        written = load_rows(entries + flat * P, heads * P, rows, tokens, columns, P, BP, KIND)
+        written = load_rows(entries + flat * P, heads * P, rows, end, columns, P, BP, KIND)
     else:
-        written = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
-    tl.store(alone + at, tl.sum(given.to(tl.float32) * written.to(tl.float32), axis=1), mask=rows < tokens)
+        written = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
+    tl.store(alone + at, tl.sum(given.to(tl.float32) * written.to(tl.float32), axis=1), mask=rows < end)
     products = tl.where(earlier, tl.dot(given, tl.trans(written), input_precision=PRECISION), 0.0)
-    store_rows(pairs, heads * PITCH, rows, tokens, local, L, L, products)
+    store_rows(pairs, heads * PITCH, rows, end, local, L, L, products)
     if DELTA:
-        adjoint_entries += ((batch * count - base) * L * heads + head) * P
-        f = load_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, KIND)
+        adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P
+        f = load_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, KIND)
         products = tl.where(earlier, tl.dot(f, tl.trans(written), input_precision=PRECISION), 0.0)
-        store_rows(pairs + L, heads * PITCH, rows, tokens, local, L, L, products)
+        store_rows(pairs + L, heads * PITCH, rows, end, local, L, L, products)
         grad_v = f.to(tl.float32)
         if SOURCE_WANTED:
-            values = load_rows(v, v_t, rows, tokens, columns, P, BP, tl.float32)
-            tl.store(ds + at, tl.sum(grad_v * values, axis=1), mask=rows < tokens)
+            values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
+            tl.store(ds + at, tl.sum(grad_v * values, axis=1), mask=rows < end)
     else:
         adjoint = _load_state(adjoints + (lane * count + chunk - base) * N * P, keys, columns, N, P, KIND)
         kept = load_chunk(writes + (lane * length + chunk * L) * N, local, keys, N, BN).to(KIND)
         grad_v = tl.dot(kept, adjoint, input_precision=PRECISION)
-        scores = tl.trans(load_rows(scores_of + flat * L, heads * L, rows, tokens, local, L, L, KIND))
+        scores = tl.trans(load_rows(scores_of + flat * L, heads * L, rows, end, local, L, L, KIND))
         if READ_SCALED:
             scores = (scores.to(tl.float32) * tl.load(scalars + READ * plane + rows)[None, :]).to(KIND)
         grad_v = tl.dot(scores, given, grad_v, input_precision=PRECISION)
     if SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    store_rows(dv + flat * P, heads * P, rows, tokens, columns, P, BP, grad_v)
+    store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
 
 
 @triton.jit(do_not_specialize=["base", "count"])
 def key_gradient(
     q, k, v, dy, scalars, running, first_levels, pairs, alone, entries, adjoint_entries, states, adjoints,
-    dq, dk, dg, ds, db, dc,
+    dq, dk, dg, ds, db, dc, table,
     tokens, heads, length, plane, base, count,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -122,8 +125,8 @@ def key_gradient(
             _of_keys(
                 q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, LEVELS - 1, pairs + part * PITCH, alone + part,
                 adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
-                ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, tokens, heads, plane,
-                keys, columns, True,
+                ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads, plane,
+                length, keys, columns, True,
                 N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
             )  # fmt: skip
     else:
@@ -133,8 +136,8 @@ def key_gradient(
                 _of_keys(
                     q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, first, pairs + part * PITCH, alone + part,
                     adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
-                    ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, tokens, heads, plane,
-                    keys, columns, False,
+                    ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads, plane,
+                    length, keys, columns, False,
                     N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
                 )  # fmt: skip
 
@@ -142,7 +145,8 @@ def key_gradient(
 @triton.jit
 def _of_keys(
     q, q_t, k, k_t, dy, x, x_t, scalars, running, first, pairs, alone, adjoint_entries, state_of, adjoint_of,
-    dq, dk, dg, ds, db, dc, chunk, lane, base, count, tokens, heads, plane, keys, columns, ONCE: tl.constexpr,
+    dq, dk, dg, ds, db, dc, chunk, lane, base, count, table, tokens, heads, plane, length, keys, columns,
+    ONCE: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
     DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -150,9 +154,12 @@ def _of_keys(
     """dq, dk, dg and the scalars' gradients of one chunk, in parts that load what they need again."""
     PITCH: tl.constexpr = 2 * L if DELTA else L
     local = tl.arange(0, L)
-    rows = chunk * L + local
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = begin + local
+    scalars += chunk * L - begin
+    adjoint_entries += (chunk * L - begin).to(tl.int64) * heads * P
     running += chunk * L * N
-    state_of += (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    state_of += (lane * (length // L) + chunk) * N * P
     adjoint_of += (lane * count + chunk - base) * N * P
     at = rows.to(tl.int64) * heads
     # S carried through to the last state
@@ -161,43 +168,43 @@ def _of_keys(
     of_end = tl.exp2(last) * tl.sum(_load_state(state_of, keys, columns, N, P, tl.float32) * adjoint, axis=1)
     tl.debug_barrier()  # or loads move up, and registers run out
     # what the rows read
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+    rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
     if SCALED and not DELTA:
         rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+    rows_q = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32)
     if READ_SCALED:
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
     read, log = _reads(
-        dy, heads * P, pairs, heads * PITCH, state_of, rows_q, rows_k, running, first, chunk, tokens, keys, columns,
+        dy, heads * P, pairs, heads * PITCH, state_of, rows_q, rows_k, running, first, rows, end, keys, columns,
         local, ONCE, N, P, BK, BP, L, LEVELS, KIND, PRECISION,
     )  # fmt: skip
-    read += tl.load(alone + at, mask=rows < tokens, other=0.0)[:, None] * rows_k
+    read += tl.load(alone + at, mask=rows < end, other=0.0)[:, None] * rows_k
     if READ_WANTED:
-        unscaled = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
-        tl.store(dc + at, tl.sum(read * unscaled, axis=1), mask=rows < tokens)
+        unscaled = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32)
+        tl.store(dc + at, tl.sum(read * unscaled, axis=1), mask=rows < end)
     if READ_SCALED:
         read *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(dq, heads * N, rows, tokens, keys, N, BK, read)
+    store_rows(dq, heads * N, rows, end, keys, N, BK, read)
     z = tl.zeros([L, BK], tl.float32)
     if DELTA:  # what their erasing reads
         tl.debug_barrier()
-        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+        rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
         read, of_erased = _reads(
             adjoint_entries, heads * P, pairs + L, heads * PITCH, state_of, rows_k * strength, rows_k, running, first,
-            chunk, tokens, keys, columns, local, ONCE, N, P, BK, BP, L, LEVELS, KIND, PRECISION,
+            rows, end, keys, columns, local, ONCE, N, P, BK, BP, L, LEVELS, KIND, PRECISION,
         )  # fmt: skip
         log += of_erased
         z = read * strength
-        tl.store(db + at, -tl.sum(read * rows_k, axis=1), mask=rows < tokens)
+        tl.store(db + at, -tl.sum(read * rows_k, axis=1), mask=rows < end)
     # z = G x: what later rows and the last state read of what the rows write
     tl.debug_barrier()
     adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
-    written = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
+    written = load_rows(x, x_t, rows, end, columns, P, BP, KIND)
     into = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
-    weights = tl.trans(load_rows(pairs, heads * PITCH, rows, tokens, local, L, L, KIND))
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32)
+    weights = tl.trans(load_rows(pairs, heads * PITCH, rows, end, local, L, L, KIND))
+    rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
+    rows_q = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32)
     if SCALED and not DELTA:
         rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     if READ_SCALED:
@@ -205,7 +212,7 @@ def _of_keys(
     own = load_chunk(running, local, keys, N, BK)
     if DELTA:
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
-        erasing = tl.trans(load_rows(pairs + L, heads * PITCH, rows, tokens, local, L, L, KIND))
+        erasing = tl.trans(load_rows(pairs + L, heads * PITCH, rows, end, local, L, L, KIND))
     if ONCE:
         middle = load_row(running, L // 2 - 1, keys, N)
         gap = own - middle[None, :]
@@ -234,29 +241,28 @@ def _of_keys(
             )  # fmt: skip
         log -= of_writes
         z += into
-    z += tl.load(alone + at, mask=rows < tokens, other=0.0)[:, None] * rows_q
+    z += tl.load(alone + at, mask=rows < end, other=0.0)[:, None] * rows_q
     if SOURCE_WANTED and not DELTA:
-        unscaled = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
-        tl.store(ds + at, tl.sum(z * unscaled, axis=1), mask=rows < tokens)
+        unscaled = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
+        tl.store(ds + at, tl.sum(z * unscaled, axis=1), mask=rows < end)
     if SCALED and not DELTA:
         z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    store_rows(dk, heads * N, rows, tokens, keys, N, BK, z)
+    store_rows(dk, heads * N, rows, end, keys, N, BK, z)
     log = tl.cumsum(log, axis=0, reverse=True) + of_end[None, :]
-    store_rows(dg, heads * N, rows, tokens, keys, N, BK, log)
+    store_rows(dg, heads * N, rows, end, keys, N, BK, log)
 
 
 @triton.jit
 def _reads(
-    field, field_t, pairs, pairs_t, state_of, mine, rows_k, running, first, chunk, tokens, keys, columns, local,
+    field, field_t, pairs, pairs_t, state_of, mine, rows_k, running, first, rows, end, keys, columns, local,
     ONCE: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What rows read of the first state (by its products with `field`) and of earlier rows; and that times mine."""
-    rows = chunk * L + local
     state = _load_state(state_of, keys, columns, N, P, KIND)
     own = load_chunk(running, local, keys, N, BK)
-    weights = load_rows(pairs, pairs_t, rows, tokens, local, L, L, KIND)
-    read = load_rows(field, field_t, rows, tokens, columns, P, BP, KIND)
+    weights = load_rows(pairs, pairs_t, rows, end, local, L, L, KIND)
+    read = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
     read = tl.dot(read, tl.trans(state), input_precision=PRECISION)
     if ONCE:
         middle = load_row(running, L // 2 - 1, keys, N)

@@ -27,7 +27,7 @@ class KeyRows:
 
     running: G [B·H, chunks · L, N]; first_levels [B·H, chunks]; scores [B, T, H, L]; reads, writes, erased
     [B, T', H, N] in memory that has all chunks of a head in one piece. Left by the forward walk: entries [B, T, H, P],
-    states [B, H, chunks, N, P], and passed: what each of several segments does to its first state.
+    states [B, H, chunks, N, P], and passed: what each of several segments does to its first state [segments, B·H, ·].
     """
 
     running: Tensor
@@ -45,11 +45,15 @@ class KeyRows:
         return list(vars(self).values())
 
 
-def room(like: Tensor, heads: int, p: int, chunk: int, delta: bool, keep: bool, segments: int = 1) -> KeyRows:
-    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the forward walk leaves."""
+def room(
+    like: Tensor, heads: int, p: int, chunks: int, chunk: int, delta: bool, keep: bool, segments: int = 0
+) -> KeyRows:
+    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the forward walk leaves.
+
+    segments: into which sequences are cut, if they are.
+    """
     batch, tokens, _, n = like.shape
     stored = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
-    chunks = -(-tokens // chunk)
 
     def empty(*shape: int, dtype: torch.dtype = stored, wanted: bool = True) -> Tensor:
         return like.new_empty(shape if wanted else (0,), dtype=dtype)
@@ -62,19 +66,19 @@ def room(like: Tensor, heads: int, p: int, chunk: int, delta: bool, keep: bool, 
         reads.transpose(1, 2), writes.transpose(1, 2), erased.transpose(1, 2) if delta else erased,
         empty(batch, tokens, heads, p, wanted=keep and delta),
         empty(batch, heads, chunks, n, p, wanted=keep),
-        empty(batch * heads, segments, *(n,) * (2 if delta else 1), dtype=torch.float32, wanted=keep and segments > 1),
+        empty(segments, batch * heads, *(n,) * (2 if delta else 1), dtype=torch.float32, wanted=keep and segments > 0),
     )  # fmt: skip
 
 
 def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
     """Run prepare_keys for log decays g [B, T, Hg, N]; and what the transform inverts [B, T, H, L] (delta rules)."""
-    made = room(call.q, call.heads, call.p, call.tiles.chunk, call.delta, keep)
+    made = room(call.q, call.heads, call.p, call.chunks, call.tiles.chunk, call.delta, keep)
     system = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.scores
     sizes = {name: x for name, x in call.sizes.items() if name not in ("P", "BN")}
     launch(
         prepare_keys, (call.chunks, call.lanes),
         call.q, call.k, g, made.running, made.reads, made.erased if call.delta else made.writes, made.writes,
-        made.scores, system, made.first_levels, call.tokens, call.heads, call.length,
+        made.scores, system, made.first_levels, call.chunk_table, call.tokens, call.heads, call.length,
         *call.rows(call.q), *call.rows(call.k), *call.rows(g),
         BK=call.key_block, LEVELS=call.levels, DELTA=call.delta, num_warps=call.tiles.prepare_warps, **sizes,
     )  # fmt: skip
@@ -110,7 +114,7 @@ def key_gradients(
     launch(
         key_pairs, (found.chunks, call.lanes, pieces),
         call.v, dy, call.scalars, call.writes, call.scores, entries, found.entries, found.states, pairs, alone, dv, ds,
-        *sizes, *call.rows(call.v), num_warps=t.pair_warps, **common,
+        call.chunk_table, *sizes, *call.rows(call.v), num_warps=t.pair_warps, **common,
     )  # fmt: skip
     del common["BN"]
     for once in (True, False):
@@ -119,7 +123,7 @@ def key_gradients(
             key_gradient, (programs * blocks, call.lanes, pieces),
             call.q, call.k, call.v, dy, call.scalars, call.running, call.first_levels, pairs, alone,
             entries, found.entries, states, found.states, dq, dk, dg, ds, db, dc,
-            *sizes, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
+            call.chunk_table, *sizes, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
             BK=call.key_block, LEVELS=call.levels, ONCE=once, READ_WANTED=read_wanted,
             num_warps=t.gradient_warps, **common,
         )  # fmt: skip

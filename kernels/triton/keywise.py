@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
 
 SPAN = tl.constexpr(100.0)
@@ -27,7 +28,7 @@ REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 
 @triton.jit
 def prepare_keys(
-    q, k, g, running, reads, erased, writes, scores, system, first_levels,
+    q, k, g, running, reads, erased, writes, scores, system, first_levels, table,
     tokens, heads, length,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, g_b, g_t, g_h, g_group,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
@@ -45,7 +46,8 @@ def prepare_keys(
     g += batch * g_b + head // g_group * g_h
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     local = tl.arange(0, L)
-    rows = chunk * L + local
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = begin + local
     here = (lane * length + chunk * L) * N
     scores += (batch * tokens * heads + head) * L
     system += (batch * tokens * heads + head) * L
@@ -54,9 +56,9 @@ def prepare_keys(
     far, fallen = tl.zeros([], tl.float32), tl.zeros([L], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         keys = block * BK + tl.arange(0, BK)
-        log = load_rows(g, g_t, rows, tokens, keys, N, BK, tl.float32)
-        rows_q = load_rows(q, q_t, rows, tokens, keys, N, BK, KIND)
-        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, KIND)
+        log = load_rows(g, g_t, rows, end, keys, N, BK, tl.float32)
+        rows_q = load_rows(q, q_t, rows, end, keys, N, BK, KIND)
+        rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
         own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
         store_chunk(running, own, local, keys, N, BK)
         from_start = tl.exp2(own)
@@ -76,7 +78,7 @@ def prepare_keys(
     first_levels += lane * (length // L) + chunk
     if (far <= REACH) & (tl.max(fallen, axis=0) <= SPAN):
         tl.store(first_levels, LEVELS - 1)
-        _store_scores(scores, system, between_rows, between_keys, rows, tokens, heads, local, L, DELTA)
+        _store_scores(scores, system, between_rows, between_keys, rows, end, heads, local, L, DELTA)
     else:
         tl.debug_barrier()  # G is read again, by other threads
         tl.store(first_levels, first_level(far, running, local, N, BK, LEVELS))
@@ -87,26 +89,26 @@ def prepare_keys(
             level, keys = step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
             reader, writer = factors(running, load_chunk(running, local, keys, N, BK), local, keys, level, N, BK)
             met = (meet >> level) == 1
-            rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32)
+            rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
             weighed = tl.trans((rows_k * writer).to(KIND))
-            readers = (load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32) * reader).to(KIND)
+            readers = (load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * reader).to(KIND)
             between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=PRECISION), 0.0)
             if DELTA:
                 product = tl.dot((rows_k * reader).to(KIND), weighed, input_precision=PRECISION)
                 between_keys += tl.where(met, product, 0.0)
-        _store_scores(scores, system, between_rows, between_keys, rows, tokens, heads, local, L, DELTA)
+        _store_scores(scores, system, between_rows, between_keys, rows, end, heads, local, L, DELTA)
 
 
 @triton.jit
 def _store_scores(
-    scores, system, between_rows, between_keys, rows, tokens, heads, local, L: tl.constexpr, DELTA: tl.constexpr
+    scores, system, between_rows, between_keys, rows, end, heads, local, L: tl.constexpr, DELTA: tl.constexpr
 ):
     """Write the products of rows that read rows before them, queries also their own."""
     between_rows = tl.where(local[:, None] >= local[None, :], between_rows, 0.0)
-    store_rows(scores, heads * L, rows, tokens, local, L, L, between_rows)
+    store_rows(scores, heads * L, rows, end, local, L, L, between_rows)
     if DELTA:
         between_keys = tl.where(local[:, None] > local[None, :], between_keys, 0.0)
-        store_rows(system, heads * L, rows, tokens, local, L, L, between_keys)
+        store_rows(system, heads * L, rows, end, local, L, L, between_keys)
 
 
 @triton.jit

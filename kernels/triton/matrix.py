@@ -1,11 +1,11 @@
-"""Chunkwise matrix families on the GPU as two custom ops: no, scalar or key-diagonal decay, with or without delta rule.
+"""Chunkwise matrix families on the GPU: no, scalar or key-diagonal decay, with or without delta rule.
 
 S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
 q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
-float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32. The backward pass walks forwards for
-the chunks' first states (where decays differ by key, the forward pass left them), backwards for the gradients of their
-last ones, then computes the gradients of all chunks in parallel, in long calls a stretch of T at a time, so that these
-gradients need less memory.
+float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32, of packed sequences (B = 1)
+[sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (where decays differ by key, the
+forward pass left them), backwards for the gradients of their last ones, then computes the gradients of all chunks in
+parallel, in long calls a stretch of T at a time, so that these gradients need less memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.key_rows import KeyRows, key_gradients, key_scalars, prepared, room
 from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.shared_rows import Stretch, stretches_of
 from dsf.kernels.triton.table import SHARED_STRETCHES, Tiles, limits, segments, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
@@ -36,7 +37,7 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
         heads: int, log: bool, normal: Normaliser | None = None, finish: Finish | None = None,
-        kept: Sequence[Tensor] | None = None,
+        kept: Sequence[Tensor] | None = None, packed: Sequences | None = None,
     ) -> None:  # fmt: skip
         """kept: where decays differ by key, what the forward pass left, or an empty list to make room for it."""
         self.batch, self.tokens, _, self.n = q.shape
@@ -46,11 +47,18 @@ class _Call:
         self.keywise = g is not None and g.dim() == 4
         self.tiles: Tiles = tiles(self.n, self.p, q.dtype, _kind(g), b is not None, q.device)
         self.chunks = -(-self.tokens // self.tiles.chunk)
-        self.lanes, self.length = self.batch * heads, self.chunks * self.tiles.chunk
+        self.lanes, self.delta = self.batch * heads, b is not None
+        self.count, self.span = _cut(self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device)
+        self.sequences, self.ends = 1, self.batch  # that follow each other in a row, and those that have states
+        self.chunk_table: Tensor | None = None
+        self.segment_table: Tensor | None = None
+        self.sequence_table: Tensor | None = None
+        if packed is not None:
+            self._pack(packed)
+        self.length = self.chunks * self.tiles.chunk
         self.plane = self.lanes * self.length
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
-        self.delta = b is not None
         self.scaled, self.read = (x is not None or self.decay == 2 for x in (s, c))  # 2: signs travel with them
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
         self.pitch = self.tiles.chunk * (2 if self.scored else 1)
@@ -75,6 +83,19 @@ class _Call:
             self.reads, self.writes = self.made.reads, self.made.writes
             self.erased = self.made.erased if self.delta else self.writes
 
+    @property
+    def is_cut(self) -> bool:
+        """True where sequences are walked in several segments at once."""
+        return self.count > self.sequences
+
+    def _pack(self, packed: Sequences) -> None:
+        """Number chunks and segments so that every sequence begins with one of its own."""
+        self.sequences = self.ends = packed.count
+        self.chunks = slots(self.tokens, packed.count, self.tiles.chunk)
+        tables = packed.tables(self.tokens, self.tiles.chunk, self.span if self.count > 1 else None)
+        self.chunk_table, self.segment_table, self.sequence_table = tables
+        self.count = tables.segments.shape[0]
+
     def _prepare(self, *given: Tensor | None) -> Tensor:
         """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk."""
         if all(x is None for x in given):
@@ -83,7 +104,8 @@ class _Call:
         xs = [self.q if x is None else x for x in given]
         launch(
             prepare, (self.chunks, self.lanes),
-            *xs, planes, self.plane, self.tokens, self.heads, self.length, *(x.stride(i) for x in xs for i in range(3)),
+            *xs, planes, self.chunk_table, self.plane, self.tokens, self.heads, self.length,
+            *(x.stride(i) for x in xs for i in range(3)),
             L=self.tiles.chunk, DECAY=self.decay, SCALED=given[1] is not None, DELTA=self.delta,
             READ_SCALED=given[3] is not None, num_warps=1,
         )  # fmt: skip
@@ -97,21 +119,30 @@ class _Call:
         """Uninitialised memory on the call's device."""
         return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
 
-    def states(self, *lead: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uninitialised states [B, H, *lead, N, P]."""
-        return self.empty(self.batch, self.heads, *lead, self.n, self.p, dtype=dtype)
+    def states(self, chunks: int) -> Tensor:
+        """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept."""
+        return self.empty(self.batch, self.heads, chunks, self.n, self.p)
+
+    def segments(self) -> Tensor:
+        """Uninitialised states of segments [segments, B, H, N, P]."""
+        return self.empty(self.count, self.batch, self.heads, self.n, self.p, dtype=torch.float32)
+
+    def end(self, states: Tensor, last: bool) -> Tensor:
+        """Of the segments' states those of every sequence's last (or first) one, [B or sequences, H, N, P]."""
+        if self.sequence_table is None:
+            return states[-1 if last else 0]
+        if self.is_cut:
+            which = self.sequence_table[:, 3] - 1 if last else self.sequence_table[:, 2]
+            states = states.index_select(0, which)
+        return states.squeeze(1)
 
     def given(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
         """Something to point at for operands that a kernel does not use."""
         return tuple(self.q if x is None else x for x in xs)
 
-    def span(self, most: int) -> int:
+    def stretch(self, most: int) -> int:
         """Chunks of a stretch of T, when the backward pass may work in so many of them."""
         return -(-self.chunks // stretches(self.chunks * self.lanes, most))
-
-    def cut(self) -> tuple[int, int]:
-        """(segments of T that are walked at once, chunks a segment)."""
-        return _cut(self.tiles, self.lanes, self.chunks, self.p, self.delta, self.q.device)
 
 
 class _Adjoints(NamedTuple):
@@ -158,23 +189,22 @@ def _forward(
 
     Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
     """
-    count, span = call.cut()
     passed = call.q
-    if count > 1:
-        local = call.states(count)
-        shape = (call.lanes, count, *(call.n,) * (2 if call.delta else 1))
+    if call.is_cut:
+        local = call.segments()
+        shape = (call.count, call.lanes, *(call.n,) * (2 if call.delta else 1))
         passed = call.empty(*shape, dtype=torch.float32)
-        stop = call.chunks if saved else (count - 1) * span
-        _forward_launch(call, solve, None, None, local, None, count, span, stop, passed)
+        stop = call.chunks if saved or call.segment_table is not None else (call.count - 1) * call.span
+        _forward_launch(call, solve, None, None, local, None, stop, passed)
         start = _segment_starts(call, local, passed, start, False)
-    last = call.states(count) if final else None
-    _forward_launch(call, solve, start, y, last, saved, count, span, call.chunks, None)
-    return None if last is None else last[:, :, -1].contiguous(), passed
+    last = call.segments() if final else None
+    _forward_launch(call, solve, start, y, last, saved, call.chunks, None)
+    return None if last is None else call.end(last, True), passed
 
 
 def _forward_launch(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None, count: int, span: int, stop: int, passed: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None, stop: int, passed: Tensor | None,
 ) -> None:  # fmt: skip
     t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
     entries, states = saved or (unused, unused)
@@ -183,12 +213,12 @@ def _forward_launch(
     if passed is not None and call.delta:
         pieces += -(-call.n // t.piece)
     launch(
-        forward_walk, (pieces, call.lanes, count),
+        forward_walk, (pieces, call.lanes, call.count),
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
-        (call.q,) if call.finish is None else (call.finish[1] or (call.q,)),
-        call.tokens, call.heads, count, span, 0, stop, call.length, call.plane,
+        (call.q,) if call.finish is None else (call.finish[1] or (call.q,)), call.segment_table,
+        call.tokens, call.heads, call.count, call.span, 0, stop, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
@@ -203,33 +233,33 @@ def _reverse(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, first: bool
 ) -> Iterator[_Adjoints]:
     """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next."""
-    count, span = call.cut()
-    if count > 1:
-        local = call.states(count)
-        _reverse_launch(call, dy, solve, None, None, local, count, span, (span, call.chunks))
+    if call.is_cut:
+        local = call.segments()
+        low = call.span if call.segment_table is None else 0
+        _reverse_launch(call, dy, solve, None, None, local, (low, call.chunks))
         start = _segment_starts(call, local, passed, start, True)
-    stretch = call.chunks if count > 1 else call.span(call.tiles.stretches)
+    stretch = call.chunks if call.is_cut else call.stretch(call.tiles.stretches)
     entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p) if call.delta else call.q
-    adjoints = call.states(stretch, dtype=call.stored)
+    adjoints = call.states(stretch)
     for base in reversed(range(0, call.chunks, stretch)):
         limit = min(base + stretch, call.chunks)
-        last = call.states(count) if first or base > 0 else None
-        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, count, span, (base, limit))
+        last = call.segments() if first or base > 0 else None
+        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, (base, limit))
         yield _Adjoints(base, limit - base, entries, adjoints, last)
         start = last
 
 
 def _reverse_launch(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
-    final: Tensor | None, count: int, span: int, chunks: tuple[int, int],
+    final: Tensor | None, chunks: tuple[int, int],
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     entries, adjoints = saved or (unused, unused)
     launch(
-        reverse_walk, (-(-call.p // t.piece), call.lanes, count),
+        reverse_walk, (-(-call.p // t.piece), call.lanes, call.count),
         call.reads, call.writes, call.erased, dy, call.scalars, call.running, _scores(call, solve), solve,
-        entries, adjoints, unused if start is None else start, unused if final is None else final,
-        call.tokens, call.heads, count, span, *chunks, call.length, call.plane,
+        entries, adjoints, unused if start is None else start, unused if final is None else final, call.segment_table,
+        call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
@@ -239,24 +269,25 @@ def _reverse_launch(
 
 
 def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
-    """First state of every segment [B, H, S, N, P] from what each adds on its own (local) and S_0.
+    """First state of every segment [segments, B, H, N, P] from what each adds on its own (local) and S_0.
 
     passed: what a segment does to its first state. reverse: the walk runs backwards, so that a segment starts from
     those after it.
     """
-    starts, size, count = torch.empty_like(local), call.n * call.p, local.shape[2]
+    starts, size = torch.empty_like(local), call.n * call.p
     given, how = local if start is None else start, {"START": start is not None, "REVERSE": reverse}
     if call.delta:
         launch(
-            combine_moves, (-(-call.p // 32), call.lanes),
-            local, passed, given, starts, count,
+            combine_moves, (-(-call.p // 32), call.lanes, call.sequences),
+            local, passed, given, starts, call.sequence_table, call.count,
             N=call.n, P=call.p, BN=call.tiles.keys, BP=32, BK=min(32, call.tiles.keys),
             PRECISION=call.sizes["PRECISION"], num_warps=4, num_stages=2, **how,
         )  # fmt: skip
     else:
         launch(
-            combine_segments, (-(-size // 512), call.lanes),
-            local, passed, given, starts, count, size, call.p, N=call.n, BLOCK=512, num_warps=4, **how,
+            combine_segments, (-(-size // 512), call.lanes, call.sequences),
+            local, passed, given, starts, call.sequence_table, call.count, size, call.p,
+            N=call.n, BLOCK=512, num_warps=4, **how,
         )  # fmt: skip
     return starts
 
@@ -280,7 +311,8 @@ def _transform(call: _Call) -> Tensor:
     sizes = {name: x for name, x in call.sizes.items() if name != "P"}
     launch(
         delta_transform, (call.chunks, call.lanes),
-        call.q, call.k, call.scalars, call.system, solve, call.tokens, call.heads, call.length, call.plane,
+        call.q, call.k, call.scalars, call.system, solve, call.chunk_table,
+        call.tokens, call.heads, call.length, call.plane,
         *call.rows(call.q), *call.rows(call.k),
         LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
         TERMS=t.transform_terms, num_warps=t.transform_warps, maxnreg=t.transform_registers, **sizes,
@@ -292,12 +324,13 @@ def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
     normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
+    packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
 
     kept: filled with what else the backward pass can use, where decays differ by key.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed)
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         normal.states, normal.final = between_chunks(call, k, normal.ones, normal.state, False)
@@ -306,7 +339,7 @@ def _chunk_matrix(
     saved = None if kept is None or call.made is None else (call.made.entries, call.made.states)
     last, passed = _forward(call, solve, state, y, final, saved)
     if kept is not None and call.made is not None:
-        kept += replace(call.made, passed=passed if call.cut()[0] > 1 else call.made.passed).tensors()
+        kept += replace(call.made, passed=passed if call.is_cut else call.made.passed).tensors()
     return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
 
 
@@ -314,20 +347,26 @@ def _chunk_matrix_shapes(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
     normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
+    packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
-    shape = (batch, heads, n, p) if final else (0,)
+    ends = batch if packed is None else packed.count
+    shape = (ends, heads, n, p) if final else (0,)
     stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     found = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
     chunk = found.chunk
+    chunks = -(-tokens // chunk)
+    count, span = _cut(found, batch * heads, chunks, p, erase is not None, q.device)
+    if packed is not None:
+        chunks = slots(tokens, packed.count, chunk)
     if kept is not None and _kind(decay) == "key":
-        count = _cut(found, batch * heads, -(-tokens // chunk), p, erase is not None, q.device)[0]
-        kept += room(q, heads, p, chunk, erase is not None, True, count).tensors()
+        parts = 0 if count == 1 else count if packed is None else slots(chunks, packed.count, span)
+        kept += room(q, heads, p, chunks, chunk, erase is not None, True, parts).tensors()
     if normal is not None:
         normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
-        normal.final = q.new_empty(batch, heads, n, dtype=torch.float32)
-        normal.states = q.new_empty(batch * heads, -(-tokens // chunk), n, dtype=torch.float32)
+        normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
+        normal.states = q.new_empty(batch * heads, chunks, n, dtype=torch.float32)
     pitch = 2 * chunk if _kind(decay) == "scalar" else chunk
     solve = (0,) if erase is None else (batch, tokens, heads, pitch)
     return (
@@ -341,14 +380,14 @@ def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (),
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
     read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
     forward pass, if it did.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, kept=kept or None)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, kept=kept or None, packed=packed)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
@@ -356,12 +395,12 @@ def _chunk_matrix_backward(
         entries, states, passed = call.made.entries, call.made.states, call.made.passed
     else:
         entries = call.empty(*lead, call.p) if delta else q
-        states = call.states(call.chunks, dtype=call.stored)
+        states = call.states(call.chunks)
         _, passed = _forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
-    summed &= not call.keywise and min(q.shape[2], k.shape[2]) < heads
+    summed &= packed is None and not call.keywise and min(q.shape[2], k.shape[2]) < heads
     kind = q.dtype if pieces == 1 else torch.float32
     dq, dk = (x.new_empty(x.shape) if summed else call.empty(*parts, call.n, dtype=kind) for x in (q, k))
     dv = call.empty(*lead, call.p, dtype=q.dtype)
@@ -395,14 +434,14 @@ def _chunk_matrix_backward(
             outs: Iterable[Stretch] = [Stretch(found.base, found.chunks, 0, call.tokens, dq, dk)]
             if summed:
                 outs = stretches_of(
-                    found.base, found.chunks, call.span(SHARED_STRETCHES), t.chunk, call.tokens,
+                    found.base, found.chunks, call.stretch(SHARED_STRETCHES), t.chunk, call.tokens,
                     (pieces, call.batch, heads, call.n), (dq, dk), kind,
                 )  # fmt: skip
             for out in outs:
                 launch(
                     chunk_gradient, (out.chunks * roles, call.lanes, pieces),
                     q, k, v, dy, given, call.scalars, *saved, out.dq, out.dk, dv, *scalars, *call.given(*beside),
-                    *sizes, call.batch, found.base, found.chunks, out.first, out.shift, out.rows,
+                    call.chunk_table, *sizes, call.batch, found.base, found.chunks, out.first, out.shift, out.rows,
                     *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
                     BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
                     SOURCE_WANTED=source is not None, READ_WANTED=read_wanted, ROLES=roles,
@@ -413,7 +452,7 @@ def _chunk_matrix_backward(
     ends = [_sum_pieces(x, _decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
     first = call.empty(0, dtype=torch.float32)
     if state is not None and found.last is not None:
-        first = found.last[:, :, 0].contiguous()
+        first = call.end(found.last, False)
     return dq, dk, dv, ends[0], ends[1], ends[2], ends[3], first
 
 
@@ -421,13 +460,13 @@ def _chunk_matrix_backward_shapes(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (),
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
-    p = v.shape[-1]
-    summed &= _kind(decay) != "key" and min(q.shape[2], k.shape[2]) < heads
+    p, ends = v.shape[-1], batch if packed is None else packed.count
+    summed &= packed is None and _kind(decay) != "key" and min(q.shape[2], k.shape[2]) < heads
     if normal is not None:
-        normal.first = q.new_empty(batch, heads, n, dtype=torch.float32)
+        normal.first = q.new_empty(ends, heads, n, dtype=torch.float32)
         if normal.ones is not None:
             normal.d_ones = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
 
@@ -435,55 +474,9 @@ def _chunk_matrix_backward_shapes(
         shape = (0,) if x is None else (batch, tokens, heads, *x.shape[3:])
         return q.new_empty(shape, dtype=_decay_gradient(x, heads))
 
-    first = q.new_empty((0,) if state is None else (batch, heads, n, p), dtype=torch.float32)
+    first = q.new_empty((0,) if state is None else (ends, heads, n, p), dtype=torch.float32)
     return (
         q.new_empty(batch, tokens, q.shape[2] if summed else heads, n),
         k.new_empty(batch, tokens, k.shape[2] if summed else heads, n),
         q.new_empty(batch, tokens, heads, p), scalar(decay), scalar(source), scalar(erase), scalar(read), first,
     )  # fmt: skip
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, decay, source, erase, read, state, heads, log, final, _ = inputs
-    ctx.save_for_backward(q, k, v, decay, source, erase, read, state, output[2])
-    ctx.heads, ctx.log, ctx.final = heads, log, final
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, dy: Tensor | None, final_gradient: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, decay, source, erase, read, state, solve = ctx.saved_tensors
-    if dy is None:
-        dy = q.new_zeros(*q.shape[:2], ctx.heads, v.shape[-1])
-    end = final_gradient if ctx.final else None
-    *main, first = torch.ops.dsf.chunk_matrix_backward.default(
-        dy, end, q, k, v, decay, source, erase, read, state, solve, ctx.heads, ctx.log
-    )
-    rows = [_sum_groups(x, like) for x, like in zip(main, (q, k, v), strict=False)]
-    if decay is not None:
-        main[3] = _sum_groups(main[3], decay)
-    given = (decay, source, erase, read, state)
-    rest = [None if like is None else x for x, like in zip([*main[3:], first], given, strict=True)]
-    return (*rows, *rest, None, None, None, None)
-
-
-def _sum_groups(gradient: Tensor, like: Tensor) -> Tensor:
-    """Sum over the heads that share one of `like`'s."""
-    shared = gradient.shape[2] // like.shape[2]
-    if shared == 1:
-        return gradient
-    return gradient.unflatten(2, (like.shape[2], shared)).sum(3, dtype=torch.float32).to(like.dtype)
-
-
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? source, Tensor? erase, Tensor? read, Tensor? state"
-_LIBRARY.define(f"chunk_matrix({_INPUTS}, int heads, bool log, bool final, bool wide) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    f"chunk_matrix_backward(Tensor dy, Tensor? final_gradient, {_INPUTS}, Tensor solve, int heads, bool log) -> "
-    f"({', '.join(['Tensor'] * 8)})"
-)
-_LIBRARY.impl("chunk_matrix", _chunk_matrix, "CompositeExplicitAutograd")
-_LIBRARY.impl("chunk_matrix_backward", _chunk_matrix_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("dsf::chunk_matrix", _chunk_matrix_shapes, lib=_LIBRARY)
-torch.library.register_fake("dsf::chunk_matrix_backward", _chunk_matrix_backward_shapes, lib=_LIBRARY)
-torch.library.register_autograd("dsf::chunk_matrix", _gradients, setup_context=_setup, lib=_LIBRARY)
-chunk_matrix = torch.ops.dsf.chunk_matrix.default

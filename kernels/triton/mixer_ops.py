@@ -19,7 +19,7 @@ from dsf.kernels.triton.weights import Normaliser
 
 
 def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """S_0 [B, H, N, columns] beside its normaliser's column, the first running maximum [B, H], and S_0's rescaling."""
+    """S_0 [B or sequences, H, N, columns] beside its normaliser's column, the first running maximum, its rescaling."""
     if state is None:
         return None, None, None
     used = call.p + call.program.ones
@@ -35,26 +35,29 @@ def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | No
 
 
 def _read_first(call: Call, start: Tensor | None, y: Tensor) -> Tensor:
-    """What the first token reads of S_0, for read="before": [B, 1, H, columns]."""
+    """What the first token reads of S_0, for read="before": [B or sequences, H, columns]."""
     if start is None:
-        return y.new_zeros(call.batch, 1, call.heads, call.columns + call.inside)
+        return y.new_zeros(call.ends, call.heads, call.columns + call.inside)
     query, read = call.operand("query"), call.operand("read")
     assert query is not None
-    q = query[:, 0].float().repeat_interleave(call.heads // query.shape[2], dim=1)
+    q = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1)
     seen = (q.unsqueeze(-2) @ start).squeeze(-2)
-    return (seen if read is None else seen * read[:, 0].unsqueeze(-1)).unsqueeze(1).to(y.dtype)
+    return (seen if read is None else seen * call.first(read).unsqueeze(-1)).to(y.dtype)
 
 
 def _run(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, real: bool
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None, real: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs."""
+    """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs.
+
+    bounds: [S + 1], where packed sequences begin and end in one row; each has a state [S, H, N, columns] then.
+    """
     known = PROGRAMS[program]
-    call = Call(known, operands, real)
+    call = Call(known, operands, real, bounds)
     start, first, _ = _start(call, state)
     saved = []
     if known.stabilised:
-        level = call.level(first)
+        level, last = call.level(first)
         call.keep_level(level)
         saved.append(level)
     saved += call.make()
@@ -65,9 +68,9 @@ def _run(
         y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
     if known.before:
         first_read = _read_first(call, start, y)
-        y = torch.cat([first_read[..., : y.shape[-1]], y[:, :-1]], dim=1)
+        y = call.later(y, first_read[..., : y.shape[-1]])
         if den is not None:
-            den = torch.cat([first_read[..., -1], den[:, :-1]], dim=1)
+            den = call.later(den, first_read[..., -1])
     saved += kept
     if wide:
         call.keep_output(y, den)
@@ -81,8 +84,7 @@ def _run(
     if known.column:
         final = final[..., : call.p + 1]
     if known.stabilised:
-        last = saved[0][..., -1, None, None].expand(*final.shape[:-1], 1)
-        final = torch.cat([final, last], dim=-1)
+        final = torch.cat([final, last[..., None, None].expand(*final.shape[:-1], 1)], dim=-1)
     return y.contiguous(), final.contiguous(), saved if keep else []
 
 
@@ -109,15 +111,15 @@ def _chunks(
 
 
 def _forward(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run(operands, state, program, keep, True)
+    return _run(operands, state, program, keep, bounds, True)
 
 
 def _forward_shapes(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run(operands, state, program, keep, False)
+    return _run(operands, state, program, keep, bounds, False)
 
 
 def _read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -142,23 +144,20 @@ def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: di
     found = {}
     query, read = call.operand("query"), call.operand("read")
     for name, x in gradients.items():
-        found[name] = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+        found[name] = call.later(x, x.new_zeros(call.ends, *x.shape[2:]))
     if start is None or query is None:
         return found
-    q = query[:, 0].float().repeat_interleave(call.heads // query.shape[2], dim=1)
-    d = d_first[:, 0].float()
+    q = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1)
+    d = d_first.float()
     if read is not None:
         if "read" in found:
-            found["read"][:, 0] = ((q.unsqueeze(-2) @ start).squeeze(-2) * d).sum(-1)
-        d = d * read[:, 0].unsqueeze(-1)
-    found["query"][:, 0] = (start @ d.unsqueeze(-1)).squeeze(-1).to(found["query"].dtype)
+            of_read = ((q.unsqueeze(-2) @ start).squeeze(-2) * d).sum(-1)
+            found["read"] = call.later(gradients["read"], of_read)
+        d = d * call.first(read).unsqueeze(-1)
+    of_query = (start @ d.unsqueeze(-1)).squeeze(-1)
+    found["query"] = call.later(gradients["query"], of_query.to(gradients["query"].dtype))
     found["state"] = q.unsqueeze(-1) * d.unsqueeze(-2)
     return found
-
-
-def _next(x: Tensor) -> Tensor:
-    """[B, T, ...] of the token after each, zeros after the last."""
-    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
 
 
 def _chunk_gradients(
@@ -166,9 +165,12 @@ def _chunk_gradients(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
     known, micro = call.program, call.program.micro
-    d_first = dy[:, :1] if slope is None else torch.cat([dy[:, :1].float(), slope[:, :1].unsqueeze(-1)], dim=-1)
+    d_first = dy[:, 0]
     if known.before:
-        dy, slope = _next(dy), None if slope is None else _next(slope)
+        d_first = call.first(dy)
+        if slope is not None:
+            d_first = torch.cat([d_first.float(), call.first(slope).unsqueeze(-1)], dim=-1)
+        dy, slope = call.earlier(dy), None if slope is None else call.earlier(slope)
     if micro > 1:
         dy, slope = last_rows(dy, micro), None if slope is None else last_rows(slope, micro)
     if dfinal is not None and known.column:
@@ -225,11 +227,11 @@ def _sum_heads(x: Tensor, like: Tensor, axis: int) -> Tensor:
 
 def _backward(
     real: bool, dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
-    saved: Sequence[Tensor], program: str, needs: Sequence[bool],
+    saved: Sequence[Tensor], program: str, needs: Sequence[bool], bounds: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """Gradients of the operands that need one, in order, and of the state (empty without one)."""
     known = PROGRAMS[program]
-    call = Call(known, operands, real)
+    call = Call(known, operands, real, bounds)
     start, _, scale = _start(call, state)
     rest = list(saved)
     if known.stabilised:
@@ -290,10 +292,12 @@ class _Differentiable(torch.autograd.Function):
     """The operator with its gradient, cheaper on the host than what torch.library builds."""
 
     @staticmethod
-    def forward(ctx: Any, program: str, state: Tensor | None, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, program: str, bounds: Tensor | None, state: Tensor | None, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            y, final, saved = matrix_mixer(list(operands), state, program, True)
-        ctx.save_for_backward(state, *operands, *saved, *([y] if PROGRAMS[program].quotient else []))
+            y, final, saved = matrix_mixer(list(operands), state, program, True, bounds)
+        ctx.save_for_backward(bounds, state, *operands, *saved, *([y] if PROGRAMS[program].quotient else []))
         ctx.program, ctx.count = program, len(operands)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)
@@ -301,33 +305,36 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        state, *rest = ctx.saved_tensors
+        bounds, state, *rest = ctx.saved_tensors
         operands, saved = rest[: ctx.count], rest[ctx.count :]
         if dy is None:
             call = Call(PROGRAMS[ctx.program], operands, False)
             dy = operands[0].new_zeros(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
-        needs = list(ctx.needs_input_grad[2:])
-        found, first = matrix_mixer_backward(dy, dfinal, operands, state, saved, ctx.program, needs)
+        needs = list(ctx.needs_input_grad[3:])
+        found, first = matrix_mixer_backward(dy, dfinal, operands, state, saved, ctx.program, needs, bounds)
         given = iter(found)
-        return None, None if state is None else first, *(next(given) if need else None for need in needs)
+        return None, None, None if state is None else first, *(next(given) if need else None for need in needs)
 
 
 def _autograd(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The operator at the Autograd key."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
-        y, final, *saved = _Differentiable.apply(program, state, *operands)
+        y, final, *saved = _Differentiable.apply(program, bounds, state, *operands)
         return y, final, saved
     with torch._C._AutoDispatchBelowAutograd():
-        return matrix_mixer(operands, state, program, keep)
+        return matrix_mixer(operands, state, program, keep, bounds)
 
 
 _LIBRARY = torch.library.Library("dsf", "FRAGMENT")
-_LIBRARY.define("matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep) -> (Tensor, Tensor, Tensor[])")
+_LIBRARY.define(
+    "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None) -> "
+    "(Tensor, Tensor, Tensor[])"
+)
 _LIBRARY.define(
     "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
-    "bool[] needs) -> (Tensor[], Tensor)"
+    "bool[] needs, Tensor? bounds=None) -> (Tensor[], Tensor)"
 )
 _LIBRARY.impl("matrix_mixer", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("matrix_mixer_backward", _backward_real, "CompositeExplicitAutograd")

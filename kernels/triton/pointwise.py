@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.packed import place_of_chunk, sequence_of_chunk
+
 
 @triton.jit
 def no_sums(NB: tl.constexpr, BP: tl.constexpr):
@@ -72,10 +74,11 @@ def _maps(args, i_b, i_h, t0, T, H, body: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "blocks"])
-def level_blocks(args, maps, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
+def level_blocks(args, maps, table, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
     """What each block of K tokens does to the running maximum: its map (drift, level), two planes [B·H, blocks]."""
     block, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    drift, level = _maps(args, lane // H, lane % H, lane * 0 + block * K, T, H, body, K)
+    begin, end = place_of_chunk(table, block, T, K)
+    drift, level = _maps(args, lane // H, lane % H, lane * 0 + begin, end, H, body, K)
     last = tl.arange(0, K) == K - 1
     to = maps + (lane * blocks + block) * 2
     tl.store(to, tl.sum(tl.where(last, drift, 0.0), 0))
@@ -83,21 +86,29 @@ def level_blocks(args, maps, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "blocks"])
-def levels(args, maps, first, out, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
-    """m_r = max(m_{r-1} + log decay_r, gain_r): out [B·H, T + 1] begins with m_0, first [B·H] or None (nothing yet)."""
+def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
+    """m_r = max(m_{r-1} + log decay_r, gain_r): out [2, B·H, T] before and after every row, and the last one.
+
+    It begins with first [B·H], None where there is nothing yet; of packed sequences first and last are [S, H].
+    """
     block, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin, end = place_of_chunk(table, block, T, K)
+    sequence, low = sequence_of_chunk(table, block)
+    lanes = tl.num_programs(1)
     level = tl.full((), -1e30, tl.float32)
     if first is not None:
-        level = tl.load(first + lane)
-    to = out + lane * (T + 1)
-    if block == 0:
-        tl.store(to, level)
-    for before in range(0, block):
+        level = tl.load(first + sequence * lanes + lane)
+    for before in range(low, block):
         at = maps + (lane * blocks + before) * 2
         level = tl.maximum(level + tl.load(at), tl.load(at + 1))
-    drift, own = _maps(args, lane // H, lane % H, lane * 0 + block * K, T, H, body, K)
-    rows = block * K + tl.arange(0, K)
-    tl.store(to + 1 + rows, tl.maximum(level + drift, own), mask=rows < T)
+    drift, own = _maps(args, lane // H, lane % H, lane * 0 + begin, end, H, body, K)
+    local = tl.arange(0, K)
+    rows = begin + local
+    to, after = out + lane * T + rows, tl.maximum(level + drift, own)
+    tl.store(to, tl.zeros([K], tl.float32) + level, mask=(local == 0) & (rows < end))
+    tl.store(to + 1, after, mask=(local < K - 1) & (rows + 1 < end))
+    tl.store(to + lanes * T, after, mask=rows < end)
+    tl.store(last + sequence * lanes + lane + local * 0, after, mask=rows == end - 1)
 
 
 @triton.jit

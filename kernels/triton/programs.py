@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise import level_blocks, levels, no_finish, no_sums, pointwise
 from dsf.kernels.triton.weights import Normaliser
 
 PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
 LARGEST = 256
+NOTHING = -1e30  # the running maximum of no tokens
 MANY = 12  # vectors that a printed function loads and stores, beyond which its tiles are smaller
 VECTORS = ("query", "key", "value", "left", "right")
 
@@ -125,8 +127,9 @@ def arguments_of(accesses: Sequence[Access], tensors: Mapping[str, Tensor | None
 class Call:
     """One call: sizes, tensors by role, and launches (none of which happen for fake tensors)."""
 
-    def __init__(self, program: Program, operands: Sequence[Tensor], real: bool) -> None:
+    def __init__(self, program: Program, operands: Sequence[Tensor], real: bool, bounds: Tensor | None = None) -> None:
         self.program, self.real = program, real
+        self.packed = None if bounds is None else Sequences(bounds.contiguous(), program.micro)
         self.tensors: dict[str, Tensor | None] = {}
         self.heads = 1
         self.n = self.p = 1
@@ -243,29 +246,36 @@ class Call:
         x = self.operand(name)
         if x is None:
             return None
-        if self.program.before:
+        if self.program.before:  # the last rows of packed sequences get others' queries: what they read nobody takes
             x = torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
         if self.program.micro > 1:
             x = last_rows(x, self.program.micro)
         return x
 
-    def level(self, first: Tensor | None) -> Tensor:
-        """The running maximum [B, H, T + 1], beginning with `first` [B, H]."""
-        out = self.empty(self.batch, self.heads, self.tokens + 1)
+    def level(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The running maximum before and after every token [2, B, H, T], and the last; it begins with `first` [B, H].
+
+        Of packed sequences the first and the last are [S, H].
+        """
+        out = self.empty(2, self.batch, self.heads, self.tokens)
+        last = self.empty(self.ends, self.heads).fill_(NOTHING) if first is None else first.clone()
         if self.real:
             block = min(LEVEL_TOKENS, max(16, _power(self.tokens)))
-            blocks, lanes = -(-self.tokens // block), self.batch * self.heads
+            blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None
+            if self.packed is not None:
+                blocks = slots(self.tokens, self.packed.count, block)
+                table = self.packed.tables(self.tokens, block).chunks
             maps = self.empty(lanes, blocks, 2)
             args, body = self.arguments(self.program.accesses["levels"]), self.program.functions.levels
-            if blocks > 1:
-                launch(level_blocks, (blocks, lanes), args, maps, self.tokens, self.heads, blocks, body=body, K=block)
             sizes = (self.tokens, self.heads, blocks)
-            launch(levels, (blocks, lanes), args, maps, first, out, *sizes, body=body, K=block)
-        return out
+            if blocks > 1:
+                launch(level_blocks, (blocks, lanes), args, maps, table, *sizes, body=body, K=block)
+            launch(levels, (blocks, lanes), args, maps, first, out, last, table, *sizes, body=body, K=block)
+        return out, last
 
     def keep_level(self, level: Tensor) -> None:
         """Name the running maximum before, after and as seen by the readout of every token."""
-        before, after = (x.movedim(1, 2) for x in (level[..., :-1], level[..., 1:]))
+        before, after = level.movedim(2, 3)
         self.tensors[".level_before"], self.tensors[".level_after"] = before, after
         self.tensors[".level_read"] = before if self.program.before else after
 
@@ -278,6 +288,7 @@ class Call:
     def chunk_arguments(self, start: Tensor | None) -> dict[str, Any]:
         """The chunk kernels' arguments, by name. start: with the normaliser's column, if there is one."""
         found: dict[str, Any] = {"q": self.reading("query"), "k": self.operand("key"), "v": self.operand("value")}
+        found["packed"] = self.packed
         if self.program.floor is not None:
             found |= {name: self.operand(name) for name in ("decay", "left", "right")}
             return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
@@ -288,6 +299,40 @@ class Call:
             start, column = self.split(start)
             normal = Normaliser(self.operand("ones"), column)
         return found | {"state": start, "normal": normal}
+
+    @property
+    def ends(self) -> int:
+        """How many sequences have a state."""
+        return self.batch if self.packed is None else self.packed.count
+
+    @property
+    def firsts(self) -> Tensor:
+        """The first tokens of packed sequences [S]; T for those that have none."""
+        assert self.packed is not None
+        bounds = self.packed.bounds.long()
+        return torch.where(bounds[1:] > bounds[:-1], bounds[:-1], self.tokens)
+
+    def first(self, x: Tensor) -> Tensor:
+        """Rows [B or sequences, ...] of x [B, T, ...] at first tokens, zeros where there are none."""
+        if self.packed is None:
+            return x[:, 0]
+        at = self.firsts
+        rows = x[0].index_select(0, at.clamp(max=self.tokens - 1))
+        return rows.masked_fill((at == self.tokens).view(-1, *[1] * (rows.dim() - 1)), 0)
+
+    def later(self, x: Tensor, first: Tensor) -> Tensor:
+        """x [B, T, ...] a token later, with `first` [B or sequences, ...] at first tokens."""
+        if self.packed is None:
+            return torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1)
+        moved = torch.cat([x[0, :1], x[0]])
+        return moved.index_copy_(0, self.firsts, first.to(x.dtype))[None, : self.tokens]
+
+    def earlier(self, x: Tensor) -> Tensor:
+        """x [B, T, ...] of the token after each, zeros at last tokens."""
+        whole = torch.cat([x, torch.zeros_like(x[:, :1])], dim=1)
+        if self.packed is not None:
+            whole[0].index_fill_(0, self.firsts, 0)
+        return whole[:, 1:]
 
     @property
     def varying(self) -> set[str]:

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.keywise import REACH, last_running, load_chunk, store_chunk
+from dsf.kernels.triton.packed import place_of_chunk, place_of_segment
 from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
 from dsf.kernels.triton.transform import unit_lower_inverse
 
@@ -61,7 +62,7 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def rank_one_chunk(
-    q, b, a, k, g, running, mixed, reads, inner, writes, outer,
+    q, b, a, k, g, running, mixed, reads, inner, writes, outer, table,
     tokens, heads, length,
     q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
     g_b, g_t, g_h, g_group,
@@ -80,53 +81,54 @@ def rank_one_chunk(
     k += batch * k_b + head // k_group * k_h
     g += batch * g_b + head // g_group * g_h
     local = tl.arange(0, L)
-    rows = chunk * L + local
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = begin + local
     block = (lane * length + chunk * L) * N
     running += block
     for first in tl.range(0, N, BK, num_stages=1):
         keys = first + tl.arange(0, BK)
-        log = load_rows(g, g_t, rows, tokens, keys, N, BK, tl.float32)
+        log = load_rows(g, g_t, rows, end, keys, N, BK, tl.float32)
         store_chunk(running, tl.cumsum(tl.maximum(log, LOG_TINY) * LOG2E, axis=0), local, keys, N, BK)
     tl.debug_barrier()  # G is read again, by other threads
     ba, bk = _scores(
-        b, b_t, a, a_t, k, k_t, running, rows, tokens, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+        b, b_t, a, a_t, k, k_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
     )  # fmt: skip
     wide = heads * PARTS * L
     mixed += (batch * tokens * heads + head) * PARTS * L
     bk = bk.to(KIND)
     inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
-    store_rows(mixed + L, wide, rows, tokens, local, L, L, tl.dot(inverse, bk, input_precision=PRECISION))
+    store_rows(mixed + L, wide, rows, end, local, L, L, tl.dot(inverse, bk, input_precision=PRECISION))
     qa, qk = _scores(
-        q, q_t, a, a_t, k, k_t, running, rows, tokens, local, 0, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+        q, q_t, a, a_t, k, k_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
     )  # fmt: skip
     through = tl.dot(qa.to(KIND), inverse, input_precision=PRECISION).to(KIND)
-    store_rows(mixed, wide, rows, tokens, local, L, L, tl.dot(through, bk, qk, input_precision=PRECISION))
+    store_rows(mixed, wide, rows, end, local, L, L, tl.dot(through, bk, qk, input_precision=PRECISION))
     if KEEP:
-        store_rows(mixed + 2 * L, wide, rows, tokens, local, L, L, inverse)
-        store_rows(mixed + 3 * L, wide, rows, tokens, local, L, L, through)
+        store_rows(mixed + 2 * L, wide, rows, end, local, L, L, inverse)
+        store_rows(mixed + 3 * L, wide, rows, end, local, L, L, through)
     tl.debug_barrier()  # a product's result must not be transposed in registers: it is read again
-    solved_k = tl.trans(load_rows(mixed + L, wide, rows, tokens, local, L, L, KIND))
+    solved_k = tl.trans(load_rows(mixed + L, wide, rows, end, local, L, L, KIND))
     for first in tl.range(0, N, BK, num_stages=1):
         keys = first + tl.arange(0, BK)
         own = load_chunk(running, local, keys, N, BK)
         before = load_earlier(running, local, keys, N, BK)
         last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
-        erases = (load_rows(b, b_t, rows, tokens, keys, N, BK, tl.float32) * tl.exp2(before)).to(KIND)
+        erases = (load_rows(b, b_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(before)).to(KIND)
         store_chunk(inner + block, tl.dot(inverse, erases, input_precision=PRECISION), local, keys, N, BK)
-        out = load_rows(q, q_t, rows, tokens, keys, N, BK, tl.float32) * tl.exp2(own)
+        out = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(own)
         out = tl.dot(through, erases, out, input_precision=PRECISION)
         store_chunk(reads + block, out, local, keys, N, BK)
         to_end = tl.exp2(last[None, :] - own)
-        ends = (load_rows(a, a_t, rows, tokens, keys, N, BK, tl.float32) * to_end).to(KIND)
+        ends = (load_rows(a, a_t, rows, end, keys, N, BK, tl.float32) * to_end).to(KIND)
         store_chunk(outer + block, ends, local, keys, N, BK)
-        out = load_rows(k, k_t, rows, tokens, keys, N, BK, tl.float32) * to_end
+        out = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32) * to_end
         out = tl.dot(solved_k, ends, out, input_precision=PRECISION)
         store_chunk(writes + block, out, local, keys, N, BK)
 
 
 @triton.jit
 def _scores(
-    x, x_t, a, a_t, k, k_t, running, rows, tokens, local, DISTANCE: tl.constexpr,
+    x, x_t, a, a_t, k, k_t, running, rows, end, local, DISTANCE: tl.constexpr,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,9 +139,9 @@ def _scores(
         keys = first + tl.arange(0, BK)
         own = load_chunk(running, local, keys, N, BK)
         at = own if DISTANCE == 0 else load_earlier(running, local, keys, N, BK)
-        rows_x = load_rows(x, x_t, rows, tokens, keys, N, BK, KIND)
-        rows_a = load_rows(a, a_t, rows, tokens, keys, N, BK, KIND)
-        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BK, KIND)
+        rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
+        rows_a = load_rows(a, a_t, rows, end, keys, N, BK, KIND)
+        rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
         if AT_ONCE:
             read, source = factor(at, True), factor(-own, True)
             with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, KIND, PRECISION)
@@ -176,7 +178,7 @@ def _products(
 
 @triton.jit
 def rank_one_walk(
-    outer, inner, writes, reads, mixed, x, running, y, states, start, final,
+    outer, inner, writes, reads, mixed, x, running, y, states, start, final, table,
     tokens, heads, length, x_b, x_t, x_h, x_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     REVERSE: tl.constexpr, START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
@@ -191,17 +193,19 @@ def rank_one_walk(
     batch, head = lane // heads, lane % heads
     x += batch * x_b + head // x_group * x_h
     at = batch * tokens * heads + head
-    chunks = tl.cdiv(tokens, L)
+    chunks = length // L
+    low, stop, shift, end = place_of_segment(table, tl.program_id(2), chunks, tokens, False)
+    ends = (tl.program_id(2) * tl.num_programs(1) + lane) * N * P
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     if START:
-        state = tl.load(start + lane * N * P + place, mask=inside, other=0.0)
+        state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
-    for step in tl.range(0, chunks, num_stages=STAGES):
-        chunk = chunks - 1 - step if REVERSE else step
-        rows = chunk * L + local
+    for step in tl.range(0, stop - low, num_stages=STAGES):
+        chunk = stop - 1 - step if REVERSE else low + step
+        rows = chunk * L + local + shift
         block = (lane * length + chunk * L) * N
         if STATES:
             tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
@@ -209,16 +213,16 @@ def rank_one_walk(
         entry = tl.dot(
             load_rows(inner + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION
         ).to(KIND)  # fmt: skip
-        given = load_rows(x, x_t, rows, tokens, columns, P, BP, KIND)
+        given = load_rows(x, x_t, rows, end, columns, P, BP, KIND)
         if OUTPUT:
             out = tl.dot(load_rows(reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
-            direct = load_rows(mixed + at * PARTS * L, heads * PARTS * L, rows, tokens, local, L, L, KIND)
+            direct = load_rows(mixed + at * PARTS * L, heads * PARTS * L, rows, end, local, L, L, KIND)
             out = tl.dot(direct, given, out, input_precision=PRECISION)
-            store_rows(y + at * P, heads * P, rows, tokens, columns, P, BP, out)
+            store_rows(y + at * P, heads * P, rows, end, columns, P, BP, out)
         state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         rows_w = load_rows(writes + block, N, local, L, keys, N, BN, KIND)
         state = tl.dot(tl.trans(rows_w), given, state, input_precision=PRECISION)
         rows_o = load_rows(outer + block, N, local, L, keys, N, BN, KIND)
         state = tl.dot(tl.trans(rows_o), entry, state, input_precision=PRECISION)
     if FINAL:
-        tl.store(final + lane * N * P + place, state, mask=inside)
+        tl.store(final + ends + place, state, mask=inside)

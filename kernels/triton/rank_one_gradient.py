@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.keywise import load_chunk, rounded
+from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of
 from dsf.kernels.triton.tiles import load_rows, store_rows
 
 
 @triton.jit
 def rank_one_entries(
-    outer, inner, writes, mixed, v, dy, states, adjoints, entries, adjoint_entries, dv, weights,
+    outer, inner, writes, mixed, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, table,
     tokens, heads, length, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -33,36 +34,37 @@ def rank_one_entries(
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     keys, local = tl.arange(0, BN), tl.arange(0, L)
-    rows = chunk * L + local
+    origin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = origin + local
     at = batch * tokens * heads + head
     mixed += at * 4 * L
     row, wide = heads * P, heads * 4 * L
     block = (lane * length + chunk * L) * N
-    to_state = (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    to_state = (lane * (length // L) + chunk) * N * P
     v += batch * v_b + head // v_group * v_h
     dy += at * P
     entries += at * P
     adjoint_entries += at * P
     for first in tl.range(0, P, BP, num_stages=1):
         columns = first + tl.arange(0, BP)
-        values = load_rows(v, v_t, rows, tokens, columns, P, BP, KIND)
+        values = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
         state = load_state(states + to_state, keys, columns, N, P, KIND)
         out = tl.dot(load_rows(inner + block, N, local, L, keys, N, BN, KIND), state, input_precision=PRECISION)
-        known = load_rows(mixed + L, wide, rows, tokens, local, L, L, KIND)
+        known = load_rows(mixed + L, wide, rows, end, local, L, L, KIND)
         out = tl.dot(known, values, out, input_precision=PRECISION)
-        store_rows(entries, row, rows, tokens, columns, P, BP, out)
+        store_rows(entries, row, rows, end, columns, P, BP, out)
         adjoint = load_state(adjoints + to_state, keys, columns, N, P, KIND)
-        given = load_rows(dy, row, rows, tokens, columns, P, BP, KIND)
+        given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
         out = tl.dot(load_rows(outer + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
-        inverse = tl.trans(load_rows(mixed + 2 * L, wide, rows, tokens, local, L, L, KIND))
+        inverse = tl.trans(load_rows(mixed + 2 * L, wide, rows, end, local, L, L, KIND))
         out = tl.dot(inverse, out.to(KIND), input_precision=PRECISION)
-        through = tl.trans(load_rows(mixed + 3 * L, wide, rows, tokens, local, L, L, KIND))
+        through = tl.trans(load_rows(mixed + 3 * L, wide, rows, end, local, L, L, KIND))
         out = tl.dot(through, given, out, input_precision=PRECISION)
-        store_rows(adjoint_entries, row, rows, tokens, columns, P, BP, out)
+        store_rows(adjoint_entries, row, rows, end, columns, P, BP, out)
         out = tl.dot(load_rows(writes + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
-        direct = tl.trans(load_rows(mixed, wide, rows, tokens, local, L, L, KIND))
+        direct = tl.trans(load_rows(mixed, wide, rows, end, local, L, L, KIND))
         out = tl.dot(direct, given, out, input_precision=PRECISION)
-        store_rows(dv + at * P, row, rows, tokens, columns, P, BP, out)
+        store_rows(dv + at * P, row, rows, end, columns, P, BP, out)
     qa = tl.zeros([L, L], tl.float32)
     qk = tl.zeros([L, L], tl.float32)
     ba = tl.zeros([L, L], tl.float32)
@@ -70,10 +72,10 @@ def rank_one_entries(
     tl.debug_barrier()  # u and f are read again, by other threads
     for first in tl.range(0, P, BP, num_stages=2):
         columns = first + tl.arange(0, BP)
-        given = load_rows(dy, row, rows, tokens, columns, P, BP, KIND)
-        adjoint = load_rows(adjoint_entries, row, rows, tokens, columns, P, BP, KIND)
-        entry = tl.trans(load_rows(entries, row, rows, tokens, columns, P, BP, KIND))
-        values = tl.trans(load_rows(v, v_t, rows, tokens, columns, P, BP, KIND))
+        given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
+        adjoint = load_rows(adjoint_entries, row, rows, end, columns, P, BP, KIND)
+        entry = tl.trans(load_rows(entries, row, rows, end, columns, P, BP, KIND))
+        values = tl.trans(load_rows(v, v_t, rows, end, columns, P, BP, KIND))
         qa = tl.dot(given, entry, qa, input_precision=PRECISION)
         qk = tl.dot(given, values, qk, input_precision=PRECISION)
         ba = tl.dot(adjoint, entry, ba, input_precision=PRECISION)
@@ -82,15 +84,15 @@ def rank_one_entries(
     qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
     ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
     weights += at * 4 * L
-    store_rows(weights, wide, rows, tokens, local, L, L, qa)
-    store_rows(weights + L, wide, rows, tokens, local, L, L, qk)
-    store_rows(weights + 2 * L, wide, rows, tokens, local, L, L, ba)
-    store_rows(weights + 3 * L, wide, rows, tokens, local, L, L, bk)
+    store_rows(weights, wide, rows, end, local, L, L, qa)
+    store_rows(weights + L, wide, rows, end, local, L, L, qk)
+    store_rows(weights + 2 * L, wide, rows, end, local, L, L, ba)
+    store_rows(weights + 3 * L, wide, rows, end, local, L, L, bk)
 
 
 @triton.jit
 def rank_one_gradient(
-    q, b, a, k, v, dy, adjoint_entries, entries, weights, running, states, adjoints, dq, db, da, dk, dg,
+    q, b, a, k, v, dy, adjoint_entries, entries, weights, running, states, adjoints, dq, db, da, dk, dg, table,
     tokens, heads, length,
     q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
     v_b, v_t, v_h, v_group,
@@ -109,11 +111,12 @@ def rank_one_gradient(
     v += batch * v_b + head // v_group * v_h
     at = batch * tokens * heads + head
     weights += at * 4 * L
-    to_state = (lane * tl.cdiv(tokens, L) + chunk) * N * P
+    to_state = (lane * (length // L) + chunk) * N * P
     states += to_state
     adjoints += to_state
     running += (lane * length + chunk * L) * N
-    rows = chunk * L + local
+    origin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = origin + local
     row, narrow = heads * P, heads * N
     last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
     carried = tl.zeros([BK], tl.float32)
@@ -124,7 +127,7 @@ def rank_one_gradient(
     carried *= tl.exp2(last)
     of_a, at_end = _of_a_vector(
         entries + at * P, row, adjoints, weights, a, a_t, q, q_t, b, b_t, da + at * N, running,
-        last, rows, tokens, heads, keys, local, 0, False,
+        last, rows, end, heads, keys, local, 0, False,
         N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
@@ -132,7 +135,7 @@ def rank_one_gradient(
     tl.debug_barrier()  # or loads move up, and registers run out
     of_k, at_end = _of_a_vector(
         v, v_t, adjoints, weights, k, k_t, q, q_t, b, b_t, dk + at * N, running,
-        last, rows, tokens, heads, keys, local, 1, False,
+        last, rows, end, heads, keys, local, 1, False,
         N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
@@ -140,24 +143,24 @@ def rank_one_gradient(
     tl.debug_barrier()
     of_q, at_end = _of_a_vector(
         dy + at * P, row, states, weights, q, q_t, a, a_t, k, k_t, dq + at * N, running,
-        last, rows, tokens, heads, keys, local, 0, True,
+        last, rows, end, heads, keys, local, 0, True,
         N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
     of_b, at_end = _of_a_vector(
         adjoint_entries + at * P, row, states, weights, b, b_t, a, a_t, k, k_t, db + at * N, running,
-        last, rows, tokens, heads, keys, local, 1, True,
+        last, rows, end, heads, keys, local, 1, True,
         N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
-    store_rows(dg + at * N, narrow, rows, tokens, keys, N, BK, log)
+    store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
 
 
 @triton.jit
 def _of_a_vector(
     field, field_t, state_of, weights, x, x_t, first, first_t, second, second_t, out, running,
-    last, rows, tokens, heads, keys, local, turn: tl.constexpr, READS: tl.constexpr,
+    last, rows, end, heads, keys, local, turn: tl.constexpr, READS: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +174,7 @@ def _of_a_vector(
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)
-        given = load_rows(field, field_t, rows, tokens, columns, P, BP, KIND)
+        given = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
         state = load_state(state_of, keys, columns, N, P, KIND)
         grad = tl.dot(given, tl.trans(state), grad, input_precision=PRECISION)
     wide = heads * 4 * L
@@ -179,13 +182,13 @@ def _of_a_vector(
         at_one, at_two, to_one, to_two = 2 * turn, 2 * turn + 1, turn, turn
     else:
         at_one, at_two, to_one, to_two = turn, 2 + turn, 0, 1
-    with_one = load_rows(weights + at_one * L, wide, rows, tokens, local, L, L, KIND)
-    with_two = load_rows(weights + at_two * L, wide, rows, tokens, local, L, L, KIND)
+    with_one = load_rows(weights + at_one * L, wide, rows, end, local, L, L, KIND)
+    with_two = load_rows(weights + at_two * L, wide, rows, end, local, L, L, KIND)
     if not READS:
         with_one, with_two = tl.trans(with_one), tl.trans(with_two)
-    rows_x = load_rows(x, x_t, rows, tokens, keys, N, BK, KIND)
-    rows_1 = load_rows(first, first_t, rows, tokens, keys, N, BK, KIND)
-    rows_2 = load_rows(second, second_t, rows, tokens, keys, N, BK, KIND)
+    rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
+    rows_1 = load_rows(first, first_t, rows, end, keys, N, BK, KIND)
+    rows_2 = load_rows(second, second_t, rows, end, keys, N, BK, KIND)
     own = load_chunk(running, local, keys, N, BK)
     before = own if READS and turn == 0 else load_earlier(running, local, keys, N, BK)
     carried = tl.zeros([BK], tl.float32)
@@ -230,10 +233,10 @@ def _of_a_vector(
         # what no decay touches: the row's own, or the neighbour's that b reads
         gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
         near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
-        grad += near[:, None] * _neighbours(rows_1, first, first_t, rows, tokens, keys, turn, READS, 0, N, BK)
+        grad += near[:, None] * _neighbours(rows_1, first, first_t, rows, end, keys, turn, READS, 0, N, BK)
         near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
-        grad += near[:, None] * _neighbours(rows_2, second, second_t, rows, tokens, keys, turn, READS, 1, N, BK)
-    store_rows(out, heads * N, rows, tokens, keys, N, BK, grad)
+        grad += near[:, None] * _neighbours(rows_2, second, second_t, rows, end, keys, turn, READS, 1, N, BK)
+    store_rows(out, heads * N, rows, end, keys, N, BK, grad)
     return of_rows, carried
 
 
@@ -254,14 +257,14 @@ def _meet(
 
 @triton.jit
 def _neighbours(
-    own_rows, base, stride, rows, tokens, keys, turn: tl.constexpr,
+    own_rows, base, stride, rows, end, keys, turn: tl.constexpr,
     READS: tl.constexpr, SECOND: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The rows that meet without decay: their own, or for b those before; of b those after."""
     if READS:
-        return load_rows(base, stride, tl.maximum(rows - turn, 0), tokens, keys, N, BK, tl.float32)
+        return load_rows(base, stride, tl.maximum(rows - turn, 0), end, keys, N, BK, tl.float32)
     if SECOND:
-        return load_rows(base, stride, rows + 1, tokens, keys, N, BK, tl.float32)
+        return load_rows(base, stride, rows + 1, end, keys, N, BK, tl.float32)
     return own_rows.to(tl.float32)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsf.kernels.triton import matrix
 from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.rank_one import rank_one_chunk, rank_one_walk
 from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
 from dsf.kernels.triton.table import Tiles
@@ -43,13 +44,21 @@ class Kept:
 class _Call:
     """Sizes, tiles and strides of one call; `real` is False where nothing may be launched."""
 
-    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, real: bool) -> None:
+    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, packed: Sequences | None, real: bool) -> None:
         self.q, self.v, self.heads, self.real = q, v, heads, real
         self.batch, self.tokens, _, self.n = q.shape
         self.p = v.shape[-1]
         self.tiles: Tiles = matrix.tiles(int(self.n), int(self.p), q.dtype, "rank_one", True, q.device)
         self.chunk = self.tiles.chunk
         self.chunks = -(-self.tokens // self.chunk)
+        self.sequences, self.ends = 1, self.batch  # that follow each other in a row, and those that have states
+        self.chunk_table: Tensor | None = None
+        self.segment_table: Tensor | None = None
+        if packed is not None:
+            self.sequences = self.ends = packed.count
+            self.chunks = slots(self.tokens, packed.count, self.chunk)
+        if packed is not None and real:
+            self.chunk_table, self.segment_table, _ = packed.tables(self.tokens, self.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.chunk
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.levels = self.chunk.bit_length() - 1
@@ -63,9 +72,13 @@ class _Call:
         """Uninitialised memory on the call's device."""
         return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
 
-    def states(self, *lead: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uninitialised states [B, H, *lead, N, P]."""
-        return self.empty(self.batch, self.heads, *lead, self.n, self.p, dtype=dtype)
+    def states(self, chunks: int) -> Tensor:
+        """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept."""
+        return self.empty(self.batch, self.heads, chunks, self.n, self.p)
+
+    def end(self) -> Tensor:
+        """Uninitialised first or last states [B or sequences, H, N, P]."""
+        return self.empty(self.ends, self.heads, self.n, self.p, dtype=torch.float32)
 
     def strides(self, *xs: Tensor) -> list[int]:
         """Strides of batch, token and head, and how many heads share one of x's, of each."""
@@ -76,7 +89,7 @@ class _Call:
         block = (self.lanes, self.length, self.n)
         mixed = self.empty(self.batch, self.tokens, self.heads, (4 if states else 2) * self.chunk)
         reads, inner, writes, outer = (self.empty(*block) for _ in range(4))
-        starts = self.states(self.chunks if states else 0, dtype=self.stored)
+        starts = self.states(self.chunks if states else 0)
         return Kept(self.empty(*block, dtype=torch.float32), mixed, reads, inner, writes, outer, starts)
 
     def parts(self, kept: Kept) -> int:
@@ -93,10 +106,10 @@ class _Call:
         if reverse:
             outer, inner, writes, reads = inner, outer, reads, writes
         launch(
-            rank_one_walk, (-(-self.p // t.piece), self.lanes),
+            rank_one_walk, (-(-self.p // t.piece), self.lanes, self.sequences),
             outer, inner, writes, reads, kept.mixed, x, kept.running, unused if y is None else y,
             unused if states is None else states, unused if start is None else start,
-            unused if final is None else final,
+            unused if final is None else final, self.segment_table,
             self.tokens, self.heads, self.length, *self.strides(x),
             P=self.p, BN=t.keys, BP=t.piece, REVERSE=reverse, START=start is not None, OUTPUT=y is not None,
             STATES=states is not None, FINAL=final is not None, PARTS=self.parts(kept), STAGES=t.walk_stages,
@@ -106,18 +119,18 @@ class _Call:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor, right: Tensor, state: Tensor | None, heads: int,
-    floor: float, wide: bool, keep: bool, real: bool,
+    floor: float, wide: bool, keep: bool, real: bool, packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
-    call = _Call(q, v, heads, floor, real)
+    call = _Call(q, v, heads, floor, packed, real)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
-    final, kept = call.states(), call.kept(keep)
+    final, kept = call.end(), call.kept(keep)
     if real:
         t = call.tiles
         launch(
             rank_one_chunk, (call.chunks, call.lanes),
             q, right, left, k, decay, kept.running, kept.mixed, kept.reads, kept.inner, kept.writes, kept.outer,
-            call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
+            call.chunk_table, call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
             BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
             TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers,
             **call.common,
@@ -129,16 +142,17 @@ def forward(
 def backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor,
     right: Tensor, state: Tensor | None, heads: int, floor: float, saved: list[Tensor], real: bool,
+    packed: Sequences | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0."""
-    call, kept, dy = _Call(q, v, heads, floor, real), Kept(*saved), dy.contiguous()
+    call, kept, dy = _Call(q, v, heads, floor, packed, real), Kept(*saved), dy.contiguous()
     lead = (call.batch, call.tokens, heads)
     found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "right", "left", "key")}
     found["value"] = call.empty(*lead, call.p, dtype=q.dtype)
     found["decay"] = call.empty(*lead, call.n, dtype=torch.float32)
-    first = call.states() if state is not None else call.empty(0, dtype=torch.float32)
+    first = call.end() if state is not None else call.empty(0, dtype=torch.float32)
     if real:
-        adjoints = call.states(call.chunks, dtype=call.stored)
+        adjoints = call.states(call.chunks)
         start = None if final_gradient is None else final_gradient.contiguous()
         call.walk(kept, dy, start, None, adjoints, first if state is not None else None, True)
         _gradients(call, kept, dy, (q, right, left, k), v, adjoints, found)
@@ -158,7 +172,7 @@ def _gradients(
     launch(
         rank_one_entries, (call.chunks, call.lanes),
         kept.outer, kept.inner, kept.writes, kept.mixed, v, dy, kept.states, adjoints, entries, adjoint_entries,
-        found["value"], weights, call.tokens, call.heads, call.length, *call.strides(v),
+        found["value"], weights, call.chunk_table, call.tokens, call.heads, call.length, *call.strides(v),
         BN=t.keys, BP=t.piece, num_warps=8, **sizes,
     )  # fmt: skip
     xs = (*vectors, v)
@@ -166,7 +180,7 @@ def _gradients(
         rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
         *xs, dy, adjoint_entries, entries, weights, kept.running, kept.states, adjoints,
         *(found[name] for name in ("query", "right", "left", "key", "decay")),
-        call.tokens, call.heads, call.length, *call.strides(*xs),
+        call.chunk_table, call.tokens, call.heads, call.length, *call.strides(*xs),
         BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once, num_warps=t.gradient_warps,
         **sizes,
     )  # fmt: skip

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.packed import place_of_chunk
+
 LOG_TINY = tl.constexpr(-55.262042)
 LOG2E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1e-24)  # a decay of zero counts as this: what it forgets is gone, and its gradient keeps its digits
@@ -52,7 +54,7 @@ def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, pad
 
 @triton.jit
 def prepare(
-    g, s, b, c, planes, plane,
+    g, s, b, c, planes, table, plane,
     tokens, heads, length,
     g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h,
     L: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
@@ -63,10 +65,12 @@ def prepare(
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
-    rows = chunk * L + tl.arange(0, L)
-    inside = rows < tokens
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    local = tl.arange(0, L)
+    rows = begin + local
+    inside = rows < end
     time = rows.to(tl.int64)
-    to = planes + lane * length + rows
+    to = planes + lane * length + chunk * L + local
     sign = tl.full([L], 1.0, tl.float32)
     if DECAY == 1:
         log = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=0.0).to(tl.float32)
@@ -111,9 +115,9 @@ def prefix_of(scalars, rows):
 
 
 @triton.jit
-def total_of(scalars, plane, chunk, L: tl.constexpr):
-    """The product of a whole chunk's decays."""
-    return tl.load(scalars + TOTAL * plane + chunk * L)
+def total_of(scalars, plane, begin):
+    """The product of all decays of the chunk whose first row is `begin`."""
+    return tl.load(scalars + TOTAL * plane + begin)
 
 
 @triton.jit

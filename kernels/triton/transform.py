@@ -10,12 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, store_rows
 
 
 @triton.jit
 def delta_transform(
-    q, k, scalars, system_of, solve,
+    q, k, scalars, system_of, solve, table,
     tokens, heads, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
@@ -29,33 +30,34 @@ def delta_transform(
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     k += batch * k_b + head // k_group * k_h
-    scalars += lane * length
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    scalars += lane * length + chunk * L - begin
     PITCH: tl.constexpr = 2 * L if SCORES else L
     solve += (batch * tokens * heads + head) * PITCH
     keys, local = tl.arange(0, BN), tl.arange(0, L)
-    rows = chunk * L + local
+    rows = begin + local
     if KEYWISE:
         system_of += (batch * tokens * heads + head) * L
-        system = load_rows(system_of, heads * L, rows, tokens, local, L, L, tl.float32)
+        system = load_rows(system_of, heads * L, rows, end, local, L, L, tl.float32)
     else:
         strict = local[:, None] > local[None, :]
-        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+        rows_k = load_rows(k, k_t, rows, end, keys, N, BN, KIND)
         system = tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION)
         if DECAY:
             weights = between(scalars, rows, local[:, None] >= local[None, :], False)
             if SCORES:
                 q += batch * q_b + head // q_group * q_h
-                rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+                rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * weights
                 if READ_SCALED:
                     scores *= tl.load(scalars + READ * plane + rows)[:, None]
-                store_rows(solve + L, heads * PITCH, rows, tokens, local, L, L, scores)
+                store_rows(solve + L, heads * PITCH, rows, end, local, L, L, scores)
             system = tl.where(strict, system * weights, 0.0)
         else:
             system = tl.where(strict, system, 0.0)
     system *= tl.load(scalars + ERASE * plane + rows)[:, None]
     inverse = unit_lower_inverse(system, local, LEVELS, KIND, PRECISION, TERMS)
-    store_rows(solve, heads * PITCH, rows, tokens, local, L, L, inverse)
+    store_rows(solve, heads * PITCH, rows, end, local, L, L, inverse)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.keywise import last_running
+from dsf.kernels.triton.packed import place_of_segment, segments_of
 from dsf.kernels.triton.tiles import (
     ERASE,
     PREFIX_ERASE,
@@ -36,7 +37,7 @@ from dsf.kernels.triton.tiles import (
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def forward_walk(
     q, k, erased, v, scalars, running, scores_of, solve, y, entries, states, start, final, passed,
-    ones, weights, weight_states, extra,
+    ones, weights, weight_states, extra, table,
     tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -47,7 +48,7 @@ def forward_walk(
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL).
 
-    SUMMARY: also `passed`, what a segment does to its first state: [B, H, S, N], or (DELTA) [B, H, S, N, N].
+    SUMMARY: also `passed`, what a segment does to its first state: [S, B, H, N], or (DELTA) [S, B, H, N, N].
     NORMAL: also weights [B, H, T], what is read of the normaliser driven by 1, or (2) by `ones`.
     FINISH: the printed function that makes y of what is read, with pointers and strides `extra` to its inputs.
     """
@@ -63,17 +64,20 @@ def forward_walk(
     flat = (batch * tokens * heads + head) * P
     y += flat
     entries += flat
-    chunks = tl.cdiv(tokens, L)
-    filled = tokens
+    first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, SUMMARY)
+    first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
+    scalars -= shift
+    chunks = length // L
+    filled = end
     if SUMMARY and DELTA:
         carries = piece >= tl.cdiv(P, BP)
         piece -= tl.where(carries, tl.cdiv(P, BP), 0)
-        filled = tl.where(carries, 0, tokens)
+        filled = tl.where(carries, 0, end)
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] >= local[None, :]
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
-    ends = (lane * segments + segment) * N * P
+    ends = (segment * tl.num_programs(1) + lane) * N * P
     if START:
         state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
@@ -83,10 +87,10 @@ def forward_walk(
             state = tl.where((keys[:, None] == columns[None, :]) & carries, 1.0, 0.0)
         else:
             decayed = tl.full([BN], 1.0, tl.float32)
-    first, stop = tl.maximum(segment * per_segment, base), tl.minimum((segment + 1) * per_segment, limit)
     for chunk in tl.range(first, stop, num_stages=STAGES):
-        rows = chunk * L + local
-        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+        rows = chunk * L + local + shift
+        rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
+        rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
         write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
         if STATES:
             tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
@@ -94,7 +98,7 @@ def forward_walk(
         if DELTA:
             read_k = rows_k
             if KEYWISE:
-                read_k = load_rows(erased, k_t, rows, tokens, keys, N, BN, KIND)
+                read_k = load_rows(erased, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
             known = tl.dot(read_k, seen, input_precision=PRECISION)
             erase = tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)
             if SCALED:
@@ -103,15 +107,15 @@ def forward_walk(
                 )
             else:
                 known = write.to(tl.float32) - known * erase[:, None]
-            inverse = load_rows(solve, heads * PITCH, rows, tokens, local, L, L, KIND)
+            inverse = load_rows(solve, heads * PITCH, rows, end, local, L, L, KIND)
             entry = tl.dot(inverse, known.to(KIND), input_precision=PRECISION)
             write = entry.to(KIND)
             if STATES:
-                store_rows(entries, heads * P, rows, tokens, columns, P, BP, write)
+                store_rows(entries, heads * P, rows, end, columns, P, BP, write)
         if OUTPUT:
-            rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+            rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
             if SCORED:
-                scores = load_rows(scores_of, heads * PITCH, rows, tokens, local, L, L, KIND)
+                scores = load_rows(scores_of, heads * PITCH, rows, end, local, L, L, KIND)
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = tl.dot(rows_q, seen, input_precision=PRECISION)
@@ -133,30 +137,30 @@ def forward_walk(
             if NORMAL:  # of the very weights that the values have
                 seen_rows = scores.to(KIND).to(tl.float32)
                 if NORMAL == 2:
-                    seen_rows *= tl.load(ones + lane * tokens + rows, mask=rows < tokens, other=0.0)[None, :]
+                    seen_rows *= tl.load(ones + lane * tokens + rows, mask=rows < end, other=0.0)[None, :]
                 den += tl.sum(seen_rows, axis=1)
                 if READ_SCALED and not DECAY:
                     den *= tl.load(scalars + READ * plane + rows)
-                tl.store(weights + lane * tokens + rows, den, mask=(rows < tokens) & (piece == 0))
+                tl.store(weights + lane * tokens + rows, den, mask=(rows < end) & (piece == 0))
             out += tl.dot(scores.to(KIND), write, input_precision=PRECISION)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
                 at = (
-                    batch, head, lane * 0 + chunk * L, local[:, None], 0, columns[None, :], (rows < tokens)[:, None],
-                    True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
+                    batch, head, lane * 0 + chunk * L + shift, local[:, None], 0, columns[None, :],
+                    (rows < end)[:, None], True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
                 )  # fmt: skip
                 out = FINISH(extra, at, out, den[:, None] if NORMAL else out)
-            store_rows(y, heads * P, rows, tokens, columns, P, BP, out)
+            store_rows(y, heads * P, rows, end, columns, P, BP, out)
         if DECAY:
             scale = suffix_of(scalars, plane, rows)
             if SCALED and not DELTA:
                 scale *= tl.load(scalars + SOURCE * plane + rows)
             exact = write.to(tl.float32) * scale[:, None]
             write = exact.to(KIND)
-            state *= total_of(scalars, plane, chunk, L)
+            state *= total_of(scalars, plane, chunk * L + shift)
             if SUMMARY and not DELTA:
-                decayed *= total_of(scalars, plane, chunk, L)
+                decayed *= total_of(scalars, plane, chunk * L + shift)
         elif SCALED and not DELTA:
             exact = write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]
             write = exact.to(KIND)
@@ -169,7 +173,7 @@ def forward_walk(
         if TERMS == 2 and (DECAY or (SCALED and not DELTA)):
             state += tl.dot(tl.trans(rows_k), (exact - write.to(tl.float32)).to(KIND), input_precision=PRECISION)
     if SUMMARY:
-        at = lane * segments + segment
+        at = segment * tl.num_programs(1) + lane
         if DELTA:
             if carries:
                 to = passed + at * N * N + keys[:, None] * N + columns[None, :]
@@ -186,7 +190,7 @@ def forward_walk(
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def reverse_walk(
-    q, k, erased, dy, scalars, running, scores_of, solve, adjoint_entries, adjoints, start, final,
+    q, k, erased, dy, scalars, running, scores_of, solve, adjoint_entries, adjoints, start, final, table,
     tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -208,29 +212,32 @@ def reverse_walk(
     scores_of += (batch * tokens * heads + head) * PITCH
     flat = (batch * tokens * heads + head) * P
     dy += flat
-    adjoint_entries += ((batch * (limit - base) - base) * L * heads + head) * P
+    first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, not STATES)
+    first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
+    scalars -= shift
+    adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] <= local[None, :]  # sources down, rows across
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
-    ends = (lane * segments + segment) * N * P
+    ends = (segment * tl.num_programs(1) + lane) * N * P
     if START:
         state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
-    first, stop = tl.maximum(segment * per_segment, base), tl.minimum((segment + 1) * per_segment, limit)
     for step in tl.range(0, stop - first, num_stages=STAGES):
         chunk = stop - 1 - step
-        rows = chunk * L + local
-        rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-        given = load_rows(dy, heads * P, rows, tokens, columns, P, BP, KIND)
+        rows = chunk * L + local + shift
+        rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
+        rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
+        given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
         if STATES:
             at = adjoints + (lane * (limit - base) + chunk - base) * N * P + place
             tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
         if DELTA:
-            rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+            rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
             if SCORED:
-                scores = tl.trans(load_rows(scores_of, heads * PITCH, rows, tokens, local, L, L, KIND))
+                scores = tl.trans(load_rows(scores_of, heads * PITCH, rows, end, local, L, L, KIND))
             else:
                 scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
             carried = tl.dot(rows_k, state.to(KIND), input_precision=PRECISION)
@@ -241,20 +248,20 @@ def reverse_walk(
             if READ_SCALED and not DECAY:
                 scores *= tl.load(scalars + READ * plane + rows)[None, :]
             carried += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
-            inverse = load_rows(solve, heads * PITCH, rows, tokens, local, L, L, KIND)
+            inverse = load_rows(solve, heads * PITCH, rows, end, local, L, L, KIND)
             adjoint = tl.dot(tl.trans(inverse), carried.to(KIND), input_precision=PRECISION)
             if STATES:
-                store_rows(adjoint_entries, heads * P, rows, tokens, columns, P, BP, adjoint)
+                store_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, adjoint)
             adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
         if READ_SCALED or DECAY:
             scale = tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
             exact = given.to(tl.float32) * scale[:, None]
             given = exact.to(KIND)
         if DECAY:
-            state *= total_of(scalars, plane, chunk, L)
+            state *= total_of(scalars, plane, chunk * L + shift)
         if KEYWISE:
             if DELTA:
-                rows_k = load_rows(erased, k_t, rows, tokens, keys, N, BN, KIND)
+                rows_k = load_rows(erased, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
             state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         state += tl.dot(tl.trans(rows_q), given, input_precision=PRECISION)
         if TERMS == 2 and (READ_SCALED or DECAY):
@@ -267,19 +274,21 @@ def reverse_walk(
 
 @triton.jit
 def combine_segments(
-    local, passed, start, starts, segments, size, P,
+    local, passed, start, starts, table, segments, size, P,
     N: tl.constexpr, BLOCK: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """First state of every segment from what each adds: S_{s+1} = passed_s S_s + local_s, in either direction."""
-    lane = tl.program_id(1).to(tl.int64)
+    lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    low, stop = segments_of(table, sequence, segments)
+    lanes = tl.num_programs(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     if START:
-        state = tl.load(start + lane * size + at, mask=inside, other=0.0)
+        state = tl.load(start + (sequence * lanes + lane) * size + at, mask=inside, other=0.0)
     else:
         state = tl.zeros([BLOCK], tl.float32)
-    for step in range(segments):
-        segment = lane * segments + (segments - 1 - step if REVERSE else step)
+    for step in range(stop - low):
+        segment = (stop - 1 - step if REVERSE else low + step) * lanes + lane
         tl.store(starts + segment * size + at, state, mask=inside)
         state *= tl.load(passed + segment * N + at // P, mask=inside, other=0.0)
         state += tl.load(local + segment * size + at, mask=inside, other=0.0)
@@ -287,21 +296,23 @@ def combine_segments(
 
 @triton.jit
 def combine_moves(
-    local, moves, start, starts, segments,
+    local, moves, start, starts, table, segments,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
     START: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same with transitions [N, N] (transposed in reverse), which meet the stored state BK rows at a time."""
-    lane = tl.program_id(1).to(tl.int64)
+    lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    low, stop = segments_of(table, sequence, segments)
+    lanes = tl.num_programs(1)
     keys, columns = tl.arange(0, BN), tl.program_id(0) * BP + tl.arange(0, BP)
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     if START:
-        state = tl.load(start + lane * N * P + place, mask=inside, other=0.0)
+        state = tl.load(start + (sequence * lanes + lane) * N * P + place, mask=inside, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
-    for step in range(segments):
-        segment = lane * segments + (segments - 1 - step if REVERSE else step)
+    for step in range(stop - low):
+        segment = (stop - 1 - step if REVERSE else low + step) * lanes + lane
         first = starts + segment * N * P
         tl.store(first + place, state, mask=inside)
         tl.debug_barrier()  # it is read again, by other threads

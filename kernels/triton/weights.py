@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.packed import chunks_of, place_of_chunk
 from dsf.kernels.triton.tiles import PREFIX_READ, READ, SOURCE, TOTAL, load_rows, suffix_of
 
 
@@ -21,8 +22,8 @@ from dsf.kernels.triton.tiles import PREFIX_READ, READ, SOURCE, TOTAL, load_rows
 class Normaliser:
     """What a call gives and takes of it, beside what its system has.
 
-    ones: what drives it [B, T, H], None for 1; state: its first [B, H, N]; for the backward pass slope [B, T, H] and
-    final_gradient [B, H, N], the gradients of what is read of it and of its last state, and the forward pass's states.
+    ones: what drives it [B, T, H], None for 1; state: its first [B or sequences, H, N]; for backward slope [B, T, H],
+    final_gradient [B, H, N], gradients of what is read of it and of its last state, and the forward pass's states.
     The rest is filled by the call: read [B, T, H], final [B, H, N] and states, its values between chunks [B · H,
     chunks, N]; or d_ones and first, the gradients of ones and state, and adjoints, its own gradients between chunks.
     """
@@ -51,7 +52,7 @@ def by_lane(x: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def chunk_weights(
-    x, drive, scalars, added,
+    x, drive, scalars, added, table,
     tokens, heads, length, plane, x_b, x_t, x_h, x_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, DRIVEN: tl.constexpr, REVERSE: tl.constexpr,
@@ -63,11 +64,12 @@ def chunk_weights(
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     keys, local = tl.arange(0, BN), tl.arange(0, L)
-    rows = chunk * L + local
-    scalars += lane * length
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = begin + local
+    scalars += lane * length + chunk * L - begin
     scale = tl.full([L], 1.0, tl.float32)
     if DRIVEN:
-        scale = tl.load(drive + lane * tokens + rows, mask=rows < tokens, other=0.0)
+        scale = tl.load(drive + lane * tokens + rows, mask=rows < end, other=0.0)
     if REVERSE and (SCALED or DECAY):
         scale *= tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
     if not REVERSE:
@@ -75,8 +77,8 @@ def chunk_weights(
             scale *= suffix_of(scalars, plane, rows)
         if SCALED:
             scale *= tl.load(scalars + SOURCE * plane + rows)
-    taken = load_rows(x + batch * x_b + head // x_group * x_h, x_t, rows, tokens, keys, N, BN, tl.float32)
-    to = added + (lane * tl.cdiv(tokens, L) + chunk) * N + keys
+    taken = load_rows(x + batch * x_b + head // x_group * x_h, x_t, rows, end, keys, N, BN, tl.float32)
+    to = added + (lane * (length // L) + chunk) * N + keys
     tl.store(to, tl.sum(taken * scale[:, None], axis=0), mask=keys < N)
 
 
@@ -88,22 +90,28 @@ def _after(decay, value, decay_next, value_next):
 
 @triton.jit
 def carry_weights(
-    added, start, scalars, states, final,
+    added, start, scalars, states, final, table,
     chunks, length, plane,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
     DECAY: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers before each chunk [B·H, chunks, N] from what chunks add, and the last one; REVERSE: after each."""
-    lane = tl.program_id(1).to(tl.int64)
+    """Normalisers before each chunk [B·H, chunks, N] from what chunks add, and the last one; REVERSE: after each.
+
+    table: of packed sequences, of which each has a start and a last one [S, H, N].
+    """
+    lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    low, stop = chunks_of(table, sequence, chunks)
+    of_ends = (sequence * tl.num_programs(1) + lane) * N
     keys, steps = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BLOCK)
     here = keys < N
     weight = tl.zeros([BN], tl.float32)
     if START:
-        weight = tl.load(start + lane * N + keys, mask=here, other=0.0)
-    for first in range(0, chunks, BLOCK):
+        weight = tl.load(start + of_ends + keys, mask=here, other=0.0)
+    count = stop - low
+    for first in range(0, count, BLOCK):
         step = first + steps
-        inside = step < chunks
-        chunk = tl.where(inside, chunks - 1 - step if REVERSE else step, 0)
+        inside = step < count
+        chunk = tl.where(inside, stop - 1 - step if REVERSE else low + step, 0)
         at = (lane * chunks + chunk)[:, None] * N + keys[None, :]
         mask = inside[:, None] & here[None, :]
         value = tl.load(added + at, mask=mask, other=0.0)
@@ -114,31 +122,33 @@ def carry_weights(
         after = passed * weight[None, :] + value
         tl.store(states + at, weight[None, :] + tl.zeros([BLOCK, BN], tl.float32), mask=mask & (step == first)[:, None])
         onward = at - N if REVERSE else at + N
-        tl.store(states + onward, after, mask=mask & ((step + 1 < chunks) & (steps + 1 < BLOCK))[:, None])
+        tl.store(states + onward, after, mask=mask & ((step + 1 < count) & (steps + 1 < BLOCK))[:, None])
         weight = tl.sum(tl.where((steps == BLOCK - 1)[:, None], after, 0.0), axis=0)
-    tl.store(final + lane * N + keys, weight, mask=here)
+    tl.store(final + of_ends + keys, weight, mask=here)
 
 
 def between_chunks(
     call: Any, x: Tensor, drive: Tensor | None, start: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Normalisers (reverse: their gradients) between chunks [B·H, chunks, N], and the last one [B, H, N].
+    """Normalisers (reverse: their gradients) between chunks [B·H, chunks, N], and the last one [B or sequences, H, N].
 
     call: the chunk kernels' sizes, strides and scalars; x: the rows that they are sums of; drive [B, T, H]: what each
     is times, beside its decays.
     """
     added, states = (call.empty(call.lanes, call.chunks, call.n, dtype=torch.float32) for _ in range(2))
-    final = call.empty(call.batch, call.heads, call.n, dtype=torch.float32)
+    final = call.empty(call.ends, call.heads, call.n, dtype=torch.float32)
     sizes = {"N": call.n, "L": call.tiles.chunk, "DECAY": call.decay, "REVERSE": reverse, "num_warps": 4}
     launch(
         chunk_weights, (call.chunks, call.lanes),
-        x, *call.given(by_lane(drive)), call.scalars, added, call.tokens, call.heads, call.length, call.plane,
+        x, *call.given(by_lane(drive)), call.scalars, added, call.chunk_table,
+        call.tokens, call.heads, call.length, call.plane,
         *call.rows(x), BN=call.tiles.keys, SCALED=call.read if reverse else call.scaled, DRIVEN=drive is not None,
         **sizes,
     )  # fmt: skip
     launch(
-        carry_weights, (-(-call.n // 32), call.lanes),
-        added, *call.given(start), call.scalars, states, final, call.chunks, call.length, call.plane,
+        carry_weights, (-(-call.n // 32), call.lanes, call.sequences),
+        added, *call.given(start), call.scalars, states, final, call.sequence_table,
+        call.chunks, call.length, call.plane,
         BN=32, BLOCK=32, START=start is not None, **sizes,
     )  # fmt: skip
     return states, final
