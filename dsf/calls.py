@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsf.bind import Bound, bind
-from dsf.gpu import interpreted, packs_matrix
+from dsf.gpu import interpreted, packs_hidden
 from dsf.plan import Plan, make_plan
 from dsf.spec import Spec
 
@@ -110,8 +110,7 @@ def call_in_graph(
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
     """True where a packed call can be a node of a graph: its kernels need no lengths on the host. wide: of float64."""
     runs = on_gpu or (interpreted() and backend == "triton")
-    fits = backend != "torch" and form in ("auto", "chunk") and not wide
-    return runs and fits and packs_matrix(RECURRENCES[name].spec)
+    return runs and backend != "torch" and not wide and packs_hidden(RECURRENCES[name].spec, form)
 
 
 packs_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as below

@@ -81,32 +81,28 @@ def source(spec: Spec, one_step: bool = False) -> str:
 
 
 def packs(spec: Spec) -> bool:
-    """True where run_packed_gpu takes packed sequences as they lie."""
+    """True for scans that take packed sequences as they lie."""
     return is_scan(spec) and gpu_scan.packs(spec)
 
 
-def packs_matrix(spec: Spec) -> bool:
-    """True where packs_on_device is, for sizes that the kernels hold."""
-    return not is_scan(spec) and gpu_matrix.fits(spec)
-
-
 def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
-    """True where run_packed_matrix takes packed sequences, whose lengths only the GPU need know."""
+    """True where packed sequences are found on the GPU alone: the chunk kernels take a tensor of boundaries."""
     return not is_scan(spec) and gpu_matrix.refusal(spec, sizes, dtype) is None
 
 
-def run_packed_matrix(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor
-) -> tuple[Tensor, Tensor]:
-    """y [1, T, H, P] and one state a sequence; bounds [S + 1] on the inputs' device."""
-    return gpu_matrix.run_matrix(spec, bound, timed, state, None, bounds)
+def packs_hidden(spec: Spec, form: str) -> bool:
+    """True where boundaries need not be known on the host, for sizes that the kernels hold."""
+    return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))
 
 
 def run_packed_gpu(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: list[int]
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: list[int] | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y [1, T, H, P] and one state a sequence."""
-    return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
+    """y [1, T, H, P] and one state a sequence; bounds [S + 1], a tensor beside the inputs or (scans) their values."""
+    if is_scan(spec):
+        return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
+    assert isinstance(bounds, Tensor)
+    return gpu_matrix.run_matrix(spec, bound, timed, state, None, bounds)
 
 
 def run_gpu(

@@ -83,12 +83,12 @@ def packs(spec: Spec) -> bool:
 
 def fused_scan(
     spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None,
-    bounds: list[int] | None = None,
+    bounds: list[int] | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] in the inputs' dtype and the final state [B, H, N, columns].
 
     timed: the per-token inputs (or a repacking of them); valid: [B, T] bool, False for padding tokens after a sequence.
-    bounds: of packed sequences (B = 1), with a state each.
+    bounds: of packed sequences (B = 1), with a state each; a tensor where their values are not known.
     """
     from dsf.kernels.triton.scan_ops import fused_scan as operator
 
@@ -101,10 +101,13 @@ def fused_scan(
         tensors |= pairs.tensors
     if valid is not None:
         tensors[VALID] = valid.to(bound.dtype).unsqueeze(2)
-    ends = None
+    ends = filled = None
     if bounds is not None:
         tokens = "packed" if state is None else "continued"
-        tensors[STARTS], ends = packing.marks(bounds, bound.device)
+        if isinstance(bounds, Tensor):
+            tensors[STARTS], ends, filled = packing.hidden_marks(bounds, bound.sizes.tokens)
+        else:
+            tensors[STARTS], ends = packing.marks(bounds, bound.device)
         tensors |= {} if state is None else {INITIAL: state}
         state = None
     chosen = source_of(spec, tokens).operands
@@ -112,4 +115,7 @@ def fused_scan(
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
     count = 0 if bounds is None else len(bounds) - 1
     y, final, _ = operator(operands, state, _hole(spec, tokens), keep, pairs is not None, ends, count)
+    if filled is not None:  # no token of a sequence without any leaves its state
+        first = tensors[INITIAL] if tokens == "continued" else torch.zeros_like(final)
+        final = torch.where(filled[:, None, None, None], final, first)
     return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)

@@ -59,12 +59,22 @@ class _Checked:
 _checked = _Checked()
 
 
-def on_device(cu_seqlens: Tensor, device: torch.device, check: Callable[[], list[int]]) -> Tensor:
-    """cu_seqlens where the kernels read them. Their values are checked unless they are not there to be read: in a
-    compiled graph, or in a CUDA graph, whose boundaries may change from replay to replay."""
+def is_hidden(cu_seqlens: Tensor) -> bool:
+    """True where no values are there to be read: in a compiled graph, or while a CUDA graph is captured, whose
+    boundaries may differ from replay to replay."""
     if type(cu_seqlens) is not Tensor or torch.compiler.is_compiling():
-        return cu_seqlens.to(device)
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def read(cu_seqlens: Tensor, check: Callable[[], list[int]]) -> list[int]:
+    """Checked boundaries."""
+    return check() if is_hidden(cu_seqlens) else _checked.read(cu_seqlens, check)
+
+
+def on_device(cu_seqlens: Tensor, device: torch.device, check: Callable[[], list[int]]) -> Tensor:
+    """cu_seqlens where the kernels read them; checked, unless they are hidden."""
+    if is_hidden(cu_seqlens):
         return cu_seqlens.to(device)
     bounds = _checked.read(cu_seqlens, check)
     if cu_seqlens.device == device:
@@ -84,6 +94,17 @@ def batches(bounds: list[int], device: torch.device) -> list[Batch]:
 def marks(bounds: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Numbers of sequences, from 1, at their first tokens [1, T, 1] and at their last [T], 0 elsewhere; int32."""
     return _remembered(_marks, tuple(bounds), device, list)
+
+
+def hidden_marks(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of boundaries that nobody reads, made on their device; and which sequences have tokens [S]."""
+    bounds = bounds.long()
+    filled = bounds[1:] > bounds[:-1]
+    numbers = torch.arange(1, bounds.shape[0], dtype=torch.int32, device=bounds.device)
+    none = torch.zeros(tokens + 1, dtype=torch.int32, device=bounds.device)  # one spare place for those without
+    starts = none.index_copy(0, torch.where(filled, bounds[:-1], tokens), numbers)[:tokens]
+    ends = none.index_copy(0, torch.where(filled, bounds[1:] - 1, tokens), numbers)[:tokens]
+    return starts[None, :, None], ends, filled
 
 
 def _remembered(

@@ -101,7 +101,9 @@ class Recurrence:
 
         if plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype):
             return packing.on_device(cu_seqlens, bound.device, check)
-        return check()
+        if plan.backend == "triton" and gpu.packs(self.spec) and packing.is_hidden(cu_seqlens):
+            return cu_seqlens.to(bound.device)
+        return packing.read(cu_seqlens, check)
 
     def _run(self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
         """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside."""

@@ -14,7 +14,7 @@ from dsf.bind import Bound, cache_heads, environment
 from dsf.dense import run_naive
 from dsf.evaluate import Evaluator
 from dsf.expr import Expr, inputs_of
-from dsf.gpu import packs, run_gpu, run_packed_gpu, run_packed_matrix
+from dsf.gpu import packs, run_gpu, run_packed_gpu
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads, stepwise, visible
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.matrix import kernel_matrix
@@ -45,9 +45,7 @@ def run_packed(
 ) -> tuple[Tensor, Tensor]:
     """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor where the kernels take one."""
     timed, outputs, finals = timed_inputs(spec, bound), [], []
-    if isinstance(bounds, Tensor):
-        return run_packed_matrix(spec, bound, timed, state, bounds)
-    if plan.backend == "triton" and not plan.one_step and packs(spec):
+    if isinstance(bounds, Tensor) or (plan.backend == "triton" and not plan.one_step and packs(spec)):
         return run_packed_gpu(spec, bound, timed, state, bounds)
     for batch in packing.batches(bounds, bound.device):
         start = None if state is None else state.index_select(0, batch.chosen)

@@ -16,7 +16,7 @@ linear, delta, product, rwkv6, mlstm, kda = (
     get(n).recurrence
     for n in ("unnormalized_linear_attention", "deltanet", "gated_delta_product", "rwkv6", "mlstm", "kda")
 )
-softmax = get("softmax_attention").recurrence
+softmax, s6 = get("softmax_attention").recurrence, get("s6").recurrence
 # no decay, a signed one, one for each key; delta rules of each; normalised and read before; several steps a token
 KINDS = [linear, swinging, fading_rows, delta, forgetful_delta, fading_delta, late_ratio, product, rwkv6, mlstm]
 
@@ -191,7 +191,7 @@ def test_packed_sequences_in_segments(recurrence):
     compare(recurrence, given, BF16, state=state, cu_seqlens=torch.tensor(cuts, device="cuda"))
 
 
-@named([linear, late_ratio, get("gated_deltanet").recurrence, rwkv6, product, mlstm, get("rwkv7").recurrence])
+@named([linear, late_ratio, get("gated_deltanet").recurrence, rwkv6, product, mlstm, get("rwkv7").recurrence, s6])
 def test_packed_training_steps_are_captured_and_take_other_boundaries(recurrence):
     given = draw(recurrence, 300, 64, 64, BF16, batch=1)
     bounds = torch.tensor([0, 1, 70, 100, 300], device="cuda")
@@ -223,7 +223,7 @@ def test_packed_training_steps_are_captured_and_take_other_boundaries(recurrence
     torch.testing.assert_close(found[1][::2], state[::2].detach())
 
 
-@named([linear, late_ratio, forgetful_delta, get("gla").recurrence, product, mlstm, get("rwkv7").recurrence])
+@named([linear, late_ratio, forgetful_delta, get("gla").recurrence, product, mlstm, get("rwkv7").recurrence, s6])
 def test_packed_training_steps_are_one_graph(recurrence):
     given = draw(recurrence, 300, 64, 64, BF16, batch=1)
     bounds = torch.tensor([0, 1, 70, 100, 300], device="cuda", dtype=torch.int32)
@@ -233,11 +233,13 @@ def test_packed_training_steps_are_one_graph(recurrence):
         y, final = recurrence(*x[:-1], initial_state=state, cu_seqlens=x[-1], return_state=True)
         return y.float().square().sum() + final.sum()
 
+    torch.compiler.reset()  # or sizes that differ between recurrences are left open
+    compiled = torch.compile(loss, fullgraph=True)
     for cuts in ([0, 1, 70, 100, 300], [0, 128, 129, 257, 300]):
         bounds.copy_(torch.tensor(cuts))
         wanted = list(given.values())
         expected = torch.autograd.grad(loss(*wanted, bounds), wanted)
-        found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*wanted, bounds), wanted)
+        found = torch.autograd.grad(compiled(*wanted, bounds), wanted)
         for a, b in zip(found, expected, strict=True):
             assert worst(a, b) < 1e-2
 

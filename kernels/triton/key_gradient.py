@@ -125,8 +125,8 @@ def key_gradient(
             _of_keys(
                 q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, LEVELS - 1, pairs + part * PITCH, alone + part,
                 adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
-                ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads, plane,
-                length, keys, columns, True,
+                ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads,
+                plane, length, keys, columns, True,
                 N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
             )  # fmt: skip
     else:
@@ -136,8 +136,8 @@ def key_gradient(
                 _of_keys(
                     q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, first, pairs + part * PITCH, alone + part,
                     adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
-                    ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads, plane,
-                    length, keys, columns, False,
+                    ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads,
+                    plane, length, keys, columns, False,
                     N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
                 )  # fmt: skip
 
