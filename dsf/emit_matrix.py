@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsf.emit import AT, RESERVED, VALID, Printer, Source, _body, _comment, _identifier, _name, _total, symbol
+from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, _total, symbol
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
-from dsf.lower import EMPTY, FLOOR
+from dsf.lower import FLOOR
 from dsf.operator import factors_of, times
 from dsf.primitives import abs as absolute
-from dsf.primitives import derivatives, exp, log, maximum, minimum, where
+from dsf.primitives import derivatives, exp, log, maximum, minimum
 from dsf.spec import Spec
 from dsf.system import DEN, NUM, ONE
 
@@ -117,8 +117,8 @@ class Root:
 class _Writer:
     """One spec on its way to a file and a Program."""
 
-    def __init__(self, spec: Spec, operands: Operands, masked: bool) -> None:
-        self.spec, self.masked, self.ops = spec, masked, operands
+    def __init__(self, spec: Spec, operands: Operands) -> None:
+        self.spec, self.ops = spec, operands
         self.kinds = {i.name: i.kind for i in spec.inputs}
         self.column = operands.column
         self.roots = self._operand_roots()
@@ -144,28 +144,24 @@ class _Writer:
     def _names(self) -> list[str]:
         return list(dict.fromkeys(r.name for r in self.roots))
 
-    def _valid(self, x: Expr, otherwise: float) -> Expr:
-        return where(symbol(VALID, SCALAR) > 0.5, x, otherwise) if self.masked else x
-
     def _operand_roots(self) -> list[Root]:
         ops, many = self.ops, self.spec.micro > 1
         roots = [Root(ops.query, "query", frozenset({KEY}), None)]
         if ops.read is not UNIT:
             roots.append(Root(ops.read, "read", SCALAR, None))
-        sources = [self._valid(x, 0.0) for x in ops.sources]
+        sources = list(ops.sources)
         decays = list(ops.decays or [])
         if ops.gains is not None:
             moved = BEFORE - AFTER
             decays = [x + moved if ops.log else x * exp(moved) for x in decays]
-            sources = [self._valid(times(x, exp(g - AFTER)), 0.0) for x, g in zip(ops.sources, ops.gains, strict=True)]
-        decays = [self._valid(x, 0.0 if ops.log else 1.0) for x in decays]
-        erases = [self._valid(x, 0.0) for x in ops.erases or []]
+            sources = [times(x, exp(g - AFTER)) for x, g in zip(ops.sources, ops.gains, strict=True)]
+        erases = list(ops.erases or [])
         ones = list(ops.ones or [])
         if not self.column and all(x is UNIT for x in ones):  # the kernels drive it by ones themselves
             ones = []
         keys, lefts, rights = (list(x or []) for x in (ops.keys, ops.lefts, ops.rights))
-        if lefts:  # no source of their own: what padding writes is nothing
-            keys, lefts, sources = [self._valid(x, 0.0) for x in keys], [self._valid(x, 0.0) for x in lefts], []
+        if lefts:  # no source of their own
+            sources = []
         rows: list[tuple[str, Sequence[Expr], frozenset[str]]] = [
             ("key", keys, frozenset({KEY})), ("left", lefts, frozenset({KEY})), ("right", rights, frozenset({KEY})),
             ("value", ops.values, frozenset({VALUE})),
@@ -221,7 +217,7 @@ class _Writer:
         assert self.ops.gains is not None and self.ops.decays is not None
         decay = self.ops.decays[0]
         drift = maximum(decay if self.ops.log else log(absolute(decay)), FLOOR)
-        return self._valid(drift, 0.0), self._valid(self.ops.gains[0], EMPTY)
+        return drift, self.ops.gains[0]
 
     def _input(self, node: Expr) -> Access:
         """Where a node's tile lies."""
@@ -394,11 +390,10 @@ class _Writer:
             "from dsf.kernels.triton import functions as fn",
         ]
         text = "\n".join(head) + "\n" + "".join(f"\n\n{part}\n" for part in parts)
-        source = Source(f"{_identifier(self.spec.name)}{'_packed' if self.masked else ''}", text, ())
+        source = Source(_identifier(self.spec.name), text, ())
         return source, self._program(accesses)
 
     def _program(self, accesses: Mapping[str, tuple[Access, ...]]) -> Program:
-        order = [i.name for i in self.spec.inputs] + ([VALID] if self.masked else [])
         roles, made = {}, []
         for name in self._names():
             mine = [r for r in self.roots if r.name == name]
@@ -411,9 +406,8 @@ class _Writer:
             rows = self.spec.micro if mine[0].step is not None else 1
             made.append(Made(name, KEY in mine[0].axes, VALUE in mine[0].axes, rows, tuple(sorted(used))))
         inputs = tuple(
-            Access(n, None if n == VALID else self.kinds[n].steps, n == VALID or self.kinds[n].time,
-                   n != VALID and KEY in self.kinds[n].axes, n != VALID and VALUE in self.kinds[n].axes)
-            for n in order
+            Access(name, kind.steps, kind.time, KEY in kind.axes, VALUE in kind.axes)
+            for name, kind in self.kinds.items()
         )  # fmt: skip
         return Program(
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
@@ -422,6 +416,6 @@ class _Writer:
         )  # fmt: skip
 
 
-def emit_matrix(spec: Spec, operands: Operands, masked: bool = False) -> tuple[Source, Program]:
-    """Source and program of a spec of the matrix families. masked: tokens where the Scalar VALID is 0 are padding."""
-    return _Writer(spec, operands, masked).program()
+def emit_matrix(spec: Spec, operands: Operands) -> tuple[Source, Program]:
+    """Source and program of a spec of the matrix families."""
+    return _Writer(spec, operands).program()

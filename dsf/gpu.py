@@ -102,15 +102,15 @@ def run_packed_gpu(
     if is_scan(spec):
         return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
     assert isinstance(bounds, Tensor)
-    return gpu_matrix.run_matrix(spec, bound, timed, state, None, bounds)
+    return gpu_matrix.run_matrix(spec, bound, timed, state, bounds)
 
 
 def run_gpu(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, one_step: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] and the final state, as the torch forms return them."""
+    """y [B, T, H, P] and the final state, as the torch forms return them. valid: for scans, where some is padding."""
     if one_step:
         return step(spec, bound, state)
     if is_scan(spec):
         return gpu_scan.fused_scan(spec, bound, timed, state, valid)
-    return gpu_matrix.run_matrix(spec, bound, timed, state, valid)
+    return gpu_matrix.run_matrix(spec, bound, timed, state)

@@ -235,19 +235,19 @@ def split_value(x: Expr) -> tuple[Expr, Expr]:
 
 
 @functools.cache
-def program_of(spec: Spec, masked: bool = False) -> tuple[Source, str]:
+def program_of(spec: Spec) -> tuple[Source, str]:
     """The printed kernels of a spec, and the name under which the operator knows them; once a process."""
     from dsf.emit_matrix import emit_matrix
     from dsf.kernels.triton.programs import PROGRAMS
 
-    source, program = emit_matrix(spec, operands_of(spec), masked)
+    source, program = emit_matrix(spec, operands_of(spec))
     name = f"{source.name}_{source.digest}"
     PROGRAMS[name] = replace(program, functions=source.module())
     return source, name
 
 
 def run_matrix(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, bounds: Tensor | None = None
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them.
 
@@ -255,10 +255,8 @@ def run_matrix(
     """
     from dsf.kernels.triton.mixer_ops import matrix_mixer
 
-    _, name = program_of(spec, valid is not None)
+    _, name = program_of(spec)
     operands = [timed[i.name] if i.name in timed else bound.tensors[i.name] for i in spec.inputs]
-    if valid is not None:
-        operands.append(valid.to(bound.dtype).unsqueeze(2))
     y, final, _ = matrix_mixer(operands, state, name, False, bounds)
     return y, final
 

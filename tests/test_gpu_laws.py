@@ -223,6 +223,20 @@ def test_packed_training_steps_are_captured_and_take_other_boundaries(recurrence
     torch.testing.assert_close(found[1][::2], state[::2].detach())
 
 
+@named([late_ratio, get("gated_deltanet").recurrence, s6])
+def test_boundaries_on_the_gpu_are_waited_for_once(recurrence):
+    given = draw(recurrence, 300, 64, 64, BF16, batch=1)
+    bounds = torch.tensor([0, 1, 70, 100, 300], device="cuda")
+    y = recurrence(**given, cu_seqlens=bounds, backend="triton")
+    torch.autograd.grad(y.sum(), list(given.values()))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = recurrence(**given, cu_seqlens=bounds, backend="triton")
+        torch.autograd.grad(y.sum(), list(given.values()))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @named([linear, late_ratio, forgetful_delta, get("gla").recurrence, product, mlstm, get("rwkv7").recurrence, s6])
 def test_packed_training_steps_are_one_graph(recurrence):
     given = draw(recurrence, 300, 64, 64, BF16, batch=1)
