@@ -172,7 +172,9 @@ def test_packed_sequences_are_read_where_they_lie(recurrence):
     n = 64
     given = draw(recurrence, 700, n, n, BF16, batch=1)
     bounds = torch.tensor([0, 1, 64, 129, 130, 300, 700], device="cuda")
-    compare(recurrence, given, BF16, state=state_of(recurrence, n, n, batch=6), cu_seqlens=bounds)
+    stable = recurrence.spec.rule is None or recurrence.spec.is_stabilised  # others divide by a random normaliser
+    state = state_of(recurrence, n, n, batch=6) if stable else None
+    compare(recurrence, given, BF16, state=state, cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize("n, p", [(128, 128), (24, 40)])
