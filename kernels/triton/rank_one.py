@@ -85,21 +85,17 @@ def rank_one_chunk(
     rows = begin + local
     block = (lane * length + chunk * L) * N
     running += block
-    for first in tl.range(0, N, BK, num_stages=1):
-        keys = first + tl.arange(0, BK)
-        log = load_rows(g, g_t, rows, end, keys, N, BK, tl.float32)
-        store_chunk(running, tl.cumsum(tl.maximum(log, LOG_TINY) * LOG2E, axis=0), local, keys, N, BK)
-    tl.debug_barrier()  # G is read again, by other threads
     ba, bk = _scores(
-        b, b_t, a, a_t, k, k_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+        b, b_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
     )  # fmt: skip
     wide = heads * PARTS * L
     mixed += (batch * tokens * heads + head) * PARTS * L
     bk = bk.to(KIND)
     inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
     store_rows(mixed + L, wide, rows, end, local, L, L, tl.dot(inverse, bk, input_precision=PRECISION))
+    tl.debug_barrier()  # G is read again, by other threads
     qa, qk = _scores(
-        q, q_t, a, a_t, k, k_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+        q, q_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
     )  # fmt: skip
     through = tl.dot(qa.to(KIND), inverse, input_precision=PRECISION).to(KIND)
     store_rows(mixed, wide, rows, end, local, L, L, tl.dot(through, bk, qk, input_precision=PRECISION))
@@ -128,17 +124,27 @@ def rank_one_chunk(
 
 @triton.jit
 def _scores(
-    x, x_t, a, a_t, k, k_t, running, rows, end, local, DISTANCE: tl.constexpr,
+    x, x_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, DISTANCE: tl.constexpr,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x_i·(exp(G_{i - DISTANCE} - G_j) a_j) of j ≤ i - DISTANCE, and the same with k [L, L]."""
+    """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G."""
     with_a = tl.zeros([L, L], tl.float32)
     with_k = tl.zeros([L, L], tl.float32)
     for first in tl.range(0, N, BK, num_stages=1):
         keys = first + tl.arange(0, BK)
-        own = load_chunk(running, local, keys, N, BK)
-        at = own if DISTANCE == 0 else load_earlier(running, local, keys, N, BK)
+        if DISTANCE == 0:
+            own = load_chunk(running, local, keys, N, BK)
+            at = own
+        else:
+            log = tl.maximum(load_rows(g, g_t, rows, end, keys, N, BK, tl.float32), LOG_TINY) * LOG2E
+            own = tl.cumsum(log, axis=0)
+            store_chunk(running, own, local, keys, N, BK)
+            if AT_ONCE:
+                at = own - log
+            else:
+                tl.debug_barrier()  # G is read again, by other threads
+                at = load_earlier(running, local, keys, N, BK)
         rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
         rows_a = load_rows(a, a_t, rows, end, keys, N, BK, KIND)
         rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)

@@ -173,7 +173,7 @@ def _gradients(
         rank_one_entries, (call.chunks, call.lanes),
         kept.outer, kept.inner, kept.writes, kept.mixed, v, dy, kept.states, adjoints, entries, adjoint_entries,
         found["value"], weights, call.chunk_table, call.tokens, call.heads, call.length, *call.strides(v),
-        BN=t.keys, BP=t.piece, num_warps=8, **sizes,
+        BN=t.keys, BP=t.entry_piece or t.piece, num_warps=t.entry_warps, **sizes,
     )  # fmt: skip
     xs = (*vectors, v)
     launch(

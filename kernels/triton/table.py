@@ -29,7 +29,8 @@ class Tiles:
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
     transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept;
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states;
-    pair_warps: of the products between a chunk's rows, for its gradients.
+    pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
+    entries where transitions are diagonal plus rank one.
     """
 
     chunk: int
@@ -49,6 +50,8 @@ class Tiles:
     stretches: int = 1
     prepare_warps: int = 4
     walk_terms: int = 1
+    entry_warps: int = 8
+    entry_piece: int | None = None
 
 
 def padded(size: int) -> int:
@@ -88,7 +91,10 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":
         registers = None if keys > 64 else 168
-        return Tiles(64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8, transform_registers=registers)
+        return Tiles(
+            64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8, transform_registers=registers,
+            entry_warps=4, entry_piece=wide,
+        )  # fmt: skip
     stages = 2 if decay == "key" and keys > 64 else 3
     reverse = 2 if decay != "none" and delta and keys > 64 else stages
     walk = 8 if decay == "key" and keys > 64 else 4
