@@ -23,7 +23,7 @@ def delta_transform(
     DECAY: tl.constexpr, READ_SCALED: tl.constexpr, SCORES: tl.constexpr, KEYWISE: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the inverse [B, T, H, L]; rows beyond the sequence are those of the identity.
+    """Write the inverse less the identity [B, T, H, L]; rows beyond the sequence are zero.
 
     SCORES: beside it, in rows of 2L, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P.
     """
@@ -57,6 +57,7 @@ def delta_transform(
             system = tl.where(strict, system, 0.0)
     system *= tl.load(scalars + ERASE * plane + rows)[:, None]
     inverse = unit_lower_inverse(system, local, LEVELS, KIND, PRECISION, TERMS)
+    inverse -= tl.where(local[:, None] == local[None, :], 1.0, 0.0)
     store_rows(solve, heads * PITCH, rows, end, local, L, L, inverse)
 
 

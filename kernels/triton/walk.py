@@ -3,7 +3,7 @@
 One program per (slice of P, sequence and head, segment of T) keeps its state [N, slice] in registers and walks those
 chunks of L rows of its segment that lie from `base` up to `limit`. Rows write k_j e_jᵀ: e_j = s_j v_j in decay systems;
 with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse is
-`solve`, made by the transform.
+I + `solve`, made by the transform: so a row's own right side is not rounded before it is e.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
 TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
@@ -108,7 +108,7 @@ def forward_walk(
             else:
                 known = write.to(tl.float32) - known * erase[:, None]
             inverse = load_rows(solve, heads * PITCH, rows, end, local, L, L, KIND)
-            entry = tl.dot(inverse, known.to(KIND), input_precision=PRECISION)
+            entry = tl.dot(inverse, known.to(KIND), known, input_precision=PRECISION)
             write = entry.to(KIND)
             if STATES:
                 store_rows(entries, heads * P, rows, end, columns, P, BP, write)
@@ -249,7 +249,7 @@ def reverse_walk(
                 scores *= tl.load(scalars + READ * plane + rows)[None, :]
             carried += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
             inverse = load_rows(solve, heads * PITCH, rows, end, local, L, L, KIND)
-            adjoint = tl.dot(tl.trans(inverse), carried.to(KIND), input_precision=PRECISION)
+            adjoint = tl.dot(tl.trans(inverse), carried.to(KIND), carried, input_precision=PRECISION)
             if STATES:
                 store_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, adjoint)
             adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
