@@ -431,7 +431,7 @@ class _Emission:
         slots = [x for x in self.tokens if KEY not in x.axes]
         for node, value, summed in zip(self.tokens, values, late, strict=False):
             stores += self.operands[node].store(value, summed, slots.index(node) if node in slots else 0)
-        added = [f"sums[{i}] + fn.sum_time({v})" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
+        added = [f"sums[{i}] + fn.sum_time({v}, n)" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
         body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
         return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink, parts: tl.constexpr):", *_body(body)]
 

@@ -70,7 +70,9 @@ def kernel_of(
     """Name of the kernel, with its tiles, and its chunk length in tokens."""
     if one_step:
         return gpu_matrix.step_kernel_of(spec, sizes), 0
-    return gpu_scan.kernel_of(sizes) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype, device)
+    return (
+        gpu_scan.kernel_of(spec, sizes, device) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype, device)
+    )
 
 
 def source(spec: Spec, one_step: bool = False) -> str:

@@ -43,12 +43,14 @@ def _refusal(spec: Spec) -> str | None:
     return None
 
 
-def kernel_of(sizes: Sizes) -> tuple[str, int]:
+def kernel_of(spec: Spec, sizes: Sizes, device: torch.device) -> tuple[str, int]:
     """Name of the kernel with its tile; no chunks."""
-    from dsf.kernels.triton.scan_table import FORWARD, tile
+    from dsf.kernels.triton.scan_ops import HOLES, tile_of
+    from dsf.kernels.triton.scan_ops import Sizes as Counts
 
-    t = tile(FORWARD, sizes.n, sizes.p)
-    return f"fused scan, tiles of {t.K} x {t.NB} x {t.BP}, {t.warps} warps", 0
+    counts = Counts(sizes.batch, sizes.tokens, sizes.heads, sizes.n, sizes.p)
+    t = tile_of(HOLES[_hole(spec)], counts, False, device)
+    return f"fused scan, tiles of {t.K * t.G} x {t.NB} x {t.BP}, {t.warps} warps", 0
 
 
 def _nodes(spec: Spec) -> list[Expr]:

@@ -105,14 +105,12 @@ def given(a: Value, b: Value) -> System:
     return System(A=a, B=b, C=1)
 
 
-@pytest.mark.parametrize("recurrence", [given, rg_lru, qlstm], ids=lambda r: r.name)
-def test_vector_states_of_many_sequences(recurrence: dsf.Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsf.kernels.triton import scan_table
-
-    monkeypatch.setattr(scan_table, "FULL", 6)
-    x = cuda(draw(recurrence, 75, heads=1, p=4100, batch=16))
+@pytest.mark.parametrize(("batch", "tokens", "p"), [(16, 75, 4100), (1, 1111, 4096), (3, 777, 96)])
+@pytest.mark.parametrize("recurrence", [given, rg_lru, qlstm, s6], ids=lambda r: r.name)
+def test_vector_states_in_one_pass_and_in_segments(recurrence: dsf.Recurrence, batch: int, tokens: int, p: int) -> None:
+    x = cuda(draw(recurrence, tokens, heads=1, n=1, p=p, batch=batch))
     x = {k: v.sigmoid() if k == "a" else v for k, v in x.items()}
-    state = torch.randn(16, 1, 1, 4100, device="cuda")
+    state = torch.randn(batch, 1, 1, p, device="cuda")
     ours = gradients(recurrence, x, state, backend="triton")
     oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
     for a, b in zip(ours, oracle, strict=True):

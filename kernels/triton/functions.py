@@ -100,8 +100,8 @@ def power(x, y):
 
 @triton.jit
 def sum_key(x, n_ok):
-    """Sum over the Key axis of a tile, padding left out: [K, N, P] -> [K, 1, P]."""
-    return tl.sum(tl.where(n_ok, x, 0.0), 1, keep_dims=True)
+    """Sum over the Key axis of a tile, padding left out: [K, N, P] -> [K, 1, P]; a vector state has none."""
+    return x if n_ok.shape[1] == 1 else tl.sum(tl.where(n_ok, x, 0.0), 1, keep_dims=True)
 
 
 @triton.jit
@@ -117,9 +117,9 @@ def sum_value(x, p_ok):
 
 
 @triton.jit
-def sum_time(x):
-    """Sum over the tile's tokens: [K, N, P] -> [1, N, P]."""
-    return tl.sum(x, 0, keep_dims=True)
+def sum_time(x, n):
+    """Sum over the tokens that a thread walks: [K, N, P] -> [1, N, P], and every run's of a vector state."""
+    return tl.sum(x, 1 if x.shape[1] > n.shape[1] else 0, keep_dims=True)
 
 
 @triton.jit
@@ -159,17 +159,20 @@ def store_sums(pointers, x, first, n, p, p_ok, ok, N: tl.constexpr):
     NB: tl.constexpr = n.shape[1]
     BP: tl.constexpr = p.shape[2]
     L: tl.constexpr = min(BP, 32)
-    x = tl.where(p_ok, tl.broadcast_to(x, (K, NB, BP)), 0.0)
-    if BP > L:
-        x = tl.sum(tl.reshape(x, (K, NB, BP // L, L)), 2)
-    lane = tl.arange(0, L)[None, None, :]
-    for i in tl.static_range(5):
-        if (16 >> i) < L:
-            x = fold(x, lane, 16 >> i)
-    R: tl.constexpr = x.shape[1]
-    same: tl.constexpr = L * R // NB  # neighbouring lanes that hold the same sum
-    row = first + lane // same * R + tl.arange(0, R)[None, :, None]
-    tl.store(pointers + row, x.to(pointers.dtype.element_ty), mask=ok & (row < N) & (lane % same == 0))
+    if x.shape[1] > NB:  # runs of a vector state
+        tl.store(pointers, sum_value(x, p_ok).to(pointers.dtype.element_ty), mask=ok)
+    else:
+        x = tl.where(p_ok, tl.broadcast_to(x, (K, NB, BP)), 0.0)
+        if BP > L:
+            x = tl.sum(tl.reshape(x, (K, NB, BP // L, L)), 2)
+        lane = tl.arange(0, L)[None, None, :]
+        for i in tl.static_range(5):
+            if (16 >> i) < L:
+                x = fold(x, lane, 16 >> i)
+        R: tl.constexpr = x.shape[1]
+        same: tl.constexpr = L * R // NB  # neighbouring lanes that hold the same sum
+        row = first + lane // same * R + tl.arange(0, R)[None, :, None]
+        tl.store(pointers + row, x.to(pointers.dtype.element_ty), mask=ok & (row < N) & (lane % same == 0))
 
 
 @triton.jit
@@ -183,9 +186,13 @@ def to_lanes(pointers, p):
 
 
 @triton.jit
-def take(x, t, k: tl.constexpr):
-    """Token k of a tile. -0 is the exact neutral element of addition, so this compiles to picking registers."""
-    return tl.sum(tl.where(t == k, x, -0.0), 0, keep_dims=True)
+def take(x, t, k: tl.constexpr, AXIS: tl.constexpr = 0):
+    """Token k of a tile, whose tokens lie on this axis.
+
+    -0 is the exact neutral element of addition, so this compiles to picking registers.
+    """
+    zero = tl.zeros(x.shape, tl.float32) * -1.0  # a constant -0.0 would become +0.0
+    return tl.sum(tl.where(t == k, x, zero), AXIS, keep_dims=True)
 
 
 @triton.jit

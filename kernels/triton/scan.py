@@ -2,8 +2,9 @@
 
 A program owns `BP` channels of one head and one segment of time. It walks its segment `K` tokens at a time; a tile is
 [K, N, BP] with the channels on lanes and tokens and state entries in registers, so the walk inside a tile picks
-registers and the sum over N stays inside a thread. What the system is, comes in as holes, printed from the spec
-(dsf.emit) and passed one function an argument:
+registers and the sum over N stays inside a thread. A vector state (N = 1) comes in
+tiles of G runs of K tokens, [G, K, BP]: threads walk their run, and an associative scan over the runs joins them. What
+the system is, comes in as holes, printed from the spec (dsf.emit) and passed one function an argument:
 
     setup(args, at) -> what depends on Params alone           load(args, at) -> this tile's tokens
     step(tokens, held, at) -> A, B, C, E, D with y = E Σ_n C S + D, each broadcasting to the tile
@@ -41,10 +42,32 @@ def state_offset(row, n, p, P, N: tl.constexpr):
 
 
 @triton.jit
-def blend(a, b, t, t_ok, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, MASKED: tl.constexpr):
+def numbers(K: tl.constexpr, G: tl.constexpr):
+    """The tile's tokens in order, [K, 1, 1] or run after run [G, K, 1]."""
+    if G == 1:
+        t = tl.arange(0, K)[:, None, None]
+    else:
+        t = tl.arange(0, G)[:, None, None] * K + tl.arange(0, K)[None, :, None]
+    return t
+
+
+@triton.jit
+def turns(K: tl.constexpr, G: tl.constexpr):
+    """The tokens that a thread walks, on their axis: [K, 1, 1], or [1, K, 1] of every run."""
+    return tl.arange(0, K)[:, None, None] if G == 1 else tl.arange(0, K)[None, :, None]
+
+
+@triton.jit
+def fill(x, K: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, BP: tl.constexpr):
+    """x as a full tile, [K, NB, BP] or [G, K, BP]."""
+    return tl.broadcast_to(x, (K, NB, BP)) if G == 1 else tl.broadcast_to(x, (G, K, BP))
+
+
+@triton.jit
+def blend(a, b, t_ok, K: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, BP: tl.constexpr, MASKED: tl.constexpr):
     """A and B as full tiles; tokens past the end leave the state as it is."""
-    a = tl.broadcast_to(a, (K, NB, BP))
-    b = tl.broadcast_to(b, (K, NB, BP))
+    a = fill(a, K, NB, G, BP)
+    b = fill(b, K, NB, G, BP)
     if MASKED:
         a = tl.where(t_ok, a, 1.0)
         b = tl.where(t_ok, b, 0.0)
@@ -52,20 +75,58 @@ def blend(a, b, t, t_ok, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, MA
 
 
 @triton.jit
-def walk(a, b, state, t, K: tl.constexpr):
+def link(keep, add, kept, added, later_keep, later_add, later_kept, later_added):
+    """Two stretches of runs as one: s -> keep s + add through all of it, kept s + added up to its last run."""
+    return (
+        keep * later_keep,
+        later_keep * add + later_add,
+        keep * later_kept,
+        later_kept * add + later_added,
+    )
+
+
+@triton.jit
+def join(keep, add, G: tl.constexpr, REVERSE: tl.constexpr):
+    """What enters every run but the first, and what leaves the last, of runs s -> keep s + add [G, 1, BP].
+
+    The state that enters the first is in its `add`. REVERSE: the last run comes first.
+    """
+    one = tl.full(add.shape, 1.0, tl.float32)
+    keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link, reverse=REVERSE)
+    g = tl.arange(0, G)[:, None, None]
+    return added, tl.sum(tl.where(g == (0 if REVERSE else G - 1), add, -0.0), 0, keep_dims=True)
+
+
+@triton.jit
+def walk(a, b, state, K: tl.constexpr, G: tl.constexpr):
     """States before and after every token of a tile, and the last one."""
+    t = turns(K, G)
+    last = state
+    if G > 1:
+        first = tl.arange(0, G)[:, None, None] == 0
+        add = tl.where(first, state, 0.0)
+        keep = tl.full(add.shape, 1.0, tl.float32)
+        for k in tl.static_range(K):
+            add = take(a, t, k, 1) * add + take(b, t, k, 1)
+            keep *= take(a, t, k, 1)
+        entering, last = join(keep, add, G, False)
+        state = tl.where(first, state, entering)
+    AXIS: tl.constexpr = 0 if G == 1 else 1
     before = a
     after = a
     for k in tl.static_range(K):
         before = tl.where(t == k, state, before)
-        state = take(a, t, k) * state + take(b, t, k)
+        state = take(a, t, k, AXIS) * state + take(b, t, k, AXIS)
         after = tl.where(t == k, state, after)
-    return before, after, state
+    if G == 1:
+        last = state
+    return before, after, last
 
 
 @triton.jit
-def last_state(a, b, state, t, K: tl.constexpr):
-    """The state after a tile."""
+def last_state(a, b, state, K: tl.constexpr):
+    """The state after a tile without runs."""
+    t = turns(K, 1)
     for k in tl.static_range(K):
         state = take(a, t, k) * state + take(b, t, k)
     return state
@@ -91,23 +152,27 @@ def packed_ends(ends, t0, t, t_ok, i_h, n, p, H, P, N: tl.constexpr):
 
 @triton.jit
 def read_tile(
-    tokens, held, y, ends, final, state, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
-    step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr,
-    MASKED: tl.constexpr,
+    tokens, held, y, ends, final, saved, state, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
+    step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, G: tl.constexpr, BP: tl.constexpr,
+    BEFORE: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the output pass: stores y, returns the state."""
-    t_ok = t0 + t < end
+    """One tile of the output pass: stores y and, with `saved`, its runs' first states; returns the state."""
+    t_ok = t >= 0 if G > 1 and not MASKED else t0 + t < end
     at = (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
     a, b, c, e, d = step(tokens, held, at)
-    a, b = blend(a, b, t, t_ok, K, NB, BP, MASKED)
-    before, after, state = walk(a, b, state, t, K)
+    a, b = blend(a, b, t_ok, K, NB, G, BP, MASKED)
+    before, after, state = walk(a, b, state, K, G)
+    if saved is not None:
+        run = t0 + tl.arange(0, G)[:, None, None] * K
+        to = saved + state_offset((i_b * H + i_h) * tl.cdiv(T, M) + run // M, n, p, P, N)
+        tl.store(to, take(before, turns(K, G), 0, 1), mask=(run % M == 0) & (run < end) & p_ok)
     if ends is not None:
         to, last = packed_ends(ends, t0, t, t_ok, i_h, n, p, H, P, N)
-        tl.store(final + to, tl.broadcast_to(after, (K, NB, BP)), mask=last & n_ok & p_ok)
+        tl.store(final + to, fill(after, K, NB, G, BP), mask=last & n_ok & p_ok)
     seen = c * (before if BEFORE else after)
     out = e * sum_key(seen, n_ok) + d
     base = y + ((i_b * T + t0) * H + i_h) * P
-    tl.store(base + t * (H * P) + p, tl.broadcast_to(out, (K, 1, BP)).to(y.dtype.element_ty), mask=t_ok & p_ok)
+    tl.store(base + t * (H * P) + p, fill(out, K, 1, G, BP).to(y.dtype.element_ty), mask=t_ok & p_ok)
     return state
 
 
@@ -116,6 +181,7 @@ def outputs(
     args, y, starts, final, saved, ends, T, H, P, segments, span,
     setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
     BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
+    G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, P] and the final state, walking each segment of `span` tokens from its first state.
 
@@ -124,7 +190,7 @@ def outputs(
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
-    t = tl.arange(0, K)[:, None, None]
+    t = numbers(K, G)
     begin = segment * span
     end = tl.minimum(begin + span, T)
     row = i_b * H + i_h
@@ -133,25 +199,48 @@ def outputs(
     if starts is not None:
         state += tl.load(starts + state_offset(row * segments + segment, n, p, P, N), mask=n_ok & p_ok, other=0.0)
     held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
-    tokens = fetch(args, i_b, i_h, long + begin, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
-    for c0 in range(begin, end, M):
-        if saved is not None:
-            chunk = row * tl.cdiv(T, M) + c0 // M
-            tl.store(saved + state_offset(chunk, n, p, P, N), state, mask=n_ok & p_ok)
-        c1 = tl.minimum(c0 + M, end)
-        whole = c0 + (c1 - c0) // K * K
-        for t0 in range(c0, whole, K):
-            ahead = fetch(args, i_b, i_h, long + t0 + K, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+    if G > 1:
+        whole = begin + (end - begin) // (K * G) * (K * G)
+        tokens = fetch(args, i_b, i_h, long + begin, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+        for t0 in tl.range(begin, whole, K * G, num_stages=STAGES):
+            if STAGES > 1:
+                at = (i_b, i_h, long + t0, t, n, p, t >= 0, n_ok, p_ok, place, place * BP, T, H, P, N)
+                tokens = load(args, at)
+                ahead = tokens
+            else:
+                next0 = long + t0 + K * G
+                ahead = fetch(args, i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
             state = read_tile(
-                tokens, held, y, ends, final, state, i_b, i_h, long + t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
-                step, N, K, NB, BP, BEFORE, False,
+                tokens, held, y, ends, final, saved, state, i_b, i_h, long + t0, end, t, n, p, n_ok,
+                p_ok, place, T, H, P, step, N, K, NB, G, BP, BEFORE, M, False,
             )  # fmt: skip
             tokens = ahead
-        if K > 1 and whole < c1:
+        if whole < end:
+            tokens = fetch(args, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
             state = read_tile(
-                tokens, held, y, ends, final, state, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H, P,
-                step, N, K, NB, BP, BEFORE, True,
+                tokens, held, y, ends, final, saved, state, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok,
+                place, T, H, P, step, N, K, NB, G, BP, BEFORE, M, True,
             )  # fmt: skip
+    else:
+        tokens = fetch(args, i_b, i_h, long + begin, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+        for c0 in range(begin, end, M):
+            if saved is not None:
+                chunk = row * tl.cdiv(T, M) + c0 // M
+                tl.store(saved + state_offset(chunk, n, p, P, N), state, mask=n_ok & p_ok)
+            c1 = tl.minimum(c0 + M, end)
+            whole = c0 + (c1 - c0) // K * K
+            for t0 in range(c0, whole, K):
+                ahead = fetch(args, i_b, i_h, long + t0 + K, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+                state = read_tile(
+                    tokens, held, y, ends, final, None, state, i_b, i_h, long + t0, end, t, n, p, n_ok, p_ok,
+                    place, T, H, P, step, N, K, NB, G, BP, BEFORE, M, False,
+                )  # fmt: skip
+                tokens = ahead
+            if K > 1 and whole < c1:
+                state = read_tile(
+                    tokens, held, y, ends, final, None, state, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok,
+                    place, T, H, P, step, N, K, NB, G, BP, BEFORE, M, True,
+                )  # fmt: skip
     if ends is None:  # noqa: SIM102  # known when compiling, unlike what follows
         if segment == segments - 1:
             tl.store(final + state_offset(row, n, p, P, N), state, mask=n_ok & p_ok)
@@ -204,7 +293,7 @@ def summaries(
         if dy is not None:
             base = dy + ((i_b * T + t0) * H + i_h) * P
             b = c * (e * tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32))
-        a, b = blend(a, b, t, t_ok, K, NB, BP, K > 1)
+        a, b = blend(a, b, t_ok, K, NB, 1, BP, K > 1)
         late = b
         if arriving is not None:
             to, last = packed_ends(ends, long + t0, t, t_ok, i_h, n, p, H, P, N)

@@ -8,14 +8,26 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.functions import sum_key, take
-from dsf.kernels.triton.scan import _program, blend, channels, last_state, packed_ends, state_offset, walk
+from dsf.kernels.triton.scan import (
+    _program,
+    blend,
+    channels,
+    fill,
+    join,
+    last_state,
+    numbers,
+    packed_ends,
+    state_offset,
+    turns,
+    walk,
+)
 
 
 @triton.jit
 def at_of(tile, N: tl.constexpr, BP: tl.constexpr):
-    """What the holes know of a tile. Tiles of one token are asked for only where there is one."""
+    """What the holes know of a tile; end: None where all its tokens exist, as a single one always does."""
     i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P = tile
-    t_ok = t >= 0 if t.shape[0] == 1 else t0 + t < end
+    t_ok = t >= 0 if end is None or t.shape[0] == 1 else t0 + t < end
     return (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
 
 
@@ -49,40 +61,75 @@ def pass_tile(
     """The state after a whole tile that `state` enters."""
     at = at_of(tile, N, BP)
     a, b, c, e, d = step(tokens, held, at)
-    a, b = blend(a, b, tile[4], True, K, NB, BP, False)
-    return last_state(a, b, state, tile[4], K)
+    a, b = blend(a, b, True, K, NB, 1, BP, False)
+    return last_state(a, b, state, K)
+
+
+@triton.jit
+def walk_back(
+    a, written, late, cotangent, K: tl.constexpr, G: tl.constexpr, BEFORE: tl.constexpr, ARRIVING: tl.constexpr
+):
+    """The cotangents of the states after every token, and the one that leaves the tile on its left.
+
+    written: what outputs add, late: what final states add (ARRIVING).
+    """
+    t = turns(K, G)
+    AXIS: tl.constexpr = 0 if G == 1 else 1
+    left = cotangent
+    if G > 1:
+        last = tl.arange(0, G)[:, None, None] == G - 1
+        add = tl.where(last, cotangent, 0.0)
+        keep = tl.full(add.shape, 1.0, tl.float32)
+        for j in tl.static_range(K):
+            _, add = pass_back(a, written, late, add, t, K - 1 - j, AXIS, BEFORE, ARRIVING)
+            keep *= take(a, t, K - 1 - j, AXIS)
+        entering, left = join(keep, add, G, True)
+        cotangent = tl.where(last, cotangent, entering)
+    g = a
+    for j in tl.static_range(K):
+        here, cotangent = pass_back(a, written, late, cotangent, t, K - 1 - j, AXIS, BEFORE, ARRIVING)
+        g = tl.where(t == K - 1 - j, here, g)
+    if G == 1:
+        left = cotangent
+    return g, left
+
+
+@triton.jit
+def pass_back(
+    a, written, late, cotangent, t, k: tl.constexpr, AXIS: tl.constexpr, BEFORE: tl.constexpr, ARRIVING: tl.constexpr
+):
+    """The cotangent of the state after token k, and of the one before it."""
+    if ARRIVING:
+        cotangent += take(late, t, k, AXIS)
+    if not BEFORE:
+        cotangent += take(written, t, k, AXIS)
+    earlier = take(a, t, k, AXIS) * cotangent
+    if BEFORE:
+        earlier += take(written, t, k, AXIS)
+    return cotangent, earlier
 
 
 @triton.jit
 def pull_tile(
     tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, parts: tl.constexpr,
-    step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
-    BEFORE: tl.constexpr, MASKED: tl.constexpr,
+    step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, G: tl.constexpr,
+    BP: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile backwards: `state` enters it from the left, `cotangent` from the right; the holes store gradients."""
     at = at_of(tile, N, BP)
     t0, t, n_ok, t_ok = at[2], at[3], at[7], at[6]
     rows, shift, part, reach, room = sink
     a, b, c, e, d = step(tokens, held, at)
-    a, b = blend(a, b, t, t_ok, K, NB, BP, MASKED)
-    before, after, _ = walk(a, b, state, t, K)
+    a, b = blend(a, b, t_ok, K, NB, G, BP, MASKED)
+    before, after, _ = walk(a, b, state, K, G)
     seen = before if BEFORE else after
     scaled = e * dd
-    written = tl.broadcast_to(c * scaled, (K, NB, BP))
+    written = fill(c * scaled, K, NB, G, BP)
     late = written
     if arriving is not None:
         to, last = packed_ends(ends, t0, t, t_ok, at[1], at[4], at[5], at[12], at[13], N)
         late = tl.load(arriving + to, mask=last & n_ok & at[8], other=0.0)
-    g = a
-    for j in tl.static_range(K):
-        if arriving is not None:
-            cotangent += take(late, t, K - 1 - j)
-        if not BEFORE:
-            cotangent += take(written, t, K - 1 - j)
-        g = tl.where(t == K - 1 - j, cotangent, g)
-        cotangent = take(a, t, K - 1 - j) * cotangent
-        if BEFORE:
-            cotangent += take(written, t, K - 1 - j)
+    g, cotangent = walk_back(a, written, late, cotangent, K, G, BEFORE, arriving is not None)
     if MASKED:
         g = tl.where(t_ok, g, 0.0)
     de = dd * sum_key(c * seen, n_ok)
@@ -129,27 +176,9 @@ def pull_chunk(
             tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
             tokens, dd = fetch_both(args, dy, tile, load, N, BP)
             cotangent, sums = pull_tile(
-                tokens,
-                dd,
-                ends,
-                arriving,
-                grads,
-                sink,
-                held,
-                sums,
-                s,
-                cotangent,
-                tile,
-                parts,
-                step,
-                pull,
-                N,
-                K,
-                NB,
-                BP,
-                BEFORE,
-                K > 1,
-            )
+                tokens, dd, ends, arriving, grads, sink, held, sums, s, cotangent, tile, parts,
+                step, pull, N, K, NB, 1, BP, BEFORE, K > 1,
+            )  # fmt: skip
     tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), end, t, n, p, n_ok, p_ok, place, T, H, P)
     tokens, dd = fetch_both(args, dy, tile, load, N, BP)
     for j in range(whole):
@@ -174,7 +203,7 @@ def pull_chunk(
             ahead, dd_ahead = fetch_both(args, dy, then, load, N, BP)
             cotangent, sums = pull_tile(
                 tokens, dd, ends, arriving, grads, sink, held, sums, states[U - 1 - u], cotangent, tile, parts,
-                step, pull, N, K, NB, BP, BEFORE, False,
+                step, pull, N, K, NB, 1, BP, BEFORE, False,
             )  # fmt: skip
             tokens = ahead
             dd = dd_ahead
@@ -209,12 +238,32 @@ def keep(totals, sums, part, lane, NB: tl.constexpr, BP: tl.constexpr):
         tl.store(places, tl.broadcast_to(sums[i], places.shape))
 
 
+@triton.jit
+def spread(sums, G: tl.constexpr, BP: tl.constexpr):
+    """A Params' sum for every run, in the first of which are those so far."""
+    found = ()
+    for i in tl.static_range(len(sums)):
+        first = tl.arange(0, G)[:, None, None] == 0
+        found = found + (tl.where(first, tl.broadcast_to(sums[i], (G, 1, BP)), 0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def joined(sums):
+    """All runs' sums as one."""
+    found = ()
+    for i in tl.static_range(len(sums)):
+        found = found + (tl.sum(sums[i], 0, keep_dims=True),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
 @triton.jit(do_not_specialize=["T", "span", "low", "high", "rows", "each"])
 def gradients(
     args, grads, dy, ends, arriving, saved, cotangents, totals, scratch, room, T, H, P, segments, span, low, high,
     rows, each, setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr,
     zeros: tl.constexpr, finish: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
     V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr, SLOTS: tl.constexpr,
+    G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens in chunks `low` to `high` of M tokens of every segment; at low = 0 the Params' part.
 
@@ -229,7 +278,7 @@ def gradients(
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     first, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
-    t = tl.arange(0, K)[:, None, None]
+    t = numbers(K, G)
     begin = segment * span
     end = tl.minimum(begin + span, T)
     row = i_b * H + i_h
@@ -242,7 +291,59 @@ def gradients(
         totals += program * (PARTS * len(sums) * NB * BP)
     shift = program * 0 + segment * each - begin - low * M
     chunks = tl.minimum(high, tl.cdiv(end - begin, M))
-    if PARTS == 1:
+    if G > 1:
+        at = (i_b, i_h, 0, t, first, p, True, n_ok, p_ok, place, place * BP, T, H, P, N)
+        held = setup(args, at)
+        spot = cotangents + state_offset(row * segments + segment, first, p, P, N)
+        cotangent = tl.load(spot, mask=n_ok & p_ok, other=0.0)
+        if totals is not None:
+            sums = recall(totals, sums, 0, lane, NB, BP)
+        sums = spread(sums, G, BP)
+        sink = (rows, shift, 0, 0, dy)
+        start = saved + state_offset(row * tl.cdiv(T, M), first, p, P, N)
+        high = begin // M + chunks
+        if (high * M > end) & (chunks > low):
+            high -= 1
+            chunks -= 1
+            tile = (i_b, i_h, row * 0 + high * M, end, t, first, p, n_ok, p_ok, place, T, H, P)
+            state = tl.load(start + high.to(tl.int64) * (N * P), mask=n_ok & p_ok, other=0.0)
+            tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+            cotangent, sums = pull_tile(
+                tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
+                step, pull, N, K, NB, G, BP, BEFORE, True,
+            )  # fmt: skip
+        chunk = row * 0 + tl.maximum(high - 1, 0)
+        state = tl.load(start + chunk * (N * P), mask=n_ok & p_ok, other=0.0)
+        tile = (i_b, i_h, chunk * M, end, t, first, p, n_ok, p_ok, place, T, H, P)
+        tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+        for back in tl.range(0, chunks - low, num_stages=STAGES):
+            now = row * 0 + (high - 1 - back)
+            here = (i_b, i_h, now * M, None, t, first, p, n_ok, p_ok, place, T, H, P)
+            if STAGES > 1:
+                state = tl.load(start + now * (N * P), mask=n_ok & p_ok, other=0.0)
+                tokens, dd = fetch_both(args, dy, here, load, N, BP)
+                tokens_ahead = tokens
+                dd_ahead = dd
+                state_ahead = state
+            else:
+                then = tl.maximum(now - 1, 0)
+                state_ahead = tl.load(start + then * (N * P), mask=n_ok & p_ok, other=0.0)
+                next_tile = (i_b, i_h, then * M, None, t, first, p, n_ok, p_ok, place, T, H, P)
+                tokens_ahead, dd_ahead = fetch_both(args, dy, next_tile, load, N, BP)
+            cotangent, sums = pull_tile(
+                tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, here, PARTS,
+                step, pull, N, K, NB, G, BP, BEFORE, False,
+            )  # fmt: skip
+            tokens = tokens_ahead
+            dd = dd_ahead
+            state = state_ahead
+        tl.store(spot, cotangent, mask=n_ok & p_ok)
+        sums = joined(sums)
+        if totals is not None:
+            keep(totals, sums, 0, lane, NB, BP)
+        if low == 0:
+            finish(args, grads, sums, segment, segments, at)
+    elif PARTS == 1:
         held = setup(args, (i_b, i_h, 0, t, first, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
         spot = cotangents + state_offset(row * segments + segment, first, p, P, N)
         cotangent = tl.load(spot, mask=n_ok & p_ok, other=0.0)

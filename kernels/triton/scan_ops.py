@@ -7,7 +7,7 @@ checkpointing and graph capture see plain operators on tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +15,18 @@ import torch
 import triton
 from torch import Tensor
 
+from dsf.kernels.triton.launch import launch as start
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_adjoint import gradients
-from dsf.kernels.triton.scan_table import ADJOINT, FORWARD, Row, Tile, fitting, segments, split, tile
+from dsf.kernels.triton.scan_table import (
+    ADJOINT,
+    FORWARD,
+    Tile,
+    segments,
+    split,
+    tile,
+    vector,
+)
 
 ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
 COMBINE = 1024  # state numbers of one program of the combination
@@ -135,17 +144,30 @@ class Launch:
         shape = {"N": self.sizes.n, "K": t.K, "NB": t.NB, "BP": t.BP, "V": t.V, "EVEN": even, "num_warps": t.warps}
         return shape | ({"maxnreg": t.registers} if t.registers else {})
 
+    @property
+    def runs(self) -> dict[str, int]:
+        """What a vector state's tile has besides."""
+        return {"G": self.tile.G, "STAGES": self.tile.stages}
+
     def states(self, like: Tensor, count: int) -> Tensor:
         """Room for `count` states a row: [B, H, count, N, P] float32."""
         s = self.sizes
         return torch.empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32, device=like.device)
 
 
-def launch(hole: Hole, sizes: Sizes, table: dict[int, Row], device: torch.device) -> Launch:
+def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
+    """The tile of one direction. The forward pass cuts time where the adjoint finds a state saved."""
+    if s.n == 1:
+        t = vector(adjoint, s.p, s.rows, hole.light, device)
+    else:
+        t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
+        t = split(t) if adjoint and hole.separable else t
+    return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
+
+
+def launch(hole: Hole, sizes: Sizes, adjoint: bool, device: torch.device) -> Launch:
     """Tile and segments of one call."""
-    t = fitting(table, sizes.n, sizes.p, sizes.rows, hole.light, device)
-    if table is ADJOINT and hole.separable:
-        t = split(t)
+    t = tile_of(hole, sizes, adjoint, device)
     blocks = -(-sizes.p // t.BP)
     count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
     return Launch(sizes, t, count, span, blocks)
@@ -158,14 +180,18 @@ def _entering(
     """What enters every segment: states, or with dy cotangents from the segments' ends."""
     local, product = go.states(like, go.segments), go.states(like, go.segments)
     f = hole.functions
-    summaries[(go.grid[0] // go.segments * (go.segments - 1), go.parts)](
+    if go.tile.G > 1:  # without runs, for which this would need a scan more
+        t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
+        go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
+    start(
+        summaries, (go.grid[0] // go.segments * (go.segments - 1), go.parts),
         args, dy, ends, arriving, local, product, *go.scalars,
         setup=f.setup, load=f.load, step=f.step, BEFORE=hole.before, **go.shape,
     )  # fmt: skip
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, triton.next_power_of_2(size))
     grid = (-(-size // block) * go.sizes.rows,)
-    combine[grid](local, product, first, size, go.segments, BLOCK=block, K=8, REVERSE=dy is not None)
+    start(combine, grid, local, product, first, size, go.segments, BLOCK=block, K=8, REVERSE=dy is not None)
     return local
 
 
@@ -187,19 +213,19 @@ def fused_scan(
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
     first = _timed(spec, operands)
-    go = launch(spec, sizes, FORWARD, first.device)
+    go = launch(spec, sizes, False, first.device)
     args = _arguments(spec, operands, sizes.heads)
     starts = None if state is None else state.contiguous()
     if go.segments > 1:
         starts = _entering(go, spec, args, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
     final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)
-    step = _distance(spec, sizes) if keep else ALL_TOKENS
+    step = tile_of(spec, sizes, True, first.device).M if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
     f = spec.functions
-    outputs[go.grid](
-        args, y, starts, final, saved if keep else None, ends, *go.scalars,
-        setup=f.setup, load=f.load, step=f.step, BEFORE=spec.before, M=step, **go.shape,
+    start(
+        outputs, go.grid, args, y, starts, final, saved if keep else None, ends, *go.scalars,
+        setup=f.setup, load=f.load, step=f.step, BEFORE=spec.before, M=step, **go.shape, **go.runs,
     )  # fmt: skip
     return y, final, saved
 
@@ -221,16 +247,10 @@ def _fake_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = HOLES[hole]
     s, first = sizes_of(spec, operands), _timed(spec, operands)
-    count = -(-s.tokens // _distance(spec, s)) if keep else 0
+    count = -(-s.tokens // tile_of(spec, s, True, first.device).M) if keep else 0
     y = first.new_empty(s.batch, s.tokens, s.heads, s.p, dtype=torch.float32 if wide else None)
     final = _states(s, first, s.batch if ends is None else sequences)
     return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)
-
-
-def _distance(hole: Hole, s: Sizes) -> int:
-    """Tokens between two checkpoints."""
-    t = tile(ADJOINT, s.n, s.p)
-    return (split(t) if hole.separable else t).M
 
 
 def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
@@ -250,7 +270,7 @@ def fused_scan_adjoint(
     """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing)."""
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
-    go = launch(spec, sizes, ADJOINT, dy.device)
+    go = launch(spec, sizes, True, dy.device)
     args = _arguments(spec, operands, sizes.heads)
     dy, dfinal = dy.contiguous(), dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
@@ -303,12 +323,12 @@ def _pull(
 
     if go.parts > 1 and totals is None:
         totals = room(go.parts * hole.sums * t.NB).zero_()
-    scratch = room(t.M // (t.U * t.K) * t.NB)
-    gradients[go.grid](
-        args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch,
+    scratch = room(t.M // (t.U * t.K * t.G) * t.NB)
+    start(
+        gradients, go.grid, args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch,
         room(slots * t.M) if go.parts > 1 else None, *go.scalars, *chunks, *rows,
         setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros, finish=f.finish, BEFORE=hole.before, M=t.M,
-        U=t.U, SLOTS=slots, **go.shape,
+        U=t.U, SLOTS=slots, **go.shape, **go.runs,
     )  # fmt: skip
 
 

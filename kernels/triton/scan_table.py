@@ -21,7 +21,8 @@ class Tile:
 
     M: tokens between two states saved for the adjoint, U: tiles between two that it keeps for itself. span: fewest
     tokens worth a segment of their own. busy: warps a processor is to have before time is cut into segments.
-    registers: most that a thread may take (0: as many as it likes).
+    registers: most that a thread may take (0: as many as it likes). A vector state's tile has G runs of K tokens
+    instead of NB state entries, and loads of this many tiles under way (stages).
     """
 
     K: int
@@ -34,6 +35,8 @@ class Tile:
     span: int
     busy: int
     registers: int
+    G: int = 1
+    stages: int = 1
 
 
 # State entries up to -> (K, BP, V, warps, M, U, span, busy, registers), forward and adjoint. With a Key axis K is 1:
@@ -54,6 +57,13 @@ ADJOINT: dict[int, Row] = {
     128: (1, 32, 1, 8, 32, 2, 128, 8, 0),
     256: (1, 32, 1, 16, 32, 1, 128, 8, 0),
 }
+
+# A vector state's tiles, by whether a step computes next to nothing: (K, G, BP, V, warps, stages, busy, registers),
+# forward and adjoint. G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread
+# the K tokens of a run over lanes. K > 1, and the forward K divides the adjoint's K G.
+Runs = tuple[int, int, int, int, int, int, int, int]
+RUNS_FORWARD: dict[bool, Runs] = {True: (16, 16, 32, 2, 8, 2, 8, 0), False: (8, 16, 32, 2, 8, 2, 8, 0)}
+RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 16, 32, 2, 8, 2, 8, 0), False: (4, 16, 32, 2, 8, 2, 8, 0)}
 
 
 def tile(table: dict[int, Row], n: int, p: int) -> Tile:
@@ -85,14 +95,18 @@ def narrow(t: Tile, light: bool) -> Tile:
     return replace(t, K=16 if light else 8, BP=2 * LANES, V=2, warps=1, busy=0)
 
 
-def fitting(table: dict[int, Row], n: int, p: int, rows: int, light: bool, device: torch.device) -> Tile:
-    """The tile of one call with `rows` states side by side."""
-    t = tile(table, n, p)
-    if t.NB > 1:
-        return t
+def vector(adjoint: bool, p: int, rows: int, light: bool, device: torch.device) -> Tile:
+    """The tile of a vector state, of a call with `rows` states side by side."""
+    t = tile(ADJOINT if adjoint else FORWARD, 1, p)
     alone = narrow(t, light)
     full = -(-p // alone.BP) * rows >= FULL * _processors(device)
-    return alone if full and t.M % (alone.K * alone.U) == 0 and p >= alone.BP else t
+    if full and t.M % (alone.K * alone.U) == 0 and p >= alone.BP:
+        return alone
+    row = (RUNS_ADJOINT if adjoint else RUNS_FORWARD).get(light)
+    if row is None:
+        return t
+    K, G, BP, V, warps, stages, busy, registers = row
+    return Tile(K, 1, BP, V, warps, K * G, 1, K * G, busy, registers, G, stages)
 
 
 def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple[int, int]:
