@@ -60,7 +60,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsf.kernels.triton import scan_table
 
     for table, K in ((scan_table.RUNS_FORWARD, 4), (scan_table.RUNS_ADJOINT, 2)):
-        for light in table:
+        for light in (True, False):
             monkeypatch.setitem(table, light, (K, 2, 4, 1, 4, 1, 64, 0))
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
         monkeypatch.setattr(scan_table, "LANES", 4)

@@ -201,20 +201,12 @@ def outputs(
     held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
     if G > 1:
         whole = begin + (end - begin) // (K * G) * (K * G)
-        tokens = fetch(args, i_b, i_h, long + begin, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
         for t0 in tl.range(begin, whole, K * G, num_stages=STAGES):
-            if STAGES > 1:
-                at = (i_b, i_h, long + t0, t, n, p, t >= 0, n_ok, p_ok, place, place * BP, T, H, P, N)
-                tokens = load(args, at)
-                ahead = tokens
-            else:
-                next0 = long + t0 + K * G
-                ahead = fetch(args, i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+            at = (i_b, i_h, long + t0, t, n, p, t >= 0, n_ok, p_ok, place, place * BP, T, H, P, N)
             state = read_tile(
-                tokens, held, y, ends, final, saved, state, i_b, i_h, long + t0, end, t, n, p, n_ok,
-                p_ok, place, T, H, P, step, N, K, NB, G, BP, BEFORE, M, False,
+                load(args, at), held, y, ends, final, saved, state, i_b, i_h, long + t0, end, t, n, p, n_ok, p_ok,
+                place, T, H, P, step, N, K, NB, G, BP, BEFORE, M, False,
             )  # fmt: skip
-            tokens = ahead
         if whole < end:
             tokens = fetch(args, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
             state = read_tile(

@@ -312,31 +312,15 @@ def gradients(
                 tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
                 step, pull, N, K, NB, G, BP, BEFORE, True,
             )  # fmt: skip
-        chunk = row * 0 + tl.maximum(high - 1, 0)
-        state = tl.load(start + chunk * (N * P), mask=n_ok & p_ok, other=0.0)
-        tile = (i_b, i_h, chunk * M, end, t, first, p, n_ok, p_ok, place, T, H, P)
-        tokens, dd = fetch_both(args, dy, tile, load, N, BP)
         for back in tl.range(0, chunks - low, num_stages=STAGES):
-            now = row * 0 + (high - 1 - back)
-            here = (i_b, i_h, now * M, None, t, first, p, n_ok, p_ok, place, T, H, P)
-            if STAGES > 1:
-                state = tl.load(start + now * (N * P), mask=n_ok & p_ok, other=0.0)
-                tokens, dd = fetch_both(args, dy, here, load, N, BP)
-                tokens_ahead = tokens
-                dd_ahead = dd
-                state_ahead = state
-            else:
-                then = tl.maximum(now - 1, 0)
-                state_ahead = tl.load(start + then * (N * P), mask=n_ok & p_ok, other=0.0)
-                next_tile = (i_b, i_h, then * M, None, t, first, p, n_ok, p_ok, place, T, H, P)
-                tokens_ahead, dd_ahead = fetch_both(args, dy, next_tile, load, N, BP)
+            chunk = row * 0 + (high - 1 - back)
+            tile = (i_b, i_h, chunk * M, None, t, first, p, n_ok, p_ok, place, T, H, P)
+            state = tl.load(start + chunk * (N * P), mask=n_ok & p_ok, other=0.0)
+            tokens, dd = fetch_both(args, dy, tile, load, N, BP)
             cotangent, sums = pull_tile(
-                tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, here, PARTS,
+                tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
                 step, pull, N, K, NB, G, BP, BEFORE, False,
             )  # fmt: skip
-            tokens = tokens_ahead
-            dd = dd_ahead
-            state = state_ahead
         tl.store(spot, cotangent, mask=n_ok & p_ok)
         sums = joined(sums)
         if totals is not None:
