@@ -58,9 +58,8 @@ ADJOINT: dict[int, Row] = {
     256: (1, 32, 1, 16, 32, 1, 128, 8, 0),
 }
 
-# A vector state's tiles, by whether a step computes next to nothing (of others
-# none was faster than segments): (K, G, BP, V, warps, stages, busy, registers),
-# forward and adjoint. G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread
+# A vector state's tiles, by whether a step computes next to nothing (for others none was faster than segments):
+# (K, G, BP, V, warps, stages, busy, registers), forward and adjoint. G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread
 # the K tokens of a run over lanes. K > 1, and the forward K divides the adjoint's K G.
 Runs = tuple[int, int, int, int, int, int, int, int]
 RUNS_FORWARD: dict[bool, Runs] = {True: (8, 16, 32, 2, 8, 3, 8, 0)}
