@@ -59,8 +59,9 @@ ADJOINT: dict[int, Row] = {
 }
 
 # A vector state's tiles, by whether a step computes next to nothing (for others none was faster than segments):
-# (K, G, BP, V, warps, stages, busy, registers), forward and adjoint. G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread
-# the K tokens of a run over lanes. K > 1, and the forward K divides the adjoint's K G.
+# (K, G, BP, V, warps, stages, busy, registers), forward and adjoint. G = 32 V warps / BP: runs take all lanes and warps
+# that channels leave, or Triton would spread the K tokens of a run over lanes. K > 1, and the forward K divides the
+# adjoint's K G.
 Runs = tuple[int, int, int, int, int, int, int, int]
 RUNS_FORWARD: dict[bool, Runs] = {True: (8, 16, 32, 2, 8, 3, 8, 0)}
 RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 16, 16, 2, 4, 3, 8, 0)}
