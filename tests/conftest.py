@@ -1,6 +1,7 @@
 """What every test runs under: the Hypothesis profile, a seeded torch, and the rule for tests of the GPU."""
 
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -29,6 +30,13 @@ hypothesis.register_random(_TORCH_RANDOM)
 def seeded_torch() -> None:
     """Every test starts from the same seed, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_tapes() -> None:
+    """No test plays calls that were written down under another's tile sizes."""
+    if "dsf.kernels.triton.tape" in sys.modules:
+        sys.modules["dsf.kernels.triton.tape"].forget()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,6 +22,7 @@ from mixer_inputs import sample
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer
 from dsf.kernels.triton import matrix as matrix_kernels
+from dsf.kernels.triton import tape
 from dsf.mixers import get
 
 pytestmark = interpreted
@@ -106,6 +107,20 @@ def test_initial_states_and_any_length(recurrence, tokens):
     state = torch.randn(2, 2, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
     found = outcome(recurrence, given, state, torch.float32, backend="triton")
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("name", ["mlstm", "ssd", "gated_delta_product", "normalized_attention_exp", "rwkv7"])
+def test_played_calls_equal_the_first_of_their_kind(name):
+    recurrence = get(name).recurrence
+    state = torch.randn(2, 2, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
+
+    def found(seed):
+        given = sample(recurrence, tokens=5, seed=seed)
+        return outcome(recurrence, given, state, torch.float32, backend="triton")
+
+    played = [found(seed) for seed in range(3)][-1]  # the second call is written down
+    tape.forget()
+    assert all(torch.equal(a, b) for a, b in zip(played, found(2), strict=True))
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "retnet", "mlstm", "delta_product", "rwkv7"])

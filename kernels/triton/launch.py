@@ -6,12 +6,16 @@ finds depends on the sizes, the dtypes and whether pointers are multiples of 16 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
+
+from dsf.kernels.triton.tape import recording
 
 _KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # constants are passed to the launcher
 _LIMIT = 4096
@@ -20,20 +24,45 @@ _ready: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
     """kernel[grid](*args, **named): args are tensors, integers or tuples of them; named are constants and options."""
-    if not _KNOWN or not isinstance(kernel, JITFunction):  # the interpreter's functions
-        kernel[grid](*args, **named)
+    key = _key(kernel, args, named)
+    found = None if key is None else _ready.get(key)
+    run: Callable[..., Any] = functools.partial(kernel[grid], **named)
+    if found is not None:
+        compiled, constants = found
+        run, args = _launcher(compiled, (*grid, 1, 1)[:3]), (*args, *constants)
+    tape = recording()
+    if tape is not None:
+        tape.launch(run, args, found is not None)
+        with tape.paused():
+            run(*args)
         return
-    key = (kernel.fn, torch.cuda.current_device(), _kinds(args), *named.items())
-    found = _ready.get(key)
-    if found is None:
-        compiled = kernel[grid](*args, **named)
+    compiled = run(*args)
+    if key is not None and compiled is not None:  # a hook may have kept it
         if len(_ready) >= _LIMIT:
             _ready.clear()
-        if compiled is not None:  # a hook may have kept it
-            _ready[key] = compiled, tuple(named[name] for name in kernel.arg_names[len(args) :])
-        return
-    compiled, constants = found
-    compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        _ready[key] = compiled, tuple(named[name] for name in kernel.arg_names[len(args) :])
+
+
+def _launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """compiled[grid], without what Triton prepares for the hooks of profilers while there are none."""
+    told, run, hooks, driver = compiled[grid], compiled.run, triton.knobs.runtime, triton.runtime.driver.active
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def launcher(*args: Any) -> None:
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            told(*args)
+        else:
+            stream = driver.get_current_stream(driver.get_current_device())
+            run(*grid, stream, function, metadata, None, None, None, *args)
+
+    return launcher
+
+
+def _key(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What Triton compiles a kernel for; None for the interpreter's functions."""
+    if not _KNOWN or not isinstance(kernel, JITFunction):
+        return None
+    return kernel.fn, torch.cuda.current_device(), _kinds(args), *named.items()
 
 
 def _kinds(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsf.kernels.triton import matrix, rank_one_ops
 from dsf.kernels.triton.programs import PROGRAMS, Access, Call, last_rows
+from dsf.kernels.triton.tape import played
 from dsf.kernels.triton.weights import Normaliser
 
 
@@ -113,6 +114,11 @@ def _chunks(
 def _forward(
     operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return played(_forward_real, (bounds, state, *operands), program, keep)
+
+
+def _forward_real(tensors: Sequence[Any], program: str, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    bounds, state, *operands = tensors
     return _run(operands, state, program, keep, bounds, True)
 
 
@@ -280,8 +286,16 @@ def _room(call: Call, a: Access, like: Tensor) -> Tensor:
     return call.empty(*shape, dtype=like.dtype if alone else torch.float32)
 
 
-def _backward_real(*args: Any) -> tuple[list[Tensor], Tensor]:
-    return _backward(True, *args)
+def _backward_played(
+    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
+    program: str, needs: Sequence[bool], bounds: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    return played(_backward_real, (bounds, dy, dfinal, state, *operands, *saved), program, tuple(needs))
+
+
+def _backward_real(tensors: Sequence[Any], program: str, needs: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
+    bounds, dy, dfinal, state, *rest = tensors
+    return _backward(True, dy, dfinal, rest[: len(needs)], state, rest[len(needs) :], program, needs, bounds)
 
 
 def _backward_shapes(*args: Any) -> tuple[list[Tensor], Tensor]:
@@ -300,11 +314,10 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(bounds, state, *operands, *saved, *([y] if PROGRAMS[program].quotient else []))
         ctx.program, ctx.count = program, len(operands)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*saved)
-        return y, final, *saved
+        return y, final
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         bounds, state, *rest = ctx.saved_tensors
         operands, saved = rest[: ctx.count], rest[ctx.count :]
         if dy is None:
@@ -321,8 +334,7 @@ def _autograd(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The operator at the Autograd key."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
-        y, final, *saved = _Differentiable.apply(program, bounds, state, *operands)
-        return y, final, saved
+        return *_Differentiable.apply(program, bounds, state, *operands), []
     with torch._C._AutoDispatchBelowAutograd():
         return matrix_mixer(operands, state, program, keep, bounds)
 
@@ -337,7 +349,7 @@ _LIBRARY.define(
     "bool[] needs, Tensor? bounds=None) -> (Tensor[], Tensor)"
 )
 _LIBRARY.impl("matrix_mixer", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("matrix_mixer_backward", _backward_real, "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_mixer_backward", _backward_played, "CompositeExplicitAutograd")
 torch.library.register_fake("dsf::matrix_mixer", _forward_shapes, lib=_LIBRARY)
 torch.library.register_fake("dsf::matrix_mixer_backward", _backward_shapes, lib=_LIBRARY)
 _LIBRARY.impl("matrix_mixer", _autograd, "Autograd")
