@@ -88,12 +88,15 @@ class Body:
             masks.append(f"(beside < args[{next(at)}])" if access.tail else "p_ok")
         return pointer, " + ".join(terms), " & ".join(masks)
 
-    def load(self, node: Expr, access: Access, spread: bool = False) -> None:
-        """One line that makes the tile of an input. spread: a Key vector is loaded by every lane of the channels."""
+    def load(self, node: Expr, access: Access, spread: bool = False, convert: bool = True) -> None:
+        """One line that makes the tile of an input, in float32 unless it is to be converted later.
+
+        spread: a Key vector is loaded by every lane of the channels.
+        """
         _, address, mask = self.reach(access)
         address = f"fn.to_lanes({address}, p)" if spread else address
         masked = f", mask={mask}, other=0.0" if mask else ""
-        self.lines.append(f"{self.names[node]} = tl.load({address}{masked}).to(tl.float32)")
+        self.lines.append(f"{self.names[node]} = tl.load({address}{masked}){'.to(tl.float32)' * convert}")
 
     def store(self, value: str, access: Access) -> None:
         """The lines that store a tile, unless nobody wants it."""
@@ -136,7 +139,7 @@ class _Writer:
     def _call(self, node: Expr) -> Expr:
         """Give a node a name of its own in the printed text."""
         text = _name(node).strip("_") if node.attrs[0].startswith(".") else _name(node)
-        while text in {*self.names.values(), "beside", "row", "sums"}:
+        while text in {*self.names.values(), "beside", "row", "sums", "loaded", "value"}:
             text += "_"
         self.names[node] = text
         return node
@@ -281,7 +284,10 @@ class _Writer:
         return self._function("prologue", stores)
 
     def finish(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where nothing else needs num."""
+        """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where nothing else needs num.
+
+        What it loads comes from a function of its own, which is called long before; values come from the walk.
+        """
         spec, ops = self.spec, self.ops
         if self.y is None or self.column or ops.lefts or spec.micro > 1 or spec.system.read == "before":
             return None
@@ -291,13 +297,22 @@ class _Writer:
         ):
             return None
         function = Body(self.names | {WRITTEN: "num", WEIGHT: "den"})
+        given, loaded = [], []
         for node in inputs_of(self.y):
+            name = function.names[node]
             if node not in (WRITTEN, WEIGHT):
-                function.load(node, self._input(node))
-        printer = Printer(function.names, RESERVED)
-        value = printer.print([self.y])[0]
-        body = [*function.lines, *printer.lines, f"return {value}"]
-        return ["def finish(args, at, num, den):", *_body(body)], tuple(function.accesses)
+                if node.attrs[0] == self.bare.get("value"):
+                    given.append(f"{name} = value.to(tl.float32)")
+                    continue
+                given.append(f"{name} = loaded[{len(loaded)}].to(tl.float32)")
+                loaded.append(name)
+                function.load(node, self._input(node), convert=False)
+        printer = Printer(function.names, RESERVED | {"loaded", "value"})
+        y = printer.print([self.y])[0]
+        loads = [*function.lines, f"return ({', '.join(loaded or ['batch'])},)"]
+        head = ["def finish_loads(args, at):", *_body(loads), "", "", "@triton.jit"]
+        body = [*given, *printer.lines, f"return {y}"]
+        return [*head, "def finish(loaded, num, den, value):", *_body(body)], tuple(function.accesses)
 
     def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores y."""

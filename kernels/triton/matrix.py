@@ -28,7 +28,7 @@ from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
 from dsf.kernels.triton.weights import Normaliser, between_chunks, by_lane, kind_of
 
-Finish = tuple[Any, tuple[Any, ...]]  # the printed function that makes y of what is read, and what it points at
+Finish = tuple[Any, Any, tuple[Any, ...]]  # printed: what loads, what makes y of that and of what is read; pointers
 
 
 class _Call:
@@ -217,12 +217,13 @@ def _forward_launch(
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
         unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
-        (call.q,) if call.finish is None else (call.finish[1] or (call.q,)), call.segment_table,
+        (call.q,) if call.finish is None else (call.finish[2] or (call.q,)), call.segment_table,
         call.tokens, call.heads, call.count, call.span, 0, stop, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
-        FINISH=None if y is None or call.finish is None else call.finish[0],
+        LOADS=None if y is None or call.finish is None else call.finish[0],
+        FINISH=None if y is None or call.finish is None else call.finish[1],
         START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
         TERMS=t.walk_terms, STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,

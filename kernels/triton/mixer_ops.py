@@ -99,7 +99,8 @@ def _chunks(
     kernels: Callable[..., Any] = matrix._chunk_matrix if call.real else matrix._chunk_matrix_shapes
     finish = None
     if "finish" in call.program.accesses:
-        finish = call.program.functions.finish, call.arguments(call.program.accesses["finish"])
+        f = call.program.functions
+        finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"])
     rows: list[Tensor] | None = [] if keep and call.program.keywise else None
     y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows)
     normal: Normaliser | None = arguments["normal"]

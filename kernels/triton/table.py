@@ -97,6 +97,8 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         )  # fmt: skip
     stages = 2 if decay == "key" and keys > 64 else 3
     reverse = 2 if decay != "none" and delta and keys > 64 else stages
+    if decay == "scalar" and not delta and keys > 64 and wide <= 64:
+        stages = 2  # two programs a processor, of which there are many where one slice holds all channels
     walk = 8 if decay == "key" and keys > 64 else 4
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
     return Tiles(

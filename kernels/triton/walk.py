@@ -42,7 +42,7 @@ def forward_walk(
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, FINISH: tl.constexpr,
+    SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,8 @@ def forward_walk(
 
     SUMMARY: also `passed`, what a segment does to its first state: [S, B, H, N], or (DELTA) [S, B, H, N, N].
     NORMAL: also weights [B, H, T], what is read of the normaliser driven by 1, or (2) by `ones`.
-    FINISH: the printed function that makes y of what is read, with pointers and strides `extra` to its inputs.
+    FINISH: the printed function that makes y of what is read and of what LOADS finds with pointers and strides `extra`,
+    early: whatever feeds no product is not loaded ahead.
     """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
@@ -92,6 +93,17 @@ def forward_walk(
         rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
         rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
         write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
+        if OUTPUT:
+            if FINISH is not None:
+                at = (
+                    batch, head, lane * 0 + chunk * L + shift, local[:, None], 0, columns[None, :],
+                    (rows < end)[:, None], True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
+                )  # fmt: skip
+                loaded, value = LOADS(extra, at), write
+            if NORMAL:
+                weight = tl.load(weight_states + (lane * chunks + chunk) * N + keys, mask=keys < N, other=0.0)
+            if NORMAL == 2:
+                drive = tl.load(ones + lane * tokens + rows, mask=rows < end, other=0.0)
         if STATES:
             tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
         seen = state.to(KIND)
@@ -120,7 +132,6 @@ def forward_walk(
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = tl.dot(rows_q, seen, input_precision=PRECISION)
             if NORMAL:
-                weight = tl.load(weight_states + (lane * chunks + chunk) * N + keys, mask=keys < N, other=0.0)
                 den = tl.sum(rows_q.to(tl.float32) * weight[None, :], axis=1)
                 if DECAY:
                     den *= tl.load(scalars + PREFIX_READ * plane + rows)
@@ -137,7 +148,7 @@ def forward_walk(
             if NORMAL:  # of the very weights that the values have
                 seen_rows = scores.to(KIND).to(tl.float32)
                 if NORMAL == 2:
-                    seen_rows *= tl.load(ones + lane * tokens + rows, mask=rows < end, other=0.0)[None, :]
+                    seen_rows *= drive[None, :]
                 den += tl.sum(seen_rows, axis=1)
                 if READ_SCALED and not DECAY:
                     den *= tl.load(scalars + READ * plane + rows)
@@ -146,11 +157,7 @@ def forward_walk(
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
-                at = (
-                    batch, head, lane * 0 + chunk * L + shift, local[:, None], 0, columns[None, :],
-                    (rows < end)[:, None], True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
-                )  # fmt: skip
-                out = FINISH(extra, at, out, den[:, None] if NORMAL else out)
+                out = FINISH(loaded, out, den[:, None] if NORMAL else out, value)
             store_rows(y, heads * P, rows, end, columns, P, BP, out)
         if DECAY:
             scale = suffix_of(scalars, plane, rows)
