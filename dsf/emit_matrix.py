@@ -1,10 +1,11 @@
 """Printing what the matrix kernels leave to be computed a token: their operands, the readout, and both adjoints.
 
-One file a spec, with up to five functions of the pointwise skeleton (dsf.kernels.triton.pointwise):
+One file a spec, with functions of the pointwise skeleton (dsf.kernels.triton.pointwise):
 
     levels            (log decay, gain) of the running maximum
     prologue          the operands that are not bare inputs: gates, feature maps, normalised keys, log decays
     finish            y from what the chunk kernels read: skip, quotient; called by them
+    skip_adjoint      the gradients of values and a Param in a skip; called by them
     readout           the same as a kernel of its own, where they cannot
     readout_adjoint   the gradient of what was read
     adjoint           gradients of the inputs from those of all operands and of y
@@ -135,6 +136,7 @@ class _Writer:
         self.names: dict[Expr, str] = {}
         for x in [*found, GIVEN, Y]:
             self._call(x)
+        self.beside = self._beside()
 
     def _call(self, node: Expr) -> Expr:
         """Give a node a name of its own in the printed text."""
@@ -297,7 +299,8 @@ class _Writer:
         ):
             return None
         function = Body(self.names | {WRITTEN: "num", WEIGHT: "den"})
-        given, loaded = [], []
+        given: list[str] = []
+        loaded: list[str] = []
         for node in inputs_of(self.y):
             name = function.names[node]
             if node not in (WRITTEN, WEIGHT):
@@ -313,6 +316,32 @@ class _Writer:
         head = ["def finish_loads(args, at):", *_body(loads), "", "", "@triton.jit"]
         body = [*given, *printer.lines, f"return {y}"]
         return [*head, "def finish(loaded, num, den, value):", *_body(body)], tuple(function.accesses)
+
+    def _beside(self) -> tuple[Expr, Expr] | None:
+        """The values and the Param of one number a head that a skip is made of, where their gradients can be made by
+        the chunk kernels: nothing else is in the skip, and they are nowhere else."""
+        ops, skip = self.ops, self.spec.system.D
+        if self.y is None or self.spec.rule is not None or ops.erases or ops.keywise or self.finish() is None:
+            return None
+        found = inputs_of(skip)
+        values = [x for x in found if x.attrs[0] == self.bare.get("value")]
+        params = [x for x in found if x.axes == SCALAR and not self.kinds[x.attrs[0]].time]
+        if len(values) != 1 or len(params) != 1 or len(found) != 2:
+            return None
+        used = [x for r in self.roots for x in inputs_of(r.expr)]
+        return (values[0], params[0]) if params[0] not in used and used.count(values[0]) == 1 else None
+
+    def skip_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Returns the gradients of values and of a Param, channel by channel, from tiles of dy and values [L, P]."""
+        if self.beside is None:
+            return None
+        value, param = self.beside
+        apart = symbol(".param", frozenset({VALUE}))
+        slopes = derivatives(substitute(self.spec.system.D, {param: apart}), GIVEN, [value, apart])
+        printer = Printer({value: "value", apart: "param", GIVEN: "dy"}, RESERVED | {"loaded", "value", "param"})
+        values = printer.print(slopes)
+        body = ["param = loaded[0].to(tl.float32)", *printer.lines, f"return ({', '.join(values)})"]
+        return ["def skip_adjoint(loaded, dy, value):", *_body(body)], ()
 
     def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores y."""
@@ -346,7 +375,7 @@ class _Writer:
         for r in self.roots:
             for x in inputs_of(r.expr):
                 uses.setdefault(x.attrs[0], set()).add(r.name)
-        for x in inputs_of(self.y) if self.y is not None else []:
+        for x in inputs_of(self.y) if self.y is not None and self.beside is None else []:
             uses.setdefault(x.attrs[0], set()).add("y")
         found = {entry: name for name, entry in self.bare.items() if uses[entry] == {name}}
         return {entry: name for entry, name in found.items() if name in VECTORS or self._keywise(name)}
@@ -356,11 +385,11 @@ class _Writer:
 
     def adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores the gradients of every input that is not direct."""
-        skipped = self.direct()
+        skipped = {*self.direct(), *([] if self.beside is None else [self.beside[1].attrs[0]])}
         wanted = [x for x in self.nodes if x.attrs[0] not in skipped]
         varied = [r for r in self.roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
         pairs = [(r.expr, self._call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in varied]
-        if self.y is not None:
+        if self.y is not None and self.beside is None:
             pairs.append((self.y, GIVEN))
         if not wanted:
             return None
@@ -388,7 +417,7 @@ class _Writer:
     def program(self) -> tuple[Source, Program]:
         """The printed file and what the operator knows of it."""
         parts, accesses = [], {}
-        for name in ("levels", "prologue", "finish", "readout", "readout_adjoint", "adjoint"):
+        for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint", "adjoint"):
             printed = getattr(self, name)()
             if printed is not None:
                 parts.append("\n".join(["@triton.jit", *printed[0]]))
@@ -427,7 +456,8 @@ class _Writer:
         return Program(
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
             self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.factor is not None,
-            self.ops.gains is not None, self.ops.floor if self.ops.lefts else None, dict(accesses),
+            None if self.beside is None else self.beside[1].attrs[0], self.ops.gains is not None,
+            self.ops.floor if self.ops.lefts else None, dict(accesses),
         )  # fmt: skip
 
 

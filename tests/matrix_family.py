@@ -11,6 +11,12 @@ def swinging(q: Key, k: Key, v: Value, a: Scalar, w: Param[Scalar]) -> System:
 
 
 @dsf.recurrence
+def turning(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, w: Param[Scalar]) -> System:
+    """A decay of either sign, values and readouts of any strength, and a skip."""
+    return System(A=tanh(a), B=k * (b * v), C=q * sigmoid(a), D=sigmoid(w) * v)
+
+
+@dsf.recurrence
 def forgetful_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, s: Scalar) -> System:
     """A delta rule that erases with another strength than it writes with, and a skip."""
     erase = 2 * sigmoid(b)
@@ -61,5 +67,5 @@ def moving_rows(q: Key, k: Key, v: Value, a: Key, b: Key, s: Scalar) -> System:
     return System(A=I + sigmoid(s) * outer(l2norm(a) - l2norm(b), l2norm(b)), B=k * v, C=q)
 
 
-UNSEEN = [swinging, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta, leaning_rows]
-UNSEEN += [moving_rows]
+UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
+UNSEEN += [leaning_rows, moving_rows]

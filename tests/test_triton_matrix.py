@@ -16,6 +16,7 @@ from matrix_family import (
     late_ratio,
     leaning_rows,
     swinging,
+    turning,
 )
 from mixer_inputs import sample
 
@@ -137,6 +138,23 @@ def test_packed_sequences_are_separate_sequences(name):
 def test_grouped_heads_and_strided_inputs(name, count, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
     recurrence = get(name).recurrence
+    given = sample(recurrence, tokens=20 * count, heads=4)
+    for entry in recurrence.spec.inputs:
+        if entry.kind.time and entry.kind.axes == {"key"}:
+            given[entry.name] = given[entry.name][:, :, :2]
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "recurrence",
+    [get("ssd").recurrence, turning, get("unnormalized_linear_attention").recurrence],
+    ids=lambda r: r.name,
+)
+def test_heads_that_share_keys_in_one_program(recurrence, count, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "sharing", lambda *_: 2)
+    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
     given = sample(recurrence, tokens=20 * count, heads=4)
     for entry in recurrence.spec.inputs:
         if entry.kind.time and entry.kind.axes == {"key"}:

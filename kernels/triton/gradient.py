@@ -38,13 +38,13 @@ from dsf.kernels.triton.tiles import (
 @triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept"])
 def chunk_gradient(
     q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
-    dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones, table,
+    dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones, extra, d_skip, table,
     tokens, heads, length, plane, batches, base, count, first, shift, kept,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    LOADS: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
 
@@ -53,6 +53,8 @@ def chunk_gradient(
     H], to be summed over the slices. With two ROLES a chunk has two programs, one for what reads give and one for what
     writes give (dg [2 · slices, ...]): neighbours, so that the second finds its operands in the cache; in one program
     they would not fit in registers.
+    SKIP: the printed adjoint of what y has beside what is read, given what LOADS finds at `extra`: its part of dv, and
+    that of an input without time, d_skip [slices, B, chunks, H].
     """
     role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + first
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -88,6 +90,14 @@ def chunk_gradient(
             N, L, NORMAL,
         )  # fmt: skip
         d_ones += lane * tokens
+    skip = (rows, d_skip)
+    if SKIP is not None:
+        at = (
+            batch, head, lane * 0 + begin, local[:, None], 0, columns[None, :], (rows < end)[:, None],
+            True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
+        )  # fmt: skip
+        d_skip += ((piece.to(tl.int64) * batches + batch) * (length // L) + chunk) * heads + head
+        skip = (LOADS(extra, at), d_skip)
     if ROLES == 1:
         grad = _of_reads(
             rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
@@ -96,8 +106,8 @@ def chunk_gradient(
         )  # fmt: skip
         grad += _of_writes(
             rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
-            dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside,
-            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, KIND, PRECISION,
+            dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
+            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
         )  # fmt: skip
     else:
         if role == 0:
@@ -109,13 +119,11 @@ def chunk_gradient(
         else:
             grad = _of_writes(
                 rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
-                dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside,
-                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, KIND, PRECISION,
+                dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
+                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
             )  # fmt: skip
     if DECAY:
-        if DECAY == 2:
-            decay = tl.load(g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, mask=rows < end, other=1.0)
-            grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
+        grad = decay_gradient(grad, g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, rows, end, DECAY)
         at = part + role.to(tl.int64) * tl.num_programs(2) * batches * tokens * heads + rows.to(tl.int64) * heads
         tl.store(dg + at, grad, mask=rows < end)
 
@@ -157,7 +165,7 @@ def _of_reads(
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
             pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
-        grad += _spanning(pairs, local, KIND, PRECISION)
+        grad += spanning(pairs, local, False, KIND, PRECISION)
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
     if NORMAL:
         grad_q += slope[:, None] * weight[None, :]
@@ -169,7 +177,7 @@ def _of_reads(
     grad_q = tl.dot(yx.to(KIND), rows_k, grad_q, input_precision=PRECISION)
     if READ_WANTED:
         of_read = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
-        tl.store(dc + at, _turned(of_read, scalars, plane, rows, DECAY), mask=rows < end)
+        tl.store(dc + at, turned(of_read, scalars, plane, rows, DECAY), mask=rows < end)
     if READ_SCALED:
         grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
     store_rows(dq, heads * N, rows, end, keys, N, BN, grad_q)
@@ -181,12 +189,13 @@ def _of_reads(
 @triton.jit
 def _of_writes(
     rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
-    dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside,
+    dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, ds, db, and that of `ones`.
+    """dk, dv, ds, db, that of `ones` and d_skip.
 
     Returns dlog decay's sum over the products that end in the last state, or in an erasing [L].
     """
@@ -236,11 +245,11 @@ def _of_writes(
         if SOURCE_WANTED:
             values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
             of_source = tl.sum(grad_v * values, axis=1)
-            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
+            tl.store(ds + at, turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
     else:
         if SOURCE_WANTED:
             of_source = tl.sum(z * rows_k.to(tl.float32), axis=1)
-            tl.store(ds + at, _turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
+            tl.store(ds + at, turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
         if SCALED:
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
@@ -262,6 +271,11 @@ def _of_writes(
     store_rows(dk, heads * N, rows, end, keys, N, BN, z)
     if SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    if SKIP is not None:
+        loaded, d_skip = skip
+        of_value, of_skip = SKIP(loaded, given.to(tl.float32), written.to(tl.float32))
+        grad_v += of_value
+        tl.store(d_skip, tl.sum(tl.sum(of_skip, axis=1), axis=0))
     store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
 
     if DECAY:  # last, when registers are free
@@ -289,7 +303,16 @@ def _beside(
 
 
 @triton.jit
-def _turned(x, scalars, plane, rows, DECAY: tl.constexpr):
+def decay_gradient(grad, decays, rows, tokens, DECAY: tl.constexpr):
+    """The gradient of what is given of a decay, from its logarithm's: itself, or at `decays` the decay (DECAY 2)."""
+    if DECAY == 2:
+        decay = tl.load(decays, mask=rows < tokens, other=1.0)
+        grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
+    return grad
+
+
+@triton.jit
+def turned(x, scalars, plane, rows, DECAY: tl.constexpr):
     """The gradient of a scale that carries the sign of decays."""
     if DECAY == 2:
         x *= tl.load(scalars + SIGN * plane + rows)
@@ -297,11 +320,15 @@ def _turned(x, scalars, plane, rows, DECAY: tl.constexpr):
 
 
 @triton.jit
-def _spanning(pairs, local, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """[t]: the sum of pairs [i, j] with i ≥ t > j, whose product of decays contains row t's."""
-    later = local[:, None] > local[None, :]
-    after = tl.where(local[:, None] <= local[None, :], 1.0, 0.0).to(KIND)  # [t, i]
-    gathered = tl.dot(after, tl.where(later, pairs, 0.0).to(KIND), input_precision=PRECISION)
+def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """[t]: the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, whose product of decays contains row t's."""
+    later, upto = local[:, None] > local[None, :], local[:, None] <= local[None, :]
+    if transposed:
+        gathered = tl.where(later, 1.0, 0.0).to(KIND)  # [t, j]
+        gathered = tl.dot(gathered, pairs.to(KIND), input_precision=PRECISION)
+        return tl.sum(tl.where(upto, gathered, 0.0), axis=1)
+    gathered = tl.where(upto, 1.0, 0.0).to(KIND)  # [t, i]
+    gathered = tl.dot(gathered, tl.where(later, pairs, 0.0).to(KIND), input_precision=PRECISION)
     return tl.sum(tl.where(later, gathered, 0.0), axis=1)
 
 

@@ -10,19 +10,18 @@ parallel, in long calls a stretch of T at a time, so that these gradients need l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.key_rows import KeyRows, key_gradients, key_scalars, prepared, room
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
-from dsf.kernels.triton.shared_rows import Stretch, stretches_of
-from dsf.kernels.triton.table import SHARED_STRETCHES, Tiles, limits, segments, stretches, tiles
+from dsf.kernels.triton.row_gradients import Skip, in_turn, row_gradients, sum_pieces
+from dsf.kernels.triton.table import Tiles, limits, segments, sharing, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
@@ -239,7 +238,11 @@ def _reverse(
         low = call.span if call.segment_table is None else 0
         _reverse_launch(call, dy, solve, None, None, local, (low, call.chunks))
         start = _segment_starts(call, local, passed, start, True)
-    stretch = call.chunks if call.is_cut else call.stretch(call.tiles.stretches)
+    stretch = (
+        call.chunks
+        if call.is_cut
+        else call.stretch(call.tiles.stretches if call.normal is None else call.tiles.normal_stretches)
+    )
     entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p) if call.delta else call.q
     adjoints = call.states(stretch)
     for base in reversed(range(0, call.chunks, stretch)):
@@ -296,13 +299,6 @@ def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | 
 def _scores(call: _Call, solve: Tensor) -> Tensor:
     """Where the walks find the products between a chunk's rows, if they were made before."""
     return solve[..., call.tiles.chunk :] if call.scored else call.scores
-
-
-def _sum_pieces(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Gradients [slices, ...] that were computed slice by slice, in `dtype`."""
-    if x.shape[0] == 2:  # one pass where sum and cast are two
-        return torch.add(x[0], x[1], out=torch.empty_like(x[0], dtype=dtype))
-    return (x[0] if x.shape[0] == 1 else x.sum(0)).to(dtype)
 
 
 def _transform(call: _Call) -> Tensor:
@@ -381,7 +377,7 @@ def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (), packed: Sequences | None = None,
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
@@ -402,17 +398,19 @@ def _chunk_matrix_backward(
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
     summed &= packed is None and not call.keywise and min(q.shape[2], k.shape[2]) < heads
+    together = sharing(in_turn(call), call.chunks * call.lanes, t.gradient_heads) if summed else 1
     kind = q.dtype if pieces == 1 else torch.float32
     dq, dk = (x.new_empty(x.shape) if summed else call.empty(*parts, call.n, dtype=kind) for x in (q, k))
     dv = call.empty(*lead, call.p, dtype=q.dtype)
-    roles = t.gradient_roles
     scalars = [
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
         for x in (decay, source, erase, read if read_wanted else None)
     ]
     read_wanted &= read is not None
+    if skip is not None:
+        skip.sums = call.empty(pieces * call.batch * call.chunks, heads, dtype=torch.float32)
     if call.decay:
-        scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
+        scalars[0] = call.empty((t.gradient_roles if together == 1 else 1) * pieces, *lead, dtype=torch.float32)
     if call.keywise:
         kind = _decay_gradient(decay, heads) if pieces == 1 else torch.float32
         scalars = [call.empty(*parts, call.n, dtype=kind), *key_scalars(call, pieces, source, erase, read)]
@@ -423,34 +421,19 @@ def _chunk_matrix_backward(
             normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         own = (by_lane(x) for x in (normal.ones, normal.slope))
         beside = (*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
-    given = q if decay is None else decay
     for found in _reverse(call, dy, solve, start, passed, state is not None):
-        saved = (entries, found.entries, states, found.states)
-        sizes = (call.tokens, heads, call.length, call.plane)
         if call.keywise:
             key_gradients(
                 call, dy, found, entries, states, (dq, dk, dv), scalars, source is not None, read_wanted
             )  # fmt: skip
         else:
-            outs: Iterable[Stretch] = [Stretch(found.base, found.chunks, 0, call.tokens, dq, dk)]
-            if summed:
-                outs = stretches_of(
-                    found.base, found.chunks, call.stretch(SHARED_STRETCHES), t.chunk, call.tokens,
-                    (pieces, call.batch, heads, call.n), (dq, dk), kind,
-                )  # fmt: skip
-            for out in outs:
-                launch(
-                    chunk_gradient, (out.chunks * roles, call.lanes, pieces),
-                    q, k, v, dy, given, call.scalars, *saved, out.dq, out.dk, dv, *scalars, *call.given(*beside),
-                    call.chunk_table, *sizes, call.batch, found.base, found.chunks, out.first, out.shift, out.rows,
-                    *call.rows(q), *call.rows(k), *call.rows(v), *given.stride()[:3],
-                    BP=t.gradient_piece, DECAY=call.decay, DELTA=delta, SCALED=call.scaled, READ_SCALED=call.read,
-                    SOURCE_WANTED=source is not None, READ_WANTED=read_wanted, ROLES=roles,
-                    NORMAL=kind_of(normal), num_warps=t.gradient_warps, num_stages=2, **call.sizes,
-                )  # fmt: skip
+            row_gradients(
+                call, dy, found, entries, states, (dq, dk, dv), scalars, decay, together, summed, beside,
+                source is not None, read_wanted, skip,
+            )  # fmt: skip
     if not summed:
-        dq, dk = (_sum_pieces(x, q.dtype) for x in (dq, dk))
-    ends = [_sum_pieces(x, _decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
+        dq, dk = (sum_pieces(x, q.dtype) for x in (dq, dk))
+    ends = [sum_pieces(x, _decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
     first = call.empty(0, dtype=torch.float32)
     if state is not None and found.last is not None:
         first = call.end(found.last, False)
@@ -461,11 +444,15 @@ def _chunk_matrix_backward_shapes(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (), packed: Sequences | None = None,
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p, ends = v.shape[-1], batch if packed is None else packed.count
     summed &= packed is None and _kind(decay) != "key" and min(q.shape[2], k.shape[2]) < heads
+    if skip is not None:
+        t = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
+        chunks = -(-tokens // t.chunk) if packed is None else slots(tokens, packed.count, t.chunk)
+        skip.sums = q.new_empty(-(-int(p) // t.gradient_piece) * batch * chunks, heads, dtype=torch.float32)
     if normal is not None:
         normal.first = q.new_empty(ends, heads, n, dtype=torch.float32)
         if normal.ones is not None:

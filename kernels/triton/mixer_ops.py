@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsf.kernels.triton import matrix, rank_one_ops
 from dsf.kernels.triton.programs import PROGRAMS, Access, Call, last_rows
+from dsf.kernels.triton.row_gradients import Skip
 from dsf.kernels.triton.tape import played
 from dsf.kernels.triton.weights import Normaliser
 
@@ -101,7 +102,7 @@ def _chunks(
     if "finish" in call.program.accesses:
         f = call.program.functions
         finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"])
-    rows: list[Tensor] | None = [] if keep and call.program.keywise else None
+    rows: list[Tensor] | None = [] if keep else None
     y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows)
     normal: Normaliser | None = arguments["normal"]
     if normal is None:
@@ -109,7 +110,7 @@ def _chunks(
     if normal.final is not None:
         final = torch.cat([final, normal.final.unsqueeze(-1)], dim=-1)
     assert normal.states is not None
-    return y, final, [solve, normal.states], normal.read
+    return y, final, [solve, normal.states, *(rows or ())], normal.read
 
 
 def _forward(
@@ -184,6 +185,7 @@ def _chunk_gradients(
         dfinal = torch.nn.functional.pad(dfinal[..., : call.p + 1], (0, call.columns - call.p - 1)).contiguous()
     found, first = _unchunk(call, dy, slope, dfinal, start, kept)
     token = {name: x for name, x in found.items() if name in ("query", "read")}
+    sums = {"skip": found.pop("skip")} if "skip" in found else {}
     rows = {name: x for name, x in found.items() if name not in token}
     if micro > 1:
         token = {name: x[:, micro - 1 :: micro] for name, x in token.items()}
@@ -194,7 +196,7 @@ def _chunk_gradients(
             first = first + token.pop("state")
     if known.column:
         rows["ones"], rows["value"] = rows["value"][..., call.p], rows["value"][..., : call.p]
-    return token | rows, first
+    return token | rows | sums, first
 
 
 def _unchunk(
@@ -209,13 +211,19 @@ def _unchunk(
     if normal is not None:
         normal.slope, normal.states = slope, kept[1]
         dfinal, normal.final_gradient = call.split(dfinal)
+    skip = None
+    if call.program.skip is not None:
+        f = call.program.functions
+        skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
     *found, first = kernels(
         **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
-        summed={"query", "key"} <= {*call.program.direct.values()} and not call.program.before,
-        kept=kept[1:] if call.program.keywise else (),
+        summed={"query", "key"} <= {*call.program.direct.values()} and not call.program.before, skip=skip,
+        kept=kept[1 if normal is None else 2 :],
     )  # fmt: skip
     names = ("query", "key", "value", "decay", "source", "erase", "read")
     by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}
+    if skip is not None and skip.sums is not None:
+        by_name["skip"] = skip.sums
     if normal is not None:
         if normal.d_ones is not None:
             by_name["ones"] = normal.d_ones
@@ -253,7 +261,7 @@ def _backward(
     found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, kept)
     call.tensors |= {f".d{name}": x for name, x in found.items()}
     wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
-    pulled = [a for a in known.inputs if a.role in wanted and a.role not in known.direct]
+    pulled = [a for a in known.inputs if a.role in wanted and a.role not in {*known.direct, known.skip}]
     for a in known.inputs:
         call.tensors[f".grad_{a.role}"] = _room(call, a, wanted[a.role]) if a in pulled else None
     if pulled:
@@ -263,7 +271,8 @@ def _backward(
         if a.role not in wanted:
             continue
         like = wanted[a.role]
-        x = found[known.direct[a.role]] if a.role in known.direct else call.need(f".grad_{a.role}")
+        made = "skip" if a.role == known.skip else known.direct.get(a.role)
+        x = call.need(f".grad_{a.role}") if made is None else found[made]
         if a.time:
             out.append(_sum_heads(x, like, like.dim() - 1 - a.key - a.value))
         else:

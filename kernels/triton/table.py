@@ -27,10 +27,12 @@ class Tiles:
     """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options.
 
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
-    transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept;
+    transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept,
+    normal_stretches: where there is a normaliser;
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states;
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
-    entries where transitions are diagonal plus rank one.
+    entries where transitions are diagonal plus rank one; gradient_heads: at most, that share q and k and one chunk's
+    programs, whose loads are gradient_stages apart.
     """
 
     chunk: int
@@ -48,6 +50,9 @@ class Tiles:
     gradient_keys: int = 64
     pair_warps: int = 4
     stretches: int = 1
+    normal_stretches: int = 1
+    gradient_heads: int = 8
+    gradient_stages: int = 2
     prepare_warps: int = 4
     walk_terms: int = 1
     entry_warps: int = 8
@@ -101,9 +106,10 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         stages = 2  # two programs a processor, of which there are many where one slice holds all channels
     walk = 8 if decay == "key" and keys > 64 else 4
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
+    several = (4 if delta else 8 if wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
     return Tiles(
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
-        transform_registers=168, stretches=(4 if delta else 8) if decay == "scalar" and keys > 64 else 1,
+        transform_registers=168, stretches=several, normal_stretches=8 if decay == "scalar" and keys > 64 else 1,
         walk_terms=1 if delta else 2,
     )  # fmt: skip
 
@@ -119,6 +125,14 @@ def segments(chunks: int, programs: int, delta: bool, processors: int = PROCESSO
         count = min(processors // programs, chunks // DELTA_SEGMENT_CHUNKS)
         return count if count >= 4 else 1
     return max(1, min(2 * processors // programs, chunks // SEGMENT_CHUNKS))
+
+
+def sharing(heads: int, chunks: int, most: int, processors: int = PROCESSORS) -> int:
+    """How many of `heads` that share q and k one program takes in turn, of `chunks` in all heads and sequences."""
+    count = 1
+    while 2 * count <= most and heads % (2 * count) == 0 and chunks >= 8 * count * processors:
+        count *= 2
+    return count
 
 
 def stretches(chunks: int, most: int) -> int:
