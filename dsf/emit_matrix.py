@@ -267,7 +267,7 @@ class _Writer:
         if not sums:
             return "return sums"
         return "return (" + ", ".join(
-            f"sums[{i}] + fn.sum_time(tl.where(t_ok, {v}, 0.0))" for i, (_, v, _) in enumerate(sums)
+            f"sums[{i}] + fn.sum_time(tl.where(t_ok, {v}, 0.0), n)" for i, (_, v, _) in enumerate(sums)
         ) + ",)"  # fmt: skip
 
     def _is_column(self, name: str) -> bool:
