@@ -176,6 +176,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(ROWS))
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--merge", action="store_true", help="keep the JSON's rows that are not measured now")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--commit", default="")
@@ -187,7 +188,10 @@ def main():
 
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     machine |= {"python": platform.python_version(), "commit": options.commit or commit()}
-    data = {"machine": machine | {"copy_bytes_per_second": copy_rate()}, "checks": {}, "rows": []}
+    data = {"checks": {}, "rows": []}
+    if options.merge and options.json and options.json.exists():
+        data = json.loads(options.json.read_text())
+    data["machine"] = machine | {"copy_bytes_per_second": copy_rate()}
     print(data["machine"], flush=True)
     sys.setdlopenflags(os.RTLD_LAZY)  # a selective_scan_cuda built for bfloat16 alone lacks the other types' symbols
     work = [(name, *ROWS[name]) for name in options.only]
@@ -200,12 +204,13 @@ def main():
         sides = [*found.values(), *sides]
     for name, n, who, run in sides:
         for tokens in LENGTHS:
-            row = {"name": name, "who": who, "N": n, "T": tokens}
+            row = {"name": name, "who": who, "N": n, "T": tokens, "commit": machine["commit"]}
             try:
                 row |= run(tokens)
             except Exception as error:  # a peer that does not run here is a result too
                 row["error"] = f"{type(error).__name__}: {error}"[:200]
-            data["rows"].append(row)
+            same = [r for r in data["rows"] if all(r[x] == row[x] for x in ("name", "who", "N", "T"))]
+            data["rows"] = [r for r in data["rows"] if r not in same] + [row]
             print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
             torch.cuda.empty_cache()
             if options.json:
@@ -213,14 +218,18 @@ def main():
 
 
 def page(data):
-    """The rows as a Markdown table, each beside its byte floor, its exponentials' floor and its peer."""
+    """The rows as a Markdown table, each beside its byte floor, its exponentials' floor and its peer.
+
+    An asterisk: ours and the peer were measured in different runs.
+    """
     rate, exponentials = data["machine"]["copy_bytes_per_second"], 132 * 16 * 1.98e9
     head = ["row", "N", "T", "forward ms", "forward+backward ms", "peak MiB", "first call s", "byte floor ms"]
     head += ["exponentials' floor ms", "ps a state entry", "÷ S6", "peer", "peer ms", "peer peak MiB", "ours ÷ peer"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    order = list(ROWS)
     peers = {(r["who"], r["N"], r["T"]): r for r in data["rows"] if r["who"] != "ours" and "both" in r}
     plain = {(r["N"], r["T"]): r for r in data["rows"] if r["name"] in ("s6", "s6_1") and "both" in r}
-    for r in data["rows"]:
+    for r in sorted(data["rows"], key=lambda r: (order.index(r["name"]) if r["name"] in order else 0, r["T"])):
         if r["who"] != "ours" or "both" not in r:
             continue
         who = ROWS[r["name"]][2]
@@ -228,6 +237,7 @@ def page(data):
         beside = [who or "", "", "", ""]
         if other:
             ratios = f"{r['forward'] / other['forward']:.2f} / {r['both'] / other['both']:.2f}"
+            ratios += "" if r["commit"] == other["commit"] else "*"
             beside = [who, f"{other['forward']:.2f} / {other['both']:.2f}", f"{other['peak']:.0f}", ratios]
         entries = TOTAL * CHANNELS * r["N"]
         floor = entries / exponentials * 1e3
