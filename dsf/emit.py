@@ -20,6 +20,7 @@ from types import ModuleType
 
 from dsf.annotations import Kind
 from dsf.coefficients import coefficients, masked, packed
+from dsf.emit_operand import Initial, Operand
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.operator import times
 from dsf.primitives import derivatives, sum_key, sum_value
@@ -28,9 +29,10 @@ from dsf.spec import Input, Spec
 WIDTH = 60  # characters up to which an expression used once is written inside its user
 AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
 RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton"}
-SINK = "rows, shift, part, reach, room = sink"
+SINK = "rows, shift, part, reach, room, outer = sink"
 RESERVED |= {*SINK.replace(" = sink", "").split(", "), "sink", "parts"}
 RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
+RESERVED |= {"rate", "kept", "total", "outer"}
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
 BOTH = frozenset({KEY, VALUE})
@@ -121,114 +123,6 @@ def _power(base: str, exponent: str, node: Expr) -> str:
     if value == 0.5:
         return f"fn.sqrt({base})"
     return f"fn.exp({exponent} * fn.log({base}))"
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One input of a kernel: where its pointer and strides begin in `args`, and its pointer in `grads`."""
-
-    name: str
-    time: bool
-    axes: frozenset[str]
-    step: int | None
-    place: int
-    index: int
-
-    @property
-    def strides(self) -> int:
-        """Numbers after the pointer: batch and token (per token), head, group size, then one an axis."""
-        return (2 if self.time else 0) + 2 + len(self.axes)
-
-    def load(self) -> str:
-        """The expression that loads this tile of it as float32."""
-        at = iter(range(self.place + 1, self.place + 10))
-        terms: list[str] = [f"args[{self.place}]"]
-        masks = []
-        if self.time:
-            batch, token = next(at), next(at)
-            terms += [f"batch * args[{batch}]", f"t0 * args[{token}]", f"t * args[{token}]"]
-            masks.append("t_ok")
-        stride, group = next(at), next(at)
-        terms.append(f"head // args[{group}] * args[{stride}]")
-        if KEY in self.axes:
-            terms.append(f"n * args[{next(at)}]")
-            masks.append("n_ok")
-        if VALUE in self.axes:
-            terms.append(f"p * args[{next(at)}]")
-            masks.append("p_ok")
-        where = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
-        pointers = " + ".join(terms)
-        return f"tl.load({pointers}{where}).to(tl.float32)"
-
-    def store(self, value: str, summed: bool = False, slot: int = 0) -> list[str]:
-        """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
-
-        summed: the value is yet to be summed over the channels (a Key operand's). slot: its number among the operands
-        whose gradients are summed over the state entries.
-        """
-        ends, masks = [], (["t_ok"] if self.time else [])
-        width = "1"
-        if KEY in self.axes:
-            ends.append("n * P" if VALUE in self.axes else "n")
-            masks.append("n_ok")
-            width = "N"
-        ends += ["p"] if VALUE in self.axes else [] if KEY in self.axes else ["p * 0"]
-        masks.append("p_ok" if VALUE in self.axes else "first")
-        if VALUE in self.axes:
-            width = "(N * P)" if KEY in self.axes else "P"
-        lead = "batch" if VALUE in self.axes else "(place * grads[0] + batch)"
-        if self.time:
-            token = "T + t0" if VALUE in self.axes else "rows + t0 + shift"
-            row = f"(({lead} * {token}) * H + head)"
-            ends.append(f"t * (H * {width})")
-        else:
-            row = f"(({lead} * segments + segment) * H + head)"
-        pointer = f"grads[{self.index}]"
-        target = " + ".join([pointer, f"{row} * {width}", *ends])
-        if summed:
-            base = " + ".join([pointer, f"{row} * {width}", *ends[1:]])
-            block = "part * n.shape[1], n, p, p_ok, t_ok, N"
-            call = f"fn.store_sums({base}, {value}, {block})"
-            return [f"if {pointer} is not None:", f"    {call}"]
-        if self.axes == {KEY}:
-            target = f"fn.to_lanes({target}, p)"
-        mask = " & ".join(masks)
-        if self.time and KEY not in self.axes:
-            call = f"fn.store_part({target}, {value}, {mask}, room + {slot} * reach, part, parts)"
-        else:
-            call = f"fn.store({target}, {value}, {mask})"
-        return [f"if {pointer} is not None:", f"    {call}"]
-
-
-@dataclass(frozen=True)
-class Initial(Operand):
-    """The states [sequences, H, N, P] in which packed sequences begin; at other tokens it is zero.
-
-    number: the name of what tells a token's sequence, from 1.
-    """
-
-    number: str = ""
-
-    @property
-    def strides(self) -> int:
-        """None: it is contiguous."""
-        return 0
-
-    def _place(self, pointer: str) -> str:
-        entry = "n * P + p" if KEY in self.axes else "p"
-        return f"{pointer} + (({self.number}.to(tl.int64) - 1) * H + head) * (N * P) + {entry}"
-
-    def _mask(self) -> str:
-        return f"t_ok & {'n_ok & ' if KEY in self.axes else ''}p_ok & ({self.number} > 0.5)"
-
-    def load(self) -> str:
-        """The expression that loads this tile of it, zero at tokens where no sequence begins."""
-        return f"tl.load({self._place(f'args[{self.place}]')}, mask={self._mask()}, other=0.0)"
-
-    def store(self, value: str, summed: bool = False, slot: int = 0) -> list[str]:
-        """The lines that store its gradient."""
-        pointer = f"grads[{self.index}]"
-        return [f"if {pointer} is not None:", f"    fn.store({self._place(pointer)}, {value}, {self._mask()})"]
 
 
 @dataclass(frozen=True)
@@ -367,7 +261,15 @@ class _Emission:
             "from dsf.kernels.triton import functions as fn",
             "",
         ]
-        parts = [self._setup(), self._load(), self._step(), self._zeros(), self._pull(), self._finish()]
+        parts = [
+            self._setup(),
+            self._load(),
+            self._step(),
+            *self._products(),
+            self._zeros(),
+            self._pull(),
+            self._finish(),
+        ]
         text = "\n".join(head) + "\n\n" + "\n\n\n".join("\n".join(["@triton.jit", *part]) for part in parts) + "\n"
         sums = max(len(self.held), 1)
         return Source(_identifier(self.spec.name), text, tuple(self.operands.values()), sums, self._separable())
@@ -411,6 +313,21 @@ class _Emission:
         lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
         body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
         return ["def step(tokens, held, at):", *_body(body)]
+
+    def _products(self) -> list[list[str]]:
+        """Where A = exp(r w), r of tokens without a Key axis and w of Params: products of A from sums of r."""
+        decay = self.roots[0]
+        parts = _key_and_rest(decay.args[0]) if decay.op == "exp" else None
+        if parts is None or set(inputs_of(parts[0])) & set(self.tokens):
+            return []
+        printer = Printer(self._scope(), RESERVED)
+        (value,) = printer.print([parts[1]])
+        rate = ["def rate(tokens, held, at):", *_body([*self._unpack(), *printer.lines, f"return {value} * fn.LOG2E"])]
+        printer = Printer(self._scope(), RESERVED)
+        (value,) = printer.print([parts[0]])
+        names = _assign([s.attrs[0] for s in self.held.values()], "held")
+        kept = ["def kept(total, held):", *_body([names, *printer.lines, f"return tl.exp2({value} * total)"])]
+        return [rate, kept]
 
     def _zeros(self) -> list[str]:
         shapes = ["(1, NB, BP)" if KEY in s.axes else "(1, 1, BP)" for s in self.held.values()] or ["(1, 1, 1)"]

@@ -40,7 +40,7 @@ def assert_blocks_close(ours: torch.Tensor, oracle: torch.Tensor, tolerance: flo
     assert max(worst) < tolerance, worst
 
 
-@pytest.mark.parametrize(("n", "p", "tokens"), [(16, 64, 300), (24, 40, 65), (3, 5, 1)])
+@pytest.mark.parametrize(("n", "p", "tokens"), [(16, 64, 300), (24, 40, 265), (3, 5, 1)])
 @pytest.mark.parametrize("recurrence", MEMBERS, ids=lambda r: r.name)
 def test_equals_the_float64_oracle(recurrence: dsf.Recurrence, n: int, p: int, tokens: int) -> None:
     x = cuda(draw(recurrence, tokens, n=n, p=p, batch=2))

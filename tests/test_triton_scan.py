@@ -134,6 +134,25 @@ def test_the_adjoint_by_blocks_of_entries_and_stretches_of_time(
 
 
 @interpreted
+@pytest.mark.parametrize("recurrence", [s6, swinging], ids=lambda r: r.name)  # with and without sums of log A
+def test_segments_summarised_in_pieces_by_walks_that_load_tiles_ahead(
+    recurrence: dsf.Recurrence, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsf.kernels.triton import scan_ops, scan_table
+
+    for table in (scan_table.FORWARD, scan_table.ADJOINT):
+        monkeypatch.setitem(table, 256, (1, 4, 1, 1, 4, 2, 4, 64, 0))
+    for name, value in (("SKIM", 2), ("SUMMARIES", 1000)):
+        monkeypatch.setattr(scan_table, name, value)
+    monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (3, 8))
+    x = draw(recurrence, tokens=21, heads=1)
+    state = torch.randn(1, 1, *recurrence.state_shape(3, 5))
+    ours = gradients(recurrence, x, state, backend="triton")
+    wide = {k: v.double() for k, v in x.items()}
+    close(ours, gradients(recurrence, wide, state.double(), form="naive"))
+
+
+@interpreted
 def test_outputs_without_a_gradient_count_as_zeros(small_tiles: None) -> None:
     x = draw(rg_lru, tokens=3)
 

@@ -202,12 +202,14 @@ def store(pointers, value, mask):
 
 
 @triton.jit
-def store_part(pointers, value, mask, room, part, parts: tl.constexpr):
-    """Store a sum over all parts of the state entries at the last of them; until then it waits in `room`."""
+def store_part(pointers, value, mask, room, outer, slot: tl.constexpr, part, parts: tl.constexpr):
+    """Store a sum over all parts of the state entries at the last of them; until then it waits in `room`.
+
+    outer: what waited there, after the outputs' gradients.
+    """
     if parts > 1:
-        value = tl.broadcast_to(value, pointers.shape)
+        value = tl.broadcast_to(value + outer[slot + 1], pointers.shape)
         room = tl.broadcast_to(room, pointers.shape)
-        value += tl.load(room, mask=mask & (part > 0), other=0.0)
         tl.store(room, value, mask=mask & (part < parts - 1))
         mask = mask & (part == parts - 1)
     store(pointers, value, mask)

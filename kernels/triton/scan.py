@@ -247,19 +247,105 @@ def _program(P, segments, H, BP: tl.constexpr):
     return (program % blocks).to(tl.int64), (program // blocks) % segments, row % H, row // H
 
 
-@triton.jit(do_not_specialize=["T", "span"])
+@triton.jit
+def fetch_outer(
+    args, dy, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P, load: tl.constexpr, N: tl.constexpr,
+    BP: tl.constexpr, INSIDE: tl.constexpr = False,
+):  # fmt: skip
+    """The tokens of the tile at t0, and its outputs' gradients (float32) if there are some.
+
+    INSIDE: no token lies past the end.
+    """
+    t_ok = t >= 0 if INSIDE else t0 + t < end
+    found = t
+    if dy is not None:
+        base = dy + ((i_b * T + t0) * H + i_h) * P
+        found = tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32)
+    return load(args, (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)), found
+
+
+@triton.jit
+def absorb_tile(
+    found, held, dy, ends, arriving, state, decay, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
+    step: tl.constexpr, rate: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
+    BEFORE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of a summary: the state after it (with dy: the cotangent before it), and what that was multiplied by.
+
+    With a rate, log2 of that without its factor along the Key axis, a sum.
+    """
+    t_ok = t0 + t < end
+    at = (i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
+    a, b, c, e, d = step(found[0], held, at)
+    if dy is not None:
+        b = c * (e * found[1])
+    a, b = blend(a, b, t_ok, K, NB, 1, BP, MASKED)
+    late = b
+    if arriving is not None:
+        to, last = packed_ends(ends, t0, t, t_ok, i_h, n, p, H, P, N)
+        late = tl.load(arriving + to, mask=last & n_ok & p_ok, other=0.0)
+    for k in tl.static_range(K):
+        if dy is None:
+            state = take(a, t, k) * state + take(b, t, k)
+            if rate is None:
+                decay *= take(a, t, k)
+        else:
+            if arriving is not None:
+                state += take(late, t, K - 1 - k)
+            if not BEFORE:
+                state += take(b, t, K - 1 - k)
+            state *= take(a, t, K - 1 - k)
+            if BEFORE:
+                state += take(b, t, K - 1 - k)
+            if rate is None:
+                decay *= take(a, t, K - 1 - k)
+    if rate is not None:
+        found_rate = rate(found[0], held, at)
+        if MASKED:
+            found_rate = tl.where(t_ok, found_rate, 0.0)
+        decay += tl.sum(found_rate, 0, keep_dims=True)
+    return state, decay
+
+
+@triton.jit
+def absorb_rest(
+    args, held, dy, ends, arriving, state, decay, i_b, i_h, whole, end, t, n, p, n_ok, p_ok, place, T, H, P,
+    load: tl.constexpr, step: tl.constexpr, rate: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
+    BP: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """The tiles from `whole` to the segment's end, with dy in reverse."""
+    count = tl.cdiv(tl.maximum(end - whole, 0), K)
+    for i in range(count):
+        t0 = whole + (i if dy is None else count - 1 - i) * K
+        found = fetch_outer(args, dy, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
+        state, decay = absorb_tile(
+            found, held, dy, ends, arriving, state, decay, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P,
+            step, rate, N, K, NB, BP, BEFORE, K > 1,
+        )  # fmt: skip
+    return state, decay
+
+
+@triton.jit
+def _inside(t0, begin, end, K: tl.constexpr):
+    """A tile that begins in a segment: its last token again past the end, where a tile is one token."""
+    t0 = tl.maximum(t0, begin)
+    return tl.minimum(t0, end - 1) if K == 1 else t0
+
+
+@triton.jit(do_not_specialize=["T", "span", "segments", "origin"])
 def summaries(
-    args, dy, ends, arriving, local, product, T, H, P, segments, span,
-    setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
-    BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr,
+    args, dy, ends, arriving, local, product, T, H, P, segments, span, origin,
+    setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, rate: tl.constexpr, kept: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
+    BEFORE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """What a segment does to the state that enters it: multiplies by `product`, adds `local`.
 
-    With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P]. A cotangent
-    is carried to the segment's start by the product of the A it passes, so this too walks forward in time. What leaves
-    the last segment (the first, for cotangents) enters no other, so the grid has one segment less; its second axis is
-    over blocks of NB state entries. arriving: cotangents [sequences, H, N, P] of packed sequences' final states
-    (packed_ends), or None.
+    With dy (the adjoint): what it does to the cotangent entering from its end, walking backwards in time. Both
+    [B, H, segments, N, P]. What leaves the last segment (the first, for cotangents) enters no other, so the grid has
+    one segment less; its second axis is over blocks of NB state entries. Segment s begins at origin + s span. rate,
+    kept: functions that give the product from a sum over tokens, or None. arriving: cotangents [sequences, H, N, P] of
+    packed sequences' final states (packed_ends), or None.
     """
     place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
     if dy is not None:
@@ -269,44 +355,55 @@ def summaries(
         n += tl.program_id(1) * NB
         n_ok = n < N
     t = tl.arange(0, K)[:, None, None]
-    begin = segment * span
+    begin = origin + segment * span
     end = tl.minimum(begin + span, T)
     held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
     long = i_b * 0  # makes offsets 64-bit
     state = tl.zeros((1, NB, BP), tl.float32)
-    decay = tl.full((1, NB, BP), 1.0, tl.float32)
-    tokens = fetch(args, i_b, i_h, long + begin, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
-    for t0 in range(begin, end, K):
-        ahead = fetch(args, i_b, i_h, long + t0 + K, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP)
-        t_ok = t0 + t < end
-        at = (i_b, i_h, long + t0, t, n, p, t_ok, n_ok, p_ok, place, place * BP, T, H, P, N)
-        a, b, c, e, d = step(tokens, held, at)
-        tokens = ahead
-        if dy is not None:
-            base = dy + ((i_b * T + t0) * H + i_h) * P
-            b = c * (e * tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32))
-        a, b = blend(a, b, t_ok, K, NB, 1, BP, K > 1)
-        late = b
-        if arriving is not None:
-            to, last = packed_ends(ends, long + t0, t, t_ok, i_h, n, p, H, P, N)
-            late = tl.load(arriving + to, mask=last & n_ok & p_ok, other=0.0)
-            if not BEFORE:
-                b += late
-        for k in tl.static_range(K):
-            if dy is None:
-                state = take(a, t, k) * state + take(b, t, k)
-                decay *= take(a, t, k)
-            else:
-                if not BEFORE:
-                    decay *= take(a, t, k)
-                state += decay * take(b, t, k)
-                if BEFORE:
-                    decay *= take(a, t, k)
-                    if arriving is not None:
-                        state += decay * take(late, t, k)
+    decay = tl.full((1, NB, BP), 1.0, tl.float32) if rate is None else tl.zeros((1, 1, BP), tl.float32)
+    tiles = tl.maximum(end - begin, 0) // (AHEAD * K) * AHEAD
+    whole = begin + tiles * K
+    if AHEAD * K > 1 and dy is not None:
+        state, decay = absorb_rest(
+            args, held, dy, ends, arriving, state, decay, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H,
+            P, load, step, rate, N, K, NB, BP, BEFORE,
+        )  # fmt: skip
+    pace: tl.constexpr = K if dy is None else -K
+    first = begin if dy is None else whole - K
+    line = ()
+    for u in tl.static_range(AHEAD):
+        t0 = long + _inside(first + u * pace, begin, end, K)
+        found = fetch_outer(args, dy, i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K == 1)
+        line = line + (found,)  # type: ignore[assignment]  # noqa: RUF005
+    for i in range(0, tiles, AHEAD):
+        coming = ()
+        for u in tl.static_range(AHEAD):
+            here = long + first + (i + u) * pace
+            ahead = long + _inside(first + (i + u + AHEAD) * pace, begin, end, K)
+            if AHEAD == 1:
+                found = fetch_outer(
+                    args, dy, i_b, i_h, ahead, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K == 1
+                )
+            state, decay = absorb_tile(
+                line[u], held, dy, ends, arriving, state, decay, i_b, i_h, here, end, t, n, p, n_ok, p_ok, place, T, H,
+                P, step, rate, N, K, NB, BP, BEFORE, False,
+            )  # fmt: skip
+            if AHEAD > 1:  # into the registers that are free now
+                found = fetch_outer(
+                    args, dy, i_b, i_h, ahead, end, t, n, p, n_ok, p_ok, place, T, H, P, load, N, BP, K == 1
+                )
+            coming = coming + (found,)  # type: ignore[assignment]  # noqa: RUF005
+        line = coming
+    if AHEAD * K > 1 and dy is None:
+        state, decay = absorb_rest(
+            args, held, dy, ends, arriving, state, decay, i_b, i_h, long + whole, end, t, n, p, n_ok, p_ok, place, T, H,
+            P, load, step, rate, N, K, NB, BP, BEFORE,
+        )  # fmt: skip
+    if rate is not None:
+        decay = kept(decay, held)
     row = (i_b * H + i_h) * segments + segment
     tl.store(local + state_offset(row, n, p, P, N), state, mask=n_ok & p_ok)
-    tl.store(product + state_offset(row, n, p, P, N), decay, mask=n_ok & p_ok)
+    tl.store(product + state_offset(row, n, p, P, N), tl.broadcast_to(decay, (1, NB, BP)), mask=n_ok & p_ok)
 
 
 @triton.jit(do_not_specialize=["segments"])

@@ -32,13 +32,24 @@ def at_of(tile, N: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
-def fetch_both(args, dy, tile, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr):
-    """The tile's tokens and its outputs' gradients, float32."""
+def fetch_both(
+    args, dy, sink, tile, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, parts: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The tile's tokens, its outputs' gradients (float32), and what earlier parts of the state entries left in `room`.
+
+    All of it one tile ahead: memory answers while the walk computes.
+    """
     at = at_of(tile, N, BP)
     i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, count = at
     base = dy + ((i_b * T + t0) * H + i_h) * P
     dd = tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32)
-    return load(args, at), dd
+    rows, shift, part, reach, room = sink
+    outer = (dd,)
+    for i in tl.static_range(SLOTS if parts > 1 else 0):
+        spot = room + (t0 + t) * BP + i * reach
+        outer = outer + (tl.load(spot, mask=t_ok & p_ok & (part > 0), other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return load(args, at), outer
 
 
 @triton.jit
@@ -111,7 +122,7 @@ def pass_back(
 
 @triton.jit
 def pull_tile(
-    tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, parts: tl.constexpr,
+    tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, parts: tl.constexpr,
     step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, G: tl.constexpr,
     BP: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -119,6 +130,7 @@ def pull_tile(
     at = at_of(tile, N, BP)
     t0, t, n_ok, t_ok = at[2], at[3], at[7], at[6]
     rows, shift, part, reach, room = sink
+    dd = outer[0]
     a, b, c, e, d = step(tokens, held, at)
     a, b = blend(a, b, t_ok, K, NB, G, BP, MASKED)
     before, after, _ = walk(a, b, state, K, G)
@@ -135,7 +147,7 @@ def pull_tile(
     de = dd * sum_key(c * seen, n_ok)
     if parts > 1:
         dd = tl.where(t * 0 + part == 0, dd, 0.0)  # D is no sum over state entries, so only one part has it
-    sink = (rows, shift, part, reach, room + (t0 + t) * BP)
+    sink = (rows, shift, part, reach, room + (t0 + t) * BP, outer)
     sums = pull(tokens, held, sums, grads, g * before, g, seen * scaled, de, dd, at, sink, parts)
     return cotangent, sums
 
@@ -145,7 +157,7 @@ def pull_chunk(
     args, grads, dy, ends, arriving, saved, mine, sink, held, sums, cotangent, i_b, i_h, c0, c1, end, t, n, p, n_ok,
     p_ok, place, T, H, P, parts: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
-    U: tl.constexpr,
+    U: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """The tokens c0 to c1 backwards, at most M of them, from the state saved before the first."""
     long = (i_b * H + i_h) * 0  # makes offsets 64-bit
@@ -174,13 +186,13 @@ def pull_chunk(
                 tile = (i_b, i_h, long + r0 + j * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 s = pass_tile(load(args, at_of(tile, N, BP)), held, s, tile, step, N, K, NB, BP)
             tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-            tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+            tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, parts, SLOTS)
             cotangent, sums = pull_tile(
-                tokens, dd, ends, arriving, grads, sink, held, sums, s, cotangent, tile, parts,
+                tokens, outer, ends, arriving, grads, sink, held, sums, s, cotangent, tile, parts,
                 step, pull, N, K, NB, 1, BP, BEFORE, K > 1,
             )  # fmt: skip
     tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), end, t, n, p, n_ok, p_ok, place, T, H, P)
-    tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+    tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, parts, SLOTS)
     for j in range(whole):
         g0 = long + c0 + (whole - 1 - j) * (U * K)
         if g0 + U * K < c1:
@@ -189,7 +201,7 @@ def pull_chunk(
         for u in tl.static_range(U - 1):
             tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
             then = (i_b, i_h, g0 + (u + 1) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-            ahead, dd = fetch_both(args, dy, then, load, N, BP)
+            ahead, outer = fetch_both(args, dy, sink, then, load, N, BP, parts, SLOTS)
             state = pass_tile(tokens, held, state, tile, step, N, K, NB, BP)
             states = states + (state,)  # type: ignore[assignment]  # noqa: RUF005
             tokens = ahead
@@ -200,13 +212,13 @@ def pull_chunk(
             else:
                 next0 = g0 + (U - 2 - u) * K
             then = (i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P)
-            ahead, dd_ahead = fetch_both(args, dy, then, load, N, BP)
+            ahead, outer_ahead = fetch_both(args, dy, sink, then, load, N, BP, parts, SLOTS)
             cotangent, sums = pull_tile(
-                tokens, dd, ends, arriving, grads, sink, held, sums, states[U - 1 - u], cotangent, tile, parts,
+                tokens, outer, ends, arriving, grads, sink, held, sums, states[U - 1 - u], cotangent, tile, parts,
                 step, pull, N, K, NB, 1, BP, BEFORE, False,
             )  # fmt: skip
             tokens = ahead
-            dd = dd_ahead
+            outer = outer_ahead
     tl.debug_barrier()
     return cotangent, sums
 
@@ -307,18 +319,18 @@ def gradients(
             chunks -= 1
             tile = (i_b, i_h, row * 0 + high * M, end, t, first, p, n_ok, p_ok, place, T, H, P)
             state = tl.load(start + high.to(tl.int64) * (N * P), mask=n_ok & p_ok, other=0.0)
-            tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+            tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, PARTS, SLOTS)
             cotangent, sums = pull_tile(
-                tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
+                tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
                 step, pull, N, K, NB, G, BP, BEFORE, True,
             )  # fmt: skip
         for back in tl.range(0, chunks - low, num_stages=STAGES):
             chunk = row * 0 + (high - 1 - back)
             tile = (i_b, i_h, chunk * M, None, t, first, p, n_ok, p_ok, place, T, H, P)
             state = tl.load(start + chunk * (N * P), mask=n_ok & p_ok, other=0.0)
-            tokens, dd = fetch_both(args, dy, tile, load, N, BP)
+            tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, PARTS, SLOTS)
             cotangent, sums = pull_tile(
-                tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
+                tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
                 step, pull, N, K, NB, G, BP, BEFORE, False,
             )  # fmt: skip
         tl.store(spot, cotangent, mask=n_ok & p_ok)
@@ -339,7 +351,7 @@ def gradients(
             c1 = tl.minimum(c0 + M, end)
             cotangent, sums = pull_chunk(
                 args, grads, dy, ends, arriving, saved, mine, sink, held, sums, cotangent, i_b, i_h, c0, c1, end, t,
-                first, p, n_ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U,
+                first, p, n_ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U, SLOTS,
             )  # fmt: skip
         tl.store(spot, cotangent, mask=n_ok & p_ok)
         if totals is not None:
@@ -361,6 +373,7 @@ def gradients(
                     args, grads, dy, ends, arriving, saved, mine, (rows, shift, part, M * BP, room - c0 * BP), held,
                     recall(totals, sums, part, lane, NB, BP), tl.load(spot, mask=ok & p_ok, other=0.0), i_b, i_h, c0,
                     c1, end, t, n, p, ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U,
+                    SLOTS,
                 )  # fmt: skip
                 tl.store(spot, found, mask=ok & p_ok)
                 keep(totals, so_far, part, lane, NB, BP)

@@ -22,6 +22,7 @@ from dsf.kernels.triton.scan_table import (
     ADJOINT,
     FORWARD,
     Tile,
+    finer,
     segments,
     split,
     tile,
@@ -161,7 +162,7 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
         t = vector(adjoint, s.p, s.rows, hole.light, device)
     else:
         t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
-        t = split(t) if adjoint and hole.separable else t
+        t = split(t, ADJOINT) if adjoint and hole.separable else t
     return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
 
 
@@ -177,22 +178,33 @@ def _entering(
     go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor,
     ends: Tensor | None = None, arriving: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What enters every segment: states, or with dy cotangents from the segments' ends."""
-    local, product = go.states(like, go.segments), go.states(like, go.segments)
-    f = hole.functions
+    """What enters every segment: states, or with dy cotangents from the segments' ends.
+
+    Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's, and in blocks
+    of state entries where those are separable.
+    """
     if go.tile.G > 1:  # without runs, for which this would need a scan more
         t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
+    elif hole.separable and go.parts == 1:
+        small = split(go.tile, FORWARD)
+        go = replace(go, tile=small, blocks=-(-go.sizes.p // small.BP))
+    fine = finer(go.segments, go.span, go.blocks * go.parts * go.sizes.rows, go.tile, like.device)
+    count = (go.segments - 1) * fine + 1
+    span = go.span // fine
+    local, product = go.states(like, count), go.states(like, count)
+    f = hole.functions
     start(
-        summaries, (go.grid[0] // go.segments * (go.segments - 1), go.parts),
-        args, dy, ends, arriving, local, product, *go.scalars,
-        setup=f.setup, load=f.load, step=f.step, BEFORE=hole.before, **go.shape,
+        summaries, (go.grid[0] // go.segments * (count - 1), go.parts),
+        args, dy, ends, arriving, local, product, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
+        setup=f.setup, load=f.load, step=f.step, rate=getattr(f, "rate", None), kept=getattr(f, "kept", None),
+        BEFORE=hole.before, AHEAD=go.tile.skim, **go.shape,
     )  # fmt: skip
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, triton.next_power_of_2(size))
     grid = (-(-size // block) * go.sizes.rows,)
-    start(combine, grid, local, product, first, size, go.segments, BLOCK=block, K=8, REVERSE=dy is not None)
-    return local
+    start(combine, grid, local, product, first, size, count, BLOCK=block, K=8, REVERSE=dy is not None)
+    return local[:, :, ::fine].contiguous()
 
 
 @torch.library.custom_op("dsf::fused_scan", mutates_args=())

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 LANES = 32
-BLOCK = 16  # state entries of a tile of the adjoint, if it may be split
+BLOCK = 16  # state entries of a tile of the adjoint and of summaries, if it may be split
+SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
+SUMMARIES = 32  # warps a processor that summaries of segments are cut into, some of them after others
 FULL = 6  # one-warp programs a processor that need no segments beside them
 
 
@@ -22,7 +24,8 @@ class Tile:
     M: tokens between two states saved for the adjoint, U: tiles between two that it keeps for itself. span: fewest
     tokens worth a segment of their own. busy: warps a processor is to have before time is cut into segments.
     registers: most that a thread may take (0: as many as it likes). A vector state's tile has G runs of K tokens
-    instead of NB state entries, and loads of this many tiles under way (stages).
+    instead of NB state entries, and loads of this many tiles under way (stages). skim: tiles between loading one and
+    its use in summaries.
     """
 
     K: int
@@ -37,6 +40,7 @@ class Tile:
     registers: int
     G: int = 1
     stages: int = 1
+    skim: int = 1
 
 
 # State entries up to -> (K, BP, V, warps, M, U, span, busy, registers), forward and adjoint. With a Key axis K is 1:
@@ -51,7 +55,7 @@ FORWARD: dict[int, Row] = {
 }
 ADJOINT: dict[int, Row] = {
     1: (4, 512, 4, 4, 64, 1, 64, 16, 0),
-    16: (1, 32, 1, 1, 16, 2, 128, 16, 0),
+    16: (1, 32, 1, 1, 16, 2, 128, 8, 0),
     32: (1, 32, 1, 2, 32, 2, 128, 8, 0),
     64: (1, 32, 1, 4, 32, 2, 128, 8, 0),
     128: (1, 32, 1, 8, 32, 2, 128, 8, 0),
@@ -77,15 +81,16 @@ def tile(table: dict[int, Row], n: int, p: int) -> Tile:
             warps //= 2
         else:
             V = max(V // 2, 1)
-    return Tile(K, padded, BP, V, warps, M, U, span, busy, registers)
+    skim = SKIM if warps == 1 and padded > 1 else 1
+    return Tile(K, padded, BP, V, warps, M, U, span, busy, registers, skim=skim)
 
 
-def split(t: Tile) -> Tile:
-    """An adjoint's tile that takes BLOCK state entries after the other, where no entry waits for another's.
+def split(t: Tile, table: dict[int, Row]) -> Tile:
+    """A tile that takes BLOCK state entries after the other, where no entry waits for another's.
 
     All of them in one warp, no sum passes shared memory.
     """
-    return t if t.NB <= BLOCK else tile(ADJOINT, BLOCK, t.BP)
+    return t if t.NB <= BLOCK else tile(table, BLOCK, t.BP)
 
 
 def narrow(t: Tile, light: bool) -> Tile:
@@ -118,6 +123,17 @@ def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple
     span = max(t.span, -(-tokens // wanted))
     span = -(-span // t.M) * t.M
     return -(-tokens // span), span
+
+
+def finer(count: int, span: int, programs: int, t: Tile, device: torch.device) -> int:
+    """Into how many pieces each of all but one segments is cut, so that their summaries fill the GPU."""
+    if t.NB == 1:
+        return 1
+    wanted = -(-SUMMARIES * _processors(device) // (programs * (count - 1) * t.warps))
+    pieces = 1
+    while pieces < wanted and span % (2 * pieces * t.M) == 0 and span >= 2 * pieces * t.span:
+        pieces *= 2
+    return pieces
 
 
 @functools.cache
