@@ -195,9 +195,10 @@ def test_packed_sequences_are_read_where_they_lie(recurrence):
 @pytest.mark.parametrize("n, p", [(128, 128), (24, 40)])
 @named([swinging, forgetful_delta, get("gla").recurrence, kda, mlstm, get("rwkv7").recurrence])
 def test_packed_sequences_of_other_sizes(recurrence, n, p):
-    given = draw(recurrence, 400, n, p, torch.float32 if n == 24 else BF16, batch=1, heads=4)
+    dtype = torch.float32 if n == 24 else BF16
+    given = draw(recurrence, 400, n, p, dtype, batch=1, heads=4)
     bounds = torch.tensor([0, 190, 190 + 63, 400], device="cuda")
-    compare(recurrence, given, given["q"].dtype, cu_seqlens=bounds)
+    compare(recurrence, given, dtype, cu_seqlens=bounds)
 
 
 @named([get("retnet").recurrence, forgetful_delta, get("gla").recurrence, mlstm])

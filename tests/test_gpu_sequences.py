@@ -28,6 +28,8 @@ def named(recurrences):
 @named(KINDS)
 def test_packed_sequences_begin_in_states_of_their_own(recurrence):
     given, state = draw(recurrence, 300, 24, 40, BF16, batch=1), state_of(recurrence, len(CUTS) - 1, 2, 24, 40)
+    if recurrence is late_ratio:  # a normaliser near zero would magnify what is rounded
+        state[..., 40:] = state[..., 40:].abs() + 1
     # a sequence of one token has one rounding of everything
     compare(recurrence, given, BF16, factor=1.5, state=state, cu_seqlens=torch.tensor(CUTS))
 

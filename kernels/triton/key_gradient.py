@@ -157,7 +157,7 @@ def _of_keys(
     begin, end = place_of_chunk(table, chunk, tokens, L)
     rows = begin + local
     scalars += chunk * L - begin
-    adjoint_entries += (chunk * L - begin).to(tl.int64) * heads * P
+    adjoint_entries += (lane * 0 + chunk * L - begin) * heads * P
     running += chunk * L * N
     state_of += (lane * (length // L) + chunk) * N * P
     adjoint_of += (lane * count + chunk - base) * N * P
