@@ -81,8 +81,7 @@ def row_gradients(
 ) -> None:  # fmt: skip
     """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found.
 
-    together: heads in one program. summed: dq and dk over
-    the heads that share q and k. beside: of the normaliser.
+    together: heads in one program. summed: dq and dk over the heads that share q and k. beside: of the normaliser.
     """
     t, (dq, dk, dv), g = call.tiles, rows, call.given(decay)[0]
     pieces = -(-call.p // t.gradient_piece)

@@ -88,9 +88,8 @@ def shared_gradient(
             given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
             values = v + (head + i) // v_group * v_h
             written = load_rows(values, v_t, rows, tokens, columns, P, BP, KIND)
-            again = (chunk * 0 + i).to(
-                tl.float32
-            ) * 0.0  # or products of q and k would be made before and kept: there is no room
+            # else products of q and k would be made before the loop and kept, for which there is no room
+            again = (chunk * 0 + i).to(tl.float32) * 0.0
             at = flat + i + piece.to(tl.int64) * batches * tokens * heads + rows.to(tl.int64) * heads
             state = tl.load(states + i * chunks * N * P + place, mask=inside, other=0.0).to(KIND)
             adjoint = tl.load(adjoints + i * count * N * P + place, mask=inside, other=0.0).to(KIND)
