@@ -219,15 +219,12 @@ def cache_heads(spec: Spec, sizes: Sizes) -> tuple[int, int]:
     return sizes.heads_of(term.key), sizes.heads_of(term.value)
 
 
-def check_cu_seqlens(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> list[int]:
-    """The boundaries as a list. Raises InputError unless B = 1 and they increase strictly from 0 to T."""
-    check_packing(spec, cu_seqlens, sizes)
-    bounds: list[int] = cu_seqlens.tolist()
+def check_bounds(spec: Spec, bounds: list[int], sizes: Sizes) -> None:
+    """Raises InputError unless the values of cu_seqlens increase strictly from 0 to T."""
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != sizes.tokens:
         raise InputError(f"{spec.name}: cu_seqlens must begin with 0 and end with T = {sizes.tokens}, got {bounds}")
     if any(later <= earlier for earlier, later in pairwise(bounds)):
         raise InputError(f"{spec.name}: cu_seqlens must increase strictly, got {bounds}")
-    return bounds
 
 
 def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:

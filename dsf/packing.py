@@ -13,6 +13,7 @@ from torch import Tensor
 Made = TypeVar("Made")
 _KEPT = 16  # ways of packing whose places are remembered: a CUDA graph may not copy them from the host
 Bounds = tuple[int, ...]
+_values: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
 _places: dict[tuple[Callable[..., Any], Bounds, torch.device], Any] = {}
 
 
@@ -38,27 +39,6 @@ class Batch:
         return {name: x[0][self.index] for name, x in timed.items()}
 
 
-class _Checked:
-    """cu_seqlens tensors whose values were read: a model's layers share one, which is waited for once."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
-
-    def read(self, x: Tensor, check: Callable[[], list[int]]) -> list[int]:
-        """check(), or what it returned for this tensor as it is now."""
-        if x.device.type == "cpu" or x.is_inference():
-            return check()
-        found = self.kept.get(id(x))
-        if found is None or found[0]() is not x or found[1] != x._version:
-            if len(self.kept) >= _KEPT:
-                self.kept.clear()
-            found = self.kept[id(x)] = weakref.ref(x), x._version, check()
-        return found[2]
-
-
-_checked = _Checked()
-
-
 def is_hidden(cu_seqlens: Tensor) -> bool:
     """True where no values are there to be read: in a compiled graph, or while a CUDA graph is captured, whose
     boundaries may differ from replay to replay."""
@@ -67,16 +47,20 @@ def is_hidden(cu_seqlens: Tensor) -> bool:
     return cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def read(cu_seqlens: Tensor, check: Callable[[], list[int]]) -> list[int]:
-    """Checked boundaries."""
-    return check() if is_hidden(cu_seqlens) else _checked.read(cu_seqlens, check)
+def values(cu_seqlens: Tensor) -> list[int]:
+    """What it holds, on a GPU read once as long as it holds that: a model's layers share one and wait for it once."""
+    if cu_seqlens.device.type == "cpu" or is_hidden(cu_seqlens) or cu_seqlens.is_inference():
+        return cast(list[int], cu_seqlens.tolist())
+    found = _values.get(id(cu_seqlens))
+    if found is None or found[0]() is not cu_seqlens or found[1] != cu_seqlens._version:
+        if len(_values) >= _KEPT:
+            _values.clear()
+        found = _values[id(cu_seqlens)] = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
+    return found[2]
 
 
-def on_device(cu_seqlens: Tensor, device: torch.device, check: Callable[[], list[int]]) -> Tensor:
-    """cu_seqlens where the kernels read them; checked, unless they are hidden."""
-    if is_hidden(cu_seqlens):
-        return cu_seqlens.to(device)
-    bounds = _checked.read(cu_seqlens, check)
+def on_device(cu_seqlens: Tensor, bounds: list[int], device: torch.device) -> Tensor:
+    """cu_seqlens, whose values are `bounds`, where the kernels read them."""
     if cu_seqlens.device == device:
         return cu_seqlens
     return _remembered(_placed, tuple(bounds), device, lambda x: [x])

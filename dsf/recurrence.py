@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsf import gpu, packing
-from dsf.bind import Bound, Sizes, bind, check_cache, check_cu_seqlens, check_packing, check_state, state_keys
+from dsf.bind import Bound, Sizes, bind, check_bounds, check_cache, check_packing, check_state, state_keys
 from dsf.calls import Calls, allow, call_in_graph, packs_in_graph, register
 from dsf.errors import FormError, InputError, TraceError
 from dsf.expr import substitute
@@ -95,15 +95,13 @@ class Recurrence:
     def _bounds(self, cu_seqlens: Tensor, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
         check_packing(self.spec, cu_seqlens, bound.sizes)
-
-        def check() -> list[int]:
-            return check_cu_seqlens(self.spec, cu_seqlens, bound.sizes)
-
-        if plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype):
-            return packing.on_device(cu_seqlens, bound.device, check)
-        if plan.backend == "triton" and gpu.packs(self.spec) and packing.is_hidden(cu_seqlens):
+        on_device = plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype)
+        in_graph = on_device or (plan.backend == "triton" and gpu.packs(self.spec))
+        if in_graph and packing.is_hidden(cu_seqlens):
             return cu_seqlens.to(bound.device)
-        return packing.read(cu_seqlens, check)
+        bounds = packing.values(cu_seqlens)
+        check_bounds(self.spec, bounds, bound.sizes)
+        return packing.on_device(cu_seqlens, bounds, bound.device) if on_device else bounds
 
     def _run(self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
         """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside."""

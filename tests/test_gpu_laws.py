@@ -241,6 +241,17 @@ def test_packed_training_steps_are_captured_and_take_other_boundaries(recurrence
     torch.testing.assert_close(found[1][::2], state[::2].detach())
 
 
+@named([linear, s6])
+def test_boundaries_read_before_are_checked_against_other_lengths(recurrence):
+    given = draw(recurrence, 300, 64, 64, BF16, batch=1)
+    bounds = torch.tensor([0, 1, 70, 300], device="cuda")
+    recurrence(**given, cu_seqlens=bounds, backend="triton")
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    shorter = {name: x[:, :200] if name in timed else x for name, x in given.items()}
+    with pytest.raises(dsf.InputError, match="end with T = 200"):
+        recurrence(**shorter, cu_seqlens=bounds, backend="triton")
+
+
 @named([late_ratio, get("gated_deltanet").recurrence, s6])
 def test_boundaries_on_the_gpu_are_waited_for_once(recurrence):
     given = draw(recurrence, 300, 64, 64, BF16, batch=1)
