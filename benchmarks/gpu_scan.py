@@ -226,12 +226,10 @@ def page(data):
     head = ["row", "N", "T", "forward ms", "forward+backward ms", "peak MiB", "first call s", "byte floor ms"]
     head += ["exponentials' floor ms", "ps a state entry", "÷ S6", "peer", "peer ms", "peer peak MiB", "ours ÷ peer"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    order = list(ROWS)
+    mine = [r for r in data["rows"] if r["who"] == "ours" and "both" in r]
     peers = {(r["who"], r["N"], r["T"]): r for r in data["rows"] if r["who"] != "ours" and "both" in r}
     plain = {(r["N"], r["T"]): r for r in data["rows"] if r["name"] in ("s6", "s6_1") and "both" in r}
-    for r in sorted(data["rows"], key=lambda r: (order.index(r["name"]) if r["name"] in order else 0, r["T"])):
-        if r["who"] != "ours" or "both" not in r:
-            continue
+    for r in sorted(mine, key=lambda r: (list(ROWS).index(r["name"]), r["T"])):
         who = ROWS[r["name"]][2]
         other = peers.get((who, r["N"], r["T"]))
         beside = [who or "", "", "", ""]

@@ -17,15 +17,8 @@ pytestmark = interpreted
 NAMES = ["unnormalized_linear_attention", "linear_attention", "ssd", "mlstm", "deltanet", "gated_delta_product"]
 NAMES += ["gla", "rwkv6", "rwkv7"]
 ALL = UNSEEN + [get(name).recurrence for name in NAMES]
-BOUNDS = (
-    0,
-    1,
-    16,
-    33,
-    34,
-    49,
-    64,
-)  # one token, chunks of 16 less one and more one, none of them where chunks would lie
+# one token, chunks of 16 less one and more one, none of them where chunks would lie
+BOUNDS = (0, 1, 16, 33, 34, 49, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +29,7 @@ def small_tiles(monkeypatch):
 
 
 def states(recurrence, count, heads=2):
-    state = torch.randn(count, heads, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
-    return state
+    return torch.randn(count, heads, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
 
 
 def outcome(recurrence, given, state, dtype, run, parts=None):

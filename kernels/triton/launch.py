@@ -26,8 +26,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
     """kernel[grid](*args, **named): args are tensors, integers or tuples of them; named are constants and options."""
     key = _key(kernel, args, named)
     found = None if key is None else _ready.get(key)
-    run: Callable[..., Any] = functools.partial(kernel[grid], **named)
-    if found is not None:
+    run: Callable[..., Any]
+    if found is None:
+        run = functools.partial(kernel[grid], **named)
+    else:
         compiled, constants = found
         run, args = _launcher(compiled, (*grid, 1, 1)[:3]), (*args, *constants)
     tape = recording()

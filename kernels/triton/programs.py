@@ -21,7 +21,7 @@ from dsf.kernels.triton.weights import Normaliser
 PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
 LARGEST = 256
-NOTHING = -1e30  # the running maximum of no tokens
+EMPTY = -1e30  # the running maximum of no tokens
 MANY = 12  # vectors that a printed function loads and stores, beyond which its tiles are smaller
 VECTORS = ("query", "key", "value", "left", "right")
 
@@ -260,7 +260,7 @@ class Call:
         Of packed sequences the first and the last are [S, H].
         """
         out = self.empty(2, self.batch, self.heads, self.tokens)
-        last = self.empty(self.ends, self.heads).fill_(NOTHING) if first is None else first.clone()
+        last = self.empty(self.ends, self.heads).fill_(EMPTY) if first is None else first.clone()
         if self.real:
             block = min(LEVEL_TOKENS, max(16, _power(self.tokens)))
             blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None

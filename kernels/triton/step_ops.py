@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.pointwise import step
-from dsf.kernels.triton.programs import Access, arguments_of
-
-EMPTY = -1e30
+from dsf.kernels.triton.programs import EMPTY, Access, arguments_of
 
 
 @dataclass(frozen=True)
