@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.matrix import (
     _chunk_matrix,
     _chunk_matrix_backward,
@@ -53,8 +54,8 @@ _LIBRARY.define(
     f"chunk_matrix_backward(Tensor dy, Tensor? final_gradient, {_INPUTS}, Tensor solve, int heads, bool log) -> "
     f"({', '.join(['Tensor'] * 8)})"
 )
-_LIBRARY.impl("chunk_matrix", _chunk_matrix, "CompositeExplicitAutograd")
-_LIBRARY.impl("chunk_matrix_backward", _chunk_matrix_backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("chunk_matrix", at_tensors(_chunk_matrix), "CompositeExplicitAutograd")
+_LIBRARY.impl("chunk_matrix_backward", at_tensors(_chunk_matrix_backward), "CompositeExplicitAutograd")
 torch.library.register_fake("dsf::chunk_matrix", _chunk_matrix_shapes, lib=_LIBRARY)
 torch.library.register_fake("dsf::chunk_matrix_backward", _chunk_matrix_backward_shapes, lib=_LIBRARY)
 torch.library.register_autograd("dsf::chunk_matrix", _gradients, setup_context=_setup, lib=_LIBRARY)

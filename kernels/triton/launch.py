@@ -7,7 +7,7 @@ finds depends on the sizes, the dtypes and whether pointers are multiples of 16 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,20 @@ from dsf.kernels.triton.tape import recording
 _KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # constants are passed to the launcher
 _LIMIT = 4096
 _ready: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def at_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """function, run with the GPU of its first tensor as the current one, to which kernels and their stream belong."""
+
+    @functools.wraps(function)
+    def guarded(first: Tensor | Sequence[Tensor], *rest: Any, **named: Any) -> Any:
+        x = first if isinstance(first, Tensor) else first[0]
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return function(first, *rest, **named)
+        with torch.cuda.device(x.device):
+            return function(first, *rest, **named)
+
+    return guarded
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton import matrix, rank_one_ops
+from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.programs import PROGRAMS, Access, Call, last_rows
 from dsf.kernels.triton.row_gradients import Skip
 from dsf.kernels.triton.tape import played
@@ -358,8 +359,8 @@ _LIBRARY.define(
     "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
     "bool[] needs, Tensor? bounds=None) -> (Tensor[], Tensor)"
 )
-_LIBRARY.impl("matrix_mixer", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("matrix_mixer_backward", _backward_played, "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_mixer", at_tensors(_forward), "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_mixer_backward", at_tensors(_backward_played), "CompositeExplicitAutograd")
 torch.library.register_fake("dsf::matrix_mixer", _forward_shapes, lib=_LIBRARY)
 torch.library.register_fake("dsf::matrix_mixer_backward", _backward_shapes, lib=_LIBRARY)
 _LIBRARY.impl("matrix_mixer", _autograd, "Autograd")

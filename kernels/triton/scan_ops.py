@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.launch import launch as start
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_adjoint import gradients
@@ -208,6 +209,7 @@ def _entering(
 
 
 @torch.library.custom_op("dsf::fused_scan", mutates_args=())
+@at_tensors
 def fused_scan(
     operands: Sequence[Tensor],
     state: Tensor | None,
@@ -270,6 +272,7 @@ def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
 
 
 @torch.library.custom_op("dsf::fused_scan_adjoint", mutates_args=())
+@at_tensors
 def fused_scan_adjoint(
     dy: Tensor,
     dfinal: Tensor,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.pointwise import step
 from dsf.kernels.triton.programs import EMPTY, Access, arguments_of
 
@@ -135,8 +136,8 @@ def _step_in_place_shapes(operands: Sequence[Tensor], state: Tensor, program: st
 _LIBRARY = torch.library.Library("dsf", "FRAGMENT")
 _LIBRARY.define("matrix_step(Tensor[] operands, Tensor? state, str program) -> (Tensor, Tensor)")
 _LIBRARY.define("matrix_step_(Tensor[] operands, Tensor(a!) state, str program) -> Tensor")
-_LIBRARY.impl("matrix_step", _step, "CompositeExplicitAutograd")
-_LIBRARY.impl("matrix_step_", _step_in_place, "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_step", at_tensors(_step), "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_step_", at_tensors(_step_in_place), "CompositeExplicitAutograd")
 torch.library.register_fake("dsf::matrix_step", _step_shapes, lib=_LIBRARY)
 torch.library.register_fake("dsf::matrix_step_", _step_in_place_shapes, lib=_LIBRARY)
 matrix_step = torch.ops.dsf.matrix_step.default
