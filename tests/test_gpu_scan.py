@@ -216,7 +216,9 @@ def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> No
     assert needed < 0.9 * min(v.numel() * v.element_size() for v in views.values() if v.shape == kept.shape)
     leaves = [[v.detach().requires_grad_() for v in given.values()] for given in (x, views)]
     grads = [torch.autograd.grad(recurrence(*given, backend="triton").float().sum(), given) for given in leaves]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    # compiled for other strides, a product and a sum may be fused elsewhere: the last bit of bfloat16
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6 * a.abs().max().item())
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
