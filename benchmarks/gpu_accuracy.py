@@ -10,11 +10,10 @@ and the same of fla, where it is installed (`--peers`; its gates, which it takes
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 from gpu_matrix import draw
-from gpu_page import put_into
+from gpu_page import add_options, shows
 from gpu_peers import operator
 
 from dsf.mixers import get
@@ -73,15 +72,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--only", nargs="*", default=NAMES)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", default="")
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--into", type=Path)
+    add_options(parser)
     options = parser.parse_args()
-    if options.page:
-        text = page(json.loads(options.page.read_text()))
-        put_into(options.into, options.page.name, text) if options.into else print(text)
+    if shows(options, page):
         return
     rows = []
     for name in options.only:

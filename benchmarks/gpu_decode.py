@@ -1,7 +1,7 @@
 """Times the decode step on a CUDA GPU, and the peers': one token of every sequence, the state read and written once.
 
 python benchmarks/gpu_decode.py [--only mlstm] [--batch 1 128 1024] [--json benchmarks/results/gpu_decode.json]
-python benchmarks/gpu_decode.py --page benchmarks/results/gpu_decode.json   # the table of docs/performance.md
+python benchmarks/gpu_decode.py --page benchmarks/results/gpu_decode.json --into docs/performance.md   # its table
 
 bfloat16 inputs, float32 states overwritten in place and rotated over more memory than the L2 holds. "kernel" is the
 launch alone (a CUDA graph of steps), "call" a public call on the host's clock. Peers (gpu_peers.py) do what they do on
@@ -12,10 +12,10 @@ Steps are compared with float64 by tests/test_gpu_calls.py.
 import argparse
 import json
 import time
-from pathlib import Path
 
 import torch
 from gpu_matrix import draw, machine
+from gpu_page import add_options, shows
 from gpu_peers import step_of
 
 from dsf.mixers import get
@@ -115,12 +115,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(SHAPES))
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 128, 1024])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--commit", default="")
+    add_options(parser)
     options = parser.parse_args()
-    if options.page:
-        print(page(json.loads(options.page.read_text())))
+    if shows(options, page):
         return
     data = {"machine": machine(options.commit), "rows": []}
     for name in options.only:

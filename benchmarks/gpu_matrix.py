@@ -21,11 +21,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from gpu_compile import compile_all, limit, tune_quickly
-from gpu_page import page, put_into
+from gpu_page import add_options, page, shows
 from gpu_peers import Unfit, operator, peers_of
 
 import dsf
@@ -328,20 +327,15 @@ def put(rows, record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(ROWS), help="rows; also `first` for first calls")
+    parser.add_argument("--only", nargs="*", default=["first", *ROWS], help="rows; `first`: first calls")
     parser.add_argument("--sides", nargs="*", default=[], help="ours and peers; all present unless named")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", action="store_true")
     parser.add_argument("--compile", nargs="*", help="sides to compile on all cores first; all unless named")
     parser.add_argument("--limit", type=int, default=120)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--into", type=Path)
+    add_options(parser)
     parser.add_argument("--first")
     options = parser.parse_args()
-    if options.page:
-        text = page(json.loads(options.page.read_text()))
-        put_into(options.into, options.page.name, text) if options.into else print(text)
+    if shows(options, page):
         return
     if options.first:
         print(first_call(options.first))

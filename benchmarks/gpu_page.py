@@ -1,4 +1,7 @@
-"""The tables of docs/performance.md from benchmarks/results/gpu_matrix.json: what was measured, nothing else."""
+"""The tables of docs/performance.md: what is in benchmarks/results, nothing else. Here that of gpu_matrix.json."""
+
+import json
+from pathlib import Path
 
 HEAD = [
     "recurrence", "heads x N x P", "T", "ours ms", "peak MiB", "floor ms", "ours ÷ floor", "peer", "peer ms",
@@ -82,6 +85,23 @@ def page(data):
         calls = ", ".join(f"{r['name']} {r['seconds']:.1f} s" for r in data["first"])
         text += f"\n\nFirst forward+backward call of a new recurrence, nothing compiled before: {calls}."
     return text
+
+
+def add_options(parser):
+    """What every script says of its record and its table."""
+    parser.add_argument("--json", type=Path, help="where the record is written")
+    parser.add_argument("--commit", default="", help="which commit the record is of, where there is no git")
+    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
+    parser.add_argument("--into", type=Path, help="and put the table into this page")
+
+
+def shows(options, page):
+    """True where the table of a record was asked for; it is printed, or put into a page."""
+    if options.page is None:
+        return False
+    text = page(json.loads(options.page.read_text()))
+    put_into(options.into, options.page.name, text) if options.into else print(text)
+    return True
 
 
 def put_into(path, name, text):

@@ -1,7 +1,7 @@
 """Times the fused scan on a CUDA GPU beside mamba-ssm's CUDA kernel and accelerated_scan, after checking it.
 
 python benchmarks/gpu_scan.py [--only s6 given] [--peers] [--json benchmarks/results/gpu_scan.json]
-python benchmarks/gpu_scan.py --page benchmarks/results/gpu_scan.json   # the table of docs/performance.md
+python benchmarks/gpu_scan.py --page benchmarks/results/gpu_scan.json --into docs/performance.md   # its table
 
 Public calls in bfloat16 (peers: their own operators, in their own layout), B·T = 32,768 tokens, 4096 channels; medians
 of CUDA-event timings with a cold L2. Peers need `selective_scan_cuda` (built from mamba-ssm's csrc/selective_scan) and
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from gpu_page import add_options, shows
 
 import dsf
 from dsf import Key, Param, System, Value, exp, silu, softplus
@@ -177,12 +178,9 @@ def main():
     parser.add_argument("--only", nargs="*", default=list(ROWS))
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--merge", action="store_true", help="keep the JSON's rows that are not measured now")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--commit", default="")
+    add_options(parser)
     options = parser.parse_args()
-    if options.page:
-        print(page(json.loads(options.page.read_text())))
+    if shows(options, page):
         return
     import triton
 

@@ -4,6 +4,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -27,6 +29,7 @@ def test_the_table_of_the_matrix_families_is_the_record():
     assert {r["run"] for r in data["rows"]} <= data["runs"].keys()
 
 
-def test_the_table_of_bfloat16_errors_is_the_record(monkeypatch):
+@pytest.mark.parametrize("name", ["gpu_accuracy", "gpu_decode", "gpu_scan"])
+def test_the_other_tables_are_their_records(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    assert_page_shows("gpu_accuracy.json", load("gpu_accuracy").page)
+    assert_page_shows(f"{name}.json", load(name).page)
