@@ -196,13 +196,19 @@ class _Writer:
         """y of NUM, DEN and the inputs; None where what the kernels read is y."""
         spec, skip = self.spec, self.spec.system.D
         if spec.rule is None:
-            return None if skip is ZERO else WRITTEN + skip
+            read = times(WRITTEN, self.ops.gate)
+            return read + skip if skip is not ZERO else read if self.gated else None
         num, den = WRITTEN, WEIGHT
         if skip is not ZERO:
             assert spec.ones is not None
             num, den = num + skip, den + spec.ones.system.D
         one = UNIT if self.ops.gains is None else exp(minimum(-READ, 80.0))
         return substitute(spec.rule, {NUM: num, DEN: den, ONE: one})
+
+    @property
+    def gated(self) -> bool:
+        """True where channels are read with gains of their own, whose gradients need what was read."""
+        return self.ops.gate is not UNIT
 
     def _factor(self) -> Expr | None:
         """What num is times in y, where y is that product and no more inputs are in it: a quotient."""
@@ -286,7 +292,7 @@ class _Writer:
         return self._function("prologue", stores)
 
     def finish(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where nothing else needs num.
+        """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where it can be made there.
 
         What it loads comes from a function of its own, which is called long before; values come from the walk.
         """
@@ -321,7 +327,8 @@ class _Writer:
         """The values and the Param of one number a head that a skip is made of, where their gradients can be made by
         the chunk kernels: nothing else is in the skip, and they are nowhere else."""
         ops, skip = self.ops, self.spec.system.D
-        if self.y is None or self.spec.rule is not None or ops.erases or ops.keywise or self.finish() is None:
+        other = self.gated or self.spec.rule is not None or ops.erases or ops.keywise
+        if self.y is None or other or self.finish() is None:
             return None
         found = inputs_of(skip)
         values = [x for x in found if x.attrs[0] == self.bare.get("value")]
@@ -344,8 +351,8 @@ class _Writer:
         return ["def skip_adjoint(loaded, dy, value):", *_body(body)], ()
 
     def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Stores y."""
-        if self.y is None or self.finish() is not None:
+        """Stores y, where the walk cannot, or a backward pass needs what it reads."""
+        if self.y is None or (self.finish() is not None and not self.gated):
             return None
         return self._function("readout", [(self.y, Access(".y", None, True, False, True, True))])
 
@@ -355,7 +362,7 @@ class _Writer:
         Of a quotient instead: what reads are times, so that y's gradient is the gradient of what was read, and the
         gradient of den over that, by y itself: Σ dy·num = Σ dy·y / factor.
         """
-        if self.y is None or self.spec.rule is None:
+        if self.y is None or (self.spec.rule is None and not self.gated):
             return None
         if self.factor is not None:
             moved = derivatives(self.factor, UNIT, [WEIGHT])[0] / self.factor
@@ -363,11 +370,13 @@ class _Writer:
             factor, den = (Access(name, None, True, False, False, True) for name in (".factor", ".dden"))
             return self._function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
         slopes = derivatives(_total([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
+        num = (slopes[0], Access(".dnum", None, True, False, True, True))
+        if self.gated:
+            return self._function("readout_adjoint", [num])
         den = Access(".dtail", None, True, False, True, True, tail=True)
         if not self.column:
             den = Access(".dden", None, True, False, False, True)
-        stores = [(slopes[0], Access(".dnum", None, True, False, True, True)), (slopes[1], den)]
-        return self._function("readout_adjoint", stores)
+        return self._function("readout_adjoint", [num, (slopes[1], den)])
 
     def direct(self) -> dict[str, str]:
         """Inputs whose gradient is that of one operand, just as the kernels give it: input name -> operand."""
@@ -455,7 +464,7 @@ class _Writer:
         )  # fmt: skip
         return Program(
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
-            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.factor is not None,
+            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.gated, self.factor is not None,
             None if self.beside is None else self.beside[1].attrs[0], self.ops.gains is not None,
             self.ops.floor if self.ops.lefts else None, dict(accesses),
         )  # fmt: skip

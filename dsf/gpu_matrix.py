@@ -29,7 +29,7 @@ Timed = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Operands:
-    """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = read · query' S: expressions, one a micro-step.
+    """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = gate · read · query' S: expressions by micro-step.
 
     Where lefts are given: S = (a + left right') S + key value'. decays are logarithms when `log`, none of them further
     from zero than floor; ones: value of the column driven by ones; gains: exponents of a running maximum.
@@ -46,6 +46,7 @@ class Operands:
     keywise: bool
     ones: tuple[Expr, ...] | None
     gains: tuple[Expr, ...] | None
+    gate: Expr = UNIT
     lefts: tuple[Expr, ...] | None = None
     rights: tuple[Expr, ...] | None = None
     floor: float = -math.inf
@@ -123,7 +124,8 @@ def operands_of(spec: Spec) -> Operands:
     general = spec.rank == 1 and not all(_is_delta(r) for r in spec.rows)
     rows = [_row(r, general) for r in spec.rows]
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
-    read, query = split_scale(spec.readout)
+    gate, core = spec.gated_read
+    read, query = split_scale(core)
     ones = None
     if spec.ones is not None:
         ones = tuple(r.terms[0].value if r.terms else ZERO for r in spec.ones.rows)
@@ -139,7 +141,7 @@ def operands_of(spec: Spec) -> Operands:
         gains = tuple(_gain(r) for r in spec.rows)
     found = Operands(
         query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
-        logs is not None, keywise, ones, gains,
+        logs is not None, keywise, ones, gains, gate,
     )  # fmt: skip
     if general:
         found = _rank_one(spec, found)

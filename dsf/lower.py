@@ -67,6 +67,13 @@ class Lowered:
     one: Tensor | None = None
     gain: Tensor | None = None
 
+    @property
+    def whole(self) -> Problem:
+        """The Problem whose output is y, of a system that is not normalised: its readout with all of C in it."""
+        if self.rescale is None:
+            return self.problem
+        return replace(self.problem, readout=self.problem.readout * self.rescale.unsqueeze(-2), skip=self.skip)
+
 
 def lower(
     spec: Spec,
@@ -87,7 +94,8 @@ def lower(
     factors = decay_factors(spec) if compact and valid is None else None
     decay, log = (values(factors[0]), True) if factors else _decays(spec, values, tokens)
     own = -1 if compact else heads
-    readout = values(spec.readout).expand(batch, tokens, own, -1, -1)
+    gate, core = spec.gated_read
+    readout = values(core).expand(batch, tokens, own, -1, -1)
     key, value, gain = _injections(spec, values, shape, layout, own)
     dense = _dense(spec, values, shape, layout)
     low: dict[str, Tensor | None] = {}
@@ -102,6 +110,9 @@ def lower(
     if valid is not None:
         problem = _mask(problem, valid)
         gain = None if gain is None else torch.where(_rows(valid, spec.micro), gain, EMPTY)
+    if gate is not const(1):
+        skip = _skip(values, spec.system.D, None, layout)
+        return Lowered(problem, start, layout, rescale=values(gate).squeeze(-2), skip=skip)
     if not spec.is_stabilised:
         return Lowered(_with_skip(spec, problem, values, layout), start, layout)
     assert gain is not None
@@ -118,7 +129,7 @@ def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
     if not spec.is_elementwise or spec.decay_axes != {KEY, VALUE} or spec.log_decays is None or len(spec.rows) > 1:
         return None
     (row,) = spec.rows
-    if spec.ones is not None or row.dense is not None or len(row.terms) != 1 or len(spec.readout.axes) == 2:
+    if spec.ones is not None or row.dense is not None or len(row.terms) != 1 or len(spec.gated_read[1].axes) == 2:
         return None
     timed = {i.name for i in spec.inputs if i.kind.time}
     fixed = moving = const(1)
@@ -449,12 +460,12 @@ def _gauged_skip(spec: Spec, values: Evaluator, layout: Columns, level: Tensor) 
 
 def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
     """From the Problem's output [B, T, H, columns] and state to y [B, T, H, P] and the state with all its columns."""
-    if spec.rule is None:
-        return y, final
     if lowered.rescale is not None:
         y = y * lowered.rescale
     if lowered.skip is not None:
         y = y + lowered.skip
+    if spec.rule is None:
+        return y, final
     p = lowered.columns.p
     one = values.full(1.0).squeeze(-2) if lowered.one is None else lowered.one
     y = apply_rule(spec, values, y[..., :p], y[..., p:], one)

@@ -59,6 +59,22 @@ class Spec:
         return self.system.C
 
     @cached_property
+    def gated_read(self) -> tuple[Expr, Expr]:
+        """C = gate · read: gains of single channels, which y may be multiplied by instead, and what reads the state.
+
+        gate is 1 where the rest would differ by channel too, where there is no Key axis to read along, and in
+        normalised systems, whose rule sees what was read.
+        """
+        gate, read = const(1), const(1)
+        for factor, inverse in factors_of(self.readout):
+            mine = VALUE in factor.axes and KEY not in factor.axes
+            whole = gate if mine else read
+            whole = whole / factor if inverse else times(whole, factor)
+            gate, read = (whole, read) if mine else (gate, whole)
+        plain = self.rule is not None or VALUE in read.axes or not self.has_key or gate is const(1)
+        return (const(1), self.readout) if plain else (gate, read)
+
+    @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The micro-steps in normal form."""
         rows: list[Row] = []
@@ -147,7 +163,7 @@ class Spec:
         if self.rank or self.is_softmax:
             return False
         wide = self.decay_axes == {KEY, VALUE} or any(r.dense is not None for r in self.rows)
-        return wide or not self.has_key or VALUE in self.readout.axes
+        return wide or not self.has_key or VALUE in self.gated_read[1].axes
 
     @cached_property
     def is_constant_decay(self) -> bool:

@@ -328,7 +328,7 @@ def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Tra
     sizes = bound.sizes
     values = Evaluator(environment(spec, bound), sizes.keys, sizes.p)
     shape = (sizes.batch, sizes.tokens, sizes.heads, sizes.n)
-    problem = lower(spec.unnormalised, values, shape, None, None).problem
+    problem = lower(spec.unnormalised, values, shape, None, None).whole
     gauge = None
     if spec.system.gauge is not None:
         gauge = values(spec.system.gauge).squeeze(-1).squeeze(-1).expand(shape[:3])

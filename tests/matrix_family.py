@@ -67,5 +67,17 @@ def moving_rows(q: Key, k: Key, v: Value, a: Key, b: Key, s: Scalar) -> System:
     return System(A=I + sigmoid(s) * outer(l2norm(a) - l2norm(b), l2norm(b)), B=k * v, C=q)
 
 
+@dsf.recurrence
+def gated(q: Key, k: Key, v: Value, a: Scalar, o: Value, w: Param[Value]) -> System:
+    """Channels read with gates of their own, and a skip beside them."""
+    return System(A=sigmoid(a), B=k * v, C=q * (sigmoid(a) * sigmoid(o)), D=w * v)
+
+
+@dsf.recurrence
+def late_gate(q: Key, k: Key, v: Value, g: Key, b: Scalar, o: Value, w: Param[Value]) -> System:
+    """Rows that decay under a delta rule, read before the update through gates that are an input and a parameter."""
+    return System(A=(I - sigmoid(b) * outer(k, k)) @ diag(exp(g)), B=k * v, C=q * (o * exp(w)), read="before")
+
+
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
-UNSEEN += [leaning_rows, moving_rows]
+UNSEEN += [leaning_rows, moving_rows, gated, late_gate]

@@ -26,6 +26,11 @@ def scalar(q: Key, k: Key, v: Value, a: Scalar, D: Param[Value]):
 
 
 @dsf.recurrence
+def gated(q: Key, k: Key, v: Value, a: Scalar, o: Value, D: Param[Value]):
+    return System(A=sigmoid(a), B=k * v, C=q * (sigmoid(a) * sigmoid(o)), D=D * v)
+
+
+@dsf.recurrence
 def signed(q: Key, k: Key, v: Value, a: Scalar):
     """Negative decays, and decays of exactly zero."""
     return System(A=where(a > 0.5, 0.0, 1.5 * sigmoid(a) - 0.5), B=k * v, C=q)
@@ -134,9 +139,9 @@ def softmax(q: Key, k: Key, v: Value):
 
 
 FINITE = [
-    identity, constant, scalar, signed, key_diagonal, read_before, value_diagonal, hadamard, dense_write, two_writes,
-    vector, delta, gated_delta, key_delta, rank_one, channel_delta, product, normalised, stabilised, stabilised_delta,
-    normalised_product,
+    identity, constant, scalar, gated, signed, key_diagonal, read_before, value_diagonal, hadamard, dense_write,
+    two_writes, vector, delta, gated_delta, key_delta, rank_one, channel_delta, product, normalised, stabilised,
+    stabilised_delta, normalised_product,
 ]  # fmt: skip
 ALL = [*FINITE, softmax]
 

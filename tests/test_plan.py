@@ -14,6 +14,7 @@ STRUCTURES = {
     "identity": ("identity", "decay chunks"),
     "constant": ("constant decay", "decay chunks"),
     "scalar": ("scalar decay", "decay chunks"),
+    "gated": ("scalar decay", "decay chunks"),
     "signed": ("scalar decay", "decay chunks"),
     "key_diagonal": ("key-diagonal decay", "decay chunks"),
     "read_before": ("key-diagonal decay", "decay chunks"),

@@ -1,5 +1,6 @@
 """Random declarations: whatever the language lets a user combine, every form computes the same, gradients included."""
 
+from collections.abc import Callable
 from typing import Any
 
 import structures
@@ -40,22 +41,30 @@ SKIPS = [dsf.expr.const(0), X["pv"] * X["v"], dot(X["q"], X["k"]) * X["v"], exp(
 RULES = [None, None, dsf.ratio, lambda num, den, one: num / maximum(dsf.abs(den), one)]
 
 
-@st.composite
-def systems(draw: st.DrawFn) -> System:
+def system_of(
+    pick: Callable[[list[Any]], Any],
+    decays: list[Any] = DECAYS,
+    corrections: list[Any] = CORRECTIONS,
+    writes: list[Any] = WRITES,
+    gains: list[Any] = GAINS,
+) -> System:
     """One or two micro-steps of any decay, correction and injection; any readout, skip and normalisation."""
     steps = []
-    for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
-        decay, low = diag(draw(st.sampled_from(DECAYS))), draw(st.sampled_from(CORRECTIONS))
+    for _ in range(pick([1, 1, 1, 2])):
+        decay, low = diag(pick(decays)), pick(corrections)
         if low is not None:
-            decay = draw(st.sampled_from([decay - low, decay @ (I - low), (I - low) @ decay]))
-        write, gain = draw(st.sampled_from(WRITES)), draw(st.sampled_from(GAINS))
+            decay = pick([decay - low, decay @ (I - low), (I - low) @ decay])
+        write, gain = pick(writes), pick(gains)
         steps.append(System(A=decay, B=write if gain is None else exp(gain) * write))
-    rule = draw(st.sampled_from(RULES))
+    rule = pick(RULES)
     last = System(
-        A=steps[-1].A, B=steps[-1].B, C=draw(st.sampled_from(READS)), D=draw(st.sampled_from(SKIPS)),
-        read=draw(st.sampled_from(["after", "before"])), normalize=rule, drive=None if rule is None else X["v"],
+        A=steps[-1].A, B=steps[-1].B, C=pick(READS), D=pick(SKIPS),
+        read=pick(["after", "before"]), normalize=rule, drive=None if rule is None else X["v"],
     )  # fmt: skip
     return compose(*steps[:-1], last)
+
+
+systems = st.composite(lambda draw: system_of(lambda choices: draw(st.sampled_from(choices))))
 
 
 def declare(system: System) -> dsf.Recurrence | None:

@@ -13,6 +13,8 @@ from matrix_family import (
     fading_delta,
     fading_rows,
     forgetful_delta,
+    gated,
+    late_gate,
     late_ratio,
     leaning_rows,
     swinging,
@@ -68,6 +70,14 @@ def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
 
 
+@pytest.mark.parametrize("recurrence", [gated, late_gate], ids=lambda r: r.name)
+def test_a_call_without_gradients_keeps_nothing_and_reads_the_same(recurrence):
+    given = {name: x.float() for name, x in sample(recurrence, tokens=37).items()}
+    y = recurrence(**given, backend="triton")
+    taught = recurrence(**{name: x.requires_grad_() for name, x in given.items()}, backend="triton")
+    assert_same([y], [taught.detach().double()], 1e-6)
+
+
 @pytest.mark.parametrize("recurrence", [fading_rows, fading_delta, leaning_rows], ids=lambda r: r.name)
 @pytest.mark.parametrize("strength", [-0.05, 0.01, 1.0, 30.0])  # states grow, hardly decay, decay, forget
 def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
@@ -99,7 +109,16 @@ def test_stronger_decays_in_the_future_change_no_bit_of_the_past(recurrence, str
 
 @pytest.mark.parametrize(
     "recurrence",
-    [forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_delta, leaning_rows, get("ssd").recurrence],
+    [
+        forgetful_delta,
+        late_ratio,
+        driven_ratio,
+        erasing_ratio,
+        fading_delta,
+        leaning_rows,
+        late_gate,
+        get("ssd").recurrence,
+    ],
     ids=lambda r: r.name,
 )
 @pytest.mark.parametrize("tokens", [1, 15, 17])
@@ -252,12 +271,14 @@ def test_the_plan_shows_the_printed_source():
     assert all(f"def {name}(" in source for name in ("levels", "prologue", "finish", "readout_adjoint", "adjoint"))
 
 
-@pytest.mark.parametrize("name", ["mlstm", "delta_product", "ssd", "rwkv6", "rwkv7"])
-def test_operator_passes_opcheck(name):
+CHECKED = [get(name).recurrence for name in ("mlstm", "delta_product", "ssd", "rwkv6", "rwkv7")]
+
+
+@pytest.mark.parametrize("recurrence", [*CHECKED, gated, late_gate], ids=lambda r: r.name)
+def test_operator_passes_opcheck(recurrence):
     from dsf.gpu_matrix import program_of
     from dsf.kernels.triton.mixer_ops import matrix_mixer
 
-    recurrence = get(name).recurrence
     given = {n: x.float().requires_grad_() for n, x in sample(recurrence, batch=1, tokens=5, heads=1).items()}
     state = torch.zeros(1, 1, *recurrence.state_shape(N=3, P=4), requires_grad=True)
     program = program_of(recurrence.spec)[1]

@@ -64,7 +64,7 @@ def _run(
         call.keep_level(level)
         saved.append(level)
     saved += call.make()
-    wide = "readout" in known.accesses
+    wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
     y, final, kept, den = _chunks(call, start, wide, keep)
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
@@ -77,7 +77,7 @@ def _run(
     saved += kept
     if wide:
         call.keep_output(y, den)
-        if known.ones:  # the backward pass of a quotient needs y, not num
+        if known.ones or known.gated:  # the backward pass of a quotient needs y, not num
             saved += ([] if known.quotient else [y]) + ([] if den is None else [den])
         y = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
         call.tensors[".y"] = y
@@ -100,7 +100,7 @@ def _chunks(
         return *rank_one_ops.forward(**arguments, wide=wide, keep=keep, real=call.real), None
     kernels: Callable[..., Any] = matrix._chunk_matrix if call.real else matrix._chunk_matrix_shapes
     finish = None
-    if "finish" in call.program.accesses:
+    if not wide and "finish" in call.program.accesses:
         f = call.program.functions
         finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"])
     rows: list[Tensor] | None = [] if keep else None
@@ -253,7 +253,7 @@ def _backward(
     if known.stabilised:
         call.keep_level(rest.pop(0))
     call.keep([rest.pop(0) for _ in known.made])
-    outputs = 2 if call.inside else int(known.ones)
+    outputs = 2 if call.inside else int(known.ones or known.gated)
     if known.quotient:
         call.tensors |= {".den": rest[-2], ".y": rest[-1]}
     elif outputs:

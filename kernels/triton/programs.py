@@ -83,6 +83,7 @@ class Made:
 class Program:
     """What the operator knows of a spec. accesses: of each printed function; direct: input -> operand whose gradient
     is its own; ones: there is a normaliser, column: as a column beside the values, where the chunk kernels have none;
+    gated: channels are read with gains of their own, whose gradients need what was read;
     quotient: y is what was read times a factor that the normaliser makes; skip: the Param in what is added to it, where
     the chunk kernels make its gradient; floor: what no log decay is further from
     zero than, given where transitions are diagonal plus rank one; the rest is as the declaration has it."""
@@ -97,6 +98,7 @@ class Program:
     keywise: bool
     ones: bool
     column: bool
+    gated: bool
     quotient: bool
     skip: str | None
     stabilised: bool
