@@ -1,7 +1,7 @@
 """Matrix-family recurrences that are in no library, for the tests of the chunk kernels."""
 
 import dsf
-from dsf import I, Key, Param, Scalar, System, Value, diag, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
+from dsf import I, Key, Param, Scalar, Steps, System, Value, diag, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
 
 
 @dsf.recurrence
@@ -79,5 +79,11 @@ def late_gate(q: Key, k: Key, v: Value, g: Key, b: Scalar, o: Value, w: Param[Va
     return System(A=(I - sigmoid(b) * outer(k, k)) @ diag(exp(g)), B=k * v, C=q * (o * exp(w)), read="before")
 
 
+@dsf.recurrence
+def single_steps(q: Steps[Key, 1], k: Steps[Key, 1], v: Steps[Value, 1], beta: Steps[Scalar, 1], a: Scalar) -> System:
+    """A delta rule of one micro-step that is declared as a list of one: every input but one has an axis of size 1."""
+    return System(A=sigmoid(a) * (I - beta[0] * outer(k[0], k[0])), B=k[0] * (beta[0] * v[0]), C=q[0])
+
+
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
-UNSEEN += [leaning_rows, moving_rows, gated, late_gate]
+UNSEEN += [leaning_rows, moving_rows, gated, late_gate, single_steps]

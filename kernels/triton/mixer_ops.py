@@ -275,6 +275,8 @@ def _backward(
         made = "skip" if a.role == known.skip else known.direct.get(a.role)
         x = call.need(f".grad_{a.role}") if made is None else found[made]
         if a.time:
+            if made is not None and a.step == 1:  # the kernels' rows are its micro-steps: they have no axis for one
+                x = x.unsqueeze(2)
             out.append(_sum_heads(x, like, like.dim() - 1 - a.key - a.value))
         else:
             out.append(x.sum(0).to(like.dtype))
