@@ -105,6 +105,13 @@ def _check_features(spec: Spec) -> None:
             "System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=ratio); cut them with taylor_features "
             "for anything else"
         )
+    assert spec.ones is not None
+    (ones,) = spec.ones.rows[0].terms
+    if ones.value is not const(1):
+        raise TraceError(
+            f"softmax attention divides by the sum of its weights, but with {spec.drives[0]} = 1 there remains "
+            f"{ones.value} in B, which would be in that sum too; give values that are scaled already as the input"
+        )
 
 
 def _has_kernel_trick(spec: Spec) -> bool:

@@ -139,18 +139,31 @@ def test_the_future_changes_nothing():
 
 @dsf.recurrence
 def scaled_heads(q: Key, k: Key, v: Value, w: Param[Key], g: Scalar):
-    return System(A=I, B=exp_features(k * w) * (g * v), C=exp_features(q), normalize=dsf.ratio, drive=v)
+    return System(A=I, B=exp_features(g * k * w) * v, C=exp_features(q), normalize=dsf.ratio)
 
 
 @FORMS
 def test_parameters_of_a_head_are_not_shared_by_its_group(form):
     (q, k, v), w = operands(), torch.randn(6, 3, dtype=torch.float64)
-    g = torch.randn(2, 7, 2, dtype=torch.float64)
+    g = torch.randn(2, 7, 3, dtype=torch.float64)
     y, cache = scaled_heads(q, k, v, w, g, form=form, return_state=True)
-    wide_k = k.repeat_interleave(3, 2) * w
-    wide_v = v.repeat_interleave(2, 2) * g.repeat_interleave(3, 2).unsqueeze(-1)
-    assert_same(y, sdpa(q, wide_k, wide_v))
-    assert cache.k.shape[1] == cache.v.shape[1] == 6, "2 groups beside 3 groups differ on 6 heads"
+    wide_k = k.repeat_interleave(3, 2) * g.repeat_interleave(2, 2).unsqueeze(-1) * w
+    assert_same(y, sdpa(q, wide_k, v.repeat_interleave(2, 2)))
+    assert (cache.k.shape[1], cache.v.shape[1]) == (6, 3), "a parameter of 6 heads spreads the keys alone"
+
+
+@dsf.recurrence
+def groups_of_groups(q: Key, k: Key, v: Value, g: Scalar):
+    return System(A=I, B=exp_features(g * k) * v, C=exp_features(q), normalize=dsf.ratio)
+
+
+@FORMS
+def test_groups_of_different_sizes_meet_on_all_heads(form):
+    (q, k, v), g = operands(), torch.randn(2, 7, 3, dtype=torch.float64)
+    y, cache = groups_of_groups(q, k, v, g, form=form, return_state=True)
+    wide_k = k.repeat_interleave(3, 2) * g.repeat_interleave(2, 2).unsqueeze(-1)
+    assert_same(y, sdpa(q, wide_k, v.repeat_interleave(2, 2)))
+    assert (cache.k.shape[1], cache.v.shape[1]) == (6, 3), "2 groups beside 3 groups differ on 6 heads"
 
 
 @pytest.mark.parametrize("form", ["auto", "recurrent", "naive"])

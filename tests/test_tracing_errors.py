@@ -108,6 +108,14 @@ def features_in_the_skip(q: Key, k: Key, v: Value):
     return System(A=I, B=k * v, C=q, D=dot(exp_features(q), exp_features(k)) * v)
 
 
+def features_with_weights(q: Key, k: Key, v: Value, g: Scalar):
+    return System(A=I, B=exp_features(k) * (g * v), C=exp_features(q), normalize=dsf.ratio)
+
+
+def features_of_bent_values(q: Key, k: Key, v: Value):
+    return System(A=I, B=exp_features(k) * dsf.tanh(v), C=exp_features(q), normalize=dsf.ratio, drive=v)
+
+
 def inverse_quotient(q: Key, k: Key, v: Value):
     return System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=lambda num, den: num / num)
 
@@ -250,6 +258,8 @@ ON_THE_WHOLE = [
     (features_without_quotient, "exponential features have the kernel trick only as softmax attention"),
     (features_with_decay, "exponential features have the kernel trick only as softmax attention"),
     (features_in_the_skip, "exponential features have the kernel trick only as softmax attention"),
+    (features_with_weights, "with v = 1 there remains g in B, which would be in that sum too"),
+    (features_of_bent_values, "with v = 1 there remains tanh.1. in B, which would be in that sum too"),
     (inverse_quotient, "exponential features have the kernel trick only as softmax attention"),
     (ambiguous_drive, r"which input drives it is not clear: expected one bare Value factor in B, found v, w; pass"),
     (no_drive, "expected one bare Value factor in B, found none"),
