@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dsf.annotations import Kind
 from dsf.errors import TraceError
-from dsf.expr import KEY, VALUE, Expr, as_expr, const, inputs_of, show, substitute
+from dsf.expr import KEY, VALUE, Expr, const, inputs_of, show, substitute
 from dsf.operator import Normal, factors_of, normal_form, split_scale, times
 from dsf.primitives import log_of
-from dsf.system import DEN, NUM, ONE, System
+from dsf.system import System, rule_of
 
 
 @dataclass(frozen=True)
@@ -216,13 +215,7 @@ class Spec:
     @cached_property
     def rule(self) -> Expr | None:
         """normalize as an expression of the inputs num, den, one."""
-        rule = self.system.normalize
-        if rule is None:
-            return None
-        count = len(inspect.signature(rule).parameters)
-        if count not in (2, 3):
-            raise TraceError(f"normalize takes rule(num, den) or rule(num, den, one), not {count} arguments")
-        return as_expr(rule(*(NUM, DEN, ONE)[:count]))
+        return None if self.system.normalize is None else rule_of(self.system.normalize)
 
     @cached_property
     def is_stabilised(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dsf.errors import TraceError
-from dsf.expr import KEY, VALUE, Expr, as_expr, const
+from dsf.expr import KEY, VALUE, Expr, as_expr, const, substitute
 from dsf.operator import Operator, as_operator
 
 Rule = Callable[..., Expr]
@@ -67,6 +68,12 @@ class System:
                     f"gauge = {self.gauge} must be a Scalar expression, it varies over {set(self.gauge.axes)}"
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.normalize is not None:  # most rules are lambdas, which no pickle takes
+            state["normalize"] = WrittenRule(rule_of(self.normalize))
+        return state
+
     @property
     def micro_steps(self) -> tuple[System, ...]:
         """The systems of one token, the first to act first."""
@@ -113,3 +120,26 @@ def ratio(num: Expr, den: Expr) -> Expr:
 NUM = Expr("output", (), ("num", None), frozenset({VALUE}))
 DEN = Expr("output", (), ("den", None), frozenset({VALUE}))
 ONE = Expr("output", (), ("one", None), frozenset({VALUE}))
+
+
+def rule_of(rule: Rule) -> Expr:
+    """A normalisation as an expression of num, den, one. Raises TraceError for another number of arguments.
+
+    Arguments that have defaults are the rule's own affair.
+    """
+    asked = [x for x in inspect.signature(rule).parameters.values() if x.default is x.empty]
+    if len(asked) not in (2, 3) or any(x.kind not in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) for x in asked):
+        names = ", ".join(map(str, asked))
+        raise TraceError(f"normalize takes rule(num, den) or rule(num, den, one), not rule({names})")
+    return as_expr(rule(*(NUM, DEN, ONE)[: len(asked)]))
+
+
+@dataclass(frozen=True)
+class WrittenRule:
+    """A rule by the expression that it gave, in copies and pickles of a System."""
+
+    expr: Expr
+
+    def __call__(self, num: Expr, den: Expr, one: Expr) -> Expr:
+        """The expression, of these."""
+        return substitute(self.expr, {NUM: num, DEN: den, ONE: one})

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import structures
@@ -190,7 +191,13 @@ def test_a_call_leaves_its_inputs_and_its_state_alone():
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
 def test_recurrences_are_copied_and_pickled_with_the_modules_that_hold_them(again):
-    for r in (structures.gated_delta, structures.softmax, structures.normalised, structures.product):
+    for r in (
+        structures.gated_delta,
+        structures.softmax,
+        structures.normalised,
+        structures.stabilised,
+        structures.product,
+    ):
         inputs = structures.sample(r)
         assert torch.equal(again(r)(**inputs), r(**inputs))
         assert str(again(r)) == str(r)
@@ -246,3 +253,18 @@ def test_second_derivatives_are_right_or_refused(recurrence):
             continue
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7, msg=lambda m, form=form: f"{form}: {m}")
+
+
+def test_arguments_of_a_rule_that_have_defaults_are_its_own():
+    def declare(rule):
+        @dsf.recurrence
+        def quotient(q: Key, k: Key, v: Value):
+            return System(A=I, B=dsf.elu1(k) * v, C=dsf.elu1(q), normalize=rule)
+
+        return quotient
+
+    given = structures.sample(declare(dsf.ratio))
+    expected = declare(lambda num, den: num / (den + 0.5))(**given)
+    named = partial(lambda num, den, *, eps: num / (den + eps), eps=0.5)
+    for rule in (lambda num, den, eps=0.5: num / (den + eps), named):
+        assert torch.equal(declare(rule)(**given), expected)

@@ -144,6 +144,10 @@ def rule_of_one(q: Key, k: Key, v: Value):
     return System(A=I, B=k * v, C=q, normalize=lambda num: num)
 
 
+def rule_of_many(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, normalize=lambda *parts: parts[0] / parts[1])
+
+
 def rule_without_num(q: Key, k: Key, v: Value):
     return System(A=I, B=k * v, C=q, normalize=lambda num, den: 3)
 
@@ -266,7 +270,8 @@ ON_THE_WHOLE = [
     (foreign_drive, "drive = x does not occur in B"),
     (foreign_drives, r"drive = x\[0\] does not occur in B"),
     (rule_without_num, "normalize = 3 does not use num, the output that it normalises"),
-    (rule_of_one, r"normalize takes rule\(num, den\) or rule\(num, den, one\), not 1 arguments"),
+    (rule_of_one, r"normalize takes rule\(num, den\) or rule\(num, den, one\), not rule\(num\)"),
+    (rule_of_many, r"normalize takes rule\(num, den\) or rule\(num, den, one\), not rule\(\*parts\)"),
     (rule_with_key, r"normalize = num / \(den \+ q\) has a Key axis, but y has none"),
     (rule_of_no_degree, "changes when num and den are scaled alike.* write the rule with .*one"),
 ]
