@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix_family import fading_delta, fading_rows, forgetful_delta, late_ratio, swinging
+from matrix_family import fading_delta, fading_rows, forgetful_delta, gated, late_gate, late_ratio, swinging
 from test_gpu_matrix import ALL, compare, draw, outcome, worst
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +42,15 @@ def test_any_size_of_keys_and_channels(n, p, recurrence):
     if recurrence is forgetful_delta and n == 1:
         pytest.skip("a key of one entry at unit length is its sign: its gradient is rounding alone")
     compare(recurrence, draw(recurrence, 90, n, p, torch.float32), torch.float32, state=state_of(recurrence, n, p))
+
+
+SCALED = [swinging, gated, fading_rows, forgetful_delta, fading_delta, late_gate, get("rwkv7").recurrence, mlstm]
+
+
+@pytest.mark.parametrize("n, p", [(40, 16), (24, 16), (16, 24)])
+@named(SCALED)
+def test_few_keys_and_channels(recurrence, n, p):
+    compare(recurrence, draw(recurrence, 200, n, p, BF16), BF16, state=state_of(recurrence, n, p))
 
 
 @named([r for r in KINDS if r is not late_ratio])

@@ -3,8 +3,9 @@
 Filled by hand from measurements on an H200; docs/performance.md keeps the log, benchmarks/gpu_tiles.py measures a row's
 neighbours. Chunks of 64 rows, slices of 64 channels, 4 warps and 3 stages were best for most; wider keys or 4-byte
 operands need shorter chunks and fewer stages to fit in registers and shared memory, and so does everything on GPUs that
-have less of it (checked against what the compiler asks for there, not timed). Narrow slices never run with one stage:
-Triton 3.6 was seen to be wrong there.
+have less of it (checked against what the compiler asks for there, not timed). Slices never have fewer channels than
+here, however few there are: with 16 or 32 beside 64 keys, walks of scaled bfloat16 rows were wrong or read beyond their
+tensors with Triton 3.6, and narrow ones with one stage, too.
 """
 
 from __future__ import annotations
@@ -88,10 +89,9 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: t
 
 
 def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
-    keys, narrow, wide = padded(n), min(64, padded(p)), min(128, padded(p))
+    keys, narrow, wide = padded(n), 64, 64 if p <= 64 else 128
     if dtype != torch.bfloat16:  # operands are multiplied in float32 (or tf32 for float16)
-        short = min(32, narrow)
-        return Tiles(32, keys, short, 4 if keys <= 128 else 8, 2, min(64, wide), 8)
+        return Tiles(32, keys, 32, 4 if keys <= 128 else 8, 2, 64, 8)
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":
