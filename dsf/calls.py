@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsf.bind import Bound, bind
 from dsf.gpu import interpreted, packs_hidden
@@ -31,6 +32,15 @@ LARGEST = 256  # combinations a recurrence remembers
 def _names(spec: Spec) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """Names of the inputs, and which have a token axis."""
     return tuple(i.name for i in spec.inputs), tuple(i.kind.time for i in spec.inputs)
+
+
+def is_transformed(tensors: Iterable[Any]) -> bool:
+    """True within a transformation of torch.func, and where one of the tensors has a forward-mode tangent."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor))
 
 
 class Calls:
@@ -50,10 +60,12 @@ class Calls:
         """The checked inputs and what runs. Raises InputError and FormError."""
         names, timed = _names(self.spec)
         tensors = self._ordered(names, args, kwargs)
+        transformed = is_transformed((*args, *kwargs.values(), state))
         key = None
         if tensors is not None:
             grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state) if isinstance(x, Tensor))
-            key = (form, backend, one_token, grad, interpreted(), *((x.shape, x.dtype, x.device) for x in tensors))
+            how = (form, backend, one_token, grad, transformed, interpreted())
+            key = (*how, *((x.shape, x.dtype, x.device) for x in tensors))
             try:
                 found = self.kept.get(key)
             except TypeError:  # sizes that torch.compile leaves open
@@ -66,7 +78,7 @@ class Calls:
         bound = bind(self.spec, tuple(args), kwargs, one_token)
         given = (*bound.tensors.values(), state)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if isinstance(x, Tensor))
-        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device, grad)
+        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device, grad, transformed)
         if key is not None:
             if len(self.kept) >= LARGEST:
                 self.kept.clear()

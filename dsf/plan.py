@@ -76,9 +76,10 @@ CPU = torch.device("cpu")
 
 def make_plan(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device = CPU,
-    grad: bool = False,
+    grad: bool = False, transformed: bool = False,
 ) -> Plan:  # fmt: skip
-    """Choose form, backend and kernel. grad: whether a gradient is to be taken.
+    """Choose form, backend and kernel. grad: whether a gradient is to be taken; transformed: within a transformation of
+    torch.func or a forward-mode derivative, which custom operators and functions do not go through.
 
     The ladder, first match wins; explicit `form` and `backend` are honoured or refused:
 
@@ -104,11 +105,19 @@ def make_plan(
         raise FormError(f"{spec.name}: {spec.structure} has no {form} form; it has {', '.join(forms)}")
     if backend not in ("auto", *BACKENDS):
         raise FormError(f"{spec.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto")
-    refused = _refusal(spec, sizes, dtype, form, backend, device, grad)
+    written_out = transformed and not spec.is_softmax  # torch's attention has all of it
+    if written_out and form in ("scan", "chunk"):
+        raise FormError(
+            f"{spec.name}: the {form} form does not go through torch.func (vmap, grad, jvp, ...) or forward-mode "
+            "derivatives; the naive, recurrent and kernel forms do, and form='auto' takes the recurrent one there"
+        )
+    refused = _refusal(spec, sizes, dtype, form, backend, device, grad, transformed)
     on_gpu = refused is None
     one_step = on_gpu and gpu.steps(spec, sizes, dtype, form, grad)
     if form != "auto":
         chosen, reason = form, f"form={form!r} was asked for"
+    elif written_out:
+        chosen, reason = "recurrent", "torch.func and forward-mode derivatives go through plain operations alone"
     elif one_step:
         chosen, reason = "recurrent", "one token without gradients: the state is read and written once, in one launch"
     elif on_gpu:
@@ -133,12 +142,15 @@ def make_plan(
 
 
 def _refusal(
-    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool
-) -> str | None:
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
+    transformed: bool,
+) -> str | None:  # fmt: skip
     """Why the call does not run on the triton backend (empty where that goes without saying), or None when it does."""
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return ""
     refused = gpu.refusal(spec, sizes, dtype, form, device, grad)
+    if transformed:
+        refused = "its kernels do not go through torch.func or forward-mode derivatives"
     if refused is not None and backend == "triton":
         raise FormError(f"{spec.name}: backend='triton' was asked for, but {refused}")
     return refused

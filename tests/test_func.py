@@ -1,0 +1,80 @@
+"""torch.func and forward-mode derivatives: `auto` takes a form that they go through, others are refused by name."""
+
+import pytest
+import structures
+import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+
+import dsf
+from dsf.mixers import get
+
+EACH = pytest.mark.parametrize("recurrence", structures.ALL, ids=lambda r: r.name)
+
+
+def operands(recurrence, seed=0):
+    """Inputs of 12 tokens, which auto would run in chunks, and directions for all of them."""
+    given = tuple(structures.sample(recurrence, B=1, T=12).values())
+    generator = torch.Generator().manual_seed(seed)
+    return given, tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in given)
+
+
+@EACH
+def test_directional_derivatives_are_finite_differences(recurrence):
+    given, along = operands(recurrence)
+    y, slope = jvp(recurrence, given, along)
+    torch.testing.assert_close(y, recurrence(*given))
+    ahead, behind = ([x + h * d for x, d in zip(given, along, strict=True)] for h in (1e-6, -1e-6))
+    torch.testing.assert_close(slope, (recurrence(*ahead) - recurrence(*behind)) / 2e-6, rtol=1e-5, atol=1e-6)
+    with forward_ad.dual_level():
+        dual = [forward_ad.make_dual(x, d) for x, d in zip(given, along, strict=True)]
+        torch.testing.assert_close(forward_ad.unpack_dual(recurrence(*dual)).tangent, slope)
+
+
+@EACH
+def test_gradients_of_every_sample(recurrence):
+    given, along = operands(recurrence)
+    both = [torch.stack([x, x + 0.1 * d]) for x, d in zip(given, along, strict=True)]
+    places = tuple(range(len(given)))
+    found = vmap(grad(lambda *xs: recurrence(*xs).sin().sum(), argnums=places))(*both)
+    for sample in range(2):
+        leaves = [x[sample].clone().requires_grad_() for x in both]
+        expected = torch.autograd.grad(recurrence(*leaves).sin().sum(), leaves)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a[sample], b)
+
+
+@pytest.mark.parametrize("form", ["scan", "chunk"])
+def test_forms_without_them_say_so(form):
+    given, along = operands(structures.delta)
+    for call in (lambda f: vmap(f)(*(x[None] for x in given)), lambda f: jvp(f, given, along)):
+        with pytest.raises(dsf.FormError, match=f"delta: the {form} form does not go through torch.func"):
+            call(lambda *xs: structures.delta(*xs, form=form))
+    with forward_ad.dual_level(), pytest.raises(dsf.FormError, match="forward-mode derivatives"):
+        structures.delta(*(forward_ad.make_dual(x, d) for x, d in zip(given, along, strict=True)), form=form)
+
+
+def test_calls_outside_take_chunks_as_before():
+    given, _ = operands(structures.delta)
+    vmap(structures.delta)(*(x[None] for x in given))
+    with forward_ad.dual_level():
+        chunks = structures.delta(*given)
+    assert torch.equal(chunks, structures.delta(*given, form="chunk"))
+    assert torch.equal(structures.delta(*given), chunks)
+
+
+def test_layers_and_single_tokens():
+    layer = get("gated_deltanet").module(d_model=16).double()
+    parameters = dict(layer.named_parameters())
+    x = torch.randn(3, 12, 16, dtype=torch.float64)
+
+    def loss(parameters, sample):
+        return functional_call(layer, parameters, (sample[None],))[0].square().sum()
+
+    found = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    expected = torch.autograd.grad(loss(parameters, x[1]), list(parameters.values()))
+    for name, wanted in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(found[name][1], wanted)
+    token = [y[:, 0] for y in operands(structures.delta)[0]]
+    y, _ = vmap(lambda *xs: structures.delta.step(None, *xs))(*(x[None] for x in token))
+    torch.testing.assert_close(y[0], structures.delta.step(None, *token)[0])
