@@ -37,6 +37,13 @@ VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
 BOTH = frozenset({KEY, VALUE})
 COMPARISONS = ("gt", "ge", "lt", "le")
+# Functions made of a power of two, and what their argument is multiplied with first.
+POWERS = {
+    "exp": ("tl.exp2", "fn.LOG2E"),
+    "sigmoid": ("fn.sigmoid2", "-fn.LOG2E"),
+    "tanh": ("fn.tanh2", "(2.0 * fn.LOG2E)"),
+}
+ROUGH = {"fn.tanh": "fn.rough_tanh", "fn.tanh2": "fn.rough_tanh2"}  # where 16-bit inputs say less than float32
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -46,12 +53,14 @@ def symbol(name: str, axes: frozenset[str]) -> Expr:
 
 
 class Printer:
-    """Prints nodes as assignments and expressions. names: what each input node is called."""
+    """Prints nodes as assignments and expressions. names: what each input node is called; rough: ROUGH functions."""
 
-    def __init__(self, names: Mapping[Expr, str], taken: Iterable[str]) -> None:
+    def __init__(self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False) -> None:
+        self.rough = rough
         self.text = dict(names)
         self.taken = {*taken, *names.values()}
         self.lines: list[str] = []
+        self.scaled: set[Expr] = set()  # products whose factors are printed inside a function of a power of two
         self.count = 0
 
     def print(self, roots: Iterable[Expr]) -> list[str]:
@@ -63,8 +72,10 @@ class Printer:
             for place, arg in enumerate(node.args):
                 twice = node.op == "pow" and place == 0
                 uses[arg] = uses.get(arg, 0) + 1 + twice
+        powers = {x.args[0] for x in order if x.op in POWERS and uses[x.args[0]] == 1} - {*roots, *self.text}
+        self.scaled |= {x for x in powers if _key_and_rest(x)}
         for node in order:
-            if node in self.text:
+            if node in self.text or node in self.scaled:
                 continue
             text = self._expression(node)
             if node.args and (uses.get(node, 0) > 1 or (len(text) > WIDTH and node in uses)):
@@ -74,10 +85,6 @@ class Printer:
             self.text[node] = text
         return [f"tl.full((1, 1, 1), {self.text[r]}, tl.float32)" if not r.args and r.op != "input" else self.text[r]
                 for r in roots]  # fmt: skip
-
-    def _inline(self, node: Expr) -> bool:
-        """True for a part that is written inside its user, not as a line of its own."""
-        return self.text[node].startswith("(")
 
     def _fresh(self) -> str:
         while True:
@@ -90,11 +97,12 @@ class Printer:
             return repr(node.value)
         if node.op == "size":
             return "tl.full((1, 1, 1), N, tl.float32)" if node.attrs[0] == KEY else "(P * 1.0)"
+        if node.op in POWERS and node.args[0] in self.scaled and (parts := _key_and_rest(node.args[0])):
+            function, scale = POWERS[node.op]
+            return f"{self._rough(function)}({self.text[parts[0]]} * ({self.text[parts[1]]} * {scale}))"
         args = [self.text[a] for a in node.args]
         if node.op == "pow":
             return _power(args[0], args[1], node.args[1])
-        if node.op == "exp" and (parts := _key_and_rest(node.args[0])) and self._inline(node.args[0]):
-            return f"tl.exp2({self.text[parts[0]]} * ({self.text[parts[1]]} * fn.LOG2E))"
         if node.op in OPERATORS:
             return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
         if node.op == "where":
@@ -102,7 +110,10 @@ class Printer:
         if node.op in REDUCTIONS:
             mask = "n_ok" if node.op == "sum_key" else "p_ok"
             return f"fn.{node.op}({args[0]}, {mask})"
-        return f"fn.{node.op}({', '.join(args)})"
+        return f"{self._rough(f'fn.{node.op}')}({', '.join(args)})"
+
+    def _rough(self, function: str) -> str:
+        return ROUGH.get(function, function) if self.rough else function
 
 
 def _key_and_rest(node: Expr) -> tuple[Expr, Expr] | None:
@@ -177,21 +188,23 @@ def write(source: Source) -> Path:
     return path
 
 
-def emit(spec: Spec, tokens: str = "") -> Source:
+def emit(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
     """The holes of the fused scan for an elementwise spec.
 
     tokens: "masked": one more operand, the Scalar VALID, is 0 for tokens that leave the state as it is (padding);
     "packed": the Scalar STARTS is a sequence's number, from 1, at its first token, else 0; "continued": so, and
-    INITIAL is the states in which the sequences begin.
+    INITIAL is the states in which the sequences begin. rough: for 16-bit inputs, with functions that err by less than
+    their last bit.
     """
-    return _Emission(spec, tokens).source()
+    return _Emission(spec, tokens, rough).source()
 
 
 class _Emission:
     """One spec on its way to source."""
 
-    def __init__(self, spec: Spec, tokens: str) -> None:
+    def __init__(self, spec: Spec, tokens: str, rough: bool) -> None:
         self.spec = spec
+        self.rough = rough
         self.kinds = {i.name: i.kind for i in spec.inputs}
         inputs = spec.inputs
         whole = coefficients(spec)
@@ -307,7 +320,7 @@ class _Emission:
         return lines
 
     def _step(self) -> list[str]:
-        printer = Printer(self._scope(), RESERVED)
+        printer = Printer(self._scope(), RESERVED, self.rough)
         values = printer.print(self.roots)
         names = ["A", "B", "C", "E", "D"]
         lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
@@ -340,7 +353,7 @@ class _Emission:
         total = _total(zip(self.roots, cotangents, strict=True))
         wanted = [*self.tokens, *self.held.values()]
         slopes = derivatives(total, const(1), wanted, late=VALUE)
-        printer = Printer({**self._scope(), **{c: c.attrs[0] for c in cotangents}}, {*RESERVED, *axes})
+        printer = Printer({**self._scope(), **{c: c.attrs[0] for c in cotangents}}, {*RESERVED, *axes}, self.rough)
         late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(wanted, slopes, strict=True)]
         late[len(self.tokens) :] = [False] * len(self.held)
         values = printer.print(x.args[0] if open_ else x for x, open_ in zip(slopes, late, strict=True))

@@ -59,17 +59,17 @@ def _nodes(spec: Spec) -> list[Expr]:
 
 
 @functools.cache
-def source_of(spec: Spec, tokens: str = "") -> Source:
-    """The printed holes of a spec, once a process. tokens: as `emit` has it."""
-    return emit(spec if spec.rule is None else gpu_ratio.doubled(spec), tokens)
+def source_of(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
+    """The printed holes of a spec, once a process. tokens, rough: as `emit` has them."""
+    return emit(spec if spec.rule is None else gpu_ratio.doubled(spec), tokens, rough)
 
 
 @functools.cache
-def _hole(spec: Spec, tokens: str = "") -> str:
+def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
     """The name under which the kernels know a spec's holes."""
     from dsf.kernels.triton.scan_ops import HOLES, Hole, Operand
 
-    source = source_of(spec, tokens)
+    source = source_of(spec, tokens, rough)
     operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
     name = f"{source.name}_{source.digest}"
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
@@ -116,7 +116,8 @@ def fused_scan(
     operands = [tensors[o.name] if o.step is None else tensors[o.name].select(2, o.step) for o in chosen]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
     count = 0 if bounds is None else len(bounds) - 1
-    y, final, _ = operator(operands, state, _hole(spec, tokens), keep, pairs is not None, ends, count)
+    hole = _hole(spec, tokens, rough=bound.dtype.itemsize == 2)
+    y, final, _ = operator(operands, state, hole, keep, pairs is not None, ends, count)
     if filled is not None:  # no token of a sequence without any leaves its state
         first = tensors[INITIAL] if tokens == "continued" else torch.zeros_like(final)
         final = torch.where(filled[:, None, None, None], final, first)

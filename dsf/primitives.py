@@ -229,6 +229,11 @@ def _share(first: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr], Cotang
     return rule
 
 
+def _grad_mul(x: Expr, ct: Expr) -> Cotangents:
+    a, b = x.args
+    return (ct * 2.0 * a, None) if a is b else (ct * b, ct * a)
+
+
 def _grad_pow(x: Expr, ct: Expr) -> Cotangents:
     base, power = x.args
     if power.is_constant:
@@ -264,7 +269,7 @@ def _taylor(x: Tensor, order: int) -> Tensor:
 PRIMITIVES: dict[str, Primitive] = {
     "add": Primitive(torch.add, lambda x, ct: (ct, ct)),
     "sub": Primitive(torch.sub, lambda x, ct: (ct, -ct), _log_one_minus),
-    "mul": Primitive(torch.mul, lambda x, ct: (ct * x.args[1], ct * x.args[0]), _log_mul),
+    "mul": Primitive(torch.mul, _grad_mul, _log_mul),
     "div": Primitive(torch.div, lambda x, ct: (ct / x.args[1], -ct * x / x.args[1]), _log_div),
     "pow": Primitive(torch.pow, _grad_pow, _log_pow),
     "exp": Primitive(torch.exp, lambda x, ct: (ct * x,), lambda x: x.args[0]),

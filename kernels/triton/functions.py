@@ -6,6 +6,7 @@ Tiles are [tokens, N, channels]. Every function runs compiled and in Triton's in
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -45,33 +46,80 @@ def sqrt(x):
 @triton.jit
 def rsqrt(x):
     """1 / sqrt(x)."""
-    return 1.0 / tl.sqrt(x)
+    return tl.rsqrt(x)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to an ulp, of normal x up to 2^126: one instruction, without the care that division takes of the others."""
+    if INTERPRETED:
+        found = 1.0 / x
+    else:
+        found = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
 
 
 @triton.jit
 def sigmoid(x):
     """1 / (1 + e^-x)."""
-    return 1.0 / (1.0 + exp(-x))
+    return sigmoid2(x * -LOG2E)
+
+
+@triton.jit
+def sigmoid2(x):
+    """1 / (1 + 2^x)."""
+    return reciprocal(1.0 + tl.exp2(x))
+
+
+@triton.jit
+def log1p_power(x):
+    """log(1 + 2^x) for x ≤ 0: z P(z) with z = 2^x, P the best polynomial of degree 8, to 3e-8 of the value."""
+    z = tl.exp2(x)
+    p = -0.029505193 + z * 0.005232683
+    p = -0.13663239 + z * (0.078225875 + z * p)
+    p = -0.24842981 + z * (0.19106003 + z * p)
+    p = -0.49999493 + z * (0.33319097 + z * p)
+    return z * (0.99999997 + z * p)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), x itself above 20 as in torch."""
-    return tl.where(x > 20.0, x, log1p(exp(tl.minimum(x, 20.0))))
+    """log(1 + e^x)."""
+    return tl.maximum(x, 0.0) + log1p_power(tl.abs(x) * -LOG2E)
 
 
 @triton.jit
 def logsigmoid(x):
     """log(sigmoid(x)) without underflow."""
-    return tl.minimum(x, 0.0) - log1p(exp(-tl.abs(x)))
+    return tl.minimum(x, 0.0) - log1p_power(tl.abs(x) * -LOG2E)
 
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent, by expm1 so that small arguments keep their digits."""
-    e = expm1(-2.0 * tl.abs(x))
-    y = -e / (e + 2.0)
-    return tl.where(x < 0.0, -y, y)
+    """Hyperbolic tangent."""
+    return tanh2(x * (2.0 * LOG2E))
+
+
+@triton.jit
+def tanh2(x):
+    """(2^x - 1) / (2^x + 1), which is tanh(x / (2 log2 e)); the best odd polynomial where 2^x would round x away."""
+    w = x * x
+    p = 0.34657356 + w * (-0.013875224 + w * (0.00066360221 + w * -2.858495e-5))
+    return tl.where(tl.abs(x) < 1.15, x * p, 1.0 - 2.0 * sigmoid2(x))
+
+
+@triton.jit
+def rough_tanh(x):
+    """tanh to 3e-5 of its value, for what was computed from 16-bit numbers."""
+    return rough_tanh2(x * (2.0 * LOG2E))
+
+
+@triton.jit
+def rough_tanh2(x):
+    """tanh2, as rough_tanh is."""
+    return tl.where(tl.abs(x) < 0.026, x * 0.3465689, 1.0 - 2.0 * sigmoid2(x))
 
 
 @triton.jit

@@ -1,0 +1,72 @@
+"""The elementwise functions of generated kernels over float32's whole range, beside float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from interpreted import INTERPRETED
+
+from dsf.kernels.triton import functions as fn
+
+BLOCK = 1 << 13
+EXACT = 5e-7  # as near to the true value as float32's arguments and powers of two allow
+# name -> true function, largest relative error, range of arguments; errors grow where e^x does, by x's own rounding
+FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, tuple[float, float]]] = {
+    "tanh": (torch.tanh, 1e-6, (-3e38, 3e38)),
+    "rough_tanh": (torch.tanh, 4e-5, (-3e38, 3e38)),
+    "sigmoid": (torch.sigmoid, EXACT, (-4.0, 3e38)),
+    "softplus": (lambda x: torch.logaddexp(x, x.new_zeros(())), EXACT, (-4.0, 3e38)),
+    "logsigmoid": (lambda x: -torch.logaddexp(-x, x.new_zeros(())), EXACT, (-3e38, 4.0)),
+    "rsqrt": (torch.rsqrt, EXACT, (1e-37, 3e38)),
+}
+EDGES = {
+    "tanh": (0.0, 1.0, -1.0), "rough_tanh": (0.0, 1.0, -1.0), "sigmoid": (0.5, 1.0, 0.0),
+    "softplus": (0.6931472, torch.inf, 0.0), "logsigmoid": (-0.6931472, 0.0, -torch.inf),
+}  # fmt: skip
+
+on_a_device = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@triton.jit
+def _apply(x, y, function: tl.constexpr, SIZE: tl.constexpr):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y + i, function(tl.load(x + i)))
+
+
+def apply(name: str, x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    _apply[(x.numel() // BLOCK,)](x, y, getattr(fn, name), BLOCK)
+    return y
+
+
+def arguments(low: float, high: float) -> torch.Tensor:
+    """Every magnitude from 1e-36 on, and densely what is neither small nor large."""
+    sizes = torch.logspace(-36, 38.4, BLOCK // 2, dtype=torch.float64)
+    x = torch.cat([sizes, -sizes, torch.linspace(-20, 20, BLOCK, dtype=torch.float64)])
+    return x.clamp(low, high).float()
+
+
+@pytest.mark.parametrize("device", on_a_device)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_err_by_little_more_than_rounding(name: str, device: str) -> None:
+    true, tolerance, allowed = FUNCTIONS[name]
+    x = arguments(*allowed).to(device)
+    y, oracle = apply(name, x).double(), true(x.double())
+    normal = oracle.abs() > 1.2e-38
+    error = ((y - oracle).abs() / oracle.abs())[normal]
+    assert float(error.max()) < tolerance, (float(error.max()), float(x[normal][error.argmax()]))
+    assert float(y[~normal].abs().max() if bool((~normal).any()) else 0.0) < 1.2e-38
+
+
+@pytest.mark.parametrize("device", on_a_device)
+@pytest.mark.parametrize("name", EDGES)
+def test_functions_at_zero_infinity_and_nan(name: str, device: str) -> None:
+    x = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan], device=device).repeat(BLOCK // 4)
+    y = apply(name, x)[:4].cpu()
+    torch.testing.assert_close(y[:3], torch.tensor(EDGES[name]), rtol=EXACT, atol=0.0)
+    assert bool(y[3].isnan())
