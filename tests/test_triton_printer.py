@@ -4,11 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import interpreted
+from scan_family import swinging
 from test_random_systems import X, declare
 from test_triton_scan import close, draw, gradients
 
 import dsf
 from dsf import Expr, System, maximum, minimum, sigmoid, softplus, tanh, where
+from dsf.emit import emit
 
 UNARY = [sigmoid, softplus, tanh, dsf.silu, dsf.log1p, dsf.expm1, dsf.exp, dsf.sqrt, dsf.rsqrt, dsf.log, dsf.abs]
 POSITIVE = {dsf.log1p, dsf.sqrt, dsf.rsqrt, dsf.log}  # their arguments are made so
@@ -39,6 +41,14 @@ def systems(draw: st.DrawFn) -> System:
     if vector:
         return System(A=tanh(a) * sigmoid(X["sv"]), B=write, C=tanh(c))
     return System(A=tanh(a) * sigmoid(X["sk"] + X["sv"]), B=write * X["k"], C=X["q"] * tanh(c))
+
+
+def test_constants_of_functions_stand_beside_what_has_no_key_axis() -> None:
+    rough = emit(swinging.spec, rough=True).text
+    assert (
+        "fn.tanh2(s * (v * (2.0 * fn.LOG2E)))" in emit(swinging.spec).text and "rough" not in emit(swinging.spec).text
+    )
+    assert "fn.rough_tanh2(s * (v * (2.0 * fn.LOG2E)))" in rough and "fn.tanh" not in rough
 
 
 @interpreted
