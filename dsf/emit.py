@@ -19,11 +19,13 @@ from pathlib import Path
 from types import ModuleType
 
 from dsf.annotations import Kind
-from dsf.coefficients import coefficients, masked, packed
+from dsf.coefficients import masked, packed
 from dsf.emit_operand import Initial, Operand
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.hoist import parts
 from dsf.operator import times
 from dsf.primitives import derivatives, sum_key, sum_value
+from dsf.regroup import collect, regroup
 from dsf.spec import Input, Spec
 
 WIDTH = 60  # characters up to which an expression used once is written inside its user
@@ -36,6 +38,7 @@ RESERVED |= {"rate", "kept", "total", "outer"}
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
 BOTH = frozenset({KEY, VALUE})
+NAMES = ("dA", "dB", "dC", "dE", "dD")
 COMPARISONS = ("gt", "ge", "lt", "le")
 # Functions made of a power of two, and what their argument is multiplied with first.
 POWERS = {
@@ -50,6 +53,9 @@ OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">
 def symbol(name: str, axes: frozenset[str]) -> Expr:
     """An input of generated code that is no input of the recurrence."""
     return Expr("input", (), (name, None), axes)
+
+
+COTANGENTS = [symbol(name, BOTH if name in ("dA", "dB", "dC") else frozenset({VALUE})) for name in NAMES]
 
 
 class Printer:
@@ -206,8 +212,10 @@ class _Emission:
         self.spec = spec
         self.rough = rough
         self.kinds = {i.name: i.kind for i in spec.inputs}
-        inputs = spec.inputs
-        whole = coefficients(spec)
+        self.made = parts(spec).made
+        inputs = (*spec.inputs, *(Input(x.attrs[0], Kind(x.axes)) for x in self.made))
+        self.kinds |= {i.name: i.kind for i in inputs[len(spec.inputs) :]}
+        whole = parts(spec).left
         added: list[Expr] = []
         if tokens == "masked":
             added = [symbol(VALID, frozenset())]
@@ -264,6 +272,7 @@ class _Emission:
         """The whole file."""
         head = [
             '"""' + _comment(str(self.spec)),
+            *(f"  {name.attrs[0]} = {x}, from a kernel before this one" for name, x in self.made.items()),
             "",
             "Printed by dsf from the declaration above; read by dsf.kernels.triton.scan. v1, v2, … are shared parts,",
             'dX is the gradient of X, and what depends on Params alone is held.\n"""',
@@ -347,16 +356,23 @@ class _Emission:
         values = [f"tl.zeros({shape}, tl.float32)" for shape in shapes]
         return ["def zeros(NB: tl.constexpr, BP: tl.constexpr):", *_body([_tuple(values)])]
 
+    @cached_property
+    def slopes(self) -> list[Expr]:
+        """The gradients of tokens, then of what is held, made of the coefficients' cotangents."""
+        total = _total(zip(self.roots, COTANGENTS, strict=True))
+        found = derivatives(total, const(1), [*self.tokens, *self.held.values()], late=VALUE)
+        return regroup([collect(x) for x in found])
+
+    def _over_channels(self) -> list[bool]:
+        """Which gradients of what is held are sums over channels: these are left for the end."""
+        return [x.op == "sum_value" for x in self.slopes[len(self.tokens) :]]
+
     def _pull(self) -> list[str]:
-        axes = {"dA": BOTH, "dB": BOTH, "dC": BOTH, "dE": frozenset({VALUE}), "dD": frozenset({VALUE})}
-        cotangents = [symbol(name, kind) for name, kind in axes.items()]
-        total = _total(zip(self.roots, cotangents, strict=True))
-        wanted = [*self.tokens, *self.held.values()]
-        slopes = derivatives(total, const(1), wanted, late=VALUE)
-        printer = Printer({**self._scope(), **{c: c.attrs[0] for c in cotangents}}, {*RESERVED, *axes}, self.rough)
-        late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(wanted, slopes, strict=True)]
-        late[len(self.tokens) :] = [False] * len(self.held)
-        values = printer.print(x.args[0] if open_ else x for x, open_ in zip(slopes, late, strict=True))
+        scope = {**self._scope(), **{c: c.attrs[0] for c in COTANGENTS}}
+        printer = Printer(scope, {*RESERVED, *NAMES}, self.rough)
+        late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(self.tokens, self.slopes, strict=False)]
+        late += self._over_channels()
+        values = printer.print(x.args[0] if open_ else x for x, open_ in zip(self.slopes, late, strict=True))
         stores = ["first = p == edge"]
         slots = [x for x in self.tokens if KEY not in x.axes]
         for node, value, summed in zip(self.tokens, values, late, strict=False):
@@ -368,7 +384,8 @@ class _Emission:
     def _finish(self) -> list[str]:
         given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]
         slopes = derivatives(_total(zip(self.invariants, given, strict=True)), const(1), self.params)
-        scope = {x: self.names[x] for x in self.params} | {g: f"sums[{i}]" for i, g in enumerate(given)}
+        sums = [f"fn.sum_value(sums[{i}], p_ok)" if x else f"sums[{i}]" for i, x in enumerate(self._over_channels())]
+        scope = {x: self.names[x] for x in self.params} | dict(zip(given, sums, strict=True))
         printer = Printer(scope, RESERVED)
         values = printer.print(slopes)
         stores = ["first = p == edge"]
@@ -401,7 +418,7 @@ def _name(node: Expr) -> str:
     name, step = node.attrs
     text = name if step is None else f"{name}_{step}"
     clash = text in RESERVED or keyword.iskeyword(text) or (text[:1] == "v" and text[1:].isdigit())
-    clash = clash or text in ("dA", "dB", "dC", "dE", "dD", "A_", "B_", "C_", "E_", "D_") or text.startswith("held")
+    clash = clash or text in (*NAMES, "A_", "B_", "C_", "E_", "D_") or text.startswith("held")
     return f"{text}__" if clash else _identifier(text)
 
 

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, _total, symbol
+from dsf.emit import RESERVED, Printer, Source, _body, _comment, _identifier, _total, symbol
+from dsf.emit_pointwise import Body, Writer
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
 from dsf.lower import FLOOR
@@ -36,76 +37,6 @@ SCALAR: frozenset[str] = frozenset()
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
 WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
 Y = symbol(".y", frozenset({VALUE}))
-EVERYWHERE = "tl.full((1, 1, 1), True, tl.int1)"
-PADDING = 16  # columns beside a normalised system's values: their rows stay aligned
-
-
-class Body:
-    """One printed function: its lines, and the tensors whose pointers and strides it reads from `args`."""
-
-    def __init__(self, names: Mapping[Expr, str]) -> None:
-        self.names = dict(names)
-        self.accesses: list[Access] = []
-        self.place = 0
-        self.lines: list[str] = [AT]
-
-    def reach(self, access: Access) -> tuple[str, str, str]:
-        """Register a tensor: its pointer, the address of this tile in it, and which entries exist."""
-        place, at = self.place, iter(range(self.place + 1, self.place + 10))
-        self.accesses.append(access)
-        self.place += access.width
-        pointer, masks = f"args[{place}]", []
-        if access.column is not None:
-            masks += ["n_ok", "p_ok" if access.value else "(place == 0)" if access.stored else "True"]
-            return (
-                pointer,
-                f"{pointer} + (batch * H + head) * (N * COLUMNS) + (n * COLUMNS + {access.column})",
-                " & ".join(masks),
-            )
-        if access.summed:
-            sizes = {(False, False): "1", (True, False): "N", (False, True): "P", (True, True): "(N * P)"}
-            size = sizes[access.key, access.value]
-            ends = [
-                f"(row * H + head) * {size} + tl.zeros((1, 1, 1), tl.int32)",
-                *(["n * P" if access.value else "n"] if access.key else []),
-            ]
-            masks += ["n_ok"] * access.key + ["p_ok"] * access.value
-            return pointer, " + ".join([pointer, *ends, *(["p"] if access.value else [])]), " & ".join(masks)
-        terms = [pointer]
-        if access.time:
-            terms += [f"batch * args[{next(at)}]", f"(t0 + t) * args[{next(at)}]"]
-            masks.append("t_ok")
-        stride, group = next(at), next(at)
-        terms.append(f"head // args[{group}] * args[{stride}]")
-        if access.stored:
-            masks.append(f"(head % args[{group}] == 0)")
-        if access.stored and not access.value:
-            masks.append("(place == 0)")
-        if access.key:
-            terms.append(f"n * args[{next(at)}]")
-            masks.append("n_ok")
-        if access.value:
-            terms.append(f"{'beside' if access.tail else 'p'} * args[{next(at)}]")
-            masks.append(f"(beside < args[{next(at)}])" if access.tail else "p_ok")
-        return pointer, " + ".join(terms), " & ".join(masks)
-
-    def load(self, node: Expr, access: Access, spread: bool = False, convert: bool = True) -> None:
-        """One line that makes the tile of an input, in float32 unless it is to be converted later.
-
-        spread: a Key vector is loaded by every lane of the channels.
-        """
-        _, address, mask = self.reach(access)
-        address = f"fn.to_lanes({address}, p)" if spread else address
-        masked = f", mask={mask}, other=0.0" if mask else ""
-        self.lines.append(f"{self.names[node]} = tl.load({address}{masked}){'.to(tl.float32)' * convert}")
-
-    def store(self, value: str, access: Access) -> None:
-        """The lines that store a tile, unless nobody wants it."""
-        pointer, address, mask = self.reach(access)
-        if access.tail:
-            self.lines.append(f"beside = tl.arange(0, {2 * PADDING})[None, None, :]")
-            value = f"tl.where(beside == 0, {value}, 0.0)"
-        self.lines += [f"if {pointer} is not None:", f"    fn.store({address}, {value}, {mask or EVERYWHERE})"]
 
 
 @dataclass(frozen=True)
@@ -118,12 +49,12 @@ class Root:
     step: int | None
 
 
-class _Writer:
+class _Writer(Writer):
     """One spec on its way to a file and a Program."""
 
     def __init__(self, spec: Spec, operands: Operands) -> None:
+        super().__init__({i.name: i.kind for i in spec.inputs})
         self.spec, self.ops = spec, operands
-        self.kinds = {i.name: i.kind for i in spec.inputs}
         self.column = operands.column
         self.roots = self._operand_roots()
         self.y = self._readout()
@@ -133,18 +64,9 @@ class _Writer:
         if self.ops.gains is not None:
             found = list(dict.fromkeys([*found, *inputs_of(*self._level_exprs())]))
         self.nodes = [x for x in found if x.attrs[0] in self.kinds]
-        self.names: dict[Expr, str] = {}
         for x in [*found, GIVEN, Y]:
-            self._call(x)
+            self.call(x)
         self.beside = self._beside()
-
-    def _call(self, node: Expr) -> Expr:
-        """Give a node a name of its own in the printed text."""
-        text = _name(node).strip("_") if node.attrs[0].startswith(".") else _name(node)
-        while text in {*self.names.values(), "beside", "row", "sums", "loaded", "value"}:
-            text += "_"
-        self.names[node] = text
-        return node
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys(r.name for r in self.roots))
@@ -230,51 +152,8 @@ class _Writer:
         drift = maximum(decay if self.ops.log else log(absolute(decay)), FLOOR)
         return drift, self.ops.gains[0]
 
-    def _input(self, node: Expr) -> Access:
-        """Where a node's tile lies."""
-        name, step = node.attrs
-        kind = self.kinds.get(name)
-        return Access(name, step, kind is None or kind.time, KEY in node.axes, VALUE in node.axes)
-
     def _made(self) -> list[Root]:
         return [r for r in self.roots if r.name not in self.bare]
-
-    def _function(self, name: str, stores: Sequence[tuple[Expr, Access]]) -> tuple[list[str], tuple[Access, ...]]:
-        """The lines of a body that loads what it needs and stores, and of its sums over tokens where it has any."""
-        function = Body(self.names)
-        for node in inputs_of(*(e for e, _ in stores)):
-            function.load(node, self._input(node))
-        printer = Printer(function.names, RESERVED | {"beside", "row"})
-        values = printer.print([e for e, _ in stores])
-        function.lines += printer.lines
-        sums = []
-        for (expr, access), value in zip(stores, values, strict=True):
-            if access.summed:
-                sums.append((expr, value, access))
-            else:
-                function.store(value, access)
-        text = [f"def {name}(args, sums, at):", *_body([*function.lines, self._added(sums)])]
-        finish = [f"def {name}_finish(args, sums, at, row):"]
-        if sums:
-            closing = Body({})
-            closing.place = function.place
-            for i, (_, _, access) in enumerate(sums):
-                closing.store(f"sums[{i}]", access)
-            function.accesses += closing.accesses
-            finish += _body(closing.lines)
-            axes = [f"(1, {'NB' if a.key else 1}, {'BP' if a.value else 1})" for _, _, a in sums]
-            zeros = ", ".join(f"tl.zeros({x}, tl.float32)" for x in axes)
-            start = [f"def {name}_zeros(NB: tl.constexpr, BP: tl.constexpr):", f"    return ({zeros},)"]
-            text = [*text, "", "", "@triton.jit", *start, "", "", "@triton.jit", *finish]
-        return text, tuple(function.accesses)
-
-    @staticmethod
-    def _added(sums: Sequence[tuple[Expr, str, Access]]) -> str:
-        if not sums:
-            return "return sums"
-        return "return (" + ", ".join(
-            f"sums[{i}] + fn.sum_time(tl.where(t_ok, {v}, 0.0), n)" for i, (_, v, _) in enumerate(sums)
-        ) + ",)"  # fmt: skip
 
     def _is_column(self, name: str) -> bool:
         """True for what drives the normaliser where it is a column beside the values."""
@@ -289,7 +168,7 @@ class _Writer:
         ]  # fmt: skip
         if not stores:
             return None
-        return self._function("prologue", stores)
+        return self.function("prologue", stores)
 
     def finish(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where it can be made there.
@@ -315,7 +194,7 @@ class _Writer:
                     continue
                 given.append(f"{name} = loaded[{len(loaded)}].to(tl.float32)")
                 loaded.append(name)
-                function.load(node, self._input(node), convert=False)
+                function.load(node, self.access(node), convert=False)
         printer = Printer(function.names, RESERVED | {"loaded", "value"})
         y = printer.print([self.y])[0]
         loads = [*function.lines, f"return ({', '.join(loaded or ['batch'])},)"]
@@ -354,7 +233,7 @@ class _Writer:
         """Stores y, where the walk cannot, or a backward pass needs what it reads."""
         if self.y is None or (self.finish() is not None and not self.gated):
             return None
-        return self._function("readout", [(self.y, Access(".y", None, True, False, True, True))])
+        return self.function("readout", [(self.y, Access(".y", None, True, False, True, True))])
 
     def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores the gradients of num and of den (beside it).
@@ -368,15 +247,15 @@ class _Writer:
             moved = derivatives(self.factor, UNIT, [WEIGHT])[0] / self.factor
             slope = moved * (_total([(GIVEN, Y)]) / self.factor)
             factor, den = (Access(name, None, True, False, False, True) for name in (".factor", ".dden"))
-            return self._function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
+            return self.function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
         slopes = derivatives(_total([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
         num = (slopes[0], Access(".dnum", None, True, False, True, True))
         if self.gated:
-            return self._function("readout_adjoint", [num])
+            return self.function("readout_adjoint", [num])
         den = Access(".dtail", None, True, False, True, True, tail=True)
         if not self.column:
             den = Access(".dden", None, True, False, False, True)
-        return self._function("readout_adjoint", [num, (slopes[1], den)])
+        return self.function("readout_adjoint", [num, (slopes[1], den)])
 
     def direct(self) -> dict[str, str]:
         """Inputs whose gradient is that of one operand, just as the kernels give it: input name -> operand."""
@@ -397,18 +276,12 @@ class _Writer:
         skipped = {*self.direct(), *([] if self.beside is None else [self.beside[1].attrs[0]])}
         wanted = [x for x in self.nodes if x.attrs[0] not in skipped]
         varied = [r for r in self.roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
-        pairs = [(r.expr, self._call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in varied]
+        pairs = [(r.expr, self.call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in varied]
         if self.y is not None and self.beside is None:
             pairs.append((self.y, GIVEN))
         if not wanted:
             return None
-        slopes = derivatives(_total(pairs), UNIT, wanted)
-        stores = []
-        for node, slope in zip(wanted, slopes, strict=True):
-            a = self._input(node)
-            place = Access(f".grad_{a.role}", a.step, a.time, a.key, a.value, True, summed=not a.time)
-            stores.append((slope, place))
-        return self._function("adjoint", stores)
+        return self.pulled(pairs, wanted)
 
     def levels(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Returns (log decay, gain)."""
@@ -417,7 +290,7 @@ class _Writer:
         function = Body(self.names)
         exprs = self._level_exprs()
         for node in inputs_of(*exprs):
-            function.load(node, self._input(node))
+            function.load(node, self.access(node))
         printer = Printer(function.names, RESERVED)
         values = printer.print(exprs)
         body = [*function.lines, *printer.lines, f"return ({', '.join(values)})"]

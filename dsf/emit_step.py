@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, symbol
-from dsf.emit_matrix import Body
+from dsf.emit_pointwise import Body
 from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import Access
 from dsf.kernels.triton.step_ops import StepProgram

@@ -79,7 +79,7 @@ def source(spec: Spec, one_step: bool = False) -> str:
     """The source printed for this spec."""
     if one_step:
         return gpu_matrix.step_of(spec)[0].text
-    return gpu_scan.source_of(spec).text if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
+    return gpu_scan.text_of(spec) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 
 def packs(spec: Spec) -> bool:

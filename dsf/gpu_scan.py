@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from dsf import gpu_ratio, packing
 from dsf.bind import Bound, Sizes
 from dsf.emit import INITIAL, STARTS, VALID, Source, emit
 from dsf.expr import KEY, VALUE, Expr, children_first
+from dsf.hoist import parts
 from dsf.spec import Spec
 
 LARGEST = 256  # state entries a program holds
@@ -61,7 +63,45 @@ def _nodes(spec: Spec) -> list[Expr]:
 @functools.cache
 def source_of(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
     """The printed holes of a spec, once a process. tokens, rough: as `emit` has them."""
-    return emit(spec if spec.rule is None else gpu_ratio.doubled(spec), tokens, rough)
+    return emit(_plain(spec), tokens, rough)
+
+
+def _plain(spec: Spec) -> Spec:
+    """The system that the scan walks."""
+    return spec if spec.rule is None else gpu_ratio.doubled(spec)
+
+
+def text_of(spec: Spec) -> str:
+    """All that is printed for a spec."""
+    prologue = _prologue(spec)
+    return source_of(spec).text if prologue is None else f"{prologue[0].text}\n\n{source_of(spec).text}"
+
+
+@functools.cache
+def _prologue(spec: Spec) -> tuple[Source, str, list[Expr]] | None:
+    """What is made before a spec's scan: its source, the operators' name for it, what it makes; None for nothing."""
+    from dsf.emit_prologue import emit_prologue
+    from dsf.kernels.triton.prologue_ops import PROLOGUES
+
+    found = parts(_plain(spec))
+    if not found.made:
+        return None
+    source, prologue = emit_prologue(_plain(spec), found)
+    name = f"{source.name}_{source.digest}"
+    PROLOGUES[name] = replace(prologue, functions=source.module())
+    return source, name, [x for x, _ in found.given]
+
+
+def _make(spec: Spec, tensors: Mapping[str, Tensor]) -> dict[tuple[str, int | None], Tensor]:
+    """What the scan takes instead of inputs, by name and micro-step."""
+    found = _prologue(spec)
+    if found is None:
+        return {}
+    from dsf.kernels.triton.prologue_ops import PROLOGUES, scan_prologue
+
+    _, name, made = found
+    operands = [tensors[a.role] for a in PROLOGUES[name].inputs]
+    return dict(zip([x.attrs for x in made], scan_prologue(operands, name), strict=True))
 
 
 @functools.cache
@@ -113,7 +153,8 @@ def fused_scan(
         tensors |= {} if state is None else {INITIAL: state}
         state = None
     chosen = source_of(spec, tokens).operands
-    operands = [tensors[o.name] if o.step is None else tensors[o.name].select(2, o.step) for o in chosen]
+    made = _make(spec, tensors)
+    operands = [made[key] if (key := (o.name, o.step)) in made else _take(tensors, *key) for o in chosen]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
     count = 0 if bounds is None else len(bounds) - 1
     hole = _hole(spec, tokens, rough=bound.dtype.itemsize == 2)
@@ -122,3 +163,8 @@ def fused_scan(
         first = tensors[INITIAL] if tokens == "continued" else torch.zeros_like(final)
         final = torch.where(filled[:, None, None, None], final, first)
     return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)
+
+
+def _take(tensors: Mapping[str, Tensor], name: str, step: int | None) -> Tensor:
+    """An input, or one micro-step of it."""
+    return tensors[name] if step is None else tensors[name].select(2, step)

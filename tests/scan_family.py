@@ -72,3 +72,16 @@ def bounded(q: Key, k: Key, v: Value, f: Value, i: Scalar) -> System:
         return num / maximum(dsf.abs(den), one)
 
     return System(A=sigmoid(f + v), B=exp(i) * k * v, C=q, read="before", normalize=rule)
+
+
+@dsf.recurrence
+def crowded(q: Key, k: Steps[Key, 2], v: Value, s: Scalar, w: Param[Key]) -> System:
+    """In no library: much that all channels share: micro-steps, numbers, a Param; read before the write."""
+    near = dot(q, tanh(k[0]) * softplus(w))
+    return System(
+        A=exp(-softplus(near) * sigmoid(v)),
+        B=softplus(s) * l2norm(k[1]) * v,
+        C=q / (1 + softplus(s)) * sigmoid(v),
+        D=dot(q, k[1]) * v,
+        read="before",
+    )

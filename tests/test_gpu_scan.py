@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from scan_family import aligned, before, bounded, channels, leaky_peak, swinging, twice, weighted
+from scan_family import aligned, before, bounded, channels, crowded, leaky_peak, swinging, twice, weighted
 from test_triton_scan import draw, gradients
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,7 @@ from dsf.mixers.s6 import s6, s6_negative
 
 pytestmark = pytest.mark.gpu
 NORMALISED = [weighted, bounded, rwkv4]
-UNSEEN = [leaky_peak, aligned, swinging, channels, twice]
+UNSEEN = [leaky_peak, aligned, swinging, channels, twice, before, crowded]
 MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, *UNSEEN]
 BLOCK = 64
 
@@ -164,7 +164,7 @@ def test_any_number_of_tokens(recurrence: dsf.Recurrence, tokens: int) -> None:
         assert_blocks_close(a, b, 1e-4)
 
 
-@pytest.mark.parametrize("recurrence", [s6, longhorn, rg_lru, swinging, weighted], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [s6, longhorn, aligned, rg_lru, swinging, weighted], ids=lambda r: r.name)
 def test_repeated_runs_are_bitwise_equal(recurrence: dsf.Recurrence) -> None:
     x = cuda(draw(recurrence, 700, n=16, p=96, batch=2))
     state = torch.randn(2, 2, *recurrence.state_shape(16 if recurrence.spec.has_key else 1, 96), device="cuda")
@@ -172,7 +172,7 @@ def test_repeated_runs_are_bitwise_equal(recurrence: dsf.Recurrence) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("recurrence", [s6, longhorn, rg_lru, swinging, twice], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [s6, longhorn, aligned, rg_lru, swinging, twice], ids=lambda r: r.name)
 def test_the_future_changes_no_bit_of_the_past_and_its_gradients(recurrence: dsf.Recurrence) -> None:
     x, cut, found = cuda(draw(recurrence, 700, n=16, p=96)), 400, []
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
@@ -222,7 +222,7 @@ def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> No
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-@pytest.mark.parametrize("recurrence", [rg_lru, s6, before, leaky_peak, weighted, rwkv4], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [rg_lru, s6, before, crowded, leaky_peak, weighted, rwkv4], ids=lambda r: r.name)
 def test_packed_equals_separate(recurrence: dsf.Recurrence, states: bool) -> None:
     tokens, cuts = 1100, (0, 1, 130, 700, 1100)
     x = {k: v.requires_grad_() for k, v in cuda(draw(recurrence, tokens, n=16, p=40)).items()}
@@ -272,17 +272,31 @@ def test_the_operator_compiles_whole() -> None:
         assert_blocks_close(a, b, 1e-5)
 
 
-def test_a_training_step_is_captured_in_a_graph() -> None:
-    x = cuda(draw(s6, 256, n=16, p=64))
+@pytest.mark.parametrize("recurrence", [longhorn, aligned], ids=lambda r: r.name)
+def test_a_call_with_shared_parts_made_before_compiles_whole(recurrence: dsf.Recurrence) -> None:
+    x = [v.requires_grad_() for v in cuda(draw(recurrence, 256, n=16, p=64), torch.bfloat16).values()]
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return recurrence(*tensors, backend="triton").sin()
+
+    plain, whole = run(*x), torch.compile(run, fullgraph=True)(*x)
+    found = [torch.autograd.grad(y.float().sum(), x) for y in (plain, whole)]
+    for a, b in zip([plain, *found[0]], [whole, *found[1]], strict=True):
+        assert_blocks_close(a.float(), b.float(), 1e-2)
+
+
+@pytest.mark.parametrize("recurrence", [s6, aligned], ids=lambda r: r.name)
+def test_a_training_step_is_captured_in_a_graph(recurrence: dsf.Recurrence) -> None:
+    x = cuda(draw(recurrence, 256, n=16, p=64))
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
     with torch.cuda.stream(side):
-        torch.autograd.grad(s6(**leaves, backend="triton").sum(), list(leaves.values()))
+        torch.autograd.grad(recurrence(**leaves, backend="triton").sum(), list(leaves.values()))
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        found = torch.autograd.grad(s6(**leaves, backend="triton").sum(), list(leaves.values()))
+        found = torch.autograd.grad(recurrence(**leaves, backend="triton").sum(), list(leaves.values()))
     graph.replay()
-    again = torch.autograd.grad(s6(**leaves, backend="triton").sum(), list(leaves.values()))
+    again = torch.autograd.grad(recurrence(**leaves, backend="triton").sum(), list(leaves.values()))
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsf.kernels.triton import matrix, rank_one_ops
 from dsf.kernels.triton.launch import at_tensors
-from dsf.kernels.triton.programs import PROGRAMS, Access, Call, last_rows
+from dsf.kernels.triton.programs import PROGRAMS, Call, gathered, last_rows
 from dsf.kernels.triton.row_gradients import Skip
 from dsf.kernels.triton.tape import played
 from dsf.kernels.triton.weights import Normaliser
@@ -233,14 +233,6 @@ def _unchunk(
     return by_name, first
 
 
-def _sum_heads(x: Tensor, like: Tensor, axis: int) -> Tensor:
-    """Sum over the heads that share one of `like`'s; in its dtype."""
-    fewer = like.shape[axis]
-    if x.shape[axis] != fewer:
-        x = x.unflatten(axis, (fewer, -1)).sum(axis + 1, dtype=torch.float32)
-    return x.to(like.dtype)
-
-
 def _backward(
     real: bool, dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
     saved: Sequence[Tensor], program: str, needs: Sequence[bool], bounds: Tensor | None = None,
@@ -264,7 +256,7 @@ def _backward(
     wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
     pulled = [a for a in known.inputs if a.role in wanted and a.role not in {*known.direct, known.skip}]
     for a in known.inputs:
-        call.tensors[f".grad_{a.role}"] = _room(call, a, wanted[a.role]) if a in pulled else None
+        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if a in pulled else None
     if pulled:
         call.launch("adjoint")
     out = []
@@ -274,29 +266,15 @@ def _backward(
         like = wanted[a.role]
         made = "skip" if a.role == known.skip else known.direct.get(a.role)
         x = call.need(f".grad_{a.role}") if made is None else found[made]
-        if a.time:
-            if made is not None and a.step == 1:  # the kernels' rows are its micro-steps: they have no axis for one
-                x = x.unsqueeze(2)
-            out.append(_sum_heads(x, like, like.dim() - 1 - a.key - a.value))
-        else:
-            out.append(x.sum(0).to(like.dtype))
+        if made is not None and a.step == 1:  # the kernels' rows are its micro-steps: they have no axis for one
+            x = x.unsqueeze(2)
+        out.append(gathered(a, x, like))
     if state is None:
         return out, call.empty(0)
     first = first[..., : call.p + known.ones]
     if scale is not None:
         first = torch.nn.functional.pad(first * scale, (0, 1))
     return out, first.contiguous()
-
-
-def _room(call: Call, a: Access, like: Tensor) -> Tensor:
-    """Room for an input's gradient: all heads apart, one row a program for a Param."""
-    last = like.shape[like.dim() - a.key - a.value :]
-    if not a.time:
-        segments = -(-call.tokens // call.span("adjoint"))
-        return call.empty(call.batch * segments, call.heads, *last)
-    alone = a.heads(like) == call.heads
-    shape = (*like.shape[: like.dim() - 1 - len(last)], call.heads, *last)
-    return call.empty(*shape, dtype=like.dtype if alone else torch.float32)
 
 
 def _backward_played(

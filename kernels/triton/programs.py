@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -128,29 +128,37 @@ def arguments_of(accesses: Sequence[Access], tensors: Mapping[str, Tensor | None
     return tuple(found)
 
 
-class Call:
-    """One call: sizes, tensors by role, and launches (none of which happen for fake tensors)."""
+class Printed(Protocol):
+    """What a printed file's launches need to know. accesses: of each of its functions."""
 
-    def __init__(self, program: Program, operands: Sequence[Tensor], real: bool, bounds: Tensor | None = None) -> None:
-        self.program, self.real = program, real
-        self.packed = None if bounds is None else Sequences(bounds.contiguous(), program.micro)
+    @property
+    def inputs(self) -> tuple[Access, ...]: ...  # noqa: D102
+    @property
+    def accesses(self) -> Mapping[str, tuple[Access, ...]]: ...  # noqa: D102
+    @property
+    def functions(self) -> Any: ...  # noqa: D102
+
+
+class Pointwise:
+    """One call of printed functions: sizes, tensors by role, and launches (none of which happen for fake tensors)."""
+
+    def __init__(self, printed: Printed, operands: Sequence[Tensor], real: bool) -> None:
+        self.printed, self.real = printed, real
         self.tensors: dict[str, Tensor | None] = {}
         self.heads = 1
         self.n = self.p = 1
-        for a, x in zip(program.inputs, operands, strict=True):
+        for a, x in zip(printed.inputs, operands, strict=True):
             self.tensors[a.role] = x
+            self.heads = max(self.heads, int(a.heads(x)))
             if a.time:
                 self.batch, self.tokens = x.shape[0], x.shape[1]
-                self.heads = max(self.heads, int(a.heads(x)))
             if a.key:
                 self.n = int(x.shape[-1 - a.value])
             if a.value:
                 self.p = int(x.shape[-1])
-        self.inputs = {a.role: a for a in program.inputs}
-        first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
+        self.inputs = {a.role: a for a in printed.inputs}
+        first = next(x for a, x in zip(printed.inputs, operands, strict=True) if a.time)
         self.dtype, self.device = first.dtype, first.device
-        self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.column else 0
-        self.columns = self.p + self.beside
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory of the call's device."""
@@ -166,12 +174,12 @@ class Call:
         """Run one printed function over all tokens and heads."""
         if not self.real:
             return
-        accesses = self.program.accesses[name]
+        accesses = self.printed.accesses[name]
         sums = any(a.summed for a in accesses)
         key, value, block = self.tile(accesses)
         span = self.span(name)
         segments = -(-self.tokens // span)
-        f = self.program.functions
+        f = self.printed.functions
         launch(
             pointwise, (self.heads * segments * self.batch,),
             self.arguments(accesses), self.tokens, self.heads, self.p, span, segments,
@@ -190,12 +198,48 @@ class Call:
 
     def span(self, name: str) -> int:
         """Tokens of one program: several tiles where sums over tokens leave a row a program."""
-        accesses = self.program.accesses[name]
+        accesses = self.printed.accesses[name]
         return self.tile(accesses)[2] * (8 if any(a.summed for a in accesses) else 1)
 
     def arguments(self, accesses: Sequence[Access]) -> tuple[Any, ...]:
         """Pointers and strides in the order that a printed function reads them."""
         return arguments_of(accesses, self.tensors, self.heads)
+
+    def room(self, a: Access, like: Tensor) -> Tensor:
+        """Room for an input's gradient: all heads apart, one row a program of `adjoint` for a Param."""
+        last = like.shape[like.dim() - a.key - a.value :]
+        if not a.time:
+            segments = -(-self.tokens // self.span("adjoint"))
+            return self.empty(self.batch * segments, self.heads, *last)
+        alone = a.heads(like) == self.heads
+        shape = (*like.shape[: like.dim() - 1 - len(last)], self.heads, *last)
+        return self.empty(*shape, dtype=like.dtype if alone else torch.float32)
+
+    def heads_of(self, names: Sequence[str]) -> int:
+        """Heads of what is made of these inputs."""
+        return math.lcm(*(self.inputs[name].heads(self.need(name)) for name in names), 1)
+
+
+def gathered(a: Access, x: Tensor, like: Tensor) -> Tensor:
+    """An input's gradient of all heads apart (of all programs, for a Param) as that of `like`, in its dtype."""
+    if not a.time:
+        x = x.sum(0)
+    axis = like.dim() - 1 - a.key - a.value
+    fewer = like.shape[axis]
+    if x.shape[axis] != fewer:
+        x = x.unflatten(axis, (fewer, -1)).sum(axis + 1, dtype=torch.float32)
+    return x.to(like.dtype)
+
+
+class Call(Pointwise):
+    """One call of the matrix families."""
+
+    def __init__(self, program: Program, operands: Sequence[Tensor], real: bool, bounds: Tensor | None = None) -> None:
+        super().__init__(program, operands, real)
+        self.program = program
+        self.packed = None if bounds is None else Sequences(bounds.contiguous(), program.micro)
+        self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.column else 0
+        self.columns = self.p + self.beside
 
     def make(self) -> list[Tensor]:
         """Run the prologue: every operand that is no bare input, in order."""
@@ -205,7 +249,7 @@ class Call:
             if m.key or m.value:
                 size = self.n if m.key else self.columns
                 kind = torch.float32 if m.name == "decay" else self.dtype
-                x = self.empty(self.batch, self.tokens, *rows, self._heads_of(m), size, dtype=kind)
+                x = self.empty(self.batch, self.tokens, *rows, self.heads_of(m.of), size, dtype=kind)
             else:  # contiguous in time, as the chunk kernels read them
                 x = self.empty(self.batch, self.heads, self.tokens, *rows)
                 x = x.movedim(1, -1)
@@ -222,9 +266,6 @@ class Call:
             if m.name == "value" and self.program.column:
                 self.tensors[".value"], self.tensors[".ones"] = x[..., : self.p], x[..., self.p :]
                 self.tensors[".values"] = x
-
-    def _heads_of(self, m: Made) -> int:
-        return math.lcm(*(self.inputs[name].heads(self.need(name)) for name in m.of), 1)
 
     def operand(self, name: str) -> Tensor | None:
         """An operand of the chunk kernels, [B, rows, H, ·]; query and read still one row a token."""

@@ -268,7 +268,10 @@ def _fake_scan(
 
 
 def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
-    return next(x for o, x in zip(hole.operands, operands, strict=True) if o.time and x.dtype != torch.int32)
+    """An input a token as it came: what is made for the scan is in float32, and has no Value axis."""
+    found = [(o, x) for o, x in zip(hole.operands, operands, strict=True) if o.time and not o.start]
+    wide = [x for o, x in found if o.value]
+    return wide[0] if wide else next(x for _, x in found if x.dtype != torch.int32)
 
 
 @torch.library.custom_op("dsf::fused_scan_adjoint", mutates_args=())
