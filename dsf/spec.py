@@ -235,9 +235,11 @@ class Spec:
 
     @cached_property
     def skip_term(self) -> Term:
-        """D with its exponential factors split off when the system is stabilised."""
-        term = self._term(1.0, self.system.D) if self.is_stabilised and not _is_sum(self.system.D) else None
-        return term or Term(const(1), self.system.D)
+        """D with its exponential factors split off when the system is stabilised; what has none has a gain of 0."""
+        if not self.is_stabilised or self.system.D is const(0):
+            return Term(const(1), self.system.D)
+        term = None if _is_sum(self.system.D) else self._term(1.0, self.system.D)
+        return term if term is not None and term.gain is not None else Term(const(1), self.system.D, const(0))
 
     @cached_property
     def skip_ones(self) -> Term:

@@ -78,13 +78,16 @@ class LogWeighed(torch.autograd.Function):
         return products * pair, pair
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """As LogPairProducts; pair has a cotangent of its own in second derivatives."""
         products, pair = ctx.saved_tensors
         weighed, direct = cotangents
-        dproducts = pair * (0 if weighed is None else weighed)
-        dd = reduce_to(_spanning(dproducts * products), pair.shape[:-1])
-        return reduce_to(dproducts, products.shape), dd if direct is None else dd + _spanning(pair * direct)
+        dd = None if direct is None else _spanning(pair * direct)
+        if weighed is None:
+            return None, dd
+        dproducts = pair * weighed
+        own = reduce_to(_spanning(dproducts * products), pair.shape[:-1])
+        return reduce_to(dproducts, products.shape), own if dd is None else own + dd
 
 
 def _log_pair(d: Tensor) -> Tensor:

@@ -290,7 +290,7 @@ def test_a_sequence_in_pieces_or_packed_is_the_whole(r):
 
 @ALL
 def test_gradients_are_finite_differences(r):
-    holds(r, "gradcheck", Example(tokens=2, n=2, p=2, initial=True, seed=5))
+    holds(r, "gradcheck", Example(tokens=2, heads=2, n=2, p=2, initial=True, seed=5))
 
 
 # ---- extremes ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import structures
 import torch
 
 import dsf
-from dsf import I, Key, System, Value
+from dsf import I, Key, Scalar, System, Value
 
 EACH = pytest.mark.parametrize("recurrence", structures.FINITE, ids=lambda r: r.name)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -177,6 +177,32 @@ def test_states_that_overflow_float32_stay_finite_when_stabilised():
     assert y.isfinite().all() and state.isfinite().all()
     oracle = structures.stabilised(**{n: x.double() for n, x in inputs.items()}, form="naive")
     assert error(y, oracle) < 1e-4
+
+
+@pytest.mark.parametrize("strength", [-1000.0, 0.0, 200.0])
+@pytest.mark.parametrize("read", ["after", "before"])
+@pytest.mark.parametrize("axes", [Scalar, Key, Value])
+def test_a_skip_without_a_gain_of_its_own_has_the_true_scale(axes, read, strength):
+    rule = lambda n, d, one: n / dsf.maximum(dsf.abs(d), one)  # noqa: E731
+
+    @dsf.recurrence
+    def skipping(q: Key, k: Key, v: Value, i: axes, f: Scalar):
+        q, k = dsf.elu1(q), dsf.elu1(k)
+        skip = v + dsf.dot(q, k) * v
+        return System(A=dsf.sigmoid(f), B=dsf.exp(i) * k * v, C=q, D=skip, read=read, normalize=rule)
+
+    inputs = structures.sample(skipping, T=19)
+    inputs = {n: (x + strength if n == "i" else x).requires_grad_() for n, x in inputs.items()}
+
+    def outcome(form):
+        y = skipping(**inputs, form=form)
+        return [y, *torch.autograd.grad(y.sin().sum(), list(inputs.values()))]
+
+    expected = outcome("naive")
+    for form in skipping.forms[1:]:
+        for found, wanted in zip(outcome(form), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+    assert error(skipping(**{n: x.float() for n, x in inputs.items()}), expected[0]) < 1e-4
 
 
 def test_a_call_leaves_its_inputs_and_its_state_alone():
