@@ -17,11 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import factors, load_chunk, load_row, meeting, rounded
+from dsf.kernels.triton.keywise import GROUP, factors, load_chunk, load_row, meeting, rounded
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.tiles import ERASE, READ, SOURCE, load_rows, store_rows
-
-GROUP = tl.constexpr(8)  # chunks that a program looks through for those whose rows do not all meet at once
 
 
 @triton.jit(do_not_specialize=["base", "count"])

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.key_gradient import GROUP, key_gradient, key_pairs
-from dsf.kernels.triton.keywise import prepare_keys
+from dsf.kernels.triton.key_gradient import key_gradient, key_pairs
+from dsf.kernels.triton.keywise import GROUP, prepare_far_keys, prepare_keys
 from dsf.kernels.triton.launch import launch
 
 if TYPE_CHECKING:
@@ -70,19 +70,31 @@ def room(
     )  # fmt: skip
 
 
-def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
-    """Run prepare_keys for log decays g [B, T, Hg, N]; and what the transform inverts [B, T, H, L] (delta rules)."""
+def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor, Tensor]:
+    """Prepare the chunks of log decays g [B, T, Hg, N]; keep: for the backward pass, too.
+
+    Beside the rows what the transform inverts [B, T, H, L] (delta rules), and what rounding left of what rows read.
+    """
     made = room(call.q, call.heads, call.p, call.chunks, call.tiles.chunk, call.delta, keep)
     system = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.scores
+    t, rows = call.tiles, (*call.rows(call.q), *call.rows(call.k), *call.rows(g))
+    rest = made.scores
+    if t.read_terms == 2:
+        rest = torch.empty_like(made.scores if call.delta else made.reads)
     sizes = {name: x for name, x in call.sizes.items() if name not in ("P", "BN")}
+    sizes |= {"BK": call.key_block, "LEVELS": call.levels, "DELTA": call.delta, "KEEP": keep, "TERMS": t.read_terms}
     launch(
         prepare_keys, (call.chunks, call.lanes),
         call.q, call.k, g, made.running, made.reads, made.erased if call.delta else made.writes, made.writes,
-        made.scores, system, made.first_levels, call.chunk_table, call.tokens, call.heads, call.length,
-        *call.rows(call.q), *call.rows(call.k), *call.rows(g),
-        BK=call.key_block, LEVELS=call.levels, DELTA=call.delta, num_warps=call.tiles.prepare_warps, **sizes,
+        made.scores, rest, system, made.first_levels, call.chunk_table, call.tokens, call.heads, call.length, *rows,
+        num_warps=t.prepare_warps, **sizes,
     )  # fmt: skip
-    return made, system
+    launch(
+        prepare_far_keys, (-(-call.chunks // GROUP.value), call.lanes),
+        call.q, call.k, g, made.running, made.scores, rest, system, made.first_levels,
+        call.chunk_table, call.tokens, call.heads, call.length, *rows, num_warps=t.prepare_warps, **sizes,
+    )  # fmt: skip
+    return made, system, rest
 
 
 def key_scalars(

@@ -71,7 +71,7 @@ class _Call:
             self.key_block = min(self.tiles.keys, self.key_block)
         self.levels = self.tiles.chunk.bit_length() - 1
         self.scalars = self._prepare(None if self.keywise else g, s, b, c)
-        self.running = self.first_levels = self.scores = self.system = q
+        self.running = self.first_levels = self.scores = self.system = self.rest = q
         self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
         self.made: KeyRows | None = None
         if self.keywise:
@@ -79,7 +79,7 @@ class _Call:
             if kept:
                 self.made = KeyRows(*kept)
             else:
-                self.made, self.system = prepared(self, g, kept is not None)
+                self.made, self.system, self.rest = prepared(self, g, kept is not None)
             self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
             self.reads, self.writes = self.made.reads, self.made.writes
             self.erased = self.made.erased if self.delta else self.writes
@@ -215,8 +215,8 @@ def _forward_launch(
         pieces += -(-call.n // t.piece)
     launch(
         forward_walk, (pieces, call.lanes, call.count),
-        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), solve,
-        unused if y is None else y, entries, states, unused if start is None else start,
+        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), call.rest,
+        solve, unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
         (call.q,) if call.finish is None else (call.finish[2] or (call.q,)), call.segment_table,
         call.tokens, call.heads, call.count, call.span, 0, stop, call.length, call.plane,
@@ -227,7 +227,8 @@ def _forward_launch(
         FINISH=None if y is None or call.finish is None else call.finish[1],
         START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
-        TERMS=t.walk_terms, STAGES=t.walk_stages, num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
+        TERMS=t.walk_terms, STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead,
+        num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
     )  # fmt: skip
 
 
@@ -270,7 +271,8 @@ def _reverse_launch(
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
         FINAL=final is not None,
-        TERMS=t.walk_terms, STAGES=t.reverse_stages, num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
+        TERMS=t.walk_terms, STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, num_warps=t.walk_warps,
+        num_stages=t.reverse_stages, **call.sizes,
     )  # fmt: skip
 
 
@@ -386,15 +388,16 @@ def _chunk_matrix_backward(
     read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
     forward pass, if it did.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, kept=kept or None, packed=packed)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, kept=kept, packed=packed)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
-    if kept and call.made is not None:
+    if call.made is not None:
         entries, states, passed = call.made.entries, call.made.states, call.made.passed
     else:
         entries = call.empty(*lead, call.p) if delta else q
         states = call.states(call.chunks)
+    if not kept:
         _, passed = _forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
     pieces = -(-call.p // t.gradient_piece)

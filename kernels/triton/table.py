@@ -31,6 +31,8 @@ class Tiles:
     transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept,
     normal_stretches: where there is a normaliser;
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states;
+    read_terms: of what outputs are made of where decays differ by key, scores (delta rules) or queries and states;
+    ahead: walks keep a chunk's values in registers from one chunk before, which shared memory has no third place for;
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
     entries where transitions are diagonal plus rank one; gradient_heads: at most, that share q and k and one chunk's
     programs, whose loads are gradient_stages apart.
@@ -56,6 +58,8 @@ class Tiles:
     gradient_stages: int = 2
     prepare_warps: int = 4
     walk_terms: int = 1
+    read_terms: int = 1
+    ahead: bool = False
     entry_warps: int = 8
     entry_piece: int | None = None
 
@@ -100,17 +104,18 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
             64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8, transform_registers=registers,
             entry_warps=4, entry_piece=wide,
         )  # fmt: skip
-    stages = 2 if decay == "key" and keys > 64 else 3
-    reverse = 2 if decay != "none" and delta and keys > 64 else stages
+    stages = 3
+    reverse = 2 if decay == "scalar" and delta and keys > 64 else stages
     if decay == "scalar" and not delta and keys > 64 and wide <= 64:
         stages = 2  # two programs a processor, of which there are many where one slice holds all channels
-    walk = 8 if decay == "key" and keys > 64 else 4
+    walk = 8 if decay == "key" and delta and keys > 64 else 4
+    exact = decay == "key" and keys >= 64
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
     several = (4 if delta else 8 if wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
     return Tiles(
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=8 if decay == "scalar" and keys > 64 else 1,
-        walk_terms=1 if delta else 2,
+        walk_terms=1 if delta else 2, read_terms=2 if exact else 1, ahead=exact,
     )  # fmt: skip
 
 

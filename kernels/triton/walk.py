@@ -5,7 +5,9 @@ chunks of L rows of its segment that lie from `base` up to `limit`. Rows write k
 with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse is
 I + `solve`, made by the transform: so a row's own right side is not rounded before it is e.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
-TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written.
+TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written. READ_TERMS 2: of
+KEYWISE scores (DELTA) or queries, too, left in `rest_of`, and of the states that these read.
+AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
 either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
@@ -36,7 +38,7 @@ from dsf.kernels.triton.tiles import (
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def forward_walk(
-    q, k, erased, v, scalars, running, scores_of, solve, y, entries, states, start, final, passed,
+    q, k, erased, v, scalars, running, scores_of, rest_of, solve, y, entries, states, start, final, passed,
     ones, weights, weight_states, extra, table,
     tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
@@ -45,6 +47,7 @@ def forward_walk(
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL).
 
@@ -62,6 +65,7 @@ def forward_walk(
     scalars += lane * length
     solve += (batch * tokens * heads + head) * PITCH
     scores_of += (batch * tokens * heads + head) * PITCH
+    rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * q_b + head // q_group * q_h
     flat = (batch * tokens * heads + head) * P
     y += flat
     entries += flat
@@ -88,11 +92,25 @@ def forward_walk(
             state = tl.where((keys[:, None] == columns[None, :]) & carries, 1.0, 0.0)
         else:
             decayed = tl.full([BN], 1.0, tl.float32)
+    if AHEAD:
+        next_rows = first * L + local + shift
+        next_write = load_rows(v, v_t, next_rows, filled, columns, P, BP, KIND)
+        if READ_TERMS == 2 and DELTA:
+            next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
+            next_rest = load_rows(rest_of, heads * PITCH, next_rows, end, local, L, L, KIND)
     for chunk in tl.range(first, stop, num_stages=STAGES):
         rows = chunk * L + local + shift
         rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
         rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
-        write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
+        if AHEAD:
+            write = next_write
+            next_write = load_rows(v, v_t, rows + L, filled, columns, P, BP, KIND)
+            if READ_TERMS == 2 and DELTA:
+                scores, rest = next_scores, next_rest
+                next_scores = load_rows(scores_of, heads * PITCH, rows + L, end, local, L, L, KIND)
+                next_rest = load_rows(rest_of, heads * PITCH, rows + L, end, local, L, L, KIND)
+        else:
+            write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
         if OUTPUT:
             if FINISH is not None:
                 at = (
@@ -126,11 +144,17 @@ def forward_walk(
                 store_rows(entries, heads * P, rows, end, columns, P, BP, write)
         if OUTPUT:
             rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
-            if SCORED:
+            if READ_TERMS == 2 and DELTA:
+                tl.static_assert(AHEAD)
+            elif SCORED:
                 scores = load_rows(scores_of, heads * PITCH, rows, end, local, L, L, KIND)
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = tl.dot(rows_q, seen, input_precision=PRECISION)
+            if READ_TERMS == 2 and not DELTA:
+                rest = load_rows(rest_of, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
+                out += tl.dot(rest, seen, input_precision=PRECISION)
+                out += tl.dot(rows_q, (state - seen.to(tl.float32)).to(KIND), input_precision=PRECISION)
             if NORMAL:
                 den = tl.sum(rows_q.to(tl.float32) * weight[None, :], axis=1)
                 if DECAY:
@@ -154,6 +178,8 @@ def forward_walk(
                     den *= tl.load(scalars + READ * plane + rows)
                 tl.store(weights + lane * tokens + rows, den, mask=(rows < end) & (piece == 0))
             out += tl.dot(scores.to(KIND), write, input_precision=PRECISION)
+            if READ_TERMS == 2 and DELTA:
+                out += tl.dot(rest, write, input_precision=PRECISION)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
@@ -203,7 +229,7 @@ def reverse_walk(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
@@ -232,18 +258,30 @@ def reverse_walk(
         state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
+    if AHEAD:
+        next_rows = tl.maximum((stop - 1) * L + local + shift, 0)
+        next_given = load_rows(dy, heads * P, next_rows, end, columns, P, BP, KIND)
+        next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
     for step in tl.range(0, stop - first, num_stages=STAGES):
         chunk = stop - 1 - step
         rows = chunk * L + local + shift
         rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
         rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
-        given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
+        if AHEAD:
+            given, ahead_scores = next_given, next_scores
+            next_rows = tl.maximum(rows - L, 0)
+            next_given = load_rows(dy, heads * P, next_rows, end, columns, P, BP, KIND)
+            next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
+        else:
+            given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
         if STATES:
             at = adjoints + (lane * (limit - base) + chunk - base) * N * P + place
             tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
         if DELTA:
             rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
-            if SCORED:
+            if AHEAD:
+                scores = tl.trans(ahead_scores)
+            elif SCORED:
                 scores = tl.trans(load_rows(scores_of, heads * PITCH, rows, end, local, L, L, KIND))
             else:
                 scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
