@@ -69,8 +69,9 @@ class GenericMixer(Mixer):
     The ranges are those that the traced expressions demand for states to stay bounded (`dsf.ranges.ranges_of`): a bare
     decay lies in [0, 1], an erased key has length one, a denominator is positive.
     Biases start such that memories are spread, as the papers' are: up to LONGEST in the direction that keeps more.
-    n_heads heads; N = d_state, P = headdim (both d_model / n_heads unless given). Params are learnt: normal where the
-    transition reads them (and shifted likewise), else ones. After the recurrence: RMSNorm of each head, then o_proj.
+    n_heads heads; N = d_state, P = headdim (both d_model / n_heads unless given, 1 where no input has the axis). Params
+    are learnt: normal where the transition reads them (and shifted likewise), else ones. After the recurrence: RMSNorm
+    of each head, then o_proj.
     It has no convolution and no gate, so `bare` changes nothing.
     """
 
@@ -88,7 +89,8 @@ class GenericMixer(Mixer):
         self.recurrence = recurrence
         self.ranges = ranges_of(spec)
         n = (d_state or d_model // n_heads) if spec.has_key else 1
-        self.dims = (n_heads, n, headdim or d_model // n_heads)
+        wide = any(VALUE in i.kind.axes for i in spec.inputs)
+        self.dims = (n_heads, n, (headdim or d_model // n_heads) if wide else 1)
         self.proj = nn.ModuleDict()  # the suffixes keep inputs called `values` or `type` off these dicts' own names
         self.param = nn.ParameterDict()
         reads, memory = _in_transition(spec), _memory(recurrence)
@@ -103,7 +105,7 @@ class GenericMixer(Mixer):
                 start = torch.randn(shape) if entry.name in reads else torch.ones(shape)
                 start += memory.get(entry.name, 0.0) * LONGEST * torch.rand(shape)
                 self.param[f"{entry.name}_param"] = nn.Parameter(start)
-        self.o_norm = nn.RMSNorm(self.dims[2])
+        self.o_norm = nn.RMSNorm(self.dims[2]) if wide else nn.Identity()  # of one number it would leave the sign
         self.o_proj = nn.Linear(n_heads * self.dims[2], d_model, bias=False)
 
     def _arguments(self, u: Tensor, side: tuple[Tensor, ...], span: object, **_: Tensor) -> dict[str, Tensor]:

@@ -160,7 +160,7 @@ def taylor_features(x: Like, order: int) -> Expr:
     Raises TraceError unless x has the Key axis alone and order is an integer of at least 0.
     """
     x = _key_vector("taylor_features", x)
-    if not isinstance(order, int) or order < 0:
+    if type(order) is not int or order < 0:
         raise TraceError(f"taylor_features({x}, {order}): the order must be an integer of at least 0")
     return Expr("taylor_features", (x,), (order,), x.axes, f"taylor{order}")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dsf
+from dsf import Scalar, System
 from dsf.analysis import compare as engine
 from dsf.analysis.generic import GenericMixer, random_inputs, squash
 from dsf.analysis.probe import disagreement, first, spectrum, speeds
@@ -275,3 +276,14 @@ def test_state_formulas_give_the_numbers_of_the_layers():
 def test_two_subjects_of_one_name_are_refused(own):
     with pytest.raises(dsf.InputError, match="named twice"):
         find_all(["deltanet", "deltanet"])
+
+
+def test_a_recurrence_without_channels_has_a_layer():
+    @dsf.recurrence
+    def counter(s: Scalar, f: Scalar) -> System:
+        return System(A=dsf.sigmoid(f), B=s, C=1)
+
+    layer = GenericMixer(counter, 16, n_heads=2)
+    y, state = layer(torch.randn(2, 9, 16))
+    assert y.shape == (2, 9, 16) and state.recurrent.shape == (2, 2, 1, 1)
+    assert layer.state_size() == 2

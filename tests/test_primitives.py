@@ -242,7 +242,7 @@ def test_features_are_made_of_key_vectors_alone(wrong):
             make(wrong)
 
 
-@pytest.mark.parametrize("order", [-1, 1.5, "2"])
+@pytest.mark.parametrize("order", [-1, 1.5, "2", True])
 def test_orders_are_integers_of_at_least_zero(order):
     with pytest.raises(TraceError, match="the order must be an integer of at least 0"):
         dsf.taylor_features(K, order)
