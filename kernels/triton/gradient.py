@@ -28,10 +28,14 @@ from dsf.kernels.triton.tiles import (
     TINY,
     between,
     load_rows,
+    load_terms,
     prefix_of,
+    product,
+    split,
     store_rows,
     suffix_of,
     total_of,
+    turn,
 )
 
 
@@ -45,6 +49,7 @@ def chunk_gradient(
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,
     LOADS: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
 
@@ -72,16 +77,19 @@ def chunk_gradient(
     dk += at_row
     states += (lane * (length // L) + chunk) * N * P
     adjoints += (lane * count + chunk - base) * N * P
-    adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P
+    adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = begin + local
     rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
     rows_k = load_rows(k, k_t, rows, end, keys, N, BN, KIND)
     given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
     if DELTA:
-        written = load_rows(entries + flat * P, heads * P, rows, end, columns, P, BP, KIND)
+        written = load_terms(
+            entries + flat * P * TERMS, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS
+        )  # fmt: skip
     else:
-        written = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
+        value = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
+        written = value, value
     beside = (rows, rows, keys, keys)
     if NORMAL:
         at = (lane * (length // L) + chunk) * N
@@ -103,11 +111,13 @@ def chunk_gradient(
             rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
             dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
+            TERMS, STATE_TERMS,
         )  # fmt: skip
         grad += _of_writes(
             rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
             dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
+            TERMS, STATE_TERMS,
         )  # fmt: skip
     else:
         if role == 0:
@@ -115,12 +125,14 @@ def chunk_gradient(
                 rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
                 dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
+                TERMS, STATE_TERMS,
             )  # fmt: skip
         else:
             grad = _of_writes(
                 rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
                 dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
+                TERMS, STATE_TERMS,
             )  # fmt: skip
     if DECAY:
         grad = decay_gradient(grad, g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, rows, end, DECAY)
@@ -135,6 +147,7 @@ def _of_reads(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     READ_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
     rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
@@ -149,7 +162,7 @@ def _of_reads(
         if NORMAL:
             carried += tl.sum(weight * weight_adjoint)
         grad += carried * total_of(scalars, plane, begin)
-    yx = tl.dot(given, tl.trans(written), input_precision=PRECISION)
+    yx = product((given, given), turn(written), 1, TERMS, PRECISION)
     if NORMAL:
         yx += slope[:, None] * drive[None, :]
     yx = _weigh(yx, scalars, rows, local[:, None] >= local[None, :], False, DECAY)
@@ -160,12 +173,12 @@ def _of_reads(
         if READ_SCALED:
             pairs *= tl.load(scalars + READ * plane + rows)[:, None]
         if DELTA:
-            f = load_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, KIND)
-            fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
+            f = load_terms(adjoint_entries, heads * P * TERMS, rows, end, columns, P, BP, KIND, STATE_TERMS)
+            fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
             pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
-        grad += spanning(pairs, local, False, KIND, PRECISION)
+        grad += spanning(pairs, local, False, KIND, PRECISION, TERMS)
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
     if NORMAL:
         grad_q += slope[:, None] * weight[None, :]
@@ -174,7 +187,7 @@ def _of_reads(
         reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         if READ_SCALED:
             reads *= tl.load(scalars + READ * plane + rows)
-    grad_q = tl.dot(yx.to(KIND), rows_k, grad_q, input_precision=PRECISION)
+    grad_q = product(split(yx, TERMS, KIND), (rows_k, rows_k), TERMS, 1, PRECISION, grad_q)
     if READ_WANTED:
         of_read = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         tl.store(dc + at, turned(of_read, scalars, plane, rows, DECAY), mask=rows < end)
@@ -193,7 +206,7 @@ def _of_writes(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, ds, db, that of `ones` and d_skip.
 
@@ -205,21 +218,25 @@ def _of_writes(
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     grad = tl.zeros([L], tl.float32)
     if DELTA:  # d, what the erasing of each row read: S_{t-1} decayed, times f; db
-        f = load_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, KIND)
-        state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
-        fx = tl.dot(f, tl.trans(written), input_precision=PRECISION)
+        f = load_terms(adjoint_entries, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS)
+        state = tl.trans(tl.load(state_of + place, mask=inside, other=0.0).to(KIND))
+        fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
         fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
-        d = tl.dot(f, tl.trans(state), input_precision=PRECISION)
+        d = product(f, (state, state), STATE_TERMS, 1, PRECISION)
         if DECAY:
             d *= prefix_of(scalars, rows)[:, None]
             reads = tl.sum(d * rows_k.to(tl.float32), axis=1)
-        d = tl.dot(fx.to(KIND), rows_k, d, input_precision=PRECISION)
+        d = product(split(fx, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, d)
         tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < end)
         d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
 
     # z = G x, from the last state and from the reads of later rows; dk
     adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0).to(KIND)
-    z = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
+    turned_adjoint = tl.trans(adjoint)
+    if DELTA and not DECAY:
+        z = product(written, (turned_adjoint, turned_adjoint), TERMS, 1, PRECISION, d)
+    else:
+        z = product(written, (turned_adjoint, turned_adjoint), TERMS, 1, PRECISION)
     drive, slope, _, weight_adjoint = beside
     if NORMAL:
         z += drive[:, None] * weight_adjoint[None, :]
@@ -228,20 +245,24 @@ def _of_writes(
         writes = tl.sum(z * rows_k.to(tl.float32), axis=1)
         if SCALED and not DELTA:
             writes *= tl.load(scalars + SOURCE * plane + rows)
-    xy = tl.dot(written, tl.trans(given), input_precision=PRECISION)
+    turned_given = tl.trans(given)
+    xy = product(written, (turned_given, turned_given), TERMS, 1, PRECISION)
     if NORMAL:
         xy += drive[:, None] * slope[None, :]
     xy = _weigh(xy, scalars, rows, before, True, DECAY)
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
-    z = tl.dot(xy.to(KIND), rows_q, z, input_precision=PRECISION)
+    z = product(split(xy, TERMS, KIND), (rows_q, rows_q), TERMS, 1, PRECISION, z)
     if DELTA:
-        xf = tl.dot(written, tl.trans(f), input_precision=PRECISION)
+        xf = product(written, turn(f), STATE_TERMS, STATE_TERMS, PRECISION)
         xf = _weigh(xf, scalars, rows, local[:, None] < local[None, :], True, DECAY)
         xf *= -tl.load(scalars + ERASE * plane + rows)[None, :]
-        z = tl.dot(xf.to(KIND), rows_k, z, input_precision=PRECISION)
-        z += d
-        grad_v = f.to(tl.float32)
+        z = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, z)
+        if DECAY:
+            z += d
+        grad_v = f[0].to(tl.float32)
+        if TERMS == 2:
+            grad_v += f[1].to(tl.float32)
         if SOURCE_WANTED:
             values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
             of_source = tl.sum(grad_v * values, axis=1)
@@ -273,7 +294,7 @@ def _of_writes(
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     if SKIP is not None:
         loaded, d_skip = skip
-        of_value, of_skip = SKIP(loaded, given.to(tl.float32), written.to(tl.float32))
+        of_value, of_skip = SKIP(loaded, given.to(tl.float32), written[0].to(tl.float32))
         grad_v += of_value
         tl.store(d_skip, tl.sum(tl.sum(of_skip, axis=1), axis=0))
     store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
@@ -320,15 +341,18 @@ def turned(x, scalars, plane, rows, DECAY: tl.constexpr):
 
 
 @triton.jit
-def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def spanning(
+    pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr = 1
+):
     """[t]: the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, whose product of decays contains row t's."""
     later, upto = local[:, None] > local[None, :], local[:, None] <= local[None, :]
     if transposed:
         gathered = tl.where(later, 1.0, 0.0).to(KIND)  # [t, j]
-        gathered = tl.dot(gathered, pairs.to(KIND), input_precision=PRECISION)
+        gathered = product((gathered, gathered), split(pairs, TERMS, KIND), 1, TERMS, PRECISION)
         return tl.sum(tl.where(upto, gathered, 0.0), axis=1)
     gathered = tl.where(upto, 1.0, 0.0).to(KIND)  # [t, i]
-    gathered = tl.dot(gathered, tl.where(later, pairs, 0.0).to(KIND), input_precision=PRECISION)
+    pairs = split(tl.where(later, pairs, 0.0), TERMS, KIND)
+    gathered = product((gathered, gathered), pairs, 1, TERMS, PRECISION)
     return tl.sum(tl.where(later, gathered, 0.0), axis=1)
 
 

@@ -60,7 +60,7 @@ class _Call:
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.scaled, self.read = (x is not None or self.decay == 2 for x in (s, c))  # 2: signs travel with them
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
-        self.pitch = self.tiles.chunk * (2 if self.scored else 1)
+        self.pitch = _pitch(self.tiles, self.scored)
         kind, precision = _arithmetic(q.dtype)
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
@@ -141,6 +141,16 @@ class _Call:
         """Something to point at for operands that a kernel does not use."""
         return tuple(self.q if x is None else x for x in xs)
 
+    def terms(self, back: bool) -> dict[str, int]:
+        """The walks' and the gradient kernel's TERMS and STATE_TERMS, `back`: in the backward pass."""
+        most = self.tiles.gradient_terms if back else 2
+        return {"TERMS": min(self.tiles.walk_terms, most), "STATE_TERMS": min(self.tiles.state_terms, most)}
+
+    @property
+    def kept_terms(self) -> int:
+        """Terms in which the backward pass keeps a delta rule's entries and their gradients."""
+        return self.terms(True)["TERMS"] if self.delta else 1
+
     def stretch(self, most: int) -> int:
         """Chunks of a stretch of T, when the backward pass may work in so many of them."""
         return -(-self.chunks // stretches(self.chunks * self.lanes, most))
@@ -161,6 +171,11 @@ def _cut(found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: tor
     count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
     span = -(-chunks // count)
     return -(-chunks // span), span
+
+
+def _pitch(found: Tiles, scored: bool) -> int:
+    """Entries a row of what the transform writes."""
+    return found.chunk * (found.state_terms + (found.walk_terms if scored else 0))
 
 
 def _kind(decay: Tensor | None) -> str:
@@ -196,16 +211,16 @@ def _forward(
         shape = (call.count, call.lanes, *(call.n,) * (2 if call.delta else 1))
         passed = call.empty(*shape, dtype=torch.float32)
         stop = call.chunks if saved or call.segment_table is not None else (call.count - 1) * call.span
-        _forward_launch(call, solve, None, None, local, None, stop, passed)
+        _forward_launch(call, solve, None, None, local, None, stop, passed, y is None)
         start = _segment_starts(call, local, passed, start, False)
     last = call.segments() if final else None
-    _forward_launch(call, solve, start, y, last, saved, call.chunks, None)
+    _forward_launch(call, solve, start, y, last, saved, call.chunks, None, y is None)
     return None if last is None else call.end(last, True), passed
 
 
 def _forward_launch(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None, stop: int, passed: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None, stop: int, passed: Tensor | None, back: bool,
 ) -> None:  # fmt: skip
     t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
     entries, states = saved or (unused, unused)
@@ -227,8 +242,8 @@ def _forward_launch(
         FINISH=None if y is None or call.finish is None else call.finish[1],
         START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
-        TERMS=t.walk_terms, STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead,
-        num_warps=t.walk_warps, num_stages=t.walk_stages, **call.sizes,
+        STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, num_warps=t.walk_warps,
+        num_stages=t.walk_stages, **call.terms(back), **call.sizes,
     )  # fmt: skip
 
 
@@ -246,7 +261,9 @@ def _reverse(
         if call.is_cut
         else call.stretch(call.tiles.stretches if call.normal is None else call.tiles.normal_stretches)
     )
-    entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p) if call.delta else call.q
+    entries = call.q
+    if call.delta:
+        entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p * call.kept_terms)
     adjoints = call.states(stretch)
     for base in reversed(range(0, call.chunks, stretch)):
         limit = min(base + stretch, call.chunks)
@@ -271,8 +288,8 @@ def _reverse_launch(
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
         FINAL=final is not None,
-        TERMS=t.walk_terms, STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, num_warps=t.walk_warps,
-        num_stages=t.reverse_stages, **call.sizes,
+        STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, num_warps=t.walk_warps,
+        num_stages=t.reverse_stages, **call.terms(True), **call.sizes,
     )  # fmt: skip
 
 
@@ -302,7 +319,7 @@ def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | 
 
 def _scores(call: _Call, solve: Tensor) -> Tensor:
     """Where the walks find the products between a chunk's rows, if they were made before."""
-    return solve[..., call.tiles.chunk :] if call.scored else call.scores
+    return solve[..., call.tiles.chunk * call.tiles.state_terms :] if call.scored else call.scores
 
 
 def _transform(call: _Call) -> Tensor:
@@ -316,7 +333,8 @@ def _transform(call: _Call) -> Tensor:
         call.tokens, call.heads, call.length, call.plane,
         *call.rows(call.q), *call.rows(call.k),
         LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
-        TERMS=t.transform_terms, num_warps=t.transform_warps, maxnreg=t.transform_registers, **sizes,
+        TERMS=t.transform_terms, ROW_TERMS=t.walk_terms, STATE_TERMS=t.state_terms, num_warps=t.transform_warps,
+        maxnreg=t.transform_registers, **sizes,
     )  # fmt: skip
     return solve
 
@@ -368,8 +386,7 @@ def _chunk_matrix_shapes(
         normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
         normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
         normal.states = q.new_empty(batch * heads, chunks, n, dtype=torch.float32)
-    pitch = 2 * chunk if _kind(decay) == "scalar" else chunk
-    solve = (0,) if erase is None else (batch, tokens, heads, pitch)
+    solve = (0,) if erase is None else (batch, tokens, heads, _pitch(found, _kind(decay) == "scalar"))
     return (
         q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),
         q.new_empty(shape, dtype=torch.float32),
@@ -395,7 +412,7 @@ def _chunk_matrix_backward(
     if call.made is not None:
         entries, states, passed = call.made.entries, call.made.states, call.made.passed
     else:
-        entries = call.empty(*lead, call.p) if delta else q
+        entries = call.empty(*lead, call.p * call.kept_terms) if delta else q
         states = call.states(call.chunks)
     if not kept:
         _, passed = _forward(call, solve, state, None, False, (entries, states))

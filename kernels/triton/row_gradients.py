@@ -119,7 +119,8 @@ def row_gradients(
                 chunk_gradient, (out.chunks * t.gradient_roles, call.lanes, pieces),
                 call.q, call.k, call.v, dy, g, call.scalars, entries, found.entries, states, found.states,
                 out.dq, out.dk, dv, *scalars, *call.given(*beside), *beyond, call.chunk_table, *where,
-                DELTA=call.delta, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal), **common,
+                DELTA=call.delta, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
+                TERMS=call.kept_terms, STATE_TERMS=call.terms(True)["STATE_TERMS"], **common,
             )  # fmt: skip
 
 

@@ -30,7 +30,9 @@ class Tiles:
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
     transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept,
     normal_stretches: where there is a normaliser;
-    walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states;
+    walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states, with the
+    delta rule of e, its adjoint and scores; state_terms: of states, right sides, their inverse and what it writes;
+    gradient_terms: of both at most, in the backward pass;
     read_terms: of what outputs are made of where decays differ by key, scores (delta rules) or queries and states;
     ahead: walks keep a chunk's values in registers from one chunk before, which shared memory has no third place for;
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
@@ -60,6 +62,8 @@ class Tiles:
     walk_terms: int = 1
     read_terms: int = 1
     ahead: bool = False
+    state_terms: int = 1
+    gradient_terms: int = 2
     entry_warps: int = 8
     entry_piece: int | None = None
 
@@ -86,7 +90,10 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: t
         return found
     if dtype == torch.bfloat16:
         piece = min(64, found.gradient_piece)
-        return replace(found, chunk=32, walk_stages=2, reverse_stages=2, gradient_piece=piece, gradient_roles=1)
+        return replace(
+            found, chunk=32, walk_stages=2, reverse_stages=2, gradient_piece=piece, gradient_roles=1,
+            walk_terms=1 if delta else found.walk_terms, state_terms=1,
+        )  # fmt: skip
     if found.keys > 128:
         return replace(found, chunk=16, piece=16, gradient_piece=min(32, found.gradient_piece))
     return found
@@ -111,11 +118,13 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     walk = 8 if decay == "key" and delta and keys > 64 else 4
     exact = decay == "key" and keys >= 64
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
+    twice = delta and keys >= 64 and (decay == "none" or (decay == "scalar" and keys == wide == 64))
     several = (4 if delta else 8 if wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
     return Tiles(
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=8 if decay == "scalar" and keys > 64 else 1,
-        walk_terms=1 if delta else 2, read_terms=2 if exact else 1, ahead=exact,
+        walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
+        gradient_terms=1 if delta and keys > 64 else 2, read_terms=2 if exact else 1, ahead=exact,
     )  # fmt: skip
 
 

@@ -53,6 +53,59 @@ def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, pad
 
 
 @triton.jit
+def split(x, TERMS: tl.constexpr, kind: tl.constexpr):
+    """x in `kind`, and (TERMS 2) what that leaves of it."""
+    main = x.to(kind)
+    rest = main
+    if TERMS == 2:
+        rest = (x.to(tl.float32) - main.to(tl.float32)).to(kind)
+    return main, rest
+
+
+@triton.jit
+def product(a, b, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, out=None):
+    """out + a b, of operands in A and B terms (`split`); that of both second terms is left out."""
+    if out is None:
+        out = tl.dot(a[0], b[0], input_precision=PRECISION)
+    else:
+        out = tl.dot(a[0], b[0], out, input_precision=PRECISION)
+    if A == 2:
+        out = tl.dot(a[1], b[0], out, input_precision=PRECISION)
+    if B == 2:
+        out = tl.dot(a[0], b[1], out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def turn(x):
+    """Both terms transposed."""
+    return tl.trans(x[0]), tl.trans(x[1])
+
+
+@triton.jit
+def load_terms(
+    base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr,
+    TERMS: tl.constexpr,
+):  # fmt: skip
+    """Rows of which the second term lies `width` columns behind the first."""
+    main = load_rows(base, row_stride, rows, tokens, columns, width, padded, kind)
+    rest = main
+    if TERMS == 2:
+        rest = load_rows(base + width, row_stride, rows, tokens, columns, width, padded, kind)
+    return main, rest
+
+
+@triton.jit
+def store_terms(
+    base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x, TERMS: tl.constexpr
+):
+    """Write x where load_terms would read it."""
+    store_rows(base, row_stride, rows, tokens, columns, width, padded, x[0])
+    if TERMS == 2:
+        store_rows(base + width, row_stride, rows, tokens, columns, width, padded, x[1])
+
+
+@triton.jit
 def prepare(
     g, s, b, c, planes, table, plane,
     tokens, heads, length,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.packed import place_of_chunk
-from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, store_rows
+from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, product, split, store_terms
 
 
 @triton.jit
@@ -21,18 +21,19 @@ def delta_transform(
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
     DECAY: tl.constexpr, READ_SCALED: tl.constexpr, SCORES: tl.constexpr, KEYWISE: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, ROW_TERMS: tl.constexpr,
+    STATE_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the inverse less the identity [B, T, H, L]; rows beyond the sequence are zero.
+    """Write the inverse less the identity [B, T, H, L] in STATE_TERMS; rows beyond the sequence are zero.
 
-    SCORES: beside it, in rows of 2L, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P.
+    SCORES: beside it, in ROW_TERMS, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     k += batch * k_b + head // k_group * k_h
     begin, end = place_of_chunk(table, chunk, tokens, L)
     scalars += lane * length + chunk * L - begin
-    PITCH: tl.constexpr = 2 * L if SCORES else L
+    PITCH: tl.constexpr = L * (STATE_TERMS + (ROW_TERMS if SCORES else 0))
     solve += (batch * tokens * heads + head) * PITCH
     keys, local = tl.arange(0, BN), tl.arange(0, L)
     rows = begin + local
@@ -51,14 +52,17 @@ def delta_transform(
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * weights
                 if READ_SCALED:
                     scores *= tl.load(scalars + READ * plane + rows)[:, None]
-                store_rows(solve + L, heads * PITCH, rows, end, local, L, L, scores)
+                weights_of = split(scores, ROW_TERMS, KIND)
+                store_terms(solve + L * STATE_TERMS, heads * PITCH, rows, end, local, L, L, weights_of, ROW_TERMS)
             system = tl.where(strict, system * weights, 0.0)
         else:
             system = tl.where(strict, system, 0.0)
     system *= tl.load(scalars + ERASE * plane + rows)[:, None]
     inverse = unit_lower_inverse(system, local, LEVELS, KIND, PRECISION, TERMS)
+    if STATE_TERMS == 2:
+        inverse = refined(system, inverse, local, KIND, PRECISION)
     inverse -= tl.where(local[:, None] == local[None, :], 1.0, 0.0)
-    store_rows(solve, heads * PITCH, rows, end, local, L, L, inverse)
+    store_terms(solve, heads * PITCH, rows, end, local, L, L, split(inverse, STATE_TERMS, KIND), STATE_TERMS)
 
 
 @triton.jit
@@ -75,6 +79,15 @@ def unit_lower_inverse(
         step = _product(inverse, below, KIND, PRECISION, TERMS)
         inverse -= _product(step, inverse, KIND, PRECISION, TERMS)
     return inverse
+
+
+@triton.jit
+def refined(system, inverse, local, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of Newton's method on an inverse of I + system that was made of rounded operands: twice their digits."""
+    main = split(inverse, 2, KIND)
+    left = product(split(system, 2, KIND), main, 2, 2, PRECISION, inverse)
+    left -= tl.where(local[:, None] == local[None, :], 1.0, 0.0)
+    return inverse - tl.dot(main[0], left.to(KIND), input_precision=PRECISION)
 
 
 @triton.jit

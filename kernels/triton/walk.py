@@ -5,8 +5,10 @@ chunks of L rows of its segment that lie from `base` up to `limit`. Rows write k
 with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse is
 I + `solve`, made by the transform: so a row's own right side is not rounded before it is e.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
-TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written. READ_TERMS 2: of
-KEYWISE scores (DELTA) or queries, too, left in `rest_of`, and of the states that these read.
+TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written; with the delta rule
+of scores, and of e and its adjoint as they are kept. STATE_TERMS: with the delta rule of states, right sides and their
+inverse, and of the rows that are written.
+READ_TERMS 2: of KEYWISE scores (DELTA) or queries, too, left in `rest_of`, and of the states that these read.
 AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
 either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
@@ -30,9 +32,14 @@ from dsf.kernels.triton.tiles import (
     SOURCE,
     between,
     load_rows,
+    load_terms,
+    product,
+    split,
     store_rows,
+    store_terms,
     suffix_of,
     total_of,
+    turn,
 )
 
 
@@ -46,7 +53,7 @@ def forward_walk(
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, READ_TERMS: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL).
@@ -68,7 +75,10 @@ def forward_walk(
     rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * q_b + head // q_group * q_h
     flat = (batch * tokens * heads + head) * P
     y += flat
-    entries += flat
+    ROW_TERMS: tl.constexpr = TERMS if DELTA else 1
+    SCORE_TERMS: tl.constexpr = READ_TERMS if KEYWISE and DELTA else ROW_TERMS
+    WRITE_TERMS: tl.constexpr = STATE_TERMS if DELTA else (TERMS if DECAY or SCALED else 1)
+    entries += flat * ROW_TERMS
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, SUMMARY)
     first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
     scalars -= shift
@@ -111,6 +121,7 @@ def forward_walk(
                 next_rest = load_rows(rest_of, heads * PITCH, rows + L, end, local, L, L, KIND)
         else:
             write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
+        written = write, write
         if OUTPUT:
             if FINISH is not None:
                 at = (
@@ -124,12 +135,12 @@ def forward_walk(
                 drive = tl.load(ones + lane * tokens + rows, mask=rows < end, other=0.0)
         if STATES:
             tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
-        seen = state.to(KIND)
+        seen = split(state, STATE_TERMS, KIND)
         if DELTA:
             read_k = rows_k
             if KEYWISE:
                 read_k = load_rows(erased, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
-            known = tl.dot(read_k, seen, input_precision=PRECISION)
+            known = product((read_k, read_k), seen, 1, STATE_TERMS, PRECISION)
             erase = tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)
             if SCALED:
                 known = (
@@ -137,24 +148,28 @@ def forward_walk(
                 )
             else:
                 known = write.to(tl.float32) - known * erase[:, None]
-            inverse = load_rows(solve, heads * PITCH, rows, end, local, L, L, KIND)
-            entry = tl.dot(inverse, known.to(KIND), known, input_precision=PRECISION)
-            write = entry.to(KIND)
+            inverse = load_terms(solve, heads * PITCH, rows, end, local, L, L, KIND, STATE_TERMS)
+            right = split(known, STATE_TERMS, KIND)
+            entry = product(inverse, right, STATE_TERMS, STATE_TERMS, PRECISION, known)
+            written = split(entry, ROW_TERMS, KIND)
+            write = written[0]
             if STATES:
-                store_rows(entries, heads * P, rows, end, columns, P, BP, write)
+                store_terms(entries, heads * P * ROW_TERMS, rows, end, columns, P, BP, written, ROW_TERMS)
         if OUTPUT:
             rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
             if READ_TERMS == 2 and DELTA:
                 tl.static_assert(AHEAD)
+                weights_of = scores, rest
             elif SCORED:
-                scores = load_rows(scores_of, heads * PITCH, rows, end, local, L, L, KIND)
+                weights_of = load_terms(scores_of, heads * PITCH, rows, end, local, L, L, KIND, ROW_TERMS)
+                scores = weights_of[0]
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
-            out = tl.dot(rows_q, seen, input_precision=PRECISION)
+            out = product((rows_q, rows_q), seen, 1, STATE_TERMS, PRECISION)
             if READ_TERMS == 2 and not DELTA:
                 rest = load_rows(rest_of, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
-                out += tl.dot(rest, seen, input_precision=PRECISION)
-                out += tl.dot(rows_q, (state - seen.to(tl.float32)).to(KIND), input_precision=PRECISION)
+                out += tl.dot(rest, seen[0], input_precision=PRECISION)
+                out += tl.dot(rows_q, (state - seen[0].to(tl.float32)).to(KIND), input_precision=PRECISION)
             if NORMAL:
                 den = tl.sum(rows_q.to(tl.float32) * weight[None, :], axis=1)
                 if DECAY:
@@ -177,9 +192,9 @@ def forward_walk(
                 if READ_SCALED and not DECAY:
                     den *= tl.load(scalars + READ * plane + rows)
                 tl.store(weights + lane * tokens + rows, den, mask=(rows < end) & (piece == 0))
-            out += tl.dot(scores.to(KIND), write, input_precision=PRECISION)
-            if READ_TERMS == 2 and DELTA:
-                out += tl.dot(rest, write, input_precision=PRECISION)
+            if not (SCORED and DELTA):
+                weights_of = split(scores, ROW_TERMS, KIND)
+            out += product(weights_of, written, SCORE_TERMS, ROW_TERMS, PRECISION)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
@@ -189,22 +204,23 @@ def forward_walk(
             scale = suffix_of(scalars, plane, rows)
             if SCALED and not DELTA:
                 scale *= tl.load(scalars + SOURCE * plane + rows)
-            exact = write.to(tl.float32) * scale[:, None]
-            write = exact.to(KIND)
+            if DELTA and STATE_TERMS == 2:
+                written = split(entry * scale[:, None], WRITE_TERMS, KIND)
+            else:
+                written = split(write.to(tl.float32) * scale[:, None], WRITE_TERMS, KIND)
             state *= total_of(scalars, plane, chunk * L + shift)
             if SUMMARY and not DELTA:
                 decayed *= total_of(scalars, plane, chunk * L + shift)
         elif SCALED and not DELTA:
-            exact = write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None]
-            write = exact.to(KIND)
+            scale = tl.load(scalars + SOURCE * plane + rows)
+            written = split(write.to(tl.float32) * scale[:, None], WRITE_TERMS, KIND)
         if KEYWISE:
             total = tl.exp2(last_running(running, lane, length, chunk, keys, N, L))
             state *= total[:, None]
             if SUMMARY and not DELTA:
                 decayed *= total
-        state += tl.dot(tl.trans(rows_k), write, input_precision=PRECISION)
-        if TERMS == 2 and (DECAY or (SCALED and not DELTA)):
-            state += tl.dot(tl.trans(rows_k), (exact - write.to(tl.float32)).to(KIND), input_precision=PRECISION)
+        rows_k = tl.trans(rows_k)
+        state += product((rows_k, rows_k), written, 1, WRITE_TERMS, PRECISION)
     if SUMMARY:
         at = segment * tl.num_programs(1) + lane
         if DELTA:
@@ -229,7 +245,8 @@ def reverse_walk(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
@@ -248,7 +265,9 @@ def reverse_walk(
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, not STATES)
     first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
     scalars -= shift
-    adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P
+    ROW_TERMS: tl.constexpr = TERMS if DELTA else 1
+    GIVEN_TERMS: tl.constexpr = (STATE_TERMS if DELTA else TERMS) if READ_SCALED or DECAY else 1
+    adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P * ROW_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] <= local[None, :]  # sources down, rows across
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
@@ -282,37 +301,42 @@ def reverse_walk(
             if AHEAD:
                 scores = tl.trans(ahead_scores)
             elif SCORED:
-                scores = tl.trans(load_rows(scores_of, heads * PITCH, rows, end, local, L, L, KIND))
+                weights_of = turn(load_terms(scores_of, heads * PITCH, rows, end, local, L, L, KIND, ROW_TERMS))
+                scores = weights_of[0]
             else:
                 scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
-            carried = tl.dot(rows_k, state.to(KIND), input_precision=PRECISION)
+            carried = product((rows_k, rows_k), split(state, STATE_TERMS, KIND), 1, STATE_TERMS, PRECISION)
             if DECAY:
                 carried *= suffix_of(scalars, plane, rows)[:, None]
             if not SCORED:
                 scores = tl.where(causal, scores, 0.0)
             if READ_SCALED and not DECAY:
                 scores *= tl.load(scalars + READ * plane + rows)[None, :]
-            carried += tl.dot(scores.to(KIND), given, input_precision=PRECISION)
-            inverse = load_rows(solve, heads * PITCH, rows, end, local, L, L, KIND)
-            adjoint = tl.dot(tl.trans(inverse), carried.to(KIND), carried, input_precision=PRECISION)
+            if not (SCORED and DECAY):
+                weights_of = split(scores, ROW_TERMS, KIND)
+            carried += product(weights_of, (given, given), ROW_TERMS, 1, PRECISION)
+            inverse = turn(load_terms(solve, heads * PITCH, rows, end, local, L, L, KIND, STATE_TERMS))
+            right = split(carried, STATE_TERMS, KIND)
+            adjoint = product(inverse, right, STATE_TERMS, STATE_TERMS, PRECISION, carried)
             if STATES:
-                store_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, adjoint)
+                kept = split(adjoint, ROW_TERMS, KIND)
+                store_terms(adjoint_entries, heads * P * ROW_TERMS, rows, end, columns, P, BP, kept, ROW_TERMS)
             adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
+        read = given, given
         if READ_SCALED or DECAY:
             scale = tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
-            exact = given.to(tl.float32) * scale[:, None]
-            given = exact.to(KIND)
+            read = split(given.to(tl.float32) * scale[:, None], GIVEN_TERMS, KIND)
         if DECAY:
             state *= total_of(scalars, plane, chunk * L + shift)
         if KEYWISE:
             if DELTA:
                 rows_k = load_rows(erased, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
             state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
-        state += tl.dot(tl.trans(rows_q), given, input_precision=PRECISION)
-        if TERMS == 2 and (READ_SCALED or DECAY):
-            state += tl.dot(tl.trans(rows_q), (exact - given.to(tl.float32)).to(KIND), input_precision=PRECISION)
+        rows_q = tl.trans(rows_q)
+        state += product((rows_q, rows_q), read, 1, GIVEN_TERMS, PRECISION)
         if DELTA:
-            state -= tl.dot(tl.trans(rows_k), adjoint.to(KIND), input_precision=PRECISION)
+            rows_k = tl.trans(rows_k)
+            state -= product((rows_k, rows_k), split(adjoint, STATE_TERMS, KIND), 1, STATE_TERMS, PRECISION)
     if FINAL:
         tl.store(final + ends + place, state, mask=inside)
 
