@@ -46,7 +46,7 @@ def _correction_parts(row) -> list[Expr]:  # type: ignore[no-untyped-def]
 
 
 def _bare(part: Expr) -> list[Expr]:
-    return [f for f, inverse in factors_of(part) if f.op == "input" and VALUE in f.axes and not inverse]
+    return [f for f, inverse in factors_of(part) if f.op == "input" and f.axes == {VALUE} and not inverse]
 
 
 def _with(spec: Spec, name: str) -> Drive | None:

@@ -12,7 +12,7 @@ from dsf.bind import Bound, environment
 from dsf.drive import Drive, drive_of
 from dsf.errors import FormError, InputError
 from dsf.evaluate import Evaluator
-from dsf.expr import Expr
+from dsf.expr import Expr, inputs_of
 from dsf.kernels.attention import spread_heads
 from dsf.kernels.matrix import attention_matrix, attention_scores, injection_row, response, weights
 from dsf.kernels.operators import Transition
@@ -152,6 +152,11 @@ class Trajectory:
     def _quotient(self, den: Tensor, one: Tensor) -> Tensor:
         """What the rule makes of num = 1."""
         assert self.spec.rule is not None and self.unit is not None
+        if inputs_of(self.spec.rule):
+            raise FormError(
+                f"{self.spec.name}: normalize = {self.spec.rule} reads inputs, which a trajectory does not hold; for "
+                "its matrix leave them out of the rule and apply them to y"
+            )
         env: dict[Expr, Tensor] = {NUM: torch.ones_like(den), DEN: den, ONE: one}
         return Evaluator(env, self.unit.n, self.unit.p)(self.spec.rule)
 

@@ -8,7 +8,8 @@ import pytest
 import structures
 import torch
 
-from dsf import FormError, InputError, mixers
+import dsf
+from dsf import FormError, I, InputError, Key, Scalar, Steps, System, Value, mixers
 from dsf.analysis import measures as m
 from dsf.analysis.special_cases import CASES
 
@@ -341,3 +342,23 @@ def test_bad_requests_say_what_is_wrong():
 def test_percentiles_keep_infinities():
     x = torch.tensor([1.0, 2.0, 3.0, math.inf])
     assert m.percentiles(x, (0, 50, 100)).tolist() == [1.0, 3.0, math.inf]
+
+
+def test_matrices_of_writes_with_both_axes_and_of_rules_that_read_inputs():
+    @dsf.recurrence
+    def whole(q: Key, w: Steps[Key, Value, 1], a: Scalar):
+        return System(A=dsf.sigmoid(a), B=w[0], C=q)
+
+    @dsf.recurrence
+    def gated_quotient(q: Key, k: Key, v: Value, o: Value):
+        return System(A=I, B=dsf.elu1(k) * v, C=dsf.elu1(q), normalize=lambda n, d: dsf.sigmoid(o) * n / d)
+
+    q, k = torch.randn(2, 1, 5, 2, 3)
+    v, o = torch.randn(2, 1, 5, 2, 4)
+    w = (k.unsqueeze(-1) * v.unsqueeze(-2)).unsqueeze(2)
+    given = {"q": q, "w": w, "a": torch.randn(1, 5, 2)}
+    trajectory = whole.trajectory(**given)
+    assert trajectory.drive is None, "no Value input drives it"
+    torch.testing.assert_close(trajectory.states()[:, -1], whole(**given, return_state=True)[1])
+    with pytest.raises(FormError, match=r"gated_quotient: normalize = .* reads inputs"):
+        gated_quotient.trajectory(q, k, v, o).kernel_matrix()
