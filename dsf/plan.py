@@ -165,7 +165,7 @@ def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:
     if sizes.tokens <= SHORT:
         return (
             "recurrent",
-            f"{sizes.tokens} token{'s' * (sizes.tokens > 1)} are walked faster than chunks are set up",
+            f"{sizes.tokens} token{'s are' if sizes.tokens > 1 else ' is'} walked faster than chunks are set up",
         )
     if spec.is_elementwise:
         return (

@@ -188,7 +188,9 @@ class Spec:
             given = ", ".join(sorted(bare)) or "none"
             raise TraceError(
                 "normalize divides by the same system driven by ones, but which input drives it is not clear: "
-                f"expected one bare Value factor in B, found {given}; pass System(..., drive=v)"
+                f"expected one bare Value factor in B, found {given}; "
+                + ("" if bare else "give what is written as an input of its own, or ")
+                + "pass System(..., drive=v)"
             )
         return tuple(x for x in inputs_of(*(s.B for s in self.system.micro_steps)) if x.attrs[0] in bare)
 

@@ -266,7 +266,7 @@ ON_THE_WHOLE = [
     (features_of_bent_values, "with v = 1 there remains tanh.1. in B, which would be in that sum too"),
     (inverse_quotient, "exponential features have the kernel trick only as softmax attention"),
     (ambiguous_drive, r"which input drives it is not clear: expected one bare Value factor in B, found v, w; pass"),
-    (no_drive, "expected one bare Value factor in B, found none"),
+    (no_drive, "found none; give what is written as an input of its own, or pass System"),
     (foreign_drive, "drive = x does not occur in B"),
     (foreign_drives, r"drive = x\[0\] does not occur in B"),
     (rule_without_num, "normalize = 3 does not use num, the output that it normalises"),
