@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix_family import UNSEEN, forgetful_delta, leaning_rows, moving_rows
+from matrix_family import UNSEEN, forgetful_delta, leaning_rows, moving_rows, swinging
 from mixer_inputs import RANGES
 from torch.utils.checkpoint import checkpoint
 
@@ -132,15 +132,23 @@ def test_adjoints_used_a_stretch_at_a_time():
     compare(forgetful_delta, draw(forgetful_delta, 3000, 128, 64, torch.bfloat16, heads=48), torch.bfloat16)
 
 
+@pytest.mark.parametrize("heads", [8, 48])
+@pytest.mark.parametrize("recurrence", [get("mlstm").recurrence, swinging], ids=lambda r: r.name)
+def test_states_kept_for_the_backward_pass(recurrence, heads):
+    compare(recurrence, draw(recurrence, 3000 if heads == 48 else 1000, 128, 128, torch.bfloat16, heads=heads),
+            torch.bfloat16)  # fmt: skip
+
+
 @pytest.mark.parametrize("n, p", [(128, 128), (24, 40)])
 @pytest.mark.parametrize("name", ["mlstm", "linear_attention"])
 def test_normalisers_of_other_sizes(name, n, p):
     compare(get(name).recurrence, draw(get(name).recurrence, 200, n, p, torch.bfloat16), torch.bfloat16)
 
 
-def test_gradients_of_shared_rows_summed_a_stretch_at_a_time():
-    compare(get("ssd").recurrence, draw(get("ssd").recurrence, 3000, 128, 64, torch.bfloat16, heads=48, groups=2),
-            torch.bfloat16)  # fmt: skip
+@pytest.mark.parametrize("heads, tokens", [(48, 3000), (24, 6000)])
+def test_gradients_of_shared_rows_summed_a_stretch_at_a_time(heads, tokens):
+    given = draw(get("ssd").recurrence, tokens, 128, 64, torch.bfloat16, heads=heads, groups=2)
+    compare(get("ssd").recurrence, given, torch.bfloat16)
 
 
 def test_pointers_that_are_not_aligned():

@@ -39,11 +39,11 @@ from dsf.kernels.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept"])
+@triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept", "since", "held"])
 def chunk_gradient(
     q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
     dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones, extra, d_skip, table,
-    tokens, heads, length, plane, batches, base, count, first, shift, kept,
+    tokens, heads, length, plane, batches, base, count, first, shift, kept, since, held,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
@@ -53,7 +53,8 @@ def chunk_gradient(
 ):  # fmt: skip
     """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
 
-    adjoints [B, H, count, N, P] and adjoint_entries [B, count · L, H, P] are those of chunks from `base` on.
+    states [B, H, held, N, P] are those of chunks from `since` on, adjoints [B, H, count, N, P] and adjoint_entries
+    [B, count · L, H, P] of chunks from `base` on.
     dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens from `shift` on, and the scalars' [slices, B, T,
     H], to be summed over the slices. With two ROLES a chunk has two programs, one for what reads give and one for what
     writes give (dg [2 · slices, ...]): neighbours, so that the second finds its operands in the cache; in one program
@@ -75,7 +76,7 @@ def chunk_gradient(
     at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) * N
     dq += at_row
     dk += at_row
-    states += (lane * (length // L) + chunk) * N * P
+    states += (lane * held + chunk - since) * N * P
     adjoints += (lane * count + chunk - base) * N * P
     adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)

@@ -18,7 +18,8 @@ from dsf.kernels.triton.keywise import GROUP, prepare_far_keys, prepare_keys
 from dsf.kernels.triton.launch import launch
 
 if TYPE_CHECKING:
-    from dsf.kernels.triton.matrix import _Adjoints, _Call
+    from dsf.kernels.triton.matrix import _Call
+    from dsf.kernels.triton.walks import Adjoints
 
 
 @dataclass
@@ -109,7 +110,7 @@ def key_scalars(
 
 
 def key_gradients(
-    call: _Call, dy: Tensor, found: _Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor],
+    call: _Call, dy: Tensor, found: Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor],
     scalars: Sequence[Tensor], source_wanted: bool, read_wanted: bool,
 ) -> None:  # fmt: skip
     """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found."""

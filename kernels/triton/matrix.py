@@ -5,14 +5,15 @@ q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head count
 float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32, of packed sequences (B = 1)
 [sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (where decays differ by key, the
 forward pass left them), backwards for the gradients of their last ones, then computes the gradients of all chunks in
-parallel, in long calls a stretch of T at a time, so that these gradients need less memory.
+parallel, in long calls a stretch of T at a time, so that these gradients need less memory; of decays alone each stretch
+is walked forwards only then, from a state that the forward pass kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from dsf.kernels.triton.row_gradients import Skip, in_turn, row_gradients, sum_p
 from dsf.kernels.triton.table import Tiles, limits, segments, sharing, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
-from dsf.kernels.triton.walk import combine_moves, combine_segments, forward_walk, reverse_walk
-from dsf.kernels.triton.weights import Normaliser, between_chunks, by_lane, kind_of
+from dsf.kernels.triton.walks import both, forward, forward_launch, reverse
+from dsf.kernels.triton.weights import Normaliser, between_chunks, by_lane
 
 Finish = tuple[Any, Any, tuple[Any, ...]]  # printed: what loads, what makes y of that and of what is read; pointers
 
@@ -85,6 +86,18 @@ class _Call:
             self.erased = self.made.erased if self.delta else self.writes
 
     @property
+    def stretches(self) -> int:
+        """In how many stretches of T the backward pass may work."""
+        return self.tiles.stretches if self.normal is None else self.tiles.normal_stretches
+
+    @property
+    def marks(self) -> tuple[int, int] | None:
+        """(how many states, chunks between them) that the forward pass keeps for the backward pass to walk from."""
+        if self.chunk_table is not None:
+            return None
+        return _marks(self.tiles, self.stretches, self.lanes, self.chunks, self.p, self.delta or self.keywise, self.q)
+
+    @property
     def is_cut(self) -> bool:
         """True where sequences are walked in several segments at once."""
         return self.count > self.sequences
@@ -98,17 +111,28 @@ class _Call:
         self.count = tables.segments.shape[0]
 
     def _prepare(self, *given: Tensor | None) -> Tensor:
-        """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk."""
-        if all(x is None for x in given):
+        """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk.
+
+        Of a normaliser also what each chunk adds to it, or of queries to its gradient where that is what is known.
+        """
+        normal, none = self.normal, all(x is None for x in given)
+        if none and normal is None:
             return self.q
-        planes = self.empty(PLANES, self.plane, dtype=torch.float32)
+        planes = self.q if none else self.empty(PLANES, self.plane, dtype=torch.float32)
         xs = [self.q if x is None else x for x in given]
+        summed, vectors, drive, added, lanes = 0, self.q, None, None, 4
+        if normal is not None:
+            summed, vectors, drive = (1, self.k, normal.ones) if normal.slope is None else (2, self.q, normal.slope)
+            added = normal.added = self.empty(self.lanes, self.chunks, self.n, dtype=torch.float32)
+            lanes = 1
         launch(
-            prepare, (self.chunks, self.lanes),
-            *xs, planes, self.chunk_table, self.plane, self.tokens, self.heads, self.length,
-            *(x.stride(i) for x in xs for i in range(3)),
-            L=self.tiles.chunk, DECAY=self.decay, SCALED=given[1] is not None, DELTA=self.delta,
-            READ_SCALED=given[3] is not None, num_warps=1,
+            prepare, (self.chunks, -(-self.lanes // lanes)),
+            *xs, planes, self.chunk_table, vectors, *self.given(by_lane(drive), added),
+            self.plane, self.tokens, self.heads, self.length,
+            *(x.stride(i) for x in xs for i in range(3)), *self.rows(vectors),
+            N=self.n, BN=self.tiles.keys, L=self.tiles.chunk, DECAY=self.decay, SCALED=given[1] is not None,
+            DELTA=self.delta, READ_SCALED=given[3] is not None, SUMMED=summed, DRIVEN=drive is not None,
+            LANES=lanes, num_warps=4 if summed else 1,
         )  # fmt: skip
         return planes
 
@@ -124,9 +148,9 @@ class _Call:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept."""
         return self.empty(self.batch, self.heads, chunks, self.n, self.p)
 
-    def segments(self) -> Tensor:
+    def segments(self, count: int | None = None) -> Tensor:
         """Uninitialised states of segments [segments, B, H, N, P]."""
-        return self.empty(self.count, self.batch, self.heads, self.n, self.p, dtype=torch.float32)
+        return self.empty(count or self.count, self.batch, self.heads, self.n, self.p, dtype=torch.float32)
 
     def end(self, states: Tensor, last: bool) -> Tensor:
         """Of the segments' states those of every sequence's last (or first) one, [B or sequences, H, N, P]."""
@@ -151,19 +175,26 @@ class _Call:
         """Terms in which the backward pass keeps a delta rule's entries and their gradients."""
         return self.terms(True)["TERMS"] if self.delta else 1
 
+    @property
+    def beside(self) -> bool:
+        """True where the backward pass walks both ways at once, a stretch of T after the other, from known states.
+
+        Also where the forward pass walks in segments, if two walks have programs enough.
+        """
+        programs = 2 * self.lanes * -(-self.p // self.tiles.piece)
+        enough = not self.is_cut or programs >= 0.7 * limits(self.q.device)[1]
+        return self.marks is not None and enough and self.stretch(self.stretches) < self.chunks
+
+    @property
+    def walked(self) -> int:
+        """Chunks of a stretch of T, of which the backward pass walks all before it walks more."""
+        if self.is_cut:
+            return self.span if self.beside else self.chunks
+        return self.stretch(self.stretches)
+
     def stretch(self, most: int) -> int:
         """Chunks of a stretch of T, when the backward pass may work in so many of them."""
         return -(-self.chunks // stretches(self.chunks * self.lanes, most))
-
-
-class _Adjoints(NamedTuple):
-    """What the reverse walk found for `chunks` chunks from `base` on; last: the gradient of their first state."""
-
-    base: int
-    chunks: int
-    entries: Tensor
-    states: Tensor
-    last: Tensor | None
 
 
 def _cut(found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device) -> tuple[int, int]:
@@ -176,6 +207,19 @@ def _cut(found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: tor
 def _pitch(found: Tiles, scored: bool) -> int:
     """Entries a row of what the transform writes."""
     return found.chunk * (found.state_terms + (found.walk_terms if scored else 0))
+
+
+def _marks(
+    found: Tiles, most: int, lanes: int, chunks: int, p: int, other: bool, q: Tensor
+) -> tuple[int, int] | None:  # fmt: skip
+    """_Call.marks of sequences that are not packed; other: than decays alone."""
+    if other:
+        return None
+    count, span = _cut(found, lanes, chunks, p, False, q.device)
+    if count > 1:
+        return count, span
+    every = -(-chunks // stretches(chunks * lanes, most))
+    return (-(-chunks // every), every) if every < chunks else None
 
 
 def _kind(decay: Tensor | None) -> str:
@@ -196,130 +240,6 @@ def _arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
     if dtype == torch.bfloat16:
         return tl.bfloat16, "tf32"
     return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
-
-
-def _forward(
-    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: bool, saved: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor | None, Tensor]:
-    """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill.
-
-    Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
-    """
-    passed = call.q
-    if call.is_cut:
-        local = call.segments()
-        shape = (call.count, call.lanes, *(call.n,) * (2 if call.delta else 1))
-        passed = call.empty(*shape, dtype=torch.float32)
-        stop = call.chunks if saved or call.segment_table is not None else (call.count - 1) * call.span
-        _forward_launch(call, solve, None, None, local, None, stop, passed, y is None)
-        start = _segment_starts(call, local, passed, start, False)
-    last = call.segments() if final else None
-    _forward_launch(call, solve, start, y, last, saved, call.chunks, None, y is None)
-    return None if last is None else call.end(last, True), passed
-
-
-def _forward_launch(
-    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None, stop: int, passed: Tensor | None, back: bool,
-) -> None:  # fmt: skip
-    t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
-    entries, states = saved or (unused, unused)
-    beside = (None,) * 3 if normal is None else (by_lane(normal.ones), by_lane(normal.read), normal.states)
-    pieces = -(-call.p // t.piece)
-    if passed is not None and call.delta:
-        pieces += -(-call.n // t.piece)
-    launch(
-        forward_walk, (pieces, call.lanes, call.count),
-        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, _scores(call, solve), call.rest,
-        solve, unused if y is None else y, entries, states, unused if start is None else start,
-        unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
-        (call.q,) if call.finish is None else (call.finish[2] or (call.q,)), call.segment_table,
-        call.tokens, call.heads, call.count, call.span, 0, stop, call.length, call.plane,
-        *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
-        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
-        SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
-        LOADS=None if y is None or call.finish is None else call.finish[0],
-        FINISH=None if y is None or call.finish is None else call.finish[1],
-        START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
-        FINAL=final is not None, SUMMARY=passed is not None,
-        STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, num_warps=t.walk_warps,
-        num_stages=t.walk_stages, **call.terms(back), **call.sizes,
-    )  # fmt: skip
-
-
-def _reverse(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, first: bool
-) -> Iterator[_Adjoints]:
-    """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next."""
-    if call.is_cut:
-        local = call.segments()
-        low = call.span if call.segment_table is None else 0
-        _reverse_launch(call, dy, solve, None, None, local, (low, call.chunks))
-        start = _segment_starts(call, local, passed, start, True)
-    stretch = (
-        call.chunks
-        if call.is_cut
-        else call.stretch(call.tiles.stretches if call.normal is None else call.tiles.normal_stretches)
-    )
-    entries = call.q
-    if call.delta:
-        entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p * call.kept_terms)
-    adjoints = call.states(stretch)
-    for base in reversed(range(0, call.chunks, stretch)):
-        limit = min(base + stretch, call.chunks)
-        last = call.segments() if first or base > 0 else None
-        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, (base, limit))
-        yield _Adjoints(base, limit - base, entries, adjoints, last)
-        start = last
-
-
-def _reverse_launch(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
-    final: Tensor | None, chunks: tuple[int, int],
-) -> None:  # fmt: skip
-    t, unused = call.tiles, call.q
-    entries, adjoints = saved or (unused, unused)
-    launch(
-        reverse_walk, (-(-call.p // t.piece), call.lanes, call.count),
-        call.reads, call.writes, call.erased, dy, call.scalars, call.running, _scores(call, solve), solve,
-        entries, adjoints, unused if start is None else start, unused if final is None else final, call.segment_table,
-        call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
-        *call.rows(call.reads), *call.rows(call.writes),
-        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
-        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
-        FINAL=final is not None,
-        STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, num_warps=t.walk_warps,
-        num_stages=t.reverse_stages, **call.terms(True), **call.sizes,
-    )  # fmt: skip
-
-
-def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
-    """First state of every segment [segments, B, H, N, P] from what each adds on its own (local) and S_0.
-
-    passed: what a segment does to its first state. reverse: the walk runs backwards, so that a segment starts from
-    those after it.
-    """
-    starts, size = torch.empty_like(local), call.n * call.p
-    given, how = local if start is None else start, {"START": start is not None, "REVERSE": reverse}
-    if call.delta:
-        launch(
-            combine_moves, (-(-call.p // 32), call.lanes, call.sequences),
-            local, passed, given, starts, call.sequence_table, call.count,
-            N=call.n, P=call.p, BN=call.tiles.keys, BP=32, BK=min(32, call.tiles.keys),
-            PRECISION=call.sizes["PRECISION"], num_warps=4, num_stages=2, **how,
-        )  # fmt: skip
-    else:
-        launch(
-            combine_segments, (-(-size // 512), call.lanes, call.sequences),
-            local, passed, given, starts, call.sequence_table, call.count, size, call.p,
-            N=call.n, BLOCK=512, num_warps=4, **how,
-        )  # fmt: skip
-    return starts
-
-
-def _scores(call: _Call, solve: Tensor) -> Tensor:
-    """Where the walks find the products between a chunk's rows, if they were made before."""
-    return solve[..., call.tiles.chunk * call.tiles.state_terms :] if call.scored else call.scores
 
 
 def _transform(call: _Call) -> Tensor:
@@ -352,11 +272,13 @@ def _chunk_matrix(
     call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed)
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
-        normal.states, normal.final = between_chunks(call, k, normal.ones, normal.state, False)
+        assert normal.added is not None
+        normal.states, normal.final = between_chunks(call, normal.added, normal.state, False)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     solve = _transform(call) if erase is not None else call.empty(0)
     saved = None if kept is None or call.made is None else (call.made.entries, call.made.states)
-    last, passed = _forward(call, solve, state, y, final, saved)
+    marks = kept if call.marks is not None else None
+    last, passed = forward(call, solve, state, y, final, saved, marks)
     if kept is not None and call.made is not None:
         kept += replace(call.made, passed=passed if call.is_cut else call.made.passed).tensors()
     return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
@@ -382,6 +304,13 @@ def _chunk_matrix_shapes(
     if kept is not None and _kind(decay) == "key":
         parts = 0 if count == 1 else count if packed is None else slots(chunks, packed.count, span)
         kept += room(q, heads, p, chunks, chunk, erase is not None, True, parts).tensors()
+    if kept is not None and packed is None:
+        most = found.stretches if normal is None else found.normal_stretches
+        marks = _marks(found, most, batch * heads, chunks, p, erase is not None or _kind(decay) == "key", q)
+        if marks is not None:
+            kept.append(q.new_empty(marks[0], batch, heads, n, p, dtype=torch.float32))
+            if count > 1:
+                kept.append(q.new_empty(count, batch * heads, n, dtype=torch.float32))
     if normal is not None:
         normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
         normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
@@ -409,13 +338,17 @@ def _chunk_matrix_backward(
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
+    entries = states = passed = q
     if call.made is not None:
         entries, states, passed = call.made.entries, call.made.states, call.made.passed
-    else:
+    elif kept and not call.beside:
+        states, passed = call.states(call.chunks), kept[1]
+        forward_launch(call, solve, kept[0], None, None, (entries, states), (0, call.chunks), None, True)
+    elif not kept:
         entries = call.empty(*lead, call.p * call.kept_terms) if delta else q
         states = call.states(call.chunks)
     if not kept:
-        _, passed = _forward(call, solve, state, None, False, (entries, states))
+        _, passed = forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
@@ -428,29 +361,37 @@ def _chunk_matrix_backward(
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
         for x in (decay, source, erase, read if read_wanted else None)
     ]
+    roles = t.gradient_roles if together == 1 else 2
     read_wanted &= read is not None
     if skip is not None:
         skip.sums = call.empty(pieces * call.batch * call.chunks, heads, dtype=torch.float32)
     if call.decay:
-        scalars[0] = call.empty((t.gradient_roles if together == 1 else 1) * pieces, *lead, dtype=torch.float32)
+        scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
+    if together > 1 and read is not None and read_wanted:
+        scalars[3] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if call.keywise:
         kind = _decay_gradient(decay, heads) if pieces == 1 else torch.float32
         scalars = [call.empty(*parts, call.n, dtype=kind), *key_scalars(call, pieces, source, erase, read)]
     beside: tuple[Tensor | None, ...] = (None,) * 5
     if normal is not None:
-        normal.adjoints, normal.first = between_chunks(call, q, normal.slope, normal.final_gradient, True)
+        assert normal.added is not None
+        normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
         if normal.ones is not None:
             normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         own = (by_lane(x) for x in (normal.ones, normal.slope))
         beside = (*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
-    for found in _reverse(call, dy, solve, start, passed, state is not None):
+    if kept and call.made is None and call.beside:
+        walked = both(call, dy, start, kept[0])
+    else:
+        walked = reverse(call, dy, solve, start, passed, states, state is not None)
+    for found in walked:
         if call.keywise:
             key_gradients(
                 call, dy, found, entries, states, (dq, dk, dv), scalars, source is not None, read_wanted
             )  # fmt: skip
         else:
             row_gradients(
-                call, dy, found, entries, states, (dq, dk, dv), scalars, decay, together, summed, beside,
+                call, dy, found, entries, (dq, dk, dv), scalars, decay, together, summed, beside,
                 source is not None, read_wanted, skip,
             )  # fmt: skip
     if not summed:

@@ -65,7 +65,7 @@ def _run(
         saved.append(level)
     saved += call.make()
     wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
-    y, final, kept, den = _chunks(call, start, wide, keep)
+    y, ends, kept, den = _chunks(call, start, wide, keep)
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
         y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
@@ -85,19 +85,21 @@ def _run(
     elif den is not None:  # a quotient, already divided
         saved.append(den)
     if known.column:
-        final = final[..., : call.p + 1]
+        ends[0] = ends[0][..., : call.p + 1]
     if known.stabilised:
-        final = torch.cat([final, last[..., None, None].expand(*final.shape[:-1], 1)], dim=-1)
+        ends.append(last[..., None, None].expand(*ends[0].shape[:-1], 1))
+    final = ends[0] if len(ends) == 1 else torch.cat(ends, dim=-1)
     return y.contiguous(), final.contiguous(), saved if keep else []
 
 
 def _chunks(
     call: Call, start: Tensor | None, wide: bool, keep: bool
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor | None]:
-    """y (float32 when `wide`) and S_T by the chunk kernels, what they keep for backward, and the normaliser."""
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor | None]:
+    """By the chunk kernels: y (float32 when `wide`), S_T's columns, what they keep for backward, the normaliser."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
-        return *rank_one_ops.forward(**arguments, wide=wide, keep=keep, real=call.real), None
+        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep, real=call.real)
+        return y, [final], kept, None
     kernels: Callable[..., Any] = matrix._chunk_matrix if call.real else matrix._chunk_matrix_shapes
     finish = None
     if not wide and "finish" in call.program.accesses:
@@ -107,11 +109,9 @@ def _chunks(
     y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows)
     normal: Normaliser | None = arguments["normal"]
     if normal is None:
-        return y, final, [solve, *(rows or ())], None
-    if normal.final is not None:
-        final = torch.cat([final, normal.final.unsqueeze(-1)], dim=-1)
-    assert normal.states is not None
-    return y, final, [solve, normal.states, *(rows or ())], normal.read
+        return y, [final], [solve, *(rows or ())], None
+    assert normal.states is not None and normal.final is not None
+    return y, [final, normal.final.unsqueeze(-1)], [solve, normal.states, *(rows or ())], normal.read
 
 
 def _forward(

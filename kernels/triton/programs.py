@@ -303,7 +303,9 @@ class Call(Pointwise):
         Of packed sequences the first and the last are [S, H].
         """
         out = self.empty(2, self.batch, self.heads, self.tokens)
-        last = self.empty(self.ends, self.heads).fill_(EMPTY) if first is None else first.clone()
+        last = self.empty(self.ends, self.heads) if first is None else first.clone()
+        if self.packed is not None and first is None:  # some may have no tokens
+            last.fill_(EMPTY)
         if self.real:
             block = min(LEVEL_TOKENS, max(16, _power(self.tokens)))
             blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from dsf.kernels.triton.gradient import chunk_gradient
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.shared_gradient import shared_gradient
-from dsf.kernels.triton.table import SHARED_STRETCHES
+from dsf.kernels.triton.shared_gradient import shared_gradient, sum_heads
+from dsf.kernels.triton.table import SHARED_STRETCHES, padded
 from dsf.kernels.triton.weights import kind_of
 
 if TYPE_CHECKING:
-    from dsf.kernels.triton.matrix import _Adjoints, _Call
+    from dsf.kernels.triton.matrix import _Call
+    from dsf.kernels.triton.walks import Adjoints
+
+SUMMED = 8  # rows of a program that sums heads
 
 
 @dataclass
@@ -63,8 +66,12 @@ def stretches_of(
         apart = [torch.empty(slices, batch, rows, heads, n, dtype=dtype, device=sums[0].device) for _ in range(2)]
         yield Stretch(begin, here, shift, rows, *apart)
         for x, total in zip(apart, sums, strict=True):
-            grouped = x.unflatten(3, (total.shape[2], -1))
-            total[:, shift : shift + rows] = grouped.sum((0, 4), dtype=torch.float32)
+            out = total[:, shift : shift + rows]
+            launch(
+                sum_heads, (-(-rows // SUMMED), out.shape[2], batch),
+                x, out, batch, rows, *out.stride()[:3],
+                N=n, BN=padded(n), ROWS=SUMMED, EACH=heads // out.shape[2], SLICES=slices, num_warps=4,
+            )  # fmt: skip
 
 
 def in_turn(call: _Call) -> int:
@@ -75,7 +82,7 @@ def in_turn(call: _Call) -> int:
 
 
 def row_gradients(
-    call: _Call, dy: Tensor, found: _Adjoints, entries: Tensor, states: Tensor,
+    call: _Call, dy: Tensor, found: Adjoints, entries: Tensor,
     rows: Sequence[Tensor], scalars: Sequence[Tensor], decay: Tensor | None, together: int, summed: bool,
     beside: Sequence[Tensor | None], source_wanted: bool, read_wanted: bool, skip: Skip | None,
 ) -> None:  # fmt: skip
@@ -83,7 +90,7 @@ def row_gradients(
 
     together: heads in one program. summed: dq and dk over the heads that share q and k. beside: of the normaliser.
     """
-    t, (dq, dk, dv), g = call.tiles, rows, call.given(decay)[0]
+    t, (dq, dk, dv), g, (states, since, held) = call.tiles, rows, call.given(decay)[0], found.known
     pieces = -(-call.p // t.gradient_piece)
     outs: Iterable[Stretch] = [Stretch(found.base, found.chunks, 0, call.tokens, dq, dk)]
     if summed:
@@ -104,7 +111,7 @@ def row_gradients(
     for out in outs:
         where = (
             call.tokens, call.heads, call.length, call.plane, call.batch, found.base, found.chunks,
-            out.first, out.shift, out.rows, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
+            out.first, out.shift, out.rows, since, held, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
             *g.stride()[:3],
         )  # fmt: skip
         if together > 1:

@@ -1,8 +1,9 @@
 """Gradients of heads that share queries and keys, of decays alone: several heads' chunks in one program.
 
 Notation as in kernels.triton.gradient. A chunk of HEADS heads has three programs, which walk them one after the other:
-dq and dk, as sums over these heads which stay in registers, and what each head has of its own: dv and its scalars'.
-What the decays' gradient takes of dq and dk comes from q S and k G there, so that sums can go on inside products.
+dq and dk, as sums over these heads which stay in registers (what heads share is multiplied once, by the sum of their
+weights between rows), and what each head has of its own: dv and its scalars'. What the decays' gradient takes of dq
+and dk comes from q S and k G, so that sums can go on inside products.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from dsf.kernels.triton.tiles import (
     PREFIX_READ,
     READ,
     SOURCE,
+    TOTAL,
     between,
     load_rows,
     prefix_of,
     store_rows,
     suffix_of,
-    total_of,
 )
 
 
-@triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept"])
+@triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept", "since", "held"])
 def shared_gradient(
     q, k, v, dy, g, scalars, states, adjoints,
     dq, dk, dv, dg, ds, dc, extra, d_skip,
-    tokens, heads, length, plane, batches, base, count, first, shift, kept,
+    tokens, heads, length, plane, batches, base, count, first, shift, kept, since, held,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
@@ -37,89 +38,181 @@ def shared_gradient(
 ):  # fmt: skip
     """Gradients of HEADS consecutive heads of a chunk; arguments as chunk_gradient's.
 
-    dq, dk [slices, B, kept, H / HEADS, N]; the scalars' [slices, B, T, H].
+    dq, dk [slices, B, kept, H / HEADS, N]; ds [slices, B, T, H]; dg, dc [2 · slices, B, T, H], of reads and of writes.
     """
     role, chunk = tl.program_id(0) % 3, tl.program_id(0) // 3 + first
     lane, piece = tl.program_id(1).to(tl.int64) * HEADS, tl.program_id(2)
     batch, head = lane // heads, lane % heads
+    flat, chunks = batch * tokens * heads + head, tl.cdiv(tokens, L)
+    at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) // HEADS * N
+    part = flat + piece.to(tl.int64) * batches * tokens * heads
+    dy += flat * P
+    v += batch * v_b
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
-    v += batch * v_b
-    flat, chunks = batch * tokens * heads + head, tl.cdiv(tokens, L)
-    dy += flat * P
-    at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) // HEADS * N
+    g += batch * g_b + head * g_h
+    scalars += lane * length
+    states += (lane * held + chunk - since) * N * P
+    adjoints += (lane * count + chunk - base) * N * P
+    if role == 0:
+        _of_reads(
+            q, k, v, dy, g, scalars, states, adjoints, dq + at_row, dg + part, dc + part,
+            chunk, head, heads, tokens, length, plane, piece, held * N * P, count * N * P,
+            q_t, k_t, v_t, v_h, v_group, g_t, g_h,
+            N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION, STAGES,
+        )  # fmt: skip
+    elif role == 1:
+        _of_writes(
+            q, v, dy, scalars, adjoints, dk + at_row, chunk, head, heads, tokens, length, plane, piece, count * N * P,
+            q_t, v_t, v_h, v_group, N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, KIND, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        part += tl.num_programs(2).to(tl.int64) * batches * tokens * heads
+        ds += flat + piece.to(tl.int64) * batches * tokens * heads
+        if SKIP is not None:
+            d_skip += ((piece.to(tl.int64) * batches + batch) * chunks + chunk) * heads + head
+        _of_values(
+            q, k, v, dy, g, scalars, adjoints, dv + flat * P, dg + part, ds, dc + part, extra, d_skip,
+            batch, chunk, head, heads, tokens, length, plane, piece, count * N * P,
+            q_t, k_t, v_t, v_h, v_group, g_t, g_h,
+            N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, LOADS, SKIP,
+            KIND, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _of_reads(
+    q, k, v, dy, g, scalars, states, adjoints, dq, dg, dc,
+    chunk, head, heads, tokens, length, plane, piece, next_state, next_adjoint,
+    q_t, k_t, v_t, v_h, v_group, g_t, g_h,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, READ_WANTED: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq of all heads, and of each what the gradients of decays and read scales have of S."""
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = chunk * L + local
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
-    scalars += lane * length
-    states += (lane * chunks + chunk) * N * P
-    adjoints += (lane * count + chunk - base) * N * P
-    if role == 0:
-        sums = tl.zeros([L, BN], tl.float32)
-        others = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-        for i in tl.range(HEADS, num_stages=STAGES):
-            given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
-            values = v + (head + i) // v_group * v_h
-            written = load_rows(values, v_t, rows, tokens, columns, P, BP, KIND)
-            state = tl.load(states + i * chunks * N * P + place, mask=inside, other=0.0).to(KIND)
-            sums = _of_rows(
-                given, written, state, others, scalars + i * length, sums, plane, rows, local,
-                DECAY, READ_SCALED, SCALED, False, KIND, PRECISION,
-            )  # fmt: skip
-        store_rows(dq + at_row, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
-    elif role == 1:
-        sums = tl.zeros([L, BN], tl.float32)
-        others = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-        for i in tl.range(HEADS, num_stages=STAGES):
-            given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
-            values = v + (head + i) // v_group * v_h
-            written = load_rows(values, v_t, rows, tokens, columns, P, BP, KIND)
-            state = tl.load(adjoints + i * count * N * P + place, mask=inside, other=0.0).to(KIND)
-            sums = _of_rows(
-                written, given, state, others, scalars + i * length, sums, plane, rows, local,
-                DECAY, SCALED, READ_SCALED, True, KIND, PRECISION,
-            )  # fmt: skip
-        store_rows(dk + at_row, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
-    else:
-        rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-        rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-        for i in tl.range(HEADS, num_stages=1):
-            given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
-            values = v + (head + i) // v_group * v_h
-            written = load_rows(values, v_t, rows, tokens, columns, P, BP, KIND)
-            # else products of q and k would be made before the loop and kept, for which there is no room
-            again = (chunk * 0 + i).to(tl.float32) * 0.0
-            at = flat + i + piece.to(tl.int64) * batches * tokens * heads + rows.to(tl.int64) * heads
-            state = tl.load(states + i * chunks * N * P + place, mask=inside, other=0.0).to(KIND)
-            adjoint = tl.load(adjoints + i * count * N * P + place, mask=inside, other=0.0).to(KIND)
-            grad_v, grad = _of_head(
-                rows_q, rows_k, again, given, written, state, adjoint, scalars + i * length, ds + at, dc + at,
-                chunk, tokens, plane, rows, local,
-                L, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
-            )  # fmt: skip
-            if SKIP is not None:
-                tile = (
-                    batch, head + i, batch * 0 + chunk * L, local[:, None], 0, columns[None, :],
-                    (rows < tokens)[:, None], True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
-                )  # fmt: skip
-                of_value, of_skip = SKIP(LOADS(extra, tile), given.to(tl.float32), written.to(tl.float32))
-                grad_v += of_value
-                to = d_skip + ((piece.to(tl.int64) * batches + batch) * chunks + chunk) * heads + head + i
-                tl.store(to, tl.sum(tl.sum(of_skip, axis=1), axis=0))
-            store_rows(dv + (flat + i) * P, heads * P, rows, tokens, columns, P, BP, grad_v)
+    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+    sums, weights = tl.zeros([L, BN], tl.float32), tl.zeros([L, L], tl.float32)
+    for i in tl.range(HEADS, num_stages=STAGES):
+        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
+        written = load_rows(v + (head + i) // v_group * v_h, v_t, rows, tokens, columns, P, BP, KIND)
+        state = tl.load(states + i * next_state + place, mask=inside, other=0.0).to(KIND)
+        if DECAY or READ_WANTED:
+            at = rows.to(tl.int64) * heads + i
+            reads = tl.sum(tl.dot(rows_q, state, input_precision=PRECISION) * given.to(tl.float32), axis=1)
             if DECAY:
-                decays = g + batch * g_b + (head + i) * g_h + rows.to(tl.int64) * g_t
-                tl.store(dg + at, decay_gradient(grad, decays, rows, tokens, DECAY), mask=rows < tokens)
+                reads *= prefix_of(scalars + i * length, rows)
+            if READ_WANTED:
+                tl.store(dc + at, turned(reads, scalars + i * length, plane, rows, DECAY), mask=rows < tokens)
+            if READ_SCALED:
+                reads *= tl.load(scalars + i * length + READ * plane + rows)
+            if DECAY:
+                tl.store(dg + at, reads, mask=rows < tokens)
+        sums, weights = _add_head(
+            given, written, state, scalars + i * length, sums, weights, plane, rows, local,
+            DECAY, READ_SCALED, SCALED, False, KIND, PRECISION,
+        )  # fmt: skip
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+    sums = tl.dot(weights.to(KIND), rows_k, sums, input_precision=PRECISION)
+    store_rows(dq, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
+    if DECAY:  # S carried through the chunk, and what later rows read of it
+        each = tl.arange(0, HEADS)
+        carried = tl.zeros([HEADS], tl.float32)
+        for i in range(HEADS):
+            state = tl.load(states + i * next_state + place, mask=inside, other=0.0).to(tl.float32)
+            state *= tl.load(adjoints + i * next_adjoint + place, mask=inside, other=0.0)
+            carried += tl.where(each == i, tl.sum(state), 0.0)
+        carried *= tl.load(scalars + each * length + TOTAL * plane + chunk * L)
+        tl.debug_barrier()  # what follows was stored by other threads
+        at = rows[None, :].to(tl.int64) * heads + each[:, None]
+        reads = tl.load(dg + at, mask=(rows < tokens)[None, :], other=0.0)
+        grad = tl.cumsum(reads, axis=1, reverse=True) + carried[:, None]
+        at_decay = g + each[:, None] * g_h + rows[None, :].to(tl.int64) * g_t
+        tl.store(dg + at, decay_gradient(grad, at_decay, rows[None, :], tokens, DECAY), mask=(rows < tokens)[None, :])
 
 
 @triton.jit
-def _of_rows(
-    mine, other, state, others, scalars, sums, plane, rows, local,
+def _of_writes(
+    q, v, dy, scalars, adjoints, dk,
+    chunk, head, heads, tokens, length, plane, piece, next_adjoint, q_t, v_t, v_h, v_group,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk of all heads."""
+    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    rows = chunk * L + local
+    place = keys[:, None] * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    sums, weights = tl.zeros([L, BN], tl.float32), tl.zeros([L, L], tl.float32)
+    for i in tl.range(HEADS, num_stages=STAGES):
+        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
+        written = load_rows(v + (head + i) // v_group * v_h, v_t, rows, tokens, columns, P, BP, KIND)
+        adjoint = tl.load(adjoints + i * next_adjoint + place, mask=inside, other=0.0).to(KIND)
+        sums, weights = _add_head(
+            written, given, adjoint, scalars + i * length, sums, weights, plane, rows, local,
+            DECAY, SCALED, READ_SCALED, True, KIND, PRECISION,
+        )  # fmt: skip
+    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+    sums = tl.dot(weights.to(KIND), rows_q, sums, input_precision=PRECISION)
+    store_rows(dk, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
+
+
+@triton.jit
+def _of_values(
+    q, k, v, dy, g, scalars, adjoints, dv, dg, ds, dc, extra, d_skip,
+    batch, chunk, head, heads, tokens, length, plane, piece, next_adjoint,
+    q_t, k_t, v_t, v_h, v_group, g_t, g_h,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
+    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, LOADS: tl.constexpr, SKIP: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What every head has of its own: dv, ds, a skip's, and what the other gradients of scalars have of writes."""
+    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    rows = chunk * L + local
+    place = keys[:, None] * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
+    for i in tl.range(HEADS, num_stages=STAGES):
+        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
+        written = load_rows(v + (head + i) // v_group * v_h, v_t, rows, tokens, columns, P, BP, KIND)
+        adjoint = tl.load(adjoints + i * next_adjoint + place, mask=inside, other=0.0).to(KIND)
+        # else products of q and k would be made before the loop and kept, for which there is no room
+        again = (chunk * 0 + i).to(tl.float32) * 0.0
+        at = rows.to(tl.int64) * heads + i
+        grad_v, grad = _of_head(
+            rows_q, rows_k, again, given, written, adjoint, scalars + i * length, ds + at, dc + at,
+            tokens, plane, rows, local,
+            L, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
+        )  # fmt: skip
+        if SKIP is not None:
+            tile = (
+                batch, head + i, batch * 0 + chunk * L, local[:, None], 0, columns[None, :],
+                (rows < tokens)[:, None], True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
+            )  # fmt: skip
+            of_value, of_skip = SKIP(LOADS(extra, tile), given.to(tl.float32), written.to(tl.float32))
+            grad_v += of_value
+            tl.store(d_skip + i, tl.sum(tl.sum(of_skip, axis=1), axis=0))
+        store_rows(dv + i * P, heads * P, rows, tokens, columns, P, BP, grad_v)
+        if DECAY:
+            grad = decay_gradient(grad, g + i * g_h + rows.to(tl.int64) * g_t, rows, tokens, DECAY)
+            tl.store(dg + at, grad, mask=rows < tokens)
+
+
+@triton.jit
+def _add_head(
+    mine, other, state, scalars, sums, total, plane, rows, local,
     DECAY: tl.constexpr, SCALED: tl.constexpr, OTHER_SCALED: tl.constexpr, WRITES: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq's sums with one head's part, of rows `mine` of dy, `other` of v, S and k; WRITES: dk's, of v, dy, G and q."""
+    """One head's part of dq added: of rows `mine` of dy, `other` of v and S; to sums what states give [L, N], to total
+    the weights of the keys that all heads share [L, L]. WRITES: of dk, from v, dy and G; the weights are queries'.
+    """
     weights = tl.dot(mine, tl.trans(other), input_precision=PRECISION)
     seen = local[:, None] <= local[None, :] if WRITES else local[:, None] >= local[None, :]
     if DECAY:
@@ -138,24 +231,17 @@ def _of_rows(
         weights *= tl.load(scalars + (READ if WRITES else SOURCE) * plane + rows)[None, :]
     if DECAY or SCALED:
         mine = (mine.to(tl.float32) * scale[:, None]).to(KIND)
-    sums = tl.dot(mine, tl.trans(state), sums, input_precision=PRECISION)
-    return tl.dot(weights.to(KIND), others, sums, input_precision=PRECISION)
+    return tl.dot(mine, tl.trans(state), sums, input_precision=PRECISION), total + weights
 
 
 @triton.jit
 def _of_head(
-    rows_q, rows_k, again, given, written, state, adjoint, scalars, ds, dc, chunk, tokens, plane, rows, local,
+    rows_q, rows_k, again, given, written, adjoint, scalars, ds, dc, tokens, plane, rows, local,
     L: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ds, dc; returns dv and dlog decay [L]. Products between rows have sources down and reads across."""
+    """ds and pairs' dc; returns dv and dlog decay [L]. Products between rows have sources down and reads across."""
     grad = tl.zeros([L], tl.float32)
-    if DECAY:  # S carried through the chunk
-        grad += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32)) * total_of(scalars, plane, chunk * L)
-    if DECAY or READ_WANTED:
-        reads = tl.sum(tl.dot(rows_q, state, input_precision=PRECISION) * given.to(tl.float32), axis=1)
-        if DECAY:
-            reads *= prefix_of(scalars, rows)
     grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
     seen = local[:, None] <= local[None, :]
     products = tl.dot(rows_k, tl.trans(rows_q), tl.full([L, L], 1.0, tl.float32) * again, input_precision=PRECISION)
@@ -170,7 +256,7 @@ def _of_head(
         if SCALED:
             pairs *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         if READ_WANTED:
-            tl.store(dc, turned(reads + tl.sum(pairs, axis=0), scalars, plane, rows, DECAY), mask=rows < tokens)
+            tl.store(dc, turned(tl.sum(pairs, axis=0), scalars, plane, rows, DECAY), mask=rows < tokens)
     if READ_SCALED:
         read = tl.load(scalars + READ * plane + rows)
         scores *= read[None, :]
@@ -183,10 +269,25 @@ def _of_head(
     if DECAY:
         if READ_SCALED:
             pairs *= read[None, :]
-            reads *= read
         if SCALED:
             writes *= tl.load(scalars + SOURCE * plane + rows)
         grad += spanning(pairs, local, True, KIND, PRECISION)
-        grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad_v, grad
+
+
+@triton.jit(do_not_specialize=["kept"])
+def sum_heads(
+    parts, out, batches, kept, out_b, out_t, out_h,
+    N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """out [B, kept, H, N]: parts [slices, B, kept, H · EACH, N], summed. Grid (kept / ROWS, H, B)."""
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    rows, keys = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BN)
+    width = tl.num_programs(1) * EACH * N
+    total = tl.zeros([ROWS, BN], tl.float32)
+    for piece in tl.static_range(SLICES):
+        first = parts + (piece * batches + batch) * kept * width + head * EACH * N
+        for i in tl.static_range(EACH):
+            total += load_rows(first + i * N, width, rows, kept, keys, N, BN, tl.float32)
+    store_rows(out + batch * out_b + head.to(tl.int64) * out_h, out_t, rows, kept, keys, N, BN, total)

@@ -17,7 +17,7 @@ import torch
 
 SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
 STRETCH_CHUNKS = 2048  # chunks that fill the GPU several times over
-SHARED_STRETCHES = 8  # of T, of which the gradients of rows that heads share are kept apart by heads
+SHARED_STRETCHES = 4  # of T, of which the gradients of rows that heads share are kept apart by heads
 SHARED, ROOMY = 232_448, 160 * 1024  # bytes of shared memory a program of the H200 may have; what the rows below need
 PROCESSORS = 132  # of the H200
 CPU = torch.device("cpu")
@@ -30,6 +30,7 @@ class Tiles:
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
     transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept,
     normal_stretches: where there is a normaliser;
+    walk_registers: of a thread, so that three programs of both walks without outputs fit a processor;
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states, with the
     delta rule of e, its adjoint and scores; state_terms: of states, right sides, their inverse and what it writes;
     gradient_terms: of both at most, in the backward pass;
@@ -56,6 +57,7 @@ class Tiles:
     pair_warps: int = 4
     stretches: int = 1
     normal_stretches: int = 1
+    walk_registers: int | None = 168
     gradient_heads: int = 8
     gradient_stages: int = 2
     prepare_warps: int = 4
@@ -119,10 +121,10 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     exact = decay == "key" and keys >= 64
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
     twice = delta and keys >= 64 and (decay == "none" or (decay == "scalar" and keys == wide == 64))
-    several = (4 if delta else 8 if wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
+    several = (4 if delta or wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
     return Tiles(
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
-        transform_registers=168, stretches=several, normal_stretches=8 if decay == "scalar" and keys > 64 else 1,
+        transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
         gradient_terms=1 if delta and keys > 64 else 2, read_terms=2 if exact else 1, ahead=exact,
     )  # fmt: skip

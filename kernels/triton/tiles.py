@@ -29,7 +29,7 @@ READ = tl.constexpr(4)
 PREFIX_ERASE = tl.constexpr(5)  # where there are decays: what scales the rows of the walks
 PREFIX_READ = tl.constexpr(6)
 SUFFIX = tl.constexpr(7)
-TOTAL = tl.constexpr(8)
+TOTAL = tl.constexpr(8)  # at each chunk's first row
 PLANES = 9
 
 
@@ -107,58 +107,83 @@ def store_terms(
 
 @triton.jit
 def prepare(
-    g, s, b, c, planes, table, plane,
+    g, s, b, c, planes, table, vectors, drive, added, plane,
     tokens, heads, length,
-    g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h,
-    L: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
+    g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h, x_b, x_t, x_h, x_group,
+    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
+    SUMMED: tl.constexpr, DRIVEN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars [B, T, H] of any strides -> planes [B·H, length], contiguous in time and filled up to whole chunks.
 
-    DECAY 1: g holds log decays; 2: decays of any sign, whose running product's sign gets a plane of its own.
+    DECAY 1: g holds log decays; 2: decays of any sign, whose running product's sign gets a plane of its own. A program
+    prepares a chunk of LANES sequences and heads, or of one and with it (SUMMED) added [B·H, chunks, N]: 1, Σ of the
+    chunk's vectors, times their scales, their decays to its end and what DRIVEN finds in drive [B, H, T]; 2, times
+    their read scales and decays from its start instead.
     """
-    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunk, lane, local = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, L)
+    axis: tl.constexpr = 0 if SUMMED else 1
+    if not SUMMED:
+        lane, local = lane * LANES + tl.arange(0, LANES)[:, None], local[None, :]
     batch, head = lane // heads, lane % heads
     begin, end = place_of_chunk(table, chunk, tokens, L)
-    local = tl.arange(0, L)
     rows = begin + local
-    inside = rows < end
+    known = (lane < plane // length) & (local < L)
+    inside = known & (rows < end)
     time = rows.to(tl.int64)
     to = planes + lane * length + chunk * L + local
-    sign = tl.full([L], 1.0, tl.float32)
+    if SUMMED:
+        keys = tl.arange(0, BN)
+        taken = load_rows(vectors + batch * x_b + head // x_group * x_h, x_t, rows, end, keys, N, BN, tl.float32)
+        scale = tl.full([L], 1.0, tl.float32)
+        if DRIVEN:
+            scale = tl.load(drive + lane * tokens + rows, mask=inside, other=0.0)
+    sign = tl.where(known, 1.0, 1.0)  # in the shape of the others
     if DECAY == 1:
         log = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=0.0).to(tl.float32)
-        running = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
+        running = tl.cumsum(tl.maximum(log, LOG_TINY), axis=axis) * LOG2E
     if DECAY == 2:
         given = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=1.0).to(tl.float32)
-        running = tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=0) * LOG2E
-        odd = tl.cumsum((given < 0).to(tl.int32), axis=0) & 1
+        running = tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=axis) * LOG2E
+        odd = tl.cumsum((given < 0).to(tl.int32), axis=axis) & 1
         sign = 1.0 - 2.0 * odd.to(tl.float32)
-        tl.store(to + SIGN * plane, sign)
+        tl.store(to + SIGN * plane, sign, mask=known)
     if DECAY:
-        is_last = tl.arange(0, L) == L - 1
-        last = tl.sum(tl.where(is_last, running, 0.0), axis=0)
-        turn = tl.sum(tl.where(is_last, sign, 0.0), axis=0)
-        prefix = tl.exp2(running)
-        tl.store(to, running)
-        tl.store(to + SUFFIX * plane, tl.exp2(last - running) * turn)
-        tl.store(to + TOTAL * plane, tl.full([L], 1.0, tl.float32) * tl.exp2(last) * turn)
+        is_last = local == L - 1
+        last = tl.sum(tl.where(is_last, running, 0.0), axis=axis, keep_dims=True)
+        turn = tl.sum(tl.where(is_last, sign, 0.0), axis=axis, keep_dims=True)
+        prefix, suffix = tl.exp2(running), tl.exp2(last - running) * turn
+        tl.store(to, running, mask=known)
+        tl.store(to + SUFFIX * plane, suffix, mask=known)
+        tl.store(to + TOTAL * plane, tl.exp2(last) * turn + local * 0.0, mask=known & (local == 0))
+        if SUMMED == 1:
+            scale *= suffix
     if SCALED or DECAY == 2:
         if SCALED:
             sign_s = sign * tl.load(s + batch * s_b + head * s_h + time * s_t, mask=inside, other=0.0).to(tl.float32)
         else:
             sign_s = sign
-        tl.store(to + SOURCE * plane, sign_s)
+        tl.store(to + SOURCE * plane, sign_s, mask=known)
+        if SUMMED == 1:
+            scale *= sign_s
     if DELTA:
         x = tl.load(b + batch * b_b + head * b_h + time * b_t, mask=inside, other=0.0)
-        tl.store(to + ERASE * plane, x.to(tl.float32))
+        tl.store(to + ERASE * plane, x.to(tl.float32), mask=known)
         if DECAY:
-            tl.store(to + PREFIX_ERASE * plane, x.to(tl.float32) * prefix)
+            tl.store(to + PREFIX_ERASE * plane, x.to(tl.float32) * prefix, mask=known)
     if READ_SCALED or DECAY == 2:
         if READ_SCALED:
             sign *= tl.load(c + batch * c_b + head * c_h + time * c_t, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to + READ * plane, sign)
+        tl.store(to + READ * plane, sign, mask=known)
+        if SUMMED == 2:
+            scale *= sign
     if DECAY:
-        tl.store(to + PREFIX_READ * plane, sign * prefix)
+        tl.store(to + PREFIX_READ * plane, sign * prefix, mask=known)
+        if SUMMED == 2:
+            scale *= prefix
+    if SUMMED:
+        sums = added + (lane * (length // L) + chunk) * N + keys
+        tl.store(sums, tl.sum(taken * scale[:, None], axis=0), mask=keys < N)
 
 
 @triton.jit

@@ -43,6 +43,14 @@ from dsf.kernels.triton.tiles import (
 )
 
 
+@triton.jit
+def first_term(x, TERMS: tl.constexpr):
+    """Of float32 x in two bfloat16 terms the first: its digits are cut off, so that it takes no conversion."""
+    if TERMS == 2:
+        return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return x
+
+
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def forward_walk(
     q, k, erased, v, scalars, running, scores_of, rest_of, solve, y, entries, states, start, final, passed,
@@ -54,16 +62,18 @@ def forward_walk(
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr,
+    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """y (OUTPUT), e and every chunk's first state (STATES), the last state of each segment (FINAL).
+    """y (OUTPUT), e and every chunk's first state (STATES), the last state (FINAL; of packed ones of each segment).
 
     SUMMARY: also `passed`, what a segment does to its first state: [S, B, H, N], or (DELTA) [S, B, H, N, N].
     NORMAL: also weights [B, H, T], what is read of the normaliser driven by 1, or (2) by `ones`.
     FINISH: the printed function that makes y of what is read and of what LOADS finds with pointers and strides `extra`,
     early: whatever feeds no product is not loaded ahead.
+    STATES: states [B, H, limit - base, N, P] of the walked chunks.
+    BESIDE: programs along the grid's third axis that come before its segments.
     """
-    piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) - BESIDE
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
@@ -80,7 +90,7 @@ def forward_walk(
     WRITE_TERMS: tl.constexpr = STATE_TERMS if DELTA else (TERMS if DECAY or SCALED else 1)
     entries += flat * ROW_TERMS
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, SUMMARY)
-    first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
+    first, stop = first + base, tl.minimum(stop + base, limit)
     scalars -= shift
     chunks = length // L
     filled = end
@@ -134,7 +144,8 @@ def forward_walk(
             if NORMAL == 2:
                 drive = tl.load(ones + lane * tokens + rows, mask=rows < end, other=0.0)
         if STATES:
-            tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
+            to = states + (lane * (limit - base) + chunk - base) * N * P + place
+            tl.store(to, state.to(states.dtype.element_ty), mask=inside)
         seen = split(state, STATE_TERMS, KIND)
         if DELTA:
             read_k = rows_k
@@ -143,9 +154,8 @@ def forward_walk(
             known = product((read_k, read_k), seen, 1, STATE_TERMS, PRECISION)
             erase = tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)
             if SCALED:
-                known = (
-                    write.to(tl.float32) * tl.load(scalars + SOURCE * plane + rows)[:, None] - known * erase[:, None]
-                )
+                source = tl.load(scalars + SOURCE * plane + rows)[:, None]
+                known = write.to(tl.float32) * source - known * erase[:, None]
             else:
                 known = write.to(tl.float32) - known * erase[:, None]
             inverse = load_terms(solve, heads * PITCH, rows, end, local, L, L, KIND, STATE_TERMS)
@@ -206,21 +216,32 @@ def forward_walk(
                 scale *= tl.load(scalars + SOURCE * plane + rows)
             if DELTA and STATE_TERMS == 2:
                 written = split(entry * scale[:, None], WRITE_TERMS, KIND)
-            else:
+            elif DELTA:
                 written = split(write.to(tl.float32) * scale[:, None], WRITE_TERMS, KIND)
+            else:
+                exact = write.to(tl.float32) * scale[:, None]
+                kept = first_term(exact, WRITE_TERMS)
+                write = kept.to(KIND)
             state *= total_of(scalars, plane, chunk * L + shift)
             if SUMMARY and not DELTA:
                 decayed *= total_of(scalars, plane, chunk * L + shift)
         elif SCALED and not DELTA:
             scale = tl.load(scalars + SOURCE * plane + rows)
-            written = split(write.to(tl.float32) * scale[:, None], WRITE_TERMS, KIND)
+            exact = write.to(tl.float32) * scale[:, None]
+            kept = first_term(exact, WRITE_TERMS)
+            write = kept.to(KIND)
         if KEYWISE:
             total = tl.exp2(last_running(running, lane, length, chunk, keys, N, L))
             state *= total[:, None]
             if SUMMARY and not DELTA:
                 decayed *= total
         rows_k = tl.trans(rows_k)
-        state += product((rows_k, rows_k), written, 1, WRITE_TERMS, PRECISION)
+        if DELTA:
+            state += product((rows_k, rows_k), written, 1, WRITE_TERMS, PRECISION)
+        else:
+            state += tl.dot(rows_k, write, input_precision=PRECISION)
+            if WRITE_TERMS == 2:
+                state += tl.dot(rows_k, (exact - kept).to(KIND), input_precision=PRECISION)
     if SUMMARY:
         at = segment * tl.num_programs(1) + lane
         if DELTA:
@@ -234,6 +255,9 @@ def forward_walk(
             if piece == 0:
                 tl.store(passed + at * N + keys, decayed, mask=keys < N)
     elif FINAL:
+        if table is None:  # of the only sequence
+            inside &= segment == segments - 1
+            ends = lane * N * P
         tl.store(final + ends + place, state, mask=inside)
 
 
@@ -325,7 +349,12 @@ def reverse_walk(
         read = given, given
         if READ_SCALED or DECAY:
             scale = tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
-            read = split(given.to(tl.float32) * scale[:, None], GIVEN_TERMS, KIND)
+            if DELTA:
+                read = split(given.to(tl.float32) * scale[:, None], GIVEN_TERMS, KIND)
+            else:
+                exact = given.to(tl.float32) * scale[:, None]
+                main = first_term(exact, GIVEN_TERMS)
+                given = main.to(KIND)
         if DECAY:
             state *= total_of(scalars, plane, chunk * L + shift)
         if KEYWISE:
@@ -333,12 +362,45 @@ def reverse_walk(
                 rows_k = load_rows(erased, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
             state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         rows_q = tl.trans(rows_q)
-        state += product((rows_q, rows_q), read, 1, GIVEN_TERMS, PRECISION)
+        if DELTA:
+            state += product((rows_q, rows_q), read, 1, GIVEN_TERMS, PRECISION)
+        else:
+            state += tl.dot(rows_q, given, input_precision=PRECISION)
+            if GIVEN_TERMS == 2:
+                state += tl.dot(rows_q, (exact - main).to(KIND), input_precision=PRECISION)
         if DELTA:
             rows_k = tl.trans(rows_k)
             state -= product((rows_k, rows_k), split(adjoint, STATE_TERMS, KIND), 1, STATE_TERMS, PRECISION)
     if FINAL:
         tl.store(final + ends + place, state, mask=inside)
+
+
+@triton.jit(do_not_specialize=["chunks", "base", "limit"])
+def both_walks(
+    forward, forward_rows, reverse, reverse_rows,
+    tokens, heads, chunks, base, limit, length, plane,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
+    REVERSE_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of decays alone: adjoint states of chunks base to limit, and beside them their first states from a known one.
+
+    forward, reverse: pointers as the two walks take them; *_rows: strides.
+    """
+    if tl.program_id(2) == 0:
+        reverse_walk(
+            *reverse, tokens, heads, 1, chunks, base, limit, length, plane, *reverse_rows,
+            N, P, BN, BP, L, DECAY, False, False, READ_SCALED, False, PITCH, START, True, True,
+            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False,
+        )  # fmt: skip
+    else:
+        forward_walk(
+            *forward, tokens, heads, 1, chunks, base, limit, length, plane, *forward_rows,
+            N, P, BN, BP, L, DECAY, False, False, SCALED, READ_SCALED, False, PITCH, 0, None, None,
+            True, False, True, False, False, KIND, PRECISION, TERMS, 1, STAGES,
+            False, 1, 1,
+        )  # fmt: skip
 
 
 @triton.jit

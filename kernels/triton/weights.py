@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.packed import chunks_of, place_of_chunk
-from dsf.kernels.triton.tiles import PREFIX_READ, READ, SOURCE, TOTAL, load_rows, suffix_of
+from dsf.kernels.triton.packed import chunks_of
+from dsf.kernels.triton.tiles import TOTAL
 
 
 @dataclass
@@ -25,7 +25,8 @@ class Normaliser:
     ones: what drives it [B, T, H], None for 1; state: its first [B or sequences, H, N]; for backward slope [B, T, H],
     final_gradient [B, H, N], gradients of what is read of it and of its last state, and the forward pass's states.
     The rest is filled by the call: read [B, T, H], final [B, H, N] and states, its values between chunks [B · H,
-    chunks, N]; or d_ones and first, the gradients of ones and state, and adjoints, its own gradients between chunks.
+    chunks, N]; or d_ones and first, the gradients of ones and state, and adjoints, its own gradients between chunks;
+    added [B · H, chunks, N], what every chunk adds to states, or to adjoints.
     """
 
     ones: Tensor | None = None
@@ -38,6 +39,7 @@ class Normaliser:
     first: Tensor | None = None
     states: Tensor | None = None
     adjoints: Tensor | None = None
+    added: Tensor | None = None
 
 
 def kind_of(normal: Normaliser | None) -> int:
@@ -48,38 +50,6 @@ def kind_of(normal: Normaliser | None) -> int:
 def by_lane(x: Tensor | None) -> Tensor | None:
     """[B, T, H] contiguous in time: [B, H, T]."""
     return None if x is None else x.movedim(-1, 1).contiguous()
-
-
-@triton.jit
-def chunk_weights(
-    x, drive, scalars, added, table,
-    tokens, heads, length, plane, x_b, x_t, x_h, x_group,
-    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, DRIVEN: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """added [B·H, chunks, N]: Σ of a chunk's rows of x, times their decays to its end and what drives them [B, H, T].
-
-    REVERSE: of queries, times their decays from its start and the gradient of what they read.
-    """
-    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = lane // heads, lane % heads
-    keys, local = tl.arange(0, BN), tl.arange(0, L)
-    begin, end = place_of_chunk(table, chunk, tokens, L)
-    rows = begin + local
-    scalars += lane * length + chunk * L - begin
-    scale = tl.full([L], 1.0, tl.float32)
-    if DRIVEN:
-        scale = tl.load(drive + lane * tokens + rows, mask=rows < end, other=0.0)
-    if REVERSE and (SCALED or DECAY):
-        scale *= tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
-    if not REVERSE:
-        if DECAY:
-            scale *= suffix_of(scalars, plane, rows)
-        if SCALED:
-            scale *= tl.load(scalars + SOURCE * plane + rows)
-    taken = load_rows(x + batch * x_b + head // x_group * x_h, x_t, rows, end, keys, N, BN, tl.float32)
-    to = added + (lane * (length // L) + chunk) * N + keys
-    tl.store(to, tl.sum(taken * scale[:, None], axis=0), mask=keys < N)
 
 
 @triton.jit
@@ -128,27 +98,19 @@ def carry_weights(
 
 
 def between_chunks(
-    call: Any, x: Tensor, drive: Tensor | None, start: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor]:
+    call: Any, added: Tensor, start: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalisers (reverse: their gradients) between chunks [B·H, chunks, N], and the last one [B or sequences, H, N].
 
-    call: the chunk kernels' sizes, strides and scalars; x: the rows that they are sums of; drive [B, T, H]: what each
-    is times, beside its decays.
+    call: the chunk kernels' sizes, strides and scalars; added: what each chunk adds, which `prepare` has summed.
     """
-    added, states = (call.empty(call.lanes, call.chunks, call.n, dtype=torch.float32) for _ in range(2))
+    states = call.empty(call.lanes, call.chunks, call.n, dtype=torch.float32)
     final = call.empty(call.ends, call.heads, call.n, dtype=torch.float32)
-    sizes = {"N": call.n, "L": call.tiles.chunk, "DECAY": call.decay, "REVERSE": reverse, "num_warps": 4}
-    launch(
-        chunk_weights, (call.chunks, call.lanes),
-        x, *call.given(by_lane(drive)), call.scalars, added, call.chunk_table,
-        call.tokens, call.heads, call.length, call.plane,
-        *call.rows(x), BN=call.tiles.keys, SCALED=call.read if reverse else call.scaled, DRIVEN=drive is not None,
-        **sizes,
-    )  # fmt: skip
     launch(
         carry_weights, (-(-call.n // 32), call.lanes, call.sequences),
         added, *call.given(start), call.scalars, states, final, call.sequence_table,
         call.chunks, call.length, call.plane,
-        BN=32, BLOCK=32, START=start is not None, **sizes,
+        N=call.n, BN=32, L=call.tiles.chunk, BLOCK=32, DECAY=call.decay, START=start is not None, REVERSE=reverse,
+        num_warps=4,
     )  # fmt: skip
     return states, final

@@ -1,0 +1,202 @@
+"""Launches of the walks: forwards with outputs, or with states of all chunks, and backwards with adjoint states.
+
+In segments where whole sequences would leave the GPU idle; backwards a stretch of T at a time where that saves memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.walk import both_walks, combine_moves, combine_segments, forward_walk, reverse_walk
+from dsf.kernels.triton.weights import by_lane, kind_of
+
+if TYPE_CHECKING:
+    from dsf.kernels.triton.matrix import _Call
+
+
+class Adjoints(NamedTuple):
+    """What the reverse walk found for `chunks` chunks from `base` on; last: the gradient of their first state.
+
+    known: first states of chunks, the one that they begin with, of how many there is room.
+    """
+
+    base: int
+    chunks: int
+    entries: Tensor
+    states: Tensor
+    last: Tensor | None
+    known: tuple[Tensor, int, int]
+
+
+def forward(
+    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: bool,
+    saved: tuple[Tensor, Tensor] | None, marks: list[Tensor] | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill; marks: filled with
+    the states at call.marks and, of segments, what each does to its first state.
+
+    Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
+    """
+    passed = call.q
+    if call.is_cut:
+        local = call.segments()
+        shape = (call.count, call.lanes, *(call.n,) * (2 if call.delta else 1))
+        passed = call.empty(*shape, dtype=torch.float32)
+        whole = saved or marks is not None or call.segment_table is not None
+        stop = call.chunks if whole else (call.count - 1) * call.span
+        forward_launch(call, solve, None, None, local, None, (0, stop), passed, y is None)
+        start = _segment_starts(call, local, passed, start, False)
+        if marks is not None:
+            marks += [start, passed]
+    last = call.segments(1 if call.segment_table is None else None) if final else None
+    walked, firsts = call.chunks, None
+    if marks is not None and call.marks is not None and not call.is_cut:
+        walked, firsts = call.marks[1], call.segments(call.marks[0])
+        marks.append(firsts)
+        if start is None:
+            firsts[0].zero_()
+        else:
+            firsts[0].copy_(start)
+    for base in range(0, call.chunks, walked):
+        limit, to = min(base + walked, call.chunks), last
+        if firsts is not None and limit < call.chunks:
+            to = firsts[limit // walked]
+        forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None)
+        start = to
+    return None if last is None else call.end(last, True), passed
+
+
+def forward_launch(
+    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None, chunks: tuple[int, int], passed: Tensor | None, back: bool,
+) -> None:  # fmt: skip
+    """Walk forwards from one chunk up to another. back: in the backward pass."""
+    t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
+    entries, states = saved or (unused, unused)
+    beside = (None,) * 3 if normal is None else (by_lane(normal.ones), by_lane(normal.read), normal.states)
+    pieces = -(-call.p // t.piece)
+    if passed is not None and call.delta:
+        pieces += -(-call.n // t.piece)
+    launch(
+        forward_walk, (pieces, call.lanes, call.count),
+        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, scores_of(call, solve), call.rest,
+        solve, unused if y is None else y, entries, states, unused if start is None else start,
+        unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
+        (call.q,) if call.finish is None else (call.finish[2] or (call.q,)), call.segment_table,
+        call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
+        *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
+        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
+        LOADS=None if y is None or call.finish is None else call.finish[0],
+        FINISH=None if y is None or call.finish is None else call.finish[1],
+        START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
+        FINAL=final is not None, SUMMARY=passed is not None, BESIDE=0,
+        STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, num_warps=t.walk_warps,
+        num_stages=t.walk_stages, **call.terms(back), **call.sizes,
+    )  # fmt: skip
+
+
+def reverse(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, first: bool
+) -> Iterator[Adjoints]:
+    """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next.
+
+    states: the first ones of all chunks. first: the gradient of S_0 is wanted.
+    """
+    if call.is_cut:
+        local = call.segments()
+        low = call.span if call.segment_table is None else 0
+        _reverse_launch(call, dy, solve, None, None, local, (low, call.chunks))
+        start = _segment_starts(call, local, passed, start, True)
+    stretch = call.walked
+    entries = call.q
+    if call.delta:
+        entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p * call.kept_terms)
+    adjoints = call.states(stretch)
+    for base in reversed(range(0, call.chunks, stretch)):
+        limit = min(base + stretch, call.chunks)
+        last = call.segments() if first or base > 0 else None
+        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, (base, limit))
+        yield Adjoints(base, limit - base, entries, adjoints, last, (states, 0, call.chunks))
+        start = last
+
+
+def both(call: _Call, dy: Tensor, start: Tensor | None, marks: Tensor) -> Iterator[Adjoints]:
+    """The reverse walk of each stretch of T, and its first states from the one that the forward pass kept."""
+    t, unused, stretch = call.tiles, call.q, call.walked
+    adjoints, states = call.states(stretch), call.states(stretch)
+    scales = call.scalars, call.running, unused, unused
+    for base in reversed(range(0, call.chunks, stretch)):
+        limit = min(base + stretch, call.chunks)
+        last = call.segments(1)
+        forward = (
+            call.q, call.k, call.k, call.v, *scales, unused, unused, unused, states, marks[base // stretch],
+            *(unused,) * 6, None,
+        )  # fmt: skip
+        reverse = call.q, call.k, call.k, dy, *scales, unused, adjoints, *call.given(start), last, None
+        launch(
+            both_walks, (-(-call.p // t.piece), call.lanes, 2),
+            forward, (*call.rows(call.q), *call.rows(call.k), *call.rows(call.v)),
+            reverse, (*call.rows(call.q), *call.rows(call.k)),
+            call.tokens, call.heads, call.chunks, base, limit, call.length, call.plane,
+            BP=t.piece, DECAY=call.decay, SCALED=call.scaled, READ_SCALED=call.read, PITCH=call.pitch,
+            START=start is not None, STAGES=t.walk_stages, REVERSE_STAGES=t.reverse_stages,
+            num_warps=t.walk_warps, num_stages=max(t.walk_stages, t.reverse_stages), maxnreg=t.walk_registers,
+            TERMS=t.walk_terms, **call.sizes,
+        )  # fmt: skip
+        yield Adjoints(base, limit - base, unused, adjoints, last, (states, base, limit - base))
+        start = last
+
+
+def _reverse_launch(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
+    final: Tensor | None, chunks: tuple[int, int],
+) -> None:  # fmt: skip
+    t, unused = call.tiles, call.q
+    entries, adjoints = saved or (unused, unused)
+    launch(
+        reverse_walk, (-(-call.p // t.piece), call.lanes, call.count),
+        call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve), solve,
+        entries, adjoints, unused if start is None else start, unused if final is None else final, call.segment_table,
+        call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
+        *call.rows(call.reads), *call.rows(call.writes),
+        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
+        FINAL=final is not None,
+        STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, num_warps=t.walk_warps,
+        num_stages=t.reverse_stages, **call.terms(True), **call.sizes,
+    )  # fmt: skip
+
+
+def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
+    """First state of every segment [segments, B, H, N, P] from what each adds on its own (local) and S_0.
+
+    passed: what a segment does to its first state. reverse: the walk runs backwards, so that a segment starts from
+    those after it.
+    """
+    starts, size = torch.empty_like(local), call.n * call.p
+    given, how = local if start is None else start, {"START": start is not None, "REVERSE": reverse}
+    if call.delta:
+        launch(
+            combine_moves, (-(-call.p // 32), call.lanes, call.sequences),
+            local, passed, given, starts, call.sequence_table, call.count,
+            N=call.n, P=call.p, BN=call.tiles.keys, BP=32, BK=min(32, call.tiles.keys),
+            PRECISION=call.sizes["PRECISION"], num_warps=4, num_stages=2, **how,
+        )  # fmt: skip
+    else:
+        launch(
+            combine_segments, (-(-size // 512), call.lanes, call.sequences),
+            local, passed, given, starts, call.sequence_table, call.count, size, call.p,
+            N=call.n, BLOCK=512, num_warps=4, **how,
+        )  # fmt: skip
+    return starts
+
+
+def scores_of(call: _Call, solve: Tensor) -> Tensor:
+    """Where the walks find the products between a chunk's rows, if they were made before."""
+    return solve[..., call.tiles.chunk * call.tiles.state_terms :] if call.scored else call.scores
