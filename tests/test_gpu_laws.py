@@ -198,7 +198,8 @@ def test_packed_sequences_are_read_where_they_lie(recurrence):
     bounds = torch.tensor([0, 1, 64, 129, 130, 300, 700], device="cuda")
     stable = recurrence.spec.rule is None or recurrence.spec.is_stabilised  # others divide by a random normaliser
     state = state_of(recurrence, n, n, batch=6) if stable else None
-    compare(recurrence, given, BF16, state=state, cu_seqlens=bounds)
+    # a sequence of one token has one rounding of everything
+    compare(recurrence, given, BF16, factor=1.5, state=state, cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize("n, p", [(128, 128), (24, 40)])

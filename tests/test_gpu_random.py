@@ -71,6 +71,8 @@ def test_a_random_declaration_errs_as_its_inputs_rounding_does(seed):
         how["state"] = recurrence(**reached, return_state=True, form="recurrent", **how)[1].float()
     ours = outcome(recurrence, given, dtype, backend="triton", **how)
     exact = outcome(recurrence, given, torch.float64, form="recurrent", backend="torch", **how)
+    if dtype == torch.float16 and max(x.abs().max().item() for x in exact.values()) > 1e3:
+        pytest.skip("dens near zero: what comes between these gradients is beyond float16's range")
     shaken = {k: x.detach().double() * (1 + unit * torch.randn_like(x, dtype=torch.float64)) for k, x in given.items()}
     moved = outcome(recurrence, shaken, torch.float64, form="recurrent", backend="torch", **how)
     own = {name: worst(moved[name], exact[name]) for name in exact}
