@@ -92,7 +92,7 @@ def sides(name, batch):
 
 
 def page(data):
-    """The rows as a Markdown table."""
+    """The rows as a Markdown table. An asterisk: a peer that was measured in an earlier run."""
     rate = data["machine"]["copy GB/s"]
     head = "| recurrence | heads x N x P | batch | kernel ms | share of the copy ceiling | call ms |"
     lines = [f"{head} peer | its kernels ms | ours ÷ peer |", "|---" * 9 + "|"]
@@ -102,7 +102,10 @@ def page(data):
         other, beside = peers.get((r["name"], r["batch"])), ["", "", ""]
         if other:
             known = "kernel" in other
-            beside = [other["who"], f"{other['kernel']:.4f}" if known else other["error"].split(":")[0]]
+            beside = [
+                other["who"] + "*" * ("commit" in other),
+                f"{other['kernel']:.4f}" if known else other["error"].split(":")[0],
+            ]
             beside.append(f"{r['kernel'] / other['kernel']:.2f}" if known else "")
         lines.append(
             f"| {r['name']} | {r['heads']} x {r['N']} x {r['P']} | {r['batch']} | {r['kernel']:.4f} | {share:.0%} | "
