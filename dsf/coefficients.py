@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dsf.expr import KEY, Expr, const
-from dsf.operator import factors_of, normal_form, times
+from dsf.operator import normal_form, split_scale, times
 from dsf.primitives import sum_key, where
 from dsf.spec import Spec
 from dsf.system import System
@@ -35,12 +35,7 @@ def coefficients(spec: Spec) -> Coefficients:
         a = times(decay, a)
         pushed = times(decay, b)
         b = step.B if pushed.is_constant and pushed.value == 0 else pushed + step.B
-    c, e = const(1), const(1)
-    for factor, inverse in factors_of(spec.readout):
-        if KEY in factor.axes:
-            c = c / factor if inverse else times(c, factor)
-        else:
-            e = e / factor if inverse else times(e, factor)
+    e, c = split_scale(spec.readout)
     return Coefficients(a, b, c, e, spec.system.D)
 
 

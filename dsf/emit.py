@@ -12,7 +12,7 @@ import keyword
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -194,6 +194,13 @@ def write(source: Source) -> Path:
     return path
 
 
+def file_of(about: Sequence[str], functions: Iterable[Sequence[str]]) -> str:
+    """A printed file: the lines of what it says of itself, what it imports, and its functions."""
+    head = ['"""' + about[0], *about[1:], '"""', "", "import triton", "import triton.language as tl", ""]
+    head += ["from dsf.kernels.triton import functions as fn", ""]
+    return "\n".join(head) + "".join("\n\n@triton.jit\n" + "\n".join(x) + "\n" for x in functions)
+
+
 def emit(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
     """The holes of the fused scan for an elementwise spec.
 
@@ -270,18 +277,12 @@ class _Emission:
 
     def source(self) -> Source:
         """The whole file."""
-        head = [
-            '"""' + _comment(str(self.spec)),
+        about = [
+            _comment(str(self.spec)),
             *(f"  {name.attrs[0]} = {x}, from a kernel before this one" for name, x in self.made.items()),
             "",
             "Printed by dsf from the declaration above; read by dsf.kernels.triton.scan. v1, v2, … are shared parts,",
-            'dX is the gradient of X, and what depends on Params alone is held.\n"""',
-            "",
-            "import triton",
-            "import triton.language as tl",
-            "",
-            "from dsf.kernels.triton import functions as fn",
-            "",
+            "dX is the gradient of X, and what depends on Params alone is held.",
         ]
         parts = [
             self._setup(),
@@ -292,9 +293,8 @@ class _Emission:
             self._pull(),
             self._finish(),
         ]
-        text = "\n".join(head) + "\n\n" + "\n\n\n".join("\n".join(["@triton.jit", *part]) for part in parts) + "\n"
-        sums = max(len(self.held), 1)
-        return Source(_identifier(self.spec.name), text, tuple(self.operands.values()), sums, self._separable())
+        sums, operands = max(len(self.held), 1), tuple(self.operands.values())
+        return Source(_identifier(self.spec.name), file_of(about, parts), operands, sums, self._separable())
 
     def _separable(self) -> bool:
         """True when nothing sums over the Key axis but the readout and the gradients of what has no Key axis.

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsf.emit import RESERVED, Printer, Source, _body, _comment, _identifier, _total, symbol
+from dsf.emit import RESERVED, Printer, Source, _body, _comment, _identifier, _total, file_of, symbol
 from dsf.emit_pointwise import Body, Writer
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
@@ -302,21 +302,15 @@ class _Writer(Writer):
         for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint", "adjoint"):
             printed = getattr(self, name)()
             if printed is not None:
-                parts.append("\n".join(["@triton.jit", *printed[0]]))
+                parts.append(printed[0])
                 accesses[name] = printed[1]
-        head = [
-            '"""' + _comment(str(self.spec)),
+        about = [
+            _comment(str(self.spec)),
             "",
             "Printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise. v1, v2, … are shared",
-            'parts; X is what the chunk kernels take under that name, dX its gradient.\n"""',
-            "",
-            "import triton",
-            "import triton.language as tl",
-            "",
-            "from dsf.kernels.triton import functions as fn",
+            "parts; X is what the chunk kernels take under that name, dX its gradient.",
         ]
-        text = "\n".join(head) + "\n" + "".join(f"\n\n{part}\n" for part in parts)
-        source = Source(_identifier(self.spec.name), text, ())
+        source = Source(_identifier(self.spec.name), file_of(about, parts), ())
         return source, self._program(accesses)
 
     def _program(self, accesses: Mapping[str, tuple[Access, ...]]) -> Program:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dsf.annotations import Kind
 from dsf.emit import AT, RESERVED, Printer, _body, _name, _total
 from dsf.expr import KEY, VALUE, Expr, const, inputs_of
-from dsf.kernels.triton.programs import Access
+from dsf.kernels.triton.programs import PADDING, Access
 from dsf.primitives import derivatives
 
 EVERYWHERE = "tl.full((1, 1, 1), True, tl.int1)"
-PADDING = 16  # columns beside a normalised system's values: their rows stay aligned
 
 
 class Body:

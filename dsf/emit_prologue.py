@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsf.emit import Source, _comment, _identifier, symbol
+from dsf.emit import Source, _comment, _identifier, file_of, symbol
 from dsf.emit_pointwise import Writer
 from dsf.expr import KEY, Expr, inputs_of
 from dsf.hoist import Parts
@@ -44,22 +44,15 @@ def emit_prologue(spec: Spec, parts: Parts) -> tuple[Source, Prologue]:
     inputs = tuple(
         Access(name, kind.steps, kind.time, KEY in kind.axes, False) for name, kind in kinds.items() if name in used
     )
-    head = [
-        f'"""{_comment(spec.name)}: made once a token, before the scan.',
+    about = [
+        f"{_comment(spec.name)}: made once a token, before the scan.",
         "",
         *(f"  {_role(name)} = {_comment(str(x))}" for name, x in parts.made.items()),
         *(f"  {_role(x)} in float32" for x in parts.passed),
         "",
         "Printed by dsf; read by dsf.kernels.triton.pointwise. v1, v2, … are shared parts, dX is the gradient of X.",
-        '"""',
-        "",
-        "import triton",
-        "import triton.language as tl",
-        "",
-        "from dsf.kernels.triton import functions as fn",
     ]
-    text = "\n".join(head) + "\n" + "".join("\n\n@triton.jit\n" + "\n".join(x) + "\n" for x, _ in printed.values())
-    source = Source(f"{_identifier(spec.name)}_prologue", text, ())
+    source = Source(f"{_identifier(spec.name)}_prologue", file_of(about, (x for x, _ in printed.values())), ())
     return source, Prologue(inputs, tuple(made), {name: accesses for name, (_, accesses) in printed.items()})
 
 

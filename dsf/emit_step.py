@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, symbol
+from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, file_of, symbol
 from dsf.emit_pointwise import Body
 from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import Access
@@ -210,18 +210,8 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
         roots = [(_in_lanes(substitute(e, dict(zip(common, held, strict=True)))), a) for e, a in roots]
         step.name(held)
     parts.append(["def step(args, at, shared):", *step.print(roots, held, [])])
-    head = [
-        '"""' + _comment(str(spec)),
-        "",
-        "One step, printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise.step.",
-        '"""',
-        "",
-        "import triton",
-        "import triton.language as tl",
-        "",
-        "from dsf.kernels.triton import functions as fn",
-    ]
-    text = "\n".join(head) + "\n" + "".join("\n\n" + "\n".join(["@triton.jit", *x]) + "\n" for x in parts)
+    about = "One step, printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise.step."
+    text = file_of([_comment(str(spec)), "", about], parts)
     inputs = tuple(
         Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
     )

@@ -19,7 +19,7 @@ from dsf.bind import Bound, Sizes
 from dsf.bounds import bounds
 from dsf.emit import Source
 from dsf.expr import KEY, VALUE, Expr, children_first, const
-from dsf.operator import factors_of, split_scale, times
+from dsf.operator import factors_of, split_factors, split_scale, times
 from dsf.spec import Row, Spec
 
 LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold
@@ -229,11 +229,8 @@ def _erase(row: Row) -> Expr | None:
 
 def split_value(x: Expr) -> tuple[Expr, Expr]:
     """x = scale · core: factors without a Value axis on the left, the others on the right."""
-    parts: dict[bool, Expr] = {False: UNIT, True: UNIT}
-    for factor, inverse in factors_of(x):
-        has = VALUE in factor.axes
-        parts[has] = parts[has] / factor if inverse else times(parts[has], factor)
-    return parts[False], parts[True]
+    core, scale = split_factors(x, lambda factor: VALUE in factor.axes)
+    return scale, core
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsf.evaluate import Evaluator
 from dsf.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.kernels.problem import Problem
-from dsf.operator import factors_of, split_scale, times
+from dsf.operator import split_factors, split_scale
 from dsf.primitives import exp
 from dsf.spec import Row, Spec, Term
 from dsf.system import DEN, NUM, ONE
@@ -132,12 +132,7 @@ def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
     if spec.ones is not None or row.dense is not None or len(row.terms) != 1 or len(spec.gated_read[1].axes) == 2:
         return None
     timed = {i.name for i in spec.inputs if i.kind.time}
-    fixed = moving = const(1)
-    for x, inverse in factors_of(spec.log_decays[0]):
-        if any(i.attrs[0] in timed for i in inputs_of(x)):
-            moving = moving / x if inverse else times(moving, x)
-        else:
-            fixed = fixed / x if inverse else times(fixed, x)
+    moving, fixed = split_factors(spec.log_decays[0], lambda x: any(i.attrs[0] in timed for i in inputs_of(x)))
     return (fixed, moving) if len(moving.axes) == 1 else None
 
 

@@ -6,6 +6,7 @@ The tree is kept as the user wrote it (the oracle evaluates that tree, densely),
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,15 +208,17 @@ def times(a: Expr, b: Expr) -> Expr:
 
 def split_scale(x: Expr) -> tuple[Expr, Expr]:
     """x = scale · core: factors without a Key axis on the left, the Key part on the right (1 if there is none)."""
-    scale, core = const(1), const(1)
-    for factor, inverse in factors_of(x):
-        where = core if KEY in factor.axes else scale
-        where = where / factor if inverse else times(where, factor)
-        if KEY in factor.axes:
-            core = where
-        else:
-            scale = where
+    core, scale = split_factors(x, lambda factor: KEY in factor.axes)
     return scale, core
+
+
+def split_factors(x: Expr, wanted: Callable[[Expr], bool]) -> tuple[Expr, Expr]:
+    """x as a product of two: of its wanted factors, and of the others (1 if there are none)."""
+    found: dict[bool, Expr] = {True: const(1), False: const(1)}
+    for factor, inverse in factors_of(x):
+        own = wanted(factor)
+        found[own] = found[own] / factor if inverse else times(found[own], factor)
+    return found[True], found[False]
 
 
 def factors_of(x: Expr) -> list[tuple[Expr, bool]]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from dsf.annotations import Kind
 from dsf.errors import TraceError
 from dsf.expr import KEY, VALUE, Expr, const, inputs_of, show, substitute
-from dsf.operator import Normal, factors_of, normal_form, split_scale, times
+from dsf.operator import Normal, factors_of, normal_form, split_factors, split_scale, times
 from dsf.primitives import log_of
 from dsf.system import System, rule_of
 
@@ -64,12 +64,7 @@ class Spec:
         gate is 1 where the rest would differ by channel too, where there is no Key axis to read along, and in
         normalised systems, whose rule sees what was read.
         """
-        gate, read = const(1), const(1)
-        for factor, inverse in factors_of(self.readout):
-            mine = VALUE in factor.axes and KEY not in factor.axes
-            whole = gate if mine else read
-            whole = whole / factor if inverse else times(whole, factor)
-            gate, read = (whole, read) if mine else (gate, whole)
+        gate, read = split_factors(self.readout, lambda factor: factor.axes == {VALUE})
         plain = self.rule is not None or VALUE in read.axes or not self.has_key or gate is const(1)
         return (const(1), self.readout) if plain else (gate, read)
 
