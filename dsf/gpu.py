@@ -75,11 +75,11 @@ def kernel_of(
     )
 
 
-def source(spec: Spec, one_step: bool = False) -> str:
-    """The source printed for this spec."""
+def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
+    """The source printed for this spec and inputs of a dtype."""
     if one_step:
         return gpu_matrix.step_of(spec)[0].text
-    return gpu_scan.text_of(spec) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
+    return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 
 def packs(spec: Spec) -> bool:

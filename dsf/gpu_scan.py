@@ -71,10 +71,15 @@ def _plain(spec: Spec) -> Spec:
     return spec if spec.rule is None else gpu_ratio.doubled(spec)
 
 
-def text_of(spec: Spec) -> str:
-    """All that is printed for a spec."""
-    prologue = _prologue(spec)
-    return source_of(spec).text if prologue is None else f"{prologue[0].text}\n\n{source_of(spec).text}"
+def text_of(spec: Spec, dtype: torch.dtype = torch.float32) -> str:
+    """All that is printed for a spec and inputs of a dtype."""
+    prologue, holes = _prologue(spec), source_of(spec, rough=_is_rough(dtype)).text
+    return holes if prologue is None else f"{prologue[0].text}\n\n{holes}"
+
+
+def _is_rough(dtype: torch.dtype) -> bool:
+    """True for inputs that say less than float32, whose scan may err where they do (`emit`)."""
+    return dtype.itemsize == 2
 
 
 @functools.cache
@@ -152,13 +157,13 @@ def fused_scan(
             tensors[STARTS], ends = packing.marks(bounds, bound.device)
         tensors |= {} if state is None else {INITIAL: state}
         state = None
-    chosen = source_of(spec, tokens).operands
+    rough = _is_rough(bound.dtype)
+    chosen = source_of(spec, tokens, rough).operands
     made = _make(spec, tensors)
     operands = [made[key] if (key := (o.name, o.step)) in made else _take(tensors, *key) for o in chosen]
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
     count = 0 if bounds is None else len(bounds) - 1
-    hole = _hole(spec, tokens, rough=bound.dtype.itemsize == 2)
-    y, final, _ = operator(operands, state, hole, keep, pairs is not None, ends, count)
+    y, final, _ = operator(operands, state, _hole(spec, tokens, rough), keep, pairs is not None, ends, count)
     if filled is not None:  # no token of a sequence without any leaves its state
         first = tensors[INITIAL] if tokens == "continued" else torch.zeros_like(final)
         final = torch.where(filled[:, None, None, None], final, first)

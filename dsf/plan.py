@@ -137,7 +137,7 @@ def make_plan(
     return Plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
         math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
-        gpu.source(spec, one_step) if on_gpu else "", one_step,
+        gpu.source(spec, dtype, one_step) if on_gpu else "", one_step,
     )  # fmt: skip
 
 

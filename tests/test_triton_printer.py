@@ -9,8 +9,9 @@ from test_random_systems import X, declare
 from test_triton_scan import close, draw, gradients
 
 import dsf
-from dsf import Expr, System, maximum, minimum, sigmoid, softplus, tanh, where
+from dsf import Expr, System, gpu_scan, maximum, minimum, sigmoid, softplus, tanh, where
 from dsf.emit import emit
+from dsf.gpu_scan import _hole
 
 UNARY = [sigmoid, softplus, tanh, dsf.silu, dsf.log1p, dsf.expm1, dsf.exp, dsf.sqrt, dsf.rsqrt, dsf.log, dsf.abs]
 POSITIVE = {dsf.log1p, dsf.sqrt, dsf.rsqrt, dsf.log}  # their arguments are made so
@@ -49,6 +50,18 @@ def test_constants_of_functions_stand_beside_what_has_no_key_axis() -> None:
         "fn.tanh2(s * (v * (2.0 * fn.LOG2E)))" in emit(swinging.spec).text and "rough" not in emit(swinging.spec).text
     )
     assert "fn.rough_tanh2(s * (v * (2.0 * fn.LOG2E)))" in rough and "fn.tanh" not in rough
+
+
+@interpreted
+def test_a_plan_shows_the_source_that_runs(monkeypatch) -> None:
+    ran = []
+    monkeypatch.setattr(gpu_scan, "_hole", lambda *how: ran.append(how) or _hole(*how))
+    for dtype in (torch.float32, torch.float16):
+        x = {name: v.to(dtype) for name, v in draw(swinging, tokens=3, n=2, p=3).items()}
+        swinging(**x, backend="triton")
+        source = gpu_scan.source_of(*ran[-1]).text
+        assert swinging.plan(**x, backend="triton").source == source
+        assert ("fn.rough_tanh2(" in source) == (dtype == torch.float16)
 
 
 @interpreted
