@@ -57,7 +57,8 @@ def check(
       form, "triton", in the dtypes that it has (not float64); "triton" tries that alone, "torch" the others alone.
 
     Each error is relative and the worst over all heads and blocks of 16 tokens (dsf.measure.distance); float64 must
-    reach 1e-9, float32 1e-4, half precisions 2e-2, each against the float64 oracle on the same rounded inputs.
+    reach 1e-9, float32 1e-4, half precisions 2e-2, each against the float64 oracle on the same rounded inputs; in half
+    precisions errors of Params' gradients are relative to what all tokens add, before that cancels (Subject.terms).
     Kernels are compiled for shapes: their examples share one N, P and number of heads for each dtype.
     backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
 

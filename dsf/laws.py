@@ -86,9 +86,9 @@ def compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str) -> Me
     if got.state:
         pairs = zip(got.state, expected.state, strict=True)
         yield Measure("state", max(distance(a, b, None, dtype, held) for a, b in pairs), tolerance)
-    yield from _gradients("grad {}", got.grads, expected.grads, kinds, dtype)
+    yield from _gradients("grad {}", got.grads, expected.grads, expected.terms, kinds, dtype)
     if got.state_grads:
-        each = _gradients("{}", got.state_grads, expected.state_grads, kinds, dtype, 1.0)
+        each = _gradients("{}", got.state_grads, expected.state_grads, expected.state_terms, kinds, dtype, 1.0)
         worst = max(each, key=lambda m: _order(m.error))
         yield Measure("grad of state", worst.error, tolerance, f"the gradient in `{worst.quantity}`")
 
@@ -97,13 +97,14 @@ def _gradients(
     title: str,
     got: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
+    terms: Mapping[str, Tensor],
     kinds: Mapping[str, Kind],
     dtype: str,
     cotangent: float = 0.0,
 ) -> Measures:
     scale = max([cotangent, *(typical_entry(x, kinds.get(name)) for name, x in expected.items())])
     for name, reference in expected.items():
-        error = distance(got[name], reference, kinds.get(name), dtype, scale)
+        error = distance(got[name], reference, kinds.get(name), dtype, scale, terms.get(name))
         yield Measure(title.format(name), error, TOLERANCE[dtype])
 
 

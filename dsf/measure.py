@@ -38,6 +38,7 @@ RESOLUTION = {
     "bfloat16": (1e-1, 1e-1),
     "float16": (1e-1, 1e-1),
 }
+HALF = ("bfloat16", "float16")  # what rounds the terms of a sum more than the sum itself
 LARGEST = {"float64": 1e300, "float32": 1e37, "bfloat16": 1e37, "float16": 6e4}
 
 
@@ -46,7 +47,8 @@ class Outcome:
     """One run and its gradients. state: tensors of the final state in the true scale, () if there is none.
 
     start: the largest typical entry of the initial state. grads: of ⟨y, dy⟩; state_grads: of ⟨final state, dS⟩; by
-    input name, "initial_state" included.
+    input name, "initial_state" included. terms, state_terms: of their Params, where half precisions are compared, the
+    root of the sum of squares of what every token adds (`Subject.terms`).
     """
 
     y: Tensor
@@ -54,6 +56,8 @@ class Outcome:
     start: float = 0.0
     grads: Mapping[str, Tensor] = field(default_factory=dict)
     state_grads: Mapping[str, Tensor] = field(default_factory=dict)
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    state_terms: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,38 @@ class Subject:
             if form == ORACLE:
                 inputs, dy = {name: x.double() for name, x in inputs.items()}, dy.double()
                 state = same_state(state, Tensor.double)
-            self.cache[key] = self.differentiate(form, inputs, state, dy, example.seed)
+            found = self.differentiate(form, inputs, state, dy, example.seed)
+            if form == ORACLE and example.dtype in HALF:
+                terms, state_terms = self.terms(inputs, state, dy, example.seed)
+                found = replace(found, terms=terms, state_terms=state_terms)
+            self.cache[key] = found
         return self.cache[key]
+
+    def terms(
+        self, inputs: Mapping[str, Tensor], state: State | None, dy: Tensor, seed: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """How large a Param's gradients are before tokens cancel: √Σ_t g_t², of ⟨y, dy⟩ and of ⟨final state, dS⟩.
+
+        g_t: what token t adds, found by the oracle with a Param of its own for every token. Each has the Param's shape.
+        """
+        params = [name for name, kind in self.kinds.items() if not kind.time]
+        if not params:
+            return {}, {}
+        tokens = dy.shape[1]
+        stacked = {name: x.expand(tokens, *x.shape) if name in params else x for name, x in inputs.items()}
+
+        def one_by_one(form: str, given: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+            outputs = []
+            for t in range(tokens):
+                now = {name: x[t] if name in params else x[:, t : t + 1] for name, x in given.items()}
+                y, state = self.run(form, now, state)
+                outputs.append(y)
+            return torch.cat(outputs, dim=1), state
+
+        found = self.differentiate(ORACLE, stacked, state, dy, seed, one_by_one)
+        each = found.grads, found.state_grads
+        terms, state_terms = ({n: g[n].square().sum(0).sqrt() for n in params if n in g} for g in each)
+        return terms, state_terms
 
     def differentiate(
         self,
@@ -155,8 +189,8 @@ class Subject:
         """Run and differentiate ⟨y, dy⟩ and ⟨final state, random⟩ in every input and the initial state."""
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
         start = same_state(state, lambda x: x.detach().requires_grad_())
-        p = self.sizes(inputs).p
         y, final = (run or self.run)(form, leaves, start)
+        p = y.shape[-1]
         truth = self.truth(final, p)
         wrt = leaves | self.state_leaves(start)
         generator = torch.Generator().manual_seed(seed + 2)
@@ -209,11 +243,14 @@ def by_head(x: Tensor, kind: Kind | None) -> Tensor:
     return x.reshape(x.shape[0] * x.shape[1], x.shape[2] // BLOCK, -1)
 
 
-def distance(got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0) -> float:
+def distance(
+    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None
+) -> float:
     """Worst relative error over heads and token blocks; see RESOLUTION.
 
-    scale: typical_entry of what it was computed from. Infinite for a wrong shape or a number that is not finite; 0
-    where the expected number itself does not fit.
+    scale: typical_entry of what it was computed from. terms: of a sum, what it would be if its terms did not cancel, to
+    which errors of half precisions are relative. Infinite for a wrong shape or a number that is not finite; 0 where the
+    expected number itself does not fit.
     """
     if got.shape != expected.shape:
         return math.inf
@@ -230,6 +267,8 @@ def distance(got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale
     limits = torch.finfo(torch.float64 if dtype == "float64" else torch.float32)
     least = max(least, limits.tiny / limits.eps)  # below it numbers have no more digits to compare
     size = torch.maximum(own, share * typical).clamp(min=least)
+    if terms is not None:
+        size = torch.maximum(size, by_head(terms.double(), kind).norm(dim=-1))
     error = difference.norm(dim=-1)
     ratio = torch.where(error == 0, 0.0, error / size)
     return float(ratio.max())

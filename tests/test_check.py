@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import dsf
 import dsf.run
 from dsf import I, Key, Param, Scalar, System, Value, checking, diag, exp, outer, sigmoid, testing
-from dsf.examples import draw_tensor, lengths
+from dsf.examples import Example, draw_tensor, lengths
 from dsf.kernels.operators import Transition
 from dsf.laws import LAWS
+from dsf.measure import Subject, distance
 from dsf.ranges import Range, ranges_of
 
 FAST = {"examples": 2, "tokens": 70, "dtypes": (torch.float64,)}
@@ -141,6 +142,28 @@ def test_a_wrong_function_is_caught_with_a_small_example(wrong, law, what):
     with pytest.raises(dsf.LawError, match=f"BROKEN {law}: against") as caught:
         report.raise_if_failed()
     assert isinstance(caught.value, AssertionError) and isinstance(caught.value, dsf.DsfError)
+
+
+@dsf.recurrence
+def gained(q: Key, k: Key, v: Value, alpha: Scalar, w: Param[Scalar], u: Param[Key]) -> System:
+    return System(A=alpha, B=(u * k) * (w * v), C=q)
+
+
+def test_errors_of_params_in_half_precision_are_relative_to_what_tokens_add():
+    example = Example(batch=2, tokens=9, heads=2, n=3, p=2, dtype="bfloat16", initial=True)
+    subject = Subject(gained, ranges_of(gained.spec, None))
+    found, inputs = subject.outcome("naive", example), subject.inputs(example)
+    for grads, terms in ((found.grads, found.terms), (found.state_grads, found.state_terms)):
+        added = (grads["v"] * inputs["v"]).sum(-1) / inputs["w"]  # v and w are a product, so their gradients share it
+        torch.testing.assert_close(grads["w"], added.sum((0, 1)))
+        torch.testing.assert_close(terms["w"], added.sum(0).square().sum(0).sqrt())
+        added = grads["k"] * inputs["k"] / inputs["u"]
+        torch.testing.assert_close(terms["u"], added.sum(0).square().sum(0).sqrt())
+    kind, expected = subject.kinds["w"], torch.tensor([1.0, -2.0])
+    terms = torch.tensor([10.0, 1.0])
+    assert distance(expected + torch.tensor([0.1, 0.0]), expected, kind, "bfloat16", terms=terms) == pytest.approx(0.01)
+    assert distance(expected + torch.tensor([0.0, 0.1]), expected, kind, "bfloat16", terms=terms) == pytest.approx(0.05)
+    assert subject.outcome("naive", replace(example, dtype="float32")).terms == {}
 
 
 def test_the_printed_snippet_repeats_the_failure():
