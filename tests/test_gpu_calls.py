@@ -4,6 +4,7 @@ import pytest
 import torch
 from matrix_family import UNSEEN
 from mixer_inputs import RANGES
+from test_gpu_matrix import state_of
 from torch.utils.checkpoint import checkpoint
 
 from dsf import mixers
@@ -86,18 +87,10 @@ def step_of(recurrence, batch, heads, n, p, dtype, seed=0):
     return {name: x[:, 0] if name in timed else x for name, x in given.items()}
 
 
-def state_of(recurrence, batch, heads, n, p):
-    keys = n if recurrence.spec.has_key else 1
-    state = torch.randn(batch, heads, *recurrence.state_shape(N=keys, P=p), device="cuda")
-    if recurrence.spec.is_stabilised:
-        state[..., -1] = state[:, :, :1, -1]
-    return state
-
-
 @pytest.mark.parametrize("sizes", [(1, 2, 64, 64), (3, 2, 24, 40), (2, 1, 256, 256), (2, 3, 5, 3), (130, 2, 128, 128)])
 @pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED], ids=lambda r: r.name)
 def test_a_step_equals_float64_and_overwrites_on_request(recurrence, sizes):
-    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes[2:], *sizes[:2])
     y, new = recurrence.step(state, **given)
     wide, last = recurrence.step(state.double(), **{n: x.double() for n, x in given.items()})
     for found, expected, limit in ((y, wide, 8e-3), (new, last, 1e-5)):
@@ -113,7 +106,7 @@ def test_a_step_equals_float64_and_overwrites_on_request(recurrence, sizes):
 @pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED], ids=lambda r: r.name)
 def test_a_step_is_one_launch(recurrence):
     sizes = (4, 2, 64, 64)
-    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes[2:], *sizes[:2])
     recurrence.step(state, **given, in_place=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         recurrence.step(state, **given, in_place=True)
@@ -127,7 +120,7 @@ def test_a_step_is_one_launch(recurrence):
 def test_any_number_of_sequences_is_decoded(name, batch):
     recurrence = mixers.get(name).recurrence
     sizes = (batch, 2, 32, 32)
-    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes[2:], *sizes[:2])
     y, new = recurrence.step(state, **given)
     wide, last = recurrence.step(state.double(), **{n: x.double() for n, x in given.items()})
     for found, expected, limit in ((y, wide, 8e-3), (new, last, 1e-5)):
@@ -139,7 +132,7 @@ def test_decoding_is_captured_and_compiled(name):
     torch.compiler.reset()
     recurrence = mixers.get(name).recurrence
     sizes = (4, 2, 64, 64)
-    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes)
+    given, state = step_of(recurrence, *sizes, torch.bfloat16), state_of(recurrence, *sizes[2:], *sizes[:2])
     recurrence.step(state, **given)
     expected, _ = recurrence.step(recurrence.step(state, **given)[1], **given)
     kept, graph = state.clone(), torch.cuda.CUDAGraph()

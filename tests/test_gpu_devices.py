@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scan_family import aligned
 from test_gpu_calls import step_of
 from test_gpu_matrix import draw
 
@@ -12,6 +13,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 NAMES = ["unnormalized_linear_attention", "gated_deltanet", "kda", "rwkv7", "mlstm", "ssd", "s6", "rg_lru"]
+FINITE = [*(get(name).recurrence for name in NAMES), aligned]  # aligned: a printed kernel before the scan
+SOFTMAX = get("softmax_attention").recurrence
 
 
 def moved(given, device):
@@ -24,12 +27,11 @@ def outcome(recurrence, given, **options):
 
 
 @pytest.mark.parametrize("cuts", [None, [0, 70, 200]], ids=["whole", "packed"])
-@pytest.mark.parametrize("name", [*NAMES, "softmax_attention"])
-def test_the_second_gpu_answers_as_the_first(name, cuts):
-    recurrence = get(name).recurrence
+@pytest.mark.parametrize("recurrence", [*FINITE, SOFTMAX], ids=lambda r: r.name)
+def test_the_second_gpu_answers_as_the_first(recurrence, cuts):
     given = draw(recurrence, 200, 16, 32, torch.bfloat16, batch=1)
     options = {} if cuts is None else {"cu_seqlens": torch.tensor(cuts)}
-    if name == "softmax_attention":  # torch's kernels; its state are the keys and values themselves
+    if recurrence is SOFTMAX:  # torch's kernels; its state are the keys and values themselves
         first, second = (recurrence(**moved(given, f"cuda:{i}"), **options) for i in range(2))
         assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
         return
@@ -43,9 +45,8 @@ def test_the_second_gpu_answers_as_the_first(name, cuts):
     assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_steps_on_the_second_gpu(name):
-    recurrence = get(name).recurrence
+@pytest.mark.parametrize("recurrence", FINITE, ids=lambda r: r.name)
+def test_steps_on_the_second_gpu(recurrence):
     given = step_of(recurrence, 3, 2, 16, 32, torch.bfloat16)
     (y, state), (z, other) = (recurrence.step(None, **moved(given, f"cuda:{i}")) for i in range(2))
     assert z.device.index == other.device.index == 1

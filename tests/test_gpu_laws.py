@@ -3,7 +3,7 @@
 import pytest
 import torch
 from matrix_family import fading_delta, fading_rows, forgetful_delta, gated, late_gate, late_ratio, swinging
-from test_gpu_matrix import ALL, compare, draw, outcome, worst
+from test_gpu_matrix import ALL, compare, draw, outcome, state_of, worst
 from torch.utils.checkpoint import checkpoint
 
 import dsf
@@ -24,13 +24,6 @@ KINDS = [linear, swinging, fading_rows, delta, forgetful_delta, fading_delta, la
 
 def named(recurrences):
     return pytest.mark.parametrize("recurrence", recurrences, ids=lambda r: r.name)
-
-
-def state_of(recurrence, n, p, batch=2, heads=2):
-    state = torch.randn(batch, heads, *recurrence.state_shape(N=n, P=p), device="cuda")
-    if recurrence.spec.is_stabilised:
-        state[..., -1] = state[:, :, :1, -1]
-    return state
 
 
 SIZES = [(n, p, r) for r in KINDS for n, p in [(1, 1), (24, 40), (100, 7), (130, 255)]]

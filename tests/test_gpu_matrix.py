@@ -32,6 +32,15 @@ def draw(recurrence, tokens, n, p, dtype, batch=2, heads=2, groups=None, seed=0)
     return out
 
 
+def state_of(recurrence, n, p, batch=2, heads=2):
+    """A random first state."""
+    keys = n if recurrence.spec.has_key else 1
+    state = torch.randn(batch, heads, *recurrence.state_shape(N=keys, P=p), device="cuda")
+    if recurrence.spec.is_stabilised:
+        state[..., -1] = state[:, :, :1, -1]
+    return state
+
+
 def outcome(recurrence, given, dtype, state=None, **how):
     """y, the final state and the gradients, by name."""
     leaves = {n: x.detach().to(dtype).requires_grad_() for n, x in given.items()}

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from matrix_family import fading_delta, fading_rows, forgetful_delta, late_ratio, swinging
-from test_gpu_calls import state_of
-from test_gpu_matrix import compare, draw, outcome, worst
+from test_gpu_matrix import compare, draw, outcome, state_of, worst
 
 from dsf.mixers import get
 
@@ -27,7 +26,7 @@ def named(recurrences):
 
 @named(KINDS)
 def test_packed_sequences_begin_in_states_of_their_own(recurrence):
-    given, state = draw(recurrence, 300, 24, 40, BF16, batch=1), state_of(recurrence, len(CUTS) - 1, 2, 24, 40)
+    given, state = draw(recurrence, 300, 24, 40, BF16, batch=1), state_of(recurrence, 24, 40, batch=len(CUTS) - 1)
     if recurrence is late_ratio:  # a normaliser near zero would magnify what is rounded
         state[..., 40:] = state[..., 40:].abs() + 1
     # a sequence of one token has one rounding of everything
@@ -64,7 +63,7 @@ def test_a_decay_of_zero_begins_a_new_sequence(recurrence, name, zero):
 @named([swinging, fading_rows, fading_delta, product, rwkv7, mlstm, s6, rg_lru])
 def test_a_sequence_in_pieces_is_the_whole(recurrence):
     given, cut = draw(recurrence, 1500, 16, 40, torch.float32), 1001
-    state = state_of(recurrence, 2, 2, 16, 40)
+    state = state_of(recurrence, 16, 40)
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
 
     def halves(**x):
