@@ -137,7 +137,7 @@ def fused_scan(
     timed: the per-token inputs (or a repacking of them); valid: [B, T] bool, False for padding tokens after a sequence.
     bounds: of packed sequences (B = 1), with a state each; a tensor where their values are not known.
     """
-    from dsf.kernels.triton.scan_ops import fused_scan as operator
+    from dsf.kernels.triton.scan_operator import scan as operator
 
     tokens = "" if valid is None else "masked"
     tensors = {**bound.tensors, **timed}

@@ -68,7 +68,7 @@ def test_runs_repeat_to_the_bit(recurrence):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@named([*KINDS, get("rwkv7").recurrence])
+@named([*KINDS, get("rwkv7").recurrence, s6, *(get(n).recurrence for n in ("rwkv4", "rg_lru"))])
 def test_played_calls_equal_the_first_of_their_kind(recurrence):
     state = state_of(recurrence, 64, 64)
 

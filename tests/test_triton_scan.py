@@ -57,8 +57,9 @@ def close(ours: list[torch.Tensor], oracle: list[torch.Tensor], tolerance: float
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsf.kernels.triton import scan_table
+    from dsf.kernels.triton import scan_table, tape
 
+    tape.forget()
     for table, K in ((scan_table.RUNS_FORWARD, 4), (scan_table.RUNS_ADJOINT, 2)):
         for light in (True, False):
             monkeypatch.setitem(table, light, (K, 2, 4, 1, 4, 1, 64, 0))
@@ -239,7 +240,7 @@ def test_packed_sequences_are_walked_as_they_lie(
     recurrence: dsf.Recurrence, states: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dsf import packing
-    from dsf.kernels.triton import scan_ops
+    from dsf.kernels.triton import scan_ops, tape
 
     x, bounds = draw(recurrence, tokens=9), torch.tensor([0, 3, 4, 9])
     first = torch.randn(3, 2, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5)) if states else None
@@ -258,6 +259,7 @@ def test_packed_sequences_are_walked_as_they_lie(
     expected = found("torch")
     monkeypatch.setattr(packing, "batches", None)  # nothing is gathered
     close(found("triton"), expected)
+    tape.forget()
     monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (3, 4))
     close(found("triton"), expected)
 
@@ -277,12 +279,12 @@ def test_strided_inputs_need_no_copy(small_tiles: None) -> None:
 @interpreted
 def test_operator_passes_opcheck(small_tiles: None) -> None:
     from dsf.gpu_scan import _hole, source_of
-    from dsf.kernels.triton.scan_ops import fused_scan
+    from dsf.kernels.triton.scan_operator import scan
 
     x = draw(qlstm, tokens=2, heads=1)
     operands = [x[o.name].requires_grad_() for o in source_of(qlstm.spec).operands]
     torch.library.opcheck(
-        fused_scan, (operands, torch.randn(1, 1, 1, 5, requires_grad=True), _hole(qlstm.spec), True, False, None, 0)
+        scan, (operands, torch.randn(1, 1, 1, 5, requires_grad=True), _hole(qlstm.spec), True, False, None, 0)
     )
 
 

@@ -1,7 +1,6 @@
-"""The fused scan as custom operators: launches, buffers, and the deterministic sums of what programs share.
+"""Calls of the fused scan: launches, buffers, and the deterministic sums of what programs share.
 
-`holes` registers the generated functions under a name; the operators take that name, so that torch.compile, autocast,
-checkpointing and graph capture see plain operators on tensors.
+HOLES holds the generated functions of every spec under a name, which calls take (dsf.kernels.triton.scan_operator).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.launch import launch as start
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_adjoint import gradients
@@ -184,7 +182,7 @@ def _entering(
     Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's, and in blocks
     of state entries where those are separable.
     """
-    if go.tile.G > 1:  # without runs, for which this would need a scan more
+    if go.tile.G * go.tile.stages > 1:  # wide, and without runs, for which this would need a scan more
         t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
     elif hole.separable and go.parts == 1:
@@ -208,8 +206,6 @@ def _entering(
     return local[:, :, ::fine].contiguous()
 
 
-@torch.library.custom_op("dsf::fused_scan", mutates_args=())
-@at_tensors
 def fused_scan(
     operands: Sequence[Tensor],
     state: Tensor | None,
@@ -249,8 +245,7 @@ def _states(sizes: Sizes, like: Tensor, sequences: int) -> Tensor:
     return like.new_empty(sequences, sizes.heads, sizes.n, sizes.p, dtype=torch.float32)
 
 
-@fused_scan.register_fake
-def _fake_scan(
+def scan_shapes(
     operands: Sequence[Tensor],
     state: Tensor | None,
     hole: str,
@@ -259,6 +254,7 @@ def _fake_scan(
     ends: Tensor | None,
     sequences: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors as `fused_scan` returns them."""
     spec = HOLES[hole]
     s, first = sizes_of(spec, operands), _timed(spec, operands)
     count = -(-s.tokens // tile_of(spec, s, True, first.device).M) if keep else 0
@@ -274,11 +270,9 @@ def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
     return wide[0] if wide else next(x for _, x in found if x.dtype != torch.int32)
 
 
-@torch.library.custom_op("dsf::fused_scan_adjoint", mutates_args=())
-@at_tensors
 def fused_scan_adjoint(
     dy: Tensor,
-    dfinal: Tensor,
+    dfinal: Tensor | None,
     operands: Sequence[Tensor],
     saved: Tensor,
     hole: str,
@@ -290,7 +284,7 @@ def fused_scan_adjoint(
     sizes = sizes_of(spec, operands)
     go = launch(spec, sizes, True, dy.device)
     args = _arguments(spec, operands, sizes.heads)
-    dy, dfinal = dy.contiguous(), dfinal.contiguous()
+    dy, dfinal = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
     if go.segments > 1:
         cotangents = _entering(go, spec, args, dy, entering, dy, ends, arriving)
@@ -397,40 +391,16 @@ def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
     return g.to(x.dtype)
 
 
-@fused_scan_adjoint.register_fake
-def _fake_adjoint(
+def adjoint_shapes(
     dy: Tensor,
-    dfinal: Tensor,
+    dfinal: Tensor | None,
     operands: Sequence[Tensor],
     saved: Tensor,
     hole: str,
     needs: Sequence[bool],
     ends: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
+    """Empty tensors as `fused_scan_adjoint` returns them."""
     grads = [x.new_empty(x.shape) for x, need in zip(operands, needs, strict=True) if need]
-    return grads, dfinal.new_empty(dfinal.shape if ends is None else 0)
-
-
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    operands, state, hole, _, _, ends, _ = inputs
-    ctx.save_for_backward(*operands, output[2], ends)
-    ctx.hole, ctx.has_state = hole, state is not None
-    ctx.final = output[1].shape
-    ctx.needs = [x.requires_grad for x in operands]
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # or the checkpoints, too, would come with a gradient of zeros
-
-
-def _backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: Any) -> Any:
-    *operands, saved, ends = ctx.saved_tensors
-    spec = HOLES[ctx.hole]
-    s, first = sizes_of(spec, operands), _timed(spec, operands)
-    dy = first.new_zeros(s.batch, s.tokens, s.heads, s.p) if dy is None else dy
-    dfinal = saved.new_zeros(ctx.final) if dfinal is None else dfinal
-    found, initial = fused_scan_adjoint(dy, dfinal, operands, saved, ctx.hole, ctx.needs, ends)
-    given = iter(found)
-    grads = [next(given) if need else None for need in ctx.needs]
-    return grads, initial if ctx.has_state else None, None, None, None, None, None
-
-
-fused_scan.register_autograd(_backward, setup_context=_setup)
+    s = sizes_of(HOLES[hole], operands)
+    return grads, _states(s, dy, s.batch) if ends is None else saved.new_empty(0)
