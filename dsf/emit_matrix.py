@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dsf.bounds import bounds
 from dsf.emit import RESERVED, Printer, Source, _body, _comment, _identifier, _total, file_of, symbol
 from dsf.emit_pointwise import Body, Writer
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
@@ -317,7 +318,8 @@ class _Writer(Writer):
         roles, made = {}, []
         for name in self._names():
             mine = [r for r in self.roots if r.name == name]
-            roles[name] = Role(self.bare.get(name), any(inputs_of(r.expr) for r in mine))
+            positive = all(bounds(r.expr)[0] >= 0 for r in mine)
+            roles[name] = Role(self.bare.get(name), any(inputs_of(r.expr) for r in mine), positive)
             if name in self.bare or self._is_column(name):
                 continue
             used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()

@@ -186,6 +186,21 @@ def test_segments_of_long_sequences(name, dtype):
     compare(recurrence, given, dtype, state=state)
 
 
+PIECES = [("ssd", 32, 128, 64), ("retnet", 6, 128, 128), ("retnet", 2, 256, 40), ("retnet", 2, 24, 16)]
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("name, heads, n, p", PIECES)
+def test_segments_are_summed_up_in_pieces(name, heads, n, p, forgets):
+    recurrence = get(name).recurrence
+    given = draw(recurrence, 2 * SEGMENT - 70, n, p, torch.bfloat16, batch=1, heads=heads, groups=2)
+    rates = given["A_log" if name == "ssd" else "slope"]
+    if not forgets:  # a piece's decays keep a state within float32's range
+        with torch.no_grad():
+            rates.copy_(rates - 6 if name == "ssd" else rates.abs() / 512)
+    compare(recurrence, given, torch.bfloat16, state=torch.randn(1, heads, n, p, device="cuda"))
+
+
 @pytest.mark.parametrize("n, p", [(128, 128), (24, 40), (256, 64), (128, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_segments_of_every_size(n, p, dtype):

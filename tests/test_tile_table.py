@@ -46,6 +46,10 @@ def test_fewer_processors_are_filled_by_fewer_segments():
     assert table.segments(512, 32, False, 40) == 1
 
 
+def test_long_segments_are_summed_up_in_pieces():
+    assert [table.finer(span) for span in (3, 16, 128)] == [1, 2, 4]
+
+
 def test_the_plan_prints_the_row():
     row = table.tiles(128, 128, BF16, "scalar", True)
     name, chunk = kernel_of(get("gated_deltanet").recurrence.spec, Sizes(1, 64, 1, 128, 128, 128), BF16, CPU)

@@ -206,15 +206,28 @@ def test_stretches_of_time_share_memory(recurrence, count, monkeypatch):
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("count, cut, processors", [(3, 1, 132), (1, 2, 132), (3, 2, 1)])
+@pytest.mark.parametrize("count, cut, pieces, processors", [(3, 1, 1, 132), (1, 2, 2, 132), (3, 2, 1, 1), (3, 2, 2, 1)])
 @pytest.mark.parametrize(
     "recurrence", [swinging, driven_ratio, get("ssd").recurrence, get("mlstm").recurrence], ids=lambda r: r.name
 )
-def test_the_backward_pass_walks_from_kept_states(recurrence, count, cut, processors, monkeypatch):
+def test_the_backward_pass_walks_from_kept_states(recurrence, count, cut, pieces, processors, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "finer", lambda *_: pieces)
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
     monkeypatch.setattr(matrix_kernels, "limits", lambda *_: (232_448, processors))
     given = sample(recurrence, tokens=100)
+    state = torch.randn(2, 2, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
+    found = outcome(recurrence, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("cut, pieces", [(2, 1), (2, 2), (1, 1)])
+def test_segments_leave_out_what_float32_forgets(cut, pieces, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
+    monkeypatch.setattr(matrix_kernels, "finer", lambda *_: pieces)
+    recurrence = get("retnet").recurrence
+    given = sample(recurrence, tokens=200)
+    given["slope"] = torch.tensor([2.5, 1e-3], dtype=torch.float64)  # two chunks of the first head leave nothing
     state = torch.randn(2, 2, *recurrence.state_shape(N=3, P=4), dtype=torch.float64)
     found = outcome(recurrence, given, state, torch.float32, backend="triton")
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))

@@ -22,7 +22,7 @@ from dsf.kernels.triton.key_rows import KeyRows, key_gradients, key_scalars, pre
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.row_gradients import Skip, in_turn, row_gradients, sum_pieces
-from dsf.kernels.triton.table import Tiles, limits, segments, sharing, stretches, tiles
+from dsf.kernels.triton.table import Tiles, finer, limits, segments, sharing, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walks import both, forward, forward_launch, reverse
@@ -37,18 +37,26 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
         heads: int, log: bool, normal: Normaliser | None = None, finish: Finish | None = None,
-        kept: Sequence[Tensor] | None = None, packed: Sequences | None = None,
+        kept: Sequence[Tensor] | None = None, packed: Sequences | None = None, positive: bool = False,
+        back: bool = False,
     ) -> None:  # fmt: skip
-        """kept: where decays differ by key, what the forward pass left, or an empty list to make room for it."""
+        """kept: where decays differ by key, what the forward pass left, or an empty list to make room for it.
+
+        positive: no s is negative. back: in the backward pass.
+        """
         self.batch, self.tokens, _, self.n = q.shape
         self.heads, self.p = heads, v.shape[-1]
         self.q, self.k, self.v = q, k, v
-        self.normal, self.finish = normal, finish
-        self.keywise = g is not None and g.dim() == 4
-        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, _kind(g), b is not None, q.device)
+        self.normal, self.finish, self.back = normal, finish, back
+        self.kind = _kind(g)
+        self.keywise = self.kind == "key"
+        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, self.kind, b is not None, q.device)
         self.chunks = -(-self.tokens // self.tiles.chunk)
         self.lanes, self.delta = self.batch * heads, b is not None
-        self.count, self.span = _cut(self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device)
+        self.count, self.span, self.finer = _cut(
+            self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device,
+            self.kind == "scalar" and packed is None,
+        )  # fmt: skip
         self.sequences, self.ends = 1, self.batch  # that follow each other in a row, and those that have states
         self.chunk_table: Tensor | None = None
         self.segment_table: Tensor | None = None
@@ -59,7 +67,9 @@ class _Call:
         self.plane = self.lanes * self.length
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
-        self.scaled, self.read = (x is not None or self.decay == 2 for x in (s, c))  # 2: signs travel with them
+        self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
+        if positive and s is not None and self.decay == 1 and not self.delta:  # between rows they go into exponents
+            self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
         self.pitch = _pitch(self.tiles, self.scored)
         kind, precision = _arithmetic(q.dtype)
@@ -95,7 +105,13 @@ class _Call:
         """(how many states, chunks between them) that the forward pass keeps for the backward pass to walk from."""
         if self.chunk_table is not None:
             return None
-        return _marks(self.tiles, self.stretches, self.lanes, self.chunks, self.p, self.delta or self.keywise, self.q)
+        kind = "delta" if self.delta else self.kind
+        return _marks(self.tiles, self.stretches, self.lanes, self.chunks, self.p, kind, self.q)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces of T are summed up at once where it is walked in segments: several a segment."""
+        return self.count * self.finer
 
     @property
     def is_cut(self) -> bool:
@@ -130,9 +146,9 @@ class _Call:
             *xs, planes, self.chunk_table, vectors, *self.given(by_lane(drive), added),
             self.plane, self.tokens, self.heads, self.length,
             *(x.stride(i) for x in xs for i in range(3)), *self.rows(vectors),
-            N=self.n, BN=self.tiles.keys, L=self.tiles.chunk, DECAY=self.decay, SCALED=given[1] is not None,
-            DELTA=self.delta, READ_SCALED=given[3] is not None, SUMMED=summed, DRIVEN=drive is not None,
-            LANES=lanes, num_warps=4 if summed else 1,
+            N=self.n, BN=self.tiles.keys, L=self.tiles.chunk, DECAY=self.decay,
+            SCALED=0 if given[1] is None else self.scaled, DELTA=self.delta, READ_SCALED=given[3] is not None,
+            SUMMED=summed, DRIVEN=drive is not None, LANES=lanes, BACK=self.back, num_warps=4 if summed else 1,
         )  # fmt: skip
         return planes
 
@@ -181,7 +197,7 @@ class _Call:
 
         Also where the forward pass walks in segments, if two walks have programs enough.
         """
-        programs = 2 * self.lanes * -(-self.p // self.tiles.piece)
+        programs = 2 * self.lanes * -(-self.p // self.tiles.piece) * self.finer
         enough = not self.is_cut or programs >= 0.7 * limits(self.q.device)[1]
         return self.marks is not None and enough and self.stretch(self.stretches) < self.chunks
 
@@ -189,7 +205,7 @@ class _Call:
     def walked(self) -> int:
         """Chunks of a stretch of T, of which the backward pass walks all before it walks more."""
         if self.is_cut:
-            return self.span if self.beside else self.chunks
+            return max(1, self.stretch(self.stretches) // self.span) * self.span if self.beside else self.chunks
         return self.stretch(self.stretches)
 
     def stretch(self, most: int) -> int:
@@ -197,11 +213,18 @@ class _Call:
         return -(-self.chunks // stretches(self.chunks * self.lanes, most))
 
 
-def _cut(found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device) -> tuple[int, int]:
-    """(segments of T that are walked at once, chunks a segment)."""
+def _cut(
+    found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device, alone: bool
+) -> tuple[int, int, int]:  # fmt: skip
+    """(segments of T that are walked at once, chunks a segment, equal pieces of it that are summed up at once).
+
+    alone: of decays that are numbers a head, not packed, where pieces need no walk and may forget.
+    """
     count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
     span = -(-chunks // count)
-    return -(-chunks // span), span
+    pieces = finer(span) if count > 1 and alone and not delta else 1
+    span += -span % pieces
+    return -(-chunks // span), span, pieces
 
 
 def _pitch(found: Tiles, scored: bool) -> int:
@@ -210,14 +233,14 @@ def _pitch(found: Tiles, scored: bool) -> int:
 
 
 def _marks(
-    found: Tiles, most: int, lanes: int, chunks: int, p: int, other: bool, q: Tensor
+    found: Tiles, most: int, lanes: int, chunks: int, p: int, kind: str, q: Tensor
 ) -> tuple[int, int] | None:  # fmt: skip
-    """_Call.marks of sequences that are not packed; other: than decays alone."""
-    if other:
+    """_Call.marks of sequences that are not packed; kind: of decays (`_kind`), or "delta"."""
+    if kind not in ("none", "scalar"):
         return None
-    count, span = _cut(found, lanes, chunks, p, False, q.device)
+    count, span, pieces = _cut(found, lanes, chunks, p, False, q.device, kind == "scalar")
     if count > 1:
-        return count, span
+        return count * pieces, span // pieces
     every = -(-chunks // stretches(chunks * lanes, most))
     return (-(-chunks // every), every) if every < chunks else None
 
@@ -263,13 +286,13 @@ def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
     normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
-    packed: Sequences | None = None,
+    packed: Sequences | None = None, positive: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
 
     kept: filled with what else the backward pass can use, where decays differ by key.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, positive)
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         assert normal.added is not None
@@ -288,7 +311,7 @@ def _chunk_matrix_shapes(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
     normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
-    packed: Sequences | None = None,
+    packed: Sequences | None = None, positive: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
@@ -298,7 +321,7 @@ def _chunk_matrix_shapes(
     found = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
     chunk = found.chunk
     chunks = -(-tokens // chunk)
-    count, span = _cut(found, batch * heads, chunks, p, erase is not None, q.device)
+    count, span, _ = _cut(found, batch * heads, chunks, p, erase is not None, q.device, False)
     if packed is not None:
         chunks = slots(tokens, packed.count, chunk)
     if kept is not None and _kind(decay) == "key":
@@ -306,11 +329,12 @@ def _chunk_matrix_shapes(
         kept += room(q, heads, p, chunks, chunk, erase is not None, True, parts).tensors()
     if kept is not None and packed is None:
         most = found.stretches if normal is None else found.normal_stretches
-        marks = _marks(found, most, batch * heads, chunks, p, erase is not None or _kind(decay) == "key", q)
+        kind = _kind(decay) if erase is None else "delta"
+        marks = _marks(found, most, batch * heads, chunks, p, kind, q)
         if marks is not None:
             kept.append(q.new_empty(marks[0], batch, heads, n, p, dtype=torch.float32))
             if count > 1:
-                kept.append(q.new_empty(count, batch * heads, n, dtype=torch.float32))
+                kept.append(q.new_empty(marks[0], batch * heads, n, dtype=torch.float32))
     if normal is not None:
         normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
         normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
@@ -327,14 +351,14 @@ def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None,
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
     read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
     forward pass, if it did.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, kept=kept, packed=packed)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, positive, True)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
@@ -343,7 +367,9 @@ def _chunk_matrix_backward(
         entries, states, passed = call.made.entries, call.made.states, call.made.passed
     elif kept and not call.beside:
         states, passed = call.states(call.chunks), kept[1]
-        forward_launch(call, solve, kept[0], None, None, (entries, states), (0, call.chunks), None, True)
+        forward_launch(
+            call, solve, kept[0], None, None, (entries, states), (0, call.chunks), None, True, call.finer
+        )  # fmt: skip
     elif not kept:
         entries = call.empty(*lead, call.p * call.kept_terms) if delta else q
         states = call.states(call.chunks)
@@ -381,7 +407,7 @@ def _chunk_matrix_backward(
         own = (by_lane(x) for x in (normal.ones, normal.slope))
         beside = (*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
     if kept and call.made is None and call.beside:
-        walked = both(call, dy, start, kept[0])
+        walked = both(call, dy, start, kept[0], kept[-1])
     else:
         walked = reverse(call, dy, solve, start, passed, states, state is not None)
     for found in walked:
@@ -407,7 +433,7 @@ def _chunk_matrix_backward_shapes(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None,
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p, ends = v.shape[-1], batch if packed is None else packed.count

@@ -61,11 +61,12 @@ class Access:
 class Role:
     """Where an operand of the chunk kernels comes from: the input of that name as given, or None: it is made.
 
-    varies: it has inputs, and so a gradient.
+    varies: it has inputs, and so a gradient. positive: it is never negative.
     """
 
     bare: str | None
     varies: bool
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -341,6 +342,7 @@ class Call(Pointwise):
             return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
         found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
+        found["positive"] = "source" in self.program.roles and self.program.roles["source"].positive
         normal = None
         if self.inside:
             start, column = self.split(start)

@@ -13,15 +13,16 @@ import triton.language as tl
 
 from dsf.kernels.triton.gradient import decay_gradient, spanning, turned
 from dsf.kernels.triton.tiles import (
-    PREFIX_READ,
     READ,
     SOURCE,
     TOTAL,
     between,
     load_rows,
     prefix_of,
+    read_scale,
     store_rows,
     suffix_of,
+    written_scale,
 )
 
 
@@ -216,18 +217,19 @@ def _add_head(
     weights = tl.dot(mine, tl.trans(other), input_precision=PRECISION)
     seen = local[:, None] <= local[None, :] if WRITES else local[:, None] >= local[None, :]
     if DECAY:
-        weights *= between(scalars, rows, seen, WRITES)
-        scale = suffix_of(scalars, plane, rows) if WRITES else tl.load(scalars + PREFIX_READ * plane + rows)
+        weights *= between(scalars, rows, seen, WRITES, plane, (SCALED if WRITES else OTHER_SCALED) == 2)
+        if WRITES:
+            scale = written_scale(scalars, plane, rows, DECAY, SCALED)
+        else:
+            scale = read_scale(scalars, plane, rows, DECAY, SCALED)
     else:
         weights = tl.where(seen, weights, 0.0)
-    if SCALED:
+    if SCALED and not (WRITES and SCALED == 2):
         own = tl.load(scalars + (SOURCE if WRITES else READ) * plane + rows)
         weights *= own[:, None]
         if not DECAY:
             scale = own
-        elif WRITES:
-            scale *= own
-    if OTHER_SCALED:
+    if OTHER_SCALED and (WRITES or OTHER_SCALED != 2):
         weights *= tl.load(scalars + (READ if WRITES else SOURCE) * plane + rows)[None, :]
     if DECAY or SCALED:
         mine = (mine.to(tl.float32) * scale[:, None]).to(KIND)

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
+PIECES, PIECE_CHUNKS = 4, 8  # of a segment that are summed up at once; fewest chunks that are worth one
 STRETCH_CHUNKS = 2048  # chunks that fill the GPU several times over
 SHARED_STRETCHES = 4  # of T, of which the gradients of rows that heads share are kept apart by heads
 SHARED, ROOMY = 232_448, 160 * 1024  # bytes of shared memory a program of the H200 may have; what the rows below need
@@ -38,7 +39,9 @@ class Tiles:
     ahead: walks keep a chunk's values in registers from one chunk before, which shared memory has no third place for;
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
     entries where transitions are diagonal plus rank one; gradient_heads: at most, that share q and k and one chunk's
-    programs, whose loads are gradient_stages apart.
+    programs, whose loads are gradient_stages apart;
+    late: a chunk's y is stored while the next one's rows are on their way, which 2 stages ask for at a chunk's end;
+    sum_stages: of sums of pieces of T.
     """
 
     chunk: int
@@ -68,6 +71,8 @@ class Tiles:
     gradient_terms: int = 2
     entry_warps: int = 8
     entry_piece: int | None = None
+    late: bool = False
+    sum_stages: int = 2
 
 
 def padded(size: int) -> int:
@@ -94,7 +99,7 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: t
         piece = min(64, found.gradient_piece)
         return replace(
             found, chunk=32, walk_stages=2, reverse_stages=2, gradient_piece=piece, gradient_roles=1,
-            walk_terms=1 if delta else found.walk_terms, state_terms=1,
+            walk_terms=1 if delta else found.walk_terms, state_terms=1, sum_stages=2,
         )  # fmt: skip
     if found.keys > 128:
         return replace(found, chunk=16, piece=16, gradient_piece=min(32, found.gradient_piece))
@@ -127,6 +132,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
         gradient_terms=1 if delta and keys > 64 else 2, read_terms=2 if exact else 1, ahead=exact,
+        late=stages == 2, sum_stages=3,
     )  # fmt: skip
 
 
@@ -141,6 +147,11 @@ def segments(chunks: int, programs: int, delta: bool, processors: int = PROCESSO
         count = min(processors // programs, chunks // DELTA_SEGMENT_CHUNKS)
         return count if count >= 4 else 1
     return max(1, min(2 * processors // programs, chunks // SEGMENT_CHUNKS))
+
+
+def finer(span: int) -> int:
+    """Into how many pieces to cut a segment of `span` chunks, which are summed up at once, before it is walked."""
+    return max(1, min(PIECES, span // PIECE_CHUNKS))
 
 
 def sharing(heads: int, chunks: int, most: int, processors: int = PROCESSORS) -> int:

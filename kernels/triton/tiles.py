@@ -23,6 +23,7 @@ TINY = tl.constexpr(1e-24)  # a decay of zero counts as this: what it forgets is
 # Planes of `prepare`'s output, each [B·H, chunks · L].
 RUNNING = tl.constexpr(0)
 SIGN = tl.constexpr(1)
+LOWERED = tl.constexpr(1)  # or, of decays without signs, RUNNING less log2 of SOURCE where that is not negative
 SOURCE = tl.constexpr(2)
 ERASE = tl.constexpr(3)
 READ = tl.constexpr(4)
@@ -30,6 +31,7 @@ PREFIX_ERASE = tl.constexpr(5)  # where there are decays: what scales the rows o
 PREFIX_READ = tl.constexpr(6)
 SUFFIX = tl.constexpr(7)
 TOTAL = tl.constexpr(8)  # at each chunk's first row
+WRITE = tl.constexpr(5)  # or, without delta rule, SUFFIX times SOURCE
 PLANES = 9
 
 
@@ -60,6 +62,14 @@ def split(x, TERMS: tl.constexpr, kind: tl.constexpr):
     if TERMS == 2:
         rest = (x.to(tl.float32) - main.to(tl.float32)).to(kind)
     return main, rest
+
+
+@triton.jit
+def first_term(x, TERMS: tl.constexpr):
+    """Of float32 x in two bfloat16 terms the first: its digits are cut off, so that it takes no conversion."""
+    if TERMS == 2:
+        return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -112,14 +122,14 @@ def prepare(
     g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h, x_b, x_t, x_h, x_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
-    SUMMED: tl.constexpr, DRIVEN: tl.constexpr, LANES: tl.constexpr,
+    SUMMED: tl.constexpr, DRIVEN: tl.constexpr, LANES: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Scalars [B, T, H] of any strides -> planes [B·H, length], contiguous in time and filled up to whole chunks.
 
     DECAY 1: g holds log decays; 2: decays of any sign, whose running product's sign gets a plane of its own. A program
     prepares a chunk of LANES sequences and heads, or of one and with it (SUMMED) added [B·H, chunks, N]: 1, Σ of the
     chunk's vectors, times their scales, their decays to its end and what DRIVEN finds in drive [B, H, T]; 2, times
-    their read scales and decays from its start instead.
+    their read scales and decays from its start instead. BACK: what only gradients read is wanted, too.
     """
     chunk, lane, local = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, L)
     axis: tl.constexpr = 0 if SUMMED else 1
@@ -154,7 +164,8 @@ def prepare(
         turn = tl.sum(tl.where(is_last, sign, 0.0), axis=axis, keep_dims=True)
         prefix, suffix = tl.exp2(running), tl.exp2(last - running) * turn
         tl.store(to, running, mask=known)
-        tl.store(to + SUFFIX * plane, suffix, mask=known)
+        if BACK or SCALED != 2:
+            tl.store(to + SUFFIX * plane, suffix, mask=known)
         tl.store(to + TOTAL * plane, tl.exp2(last) * turn + local * 0.0, mask=known & (local == 0))
         if SUMMED == 1:
             scale *= suffix
@@ -163,7 +174,12 @@ def prepare(
             sign_s = sign * tl.load(s + batch * s_b + head * s_h + time * s_t, mask=inside, other=0.0).to(tl.float32)
         else:
             sign_s = sign
-        tl.store(to + SOURCE * plane, sign_s, mask=known)
+        if BACK or SCALED != 2:
+            tl.store(to + SOURCE * plane, sign_s, mask=known)
+        if DECAY and not DELTA:
+            tl.store(to + WRITE * plane, sign_s * suffix, mask=known)
+        if SCALED == 2:
+            tl.store(to + LOWERED * plane, running - tl.log2(sign_s), mask=known)
         if SUMMED == 1:
             scale *= sign_s
     if DELTA:
@@ -178,7 +194,8 @@ def prepare(
         if SUMMED == 2:
             scale *= sign
     if DECAY:
-        tl.store(to + PREFIX_READ * plane, sign * prefix, mask=known)
+        if DECAY == 2 or READ_SCALED or DELTA:
+            tl.store(to + PREFIX_READ * plane, sign * prefix, mask=known)
         if SUMMED == 2:
             scale *= prefix
     if SUMMED:
@@ -190,6 +207,15 @@ def prepare(
 def prefix_of(scalars, rows):
     """exp(G); [L]."""
     return tl.exp2(tl.load(scalars + rows))
+
+
+@triton.jit
+def read_scale(scalars, plane, rows, DECAY: tl.constexpr, READ_SCALED: tl.constexpr, DELTA: tl.constexpr = False):
+    """What rows that read a chunk's first state are scaled by; [L]."""
+    if DECAY == 1 and not READ_SCALED and not DELTA:
+        return prefix_of(scalars, rows)
+    else:
+        return tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
 
 
 @triton.jit
@@ -205,8 +231,25 @@ def suffix_of(scalars, plane, rows):
 
 
 @triton.jit
-def between(scalars, rows, seen, transposed: tl.constexpr):
-    """Decay between two rows where `seen`, else 0: M with rows down and sources across [L, L], or Mᵀ."""
+def written_scale(scalars, plane, rows, DECAY: tl.constexpr, SCALED: tl.constexpr):
+    """What rows are scaled by when they are written into the state, without delta rule; [L]."""
+    if DECAY and SCALED:
+        return tl.load(scalars + WRITE * plane + rows)
+    elif DECAY:
+        return suffix_of(scalars, plane, rows)
+    else:
+        return tl.load(scalars + SOURCE * plane + rows)
+
+
+@triton.jit
+def between(scalars, rows, seen, transposed: tl.constexpr, plane=0, LOWER: tl.constexpr = False):
+    """Decay between two rows where `seen`, else 0: M with rows down and sources across [L, L], or Mᵀ.
+
+    LOWER: times the sources' scales.
+    """
     running = tl.load(scalars + rows)
-    gap = running[:, None] - running[None, :]
-    return tl.where(seen, tl.exp2(-gap if transposed else gap), 0.0)
+    source = running
+    if LOWER:
+        source = tl.load(scalars + LOWERED * plane + rows)
+    gap = running[None, :] - source[:, None] if transposed else running[:, None] - source[None, :]
+    return tl.where(seen, tl.exp2(gap), 0.0)

@@ -23,46 +23,40 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.keywise import last_running
-from dsf.kernels.triton.packed import place_of_segment, segments_of
+from dsf.kernels.triton.packed import place_of_segment
 from dsf.kernels.triton.tiles import (
     ERASE,
     PREFIX_ERASE,
-    PREFIX_READ,
     READ,
     SOURCE,
     between,
+    first_term,
     load_rows,
     load_terms,
     product,
+    read_scale,
     split,
     store_rows,
     store_terms,
     suffix_of,
     total_of,
     turn,
+    written_scale,
 )
 
 
-@triton.jit
-def first_term(x, TERMS: tl.constexpr):
-    """Of float32 x in two bfloat16 terms the first: its digits are cut off, so that it takes no conversion."""
-    if TERMS == 2:
-        return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
+@triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit", "beside"])
 def forward_walk(
     q, k, erased, v, scalars, running, scores_of, rest_of, solve, y, entries, states, start, final, passed,
     ones, weights, weight_states, extra, table,
-    tokens, heads, segments, per_segment, base, limit, length, plane,
+    tokens, heads, segments, per_segment, base, limit, beside, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr, BESIDE: tl.constexpr,
+    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state (FINAL; of packed ones of each segment).
 
@@ -71,9 +65,10 @@ def forward_walk(
     FINISH: the printed function that makes y of what is read and of what LOADS finds with pointers and strides `extra`,
     early: whatever feeds no product is not loaded ahead.
     STATES: states [B, H, limit - base, N, P] of the walked chunks.
-    BESIDE: programs along the grid's third axis that come before its segments.
+    START: how many of the states in `start` there are for a segment, which begins with its first one.
+    beside: programs along the grid's third axis that come before its segments.
     """
-    piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) - BESIDE
+    piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) - beside
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     k += batch * k_b + head // k_group * k_h
@@ -104,7 +99,8 @@ def forward_walk(
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     ends = (segment * tl.num_programs(1) + lane) * N * P
     if START:
-        state = tl.load(start + ends + place, mask=inside, other=0.0)
+        at_start = (segment * START * tl.num_programs(1) + lane) * N * P
+        state = tl.load(start + at_start + place, mask=inside, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
     if SUMMARY:
@@ -118,8 +114,15 @@ def forward_walk(
         if READ_TERMS == 2 and DELTA:
             next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
             next_rest = load_rows(rest_of, heads * PITCH, next_rows, end, local, L, L, KIND)
+    if LATE:
+        held = tl.zeros([L, BP], y.dtype.element_ty)
     for chunk in tl.range(first, stop, num_stages=STAGES):
         rows = chunk * L + local + shift
+        if LATE:
+            store_rows(y, heads * P, rows - L, tl.where(chunk > first, end, -L), columns, P, BP, held)
+        if STATES:  # before what is loaded is waited for
+            to = states + (lane * (limit - base) + chunk - base) * N * P + place
+            tl.store(to, state.to(states.dtype.element_ty), mask=inside)
         rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
         rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
         if AHEAD:
@@ -143,9 +146,6 @@ def forward_walk(
                 weight = tl.load(weight_states + (lane * chunks + chunk) * N + keys, mask=keys < N, other=0.0)
             if NORMAL == 2:
                 drive = tl.load(ones + lane * tokens + rows, mask=rows < end, other=0.0)
-        if STATES:
-            to = states + (lane * (limit - base) + chunk - base) * N * P + place
-            tl.store(to, state.to(states.dtype.element_ty), mask=inside)
         seen = split(state, STATE_TERMS, KIND)
         if DELTA:
             read_k = rows_k
@@ -183,16 +183,16 @@ def forward_walk(
             if NORMAL:
                 den = tl.sum(rows_q.to(tl.float32) * weight[None, :], axis=1)
                 if DECAY:
-                    den *= tl.load(scalars + PREFIX_READ * plane + rows)
+                    den *= read_scale(scalars, plane, rows, DECAY, READ_SCALED, DELTA)
             if DECAY:
-                out *= tl.load(scalars + PREFIX_READ * plane + rows)[:, None]
+                out *= read_scale(scalars, plane, rows, DECAY, READ_SCALED, DELTA)[:, None]
             if DECAY and not SCORED:
-                scores *= between(scalars, rows, causal, False)
+                scores *= between(scalars, rows, causal, False, plane, SCALED == 2)
                 if READ_SCALED:
                     scores *= tl.load(scalars + READ * plane + rows)[:, None]
             elif not SCORED:
                 scores = tl.where(causal, scores, 0.0)
-            if SCALED and not DELTA:
+            if SCALED and not DELTA and SCALED != 2:
                 scores *= tl.load(scalars + SOURCE * plane + rows)[None, :]
             if NORMAL:  # of the very weights that the values have
                 seen_rows = scores.to(KIND).to(tl.float32)
@@ -209,11 +209,12 @@ def forward_walk(
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
                 out = FINISH(loaded, out, den[:, None] if NORMAL else out, value)
-            store_rows(y, heads * P, rows, end, columns, P, BP, out)
+            if LATE:
+                held = out.to(y.dtype.element_ty)
+            else:
+                store_rows(y, heads * P, rows, end, columns, P, BP, out)
         if DECAY:
-            scale = suffix_of(scalars, plane, rows)
-            if SCALED and not DELTA:
-                scale *= tl.load(scalars + SOURCE * plane + rows)
+            scale = written_scale(scalars, plane, rows, DECAY, SCALED and not DELTA)
             if DELTA and STATE_TERMS == 2:
                 written = split(entry * scale[:, None], WRITE_TERMS, KIND)
             elif DELTA:
@@ -242,6 +243,9 @@ def forward_walk(
             state += tl.dot(rows_k, write, input_precision=PRECISION)
             if WRITE_TERMS == 2:
                 state += tl.dot(rows_k, (exact - kept).to(KIND), input_precision=PRECISION)
+    if LATE:
+        rows = (stop - 1) * L + local + shift
+        store_rows(y, heads * P, rows, tl.where(stop > first, end, -L), columns, P, BP, held)
     if SUMMARY:
         at = segment * tl.num_programs(1) + lane
         if DELTA:
@@ -287,7 +291,10 @@ def reverse_walk(
     flat = (batch * tokens * heads + head) * P
     dy += flat
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, not STATES)
-    first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
+    if table is None:
+        first, stop = first + base, tl.minimum(stop + base, limit)
+    else:
+        first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
     scalars -= shift
     ROW_TERMS: tl.constexpr = TERMS if DELTA else 1
     GIVEN_TERMS: tl.constexpr = (STATE_TERMS if DELTA else TERMS) if READ_SCALED or DECAY else 1
@@ -308,6 +315,9 @@ def reverse_walk(
     for step in tl.range(0, stop - first, num_stages=STAGES):
         chunk = stop - 1 - step
         rows = chunk * L + local + shift
+        if STATES:  # before what is loaded is waited for
+            at = adjoints + (lane * (limit - base) + chunk - base) * N * P + place
+            tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
         rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
         rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
         if AHEAD:
@@ -317,9 +327,6 @@ def reverse_walk(
             next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
         else:
             given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
-        if STATES:
-            at = adjoints + (lane * (limit - base) + chunk - base) * N * P + place
-            tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
         if DELTA:
             rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
             if AHEAD:
@@ -348,7 +355,7 @@ def reverse_walk(
             adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
         read = given, given
         if READ_SCALED or DECAY:
-            scale = tl.load(scalars + (PREFIX_READ if DECAY else READ) * plane + rows)
+            scale = read_scale(scalars, plane, rows, DECAY, READ_SCALED, DELTA)
             if DELTA:
                 read = split(given.to(tl.float32) * scale[:, None], GIVEN_TERMS, KIND)
             else:
@@ -375,86 +382,29 @@ def reverse_walk(
         tl.store(final + ends + place, state, mask=inside)
 
 
-@triton.jit(do_not_specialize=["chunks", "base", "limit"])
+@triton.jit(do_not_specialize=["pieces", "per_piece", "base", "limit"])
 def both_walks(
     forward, forward_rows, reverse, reverse_rows,
-    tokens, heads, chunks, base, limit, length, plane,
+    tokens, heads, pieces, per_piece, base, limit, length, plane,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
     REVERSE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of decays alone: adjoint states of chunks base to limit, and beside them their first states from a known one.
+    """Of decays alone: adjoint states of chunks base to limit, and beside them their first states from known ones.
 
-    forward, reverse: pointers as the two walks take them; *_rows: strides.
+    In pieces of per_piece chunks. forward, reverse: pointers as the two walks take them; *_rows: strides.
     """
-    if tl.program_id(2) == 0:
+    if tl.program_id(2) < pieces:
         reverse_walk(
-            *reverse, tokens, heads, 1, chunks, base, limit, length, plane, *reverse_rows,
+            *reverse, tokens, heads, pieces, per_piece, base, limit, length, plane, *reverse_rows,
             N, P, BN, BP, L, DECAY, False, False, READ_SCALED, False, PITCH, START, True, True,
             KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False,
         )  # fmt: skip
     else:
         forward_walk(
-            *forward, tokens, heads, 1, chunks, base, limit, length, plane, *forward_rows,
+            *forward, tokens, heads, pieces, per_piece, base, limit, pieces, length, plane, *forward_rows,
             N, P, BN, BP, L, DECAY, False, False, SCALED, READ_SCALED, False, PITCH, 0, None, None,
-            True, False, True, False, False, KIND, PRECISION, TERMS, 1, STAGES,
-            False, 1, 1,
+            1, False, True, False, False, KIND, PRECISION, TERMS, 1, STAGES,
+            False, 1, False,
         )  # fmt: skip
-
-
-@triton.jit
-def combine_segments(
-    local, passed, start, starts, table, segments, size, P,
-    N: tl.constexpr, BLOCK: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """First state of every segment from what each adds: S_{s+1} = passed_s S_s + local_s, in either direction."""
-    lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    low, stop = segments_of(table, sequence, segments)
-    lanes = tl.num_programs(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    if START:
-        state = tl.load(start + (sequence * lanes + lane) * size + at, mask=inside, other=0.0)
-    else:
-        state = tl.zeros([BLOCK], tl.float32)
-    for step in range(stop - low):
-        segment = (stop - 1 - step if REVERSE else low + step) * lanes + lane
-        tl.store(starts + segment * size + at, state, mask=inside)
-        state *= tl.load(passed + segment * N + at // P, mask=inside, other=0.0)
-        state += tl.load(local + segment * size + at, mask=inside, other=0.0)
-
-
-@triton.jit
-def combine_moves(
-    local, moves, start, starts, table, segments,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
-    START: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same with transitions [N, N] (transposed in reverse), which meet the stored state BK rows at a time."""
-    lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    low, stop = segments_of(table, sequence, segments)
-    lanes = tl.num_programs(1)
-    keys, columns = tl.arange(0, BN), tl.program_id(0) * BP + tl.arange(0, BP)
-    place = keys[:, None] * P + columns[None, :]
-    inside = (keys[:, None] < N) & (columns[None, :] < P)
-    if START:
-        state = tl.load(start + (sequence * lanes + lane) * N * P + place, mask=inside, other=0.0)
-    else:
-        state = tl.zeros([BN, BP], tl.float32)
-    for step in range(stop - low):
-        segment = (stop - 1 - step if REVERSE else low + step) * lanes + lane
-        first = starts + segment * N * P
-        tl.store(first + place, state, mask=inside)
-        tl.debug_barrier()  # it is read again, by other threads
-        state = tl.load(local + segment * N * P + place, mask=inside, other=0.0)
-        for block in tl.range(0, BN, BK, num_stages=2):
-            inner = block + tl.arange(0, BK)
-            if REVERSE:
-                at = inner[None, :] * N + keys[:, None]
-            else:
-                at = keys[:, None] * N + inner[None, :]
-            move = tl.load(moves + segment * N * N + at, mask=(keys[:, None] < N) & (inner[None, :] < N), other=0.0)
-            rows = (inner[:, None] < N) & (columns[None, :] < P)
-            part = tl.load(first + inner[:, None] * P + columns[None, :], mask=rows, other=0.0)
-            state = tl.dot(move, part, state, input_precision=PRECISION)

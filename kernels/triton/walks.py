@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.walk import both_walks, combine_moves, combine_segments, forward_walk, reverse_walk
+from dsf.kernels.triton.sums import combine_moves, combine_segments, sum_piece
+from dsf.kernels.triton.walk import both_walks, forward_walk, reverse_walk
 from dsf.kernels.triton.weights import by_lane, kind_of
 
 if TYPE_CHECKING:
@@ -42,15 +43,19 @@ def forward(
 
     Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
     """
-    passed = call.q
+    passed, every = call.q, call.finer if marks is None else 1
     if call.is_cut:
-        local = call.segments()
-        shape = (call.count, call.lanes, *(call.n,) * (2 if call.delta else 1))
+        local = call.segments(call.pieces)
+        shape = (call.pieces, call.lanes, *(call.n,) * (2 if call.delta else 1))
         passed = call.empty(*shape, dtype=torch.float32)
         whole = saved or marks is not None or call.segment_table is not None
-        stop = call.chunks if whole else (call.count - 1) * call.span
-        forward_launch(call, solve, None, None, local, None, (0, stop), passed, y is None)
-        start = _segment_starts(call, local, passed, start, False)
+        if call.delta or call.keywise:
+            stop = call.chunks if whole else (call.count - 1) * call.span
+            forward_launch(call, solve, None, None, local, None, (0, stop), passed, y is None)
+        else:
+            summed = (0, call.pieces if whole else call.pieces - call.finer)
+            _sum_pieces(call, call.k, call.v, local, passed, summed, every)
+        start = _segment_starts(call, local, passed, start, False, every)
         if marks is not None:
             marks += [start, passed]
     last = call.segments(1 if call.segment_table is None else None) if final else None
@@ -66,16 +71,16 @@ def forward(
         limit, to = min(base + walked, call.chunks), last
         if firsts is not None and limit < call.chunks:
             to = firsts[limit // walked]
-        forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None)
+        forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None, call.finer // every)
         start = to
     return None if last is None else call.end(last, True), passed
 
 
 def forward_launch(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None, chunks: tuple[int, int], passed: Tensor | None, back: bool,
+    saved: tuple[Tensor, Tensor] | None, chunks: tuple[int, int], passed: Tensor | None, back: bool, every: int = 1,
 ) -> None:  # fmt: skip
-    """Walk forwards from one chunk up to another. back: in the backward pass."""
+    """Walk forwards from one chunk up to another. back: in the backward pass; every: states in `start` a segment."""
     t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
     entries, states = saved or (unused, unused)
     beside = (None,) * 3 if normal is None else (by_lane(normal.ones), by_lane(normal.read), normal.states)
@@ -88,16 +93,16 @@ def forward_launch(
         solve, unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
         (call.q,) if call.finish is None else (call.finish[2] or (call.q,)), call.segment_table,
-        call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
+        call.tokens, call.heads, call.count, call.span, *chunks, 0, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
         LOADS=None if y is None or call.finish is None else call.finish[0],
         FINISH=None if y is None or call.finish is None else call.finish[1],
-        START=start is not None, OUTPUT=y is not None, STATES=saved is not None,
-        FINAL=final is not None, SUMMARY=passed is not None, BESIDE=0,
-        STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, num_warps=t.walk_warps,
-        num_stages=t.walk_stages, **call.terms(back), **call.sizes,
+        START=0 if start is None else every, OUTPUT=y is not None, STATES=saved is not None,
+        FINAL=final is not None, SUMMARY=passed is not None,
+        STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=t.late and y is not None,
+        num_warps=t.walk_warps, num_stages=t.walk_stages, **call.terms(back), **call.sizes,
     )  # fmt: skip
 
 
@@ -109,10 +114,7 @@ def reverse(
     states: the first ones of all chunks. first: the gradient of S_0 is wanted.
     """
     if call.is_cut:
-        local = call.segments()
-        low = call.span if call.segment_table is None else 0
-        _reverse_launch(call, dy, solve, None, None, local, (low, call.chunks))
-        start = _segment_starts(call, local, passed, start, True)
+        start = _adjoint_starts(call, dy, solve, start, passed, call.finer)
     stretch = call.walked
     entries = call.q
     if call.delta:
@@ -126,31 +128,69 @@ def reverse(
         start = last
 
 
-def both(call: _Call, dy: Tensor, start: Tensor | None, marks: Tensor) -> Iterator[Adjoints]:
-    """The reverse walk of each stretch of T, and its first states from the one that the forward pass kept."""
+def both(call: _Call, dy: Tensor, start: Tensor | None, marks: Tensor, passed: Tensor) -> Iterator[Adjoints]:
+    """The reverse walk of each stretch of T, and its first states from those that the forward pass kept.
+
+    In pieces, if the forward pass walked in segments.
+    """
     t, unused, stretch = call.tiles, call.q, call.walked
     adjoints, states = call.states(stretch), call.states(stretch)
     scales = call.scalars, call.running, unused, unused
+    span = stretch
+    if call.is_cut:
+        start, span = _adjoint_starts(call, dy, unused, start, passed, 1), call.span // call.finer
     for base in reversed(range(0, call.chunks, stretch)):
-        limit = min(base + stretch, call.chunks)
-        last = call.segments(1)
+        limit, at = min(base + stretch, call.chunks), base // span
+        pieces = -(-(limit - base) // span)
+        last = call.segments(pieces)
+        known = start[at:] if call.is_cut and start is not None else start
         forward = (
-            call.q, call.k, call.k, call.v, *scales, unused, unused, unused, states, marks[base // stretch],
+            call.q, call.k, call.k, call.v, *scales, unused, unused, unused, states, marks[at],
             *(unused,) * 6, None,
         )  # fmt: skip
-        reverse = call.q, call.k, call.k, dy, *scales, unused, adjoints, *call.given(start), last, None
+        reverse = call.q, call.k, call.k, dy, *scales, unused, adjoints, *call.given(known), last, None
         launch(
-            both_walks, (-(-call.p // t.piece), call.lanes, 2),
+            both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
             forward, (*call.rows(call.q), *call.rows(call.k), *call.rows(call.v)),
             reverse, (*call.rows(call.q), *call.rows(call.k)),
-            call.tokens, call.heads, call.chunks, base, limit, call.length, call.plane,
+            call.tokens, call.heads, pieces, span, base, limit, call.length, call.plane,
             BP=t.piece, DECAY=call.decay, SCALED=call.scaled, READ_SCALED=call.read, PITCH=call.pitch,
             START=start is not None, STAGES=t.walk_stages, REVERSE_STAGES=t.reverse_stages,
             num_warps=t.walk_warps, num_stages=max(t.walk_stages, t.reverse_stages), maxnreg=t.walk_registers,
             TERMS=t.walk_terms, **call.sizes,
         )  # fmt: skip
         yield Adjoints(base, limit - base, unused, adjoints, last, (states, base, limit - base))
-        start = last
+        start = start if call.is_cut else last
+
+
+def _adjoint_starts(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, every: int
+) -> Tensor:  # fmt: skip
+    """The gradient of the last state of each piece, or of the last one of `every`, from that of S_T."""
+    local, low = call.segments(call.pieces), 1 if call.segment_table is None else 0
+    if call.delta or call.keywise:
+        _reverse_launch(call, dy, solve, None, None, local[low:], (low * call.span, call.chunks))
+    else:
+        _sum_pieces(call, call.q, dy, local, None, (low * every, call.pieces), every)
+    return _segment_starts(call, local, passed, start, True, every)
+
+
+def _sum_pieces(
+    call: _Call, a: Tensor, b: Tensor, sums: Tensor, passed: Tensor | None, pieces: tuple[int, int], every: int
+) -> None:  # fmt: skip
+    """What pieces from one up to another add to states (passed: to fill, too) or, without it, to adjoint states.
+
+    every: of so many only their sum is of use.
+    """
+    t, span = call.tiles, call.span // call.finer
+    launch(
+        sum_piece, (-(-call.p // t.piece), call.lanes, pieces[1] - pieces[0]),
+        a, b, call.scalars, sums, *call.given(passed), call.segment_table,
+        call.tokens, call.heads, span, call.chunks, pieces[0], call.length, call.plane, *call.rows(a), *call.rows(b),
+        BP=t.piece, MOST=1 << (span * every - 1).bit_length(), EVERY=every, DECAY=call.decay,
+        SCALED=call.read if passed is None else call.scaled, REVERSE=passed is None, TERMS=t.walk_terms,
+        STAGES=t.sum_stages, num_warps=t.walk_warps, num_stages=t.sum_stages, maxnreg=t.walk_registers, **call.sizes,
+    )  # fmt: skip
 
 
 def _reverse_launch(
@@ -159,8 +199,9 @@ def _reverse_launch(
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     entries, adjoints = saved or (unused, unused)
+    count = call.count if call.segment_table is not None else -(-(chunks[1] - chunks[0]) // call.span)
     launch(
-        reverse_walk, (-(-call.p // t.piece), call.lanes, call.count),
+        reverse_walk, (-(-call.p // t.piece), call.lanes, count),
         call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve), solve,
         entries, adjoints, unused if start is None else start, unused if final is None else final, call.segment_table,
         call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
@@ -173,13 +214,15 @@ def _reverse_launch(
     )  # fmt: skip
 
 
-def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
-    """First state of every segment [segments, B, H, N, P] from what each adds on its own (local) and S_0.
+def _segment_starts(
+    call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool, every: int
+) -> Tensor:  # fmt: skip
+    """First state of every piece [pieces, B, H, N, P] from what each adds on its own (local) and S_0.
 
-    passed: what a segment does to its first state. reverse: the walk runs backwards, so that a segment starts from
-    those after it.
+    passed: what a piece does to its first state. reverse: the walk runs backwards, so that a piece starts from
+    those after it. every: of so many pieces only the first one's.
     """
-    starts, size = torch.empty_like(local), call.n * call.p
+    starts, size = call.segments(call.pieces // every), call.n * call.p
     given, how = local if start is None else start, {"START": start is not None, "REVERSE": reverse}
     if call.delta:
         launch(
@@ -191,8 +234,8 @@ def _segment_starts(call: _Call, local: Tensor, passed: Tensor, start: Tensor | 
     else:
         launch(
             combine_segments, (-(-size // 512), call.lanes, call.sequences),
-            local, passed, given, starts, call.sequence_table, call.count, size, call.p,
-            N=call.n, BLOCK=512, num_warps=4, **how,
+            local, passed, given, starts, call.sequence_table, call.pieces, size, call.p,
+            N=call.n, BLOCK=512, EVERY=every, num_warps=4, **how,
         )  # fmt: skip
     return starts
 
