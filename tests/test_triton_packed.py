@@ -92,6 +92,16 @@ def test_sequences_cut_into_segments(recurrence, monkeypatch):
     assert_packed_is_one_by_one(recurrence, given, states(recurrence, 3), bounds)
 
 
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("recurrence", [swinging, get("ssd").recurrence, get("mlstm").recurrence], ids=lambda r: r.name)
+def test_outputs_stored_a_chunk_late(recurrence, segments, monkeypatch):
+    table = matrix_kernels.tiles
+    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), late=True))
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: segments)
+    given = sample(recurrence, batch=1, tokens=BOUNDS[-1])
+    assert_packed_is_one_by_one(recurrence, given, states(recurrence, len(BOUNDS) - 1))
+
+
 @pytest.mark.parametrize("recurrence", [swinging, forgetful_delta, fading_delta, driven_ratio])
 def test_stretches_that_end_inside_sequences(recurrence, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: 3)

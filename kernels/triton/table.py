@@ -40,7 +40,8 @@ class Tiles:
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
     entries where transitions are diagonal plus rank one; gradient_heads: at most, that share q and k and one chunk's
     programs, whose loads are gradient_stages apart;
-    late: a chunk's y is stored while the next one's rows are on their way, which 2 stages ask for at a chunk's end;
+    late: a chunk's y is stored while the next one's rows are on their way, which 2 stages ask for at a chunk's end,
+    where there are programs enough for two a processor;
     sum_stages: of sums of pieces of T.
     """
 
@@ -132,7 +133,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
         gradient_terms=1 if delta and keys > 64 else 2, read_terms=2 if exact else 1, ahead=exact,
-        late=stages == 2, sum_stages=3,
+        late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
     )  # fmt: skip
 
 

@@ -49,8 +49,8 @@ from dsf.kernels.triton.tiles import (
 def forward_walk(
     q, k, erased, v, scalars, running, scores_of, rest_of, solve, y, entries, states, start, final, passed,
     ones, weights, weight_states, extra, table,
-    tokens, heads, segments, per_segment, base, limit, beside, length, plane,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
+    tokens, heads: tl.constexpr, segments, per_segment, base, limit, beside, length, plane,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
@@ -65,6 +65,8 @@ def forward_walk(
     FINISH: the printed function that makes y of what is read and of what LOADS finds with pointers and strides `extra`,
     early: whatever feeds no product is not loaded ahead.
     STATES: states [B, H, limit - base, N, P] of the walked chunks.
+    heads and the strides of tokens are constants: two of three instructions that make addresses go.
+    LATE: a chunk's y is stored when the next one begins, while its rows are on their way.
     START: how many of the states in `start` there are for a segment, which begins with its first one.
     beside: programs along the grid's third axis that come before its segments.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sums import combine_moves, combine_segments, sum_piece
+from dsf.kernels.triton.table import limits
 from dsf.kernels.triton.walk import both_walks, forward_walk, reverse_walk
 from dsf.kernels.triton.weights import by_lane, kind_of
 
@@ -87,6 +88,10 @@ def forward_launch(
     pieces = -(-call.p // t.piece)
     if passed is not None and call.delta:
         pieces += -(-call.n // t.piece)
+    late = t.late and y is not None
+    if late and t.walk_stages > 2:
+        late = pieces * call.lanes * call.count > limits(call.q.device)[1]
+    stages = 2 if late else t.walk_stages
     launch(
         forward_walk, (pieces, call.lanes, call.count),
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, scores_of(call, solve), call.rest,
@@ -101,8 +106,8 @@ def forward_launch(
         FINISH=None if y is None or call.finish is None else call.finish[1],
         START=0 if start is None else every, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
-        STAGES=t.walk_stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=t.late and y is not None,
-        num_warps=t.walk_warps, num_stages=t.walk_stages, **call.terms(back), **call.sizes,
+        STAGES=stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=late, num_warps=t.walk_warps, num_stages=stages,
+        **call.terms(back), **call.sizes,
     )  # fmt: skip
 
 
