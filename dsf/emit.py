@@ -24,7 +24,7 @@ from dsf.emit_operand import Initial, Operand
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.hoist import parts
 from dsf.operator import times
-from dsf.primitives import derivatives, sum_key, sum_value
+from dsf.primitives import derivatives, exp, sum_key, sum_value
 from dsf.regroup import collect, regroup
 from dsf.spec import Input, Spec
 
@@ -66,6 +66,7 @@ class Printer:
         self.text = dict(names)
         self.taken = {*taken, *names.values()}
         self.lines: list[str] = []
+        self.squares: dict[Expr, Expr] = {}  # e^2x - 1 and the e^x that is there anyway
         self.scaled: set[Expr] = set()  # products whose factors are printed inside a function of a power of two
         self.count = 0
 
@@ -80,17 +81,26 @@ class Printer:
                 uses[arg] = uses.get(arg, 0) + 1 + twice
         powers = {x.args[0] for x in order if x.op in POWERS and uses[x.args[0]] == 1} - {*roots, *self.text}
         self.scaled |= {x for x in powers if _key_and_rest(x)}
+        self.squares = {x: root for x in order if (root := _root(x)) is not x and root in uses}
+        for root in self.squares.values():
+            uses[root] += 1
         for node in order:
-            if node in self.text or node in self.scaled:
-                continue
-            text = self._expression(node)
-            if node.args and (uses.get(node, 0) > 1 or (len(text) > WIDTH and node in uses)):
-                name = self._fresh()
-                self.lines.append(f"{name} = {text}")
-                text = name
-            self.text[node] = text
+            self._add(node, uses)
         return [f"tl.full((1, 1, 1), {self.text[r]}, tl.float32)" if not r.args and r.op != "input" else self.text[r]
                 for r in roots]  # fmt: skip
+
+    def _add(self, node: Expr, uses: Mapping[Expr, int]) -> None:
+        """A node's text, as a line of its own where it is shared or long."""
+        if node in self.text or node in self.scaled:
+            return
+        if node in self.squares:
+            self._add(self.squares[node], uses)
+        text = self._expression(node)
+        if node.args and (uses.get(node, 0) > 1 or (len(text) > WIDTH and node in uses)):
+            name = self._fresh()
+            self.lines.append(f"{name} = {text}")
+            text = name
+        self.text[node] = text
 
     def _fresh(self) -> str:
         while True:
@@ -107,8 +117,12 @@ class Printer:
             function, scale = POWERS[node.op]
             return f"{self._rough(function)}({self.text[parts[0]]} * ({self.text[parts[1]]} * {scale}))"
         args = [self.text[a] for a in node.args]
+        if node in self.squares:
+            return f"fn.expm1_of({args[0]}, {self.text[self.squares[node]]})"
         if node.op == "pow":
             return _power(args[0], args[1], node.args[1])
+        if node.op == "div" and node.args[1].op == "sqrt":  # too small and too large numbers have none like these
+            return f"({args[0]} * fn.reciprocal({args[1]}))"
         if node.op in OPERATORS:
             return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
         if node.op == "where":
@@ -120,6 +134,15 @@ class Printer:
 
     def _rough(self, function: str) -> str:
         return ROUGH.get(function, function) if self.rough else function
+
+
+def _root(node: Expr) -> Expr:
+    """e^x of e^2x - 1; the node itself if it is not that."""
+    if node.op == "expm1" and node.args[0].op == "mul":
+        for number, x in (node.args[0].args, node.args[0].args[::-1]):
+            if number.is_constant and number.value == 2:
+                return exp(x)
+    return node
 
 
 def _key_and_rest(node: Expr) -> tuple[Expr, Expr] | None:
@@ -332,6 +355,8 @@ class _Emission:
         printer = Printer(self._scope(), RESERVED, self.rough)
         values = printer.print(self.roots)
         names = ["A", "B", "C", "E", "D"]
+        if self.roots[4].is_constant and self.roots[4].value == 0:  # adding it costs nothing, unlike +0
+            values[4] = "tl.zeros((1, 1, 1), tl.float32) * -1.0"
         lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
         body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
         return ["def step(tokens, held, at):", *_body(body)]

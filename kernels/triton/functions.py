@@ -33,8 +33,18 @@ def log1p(x):
 @triton.jit
 def expm1(x):
     """e^x - 1; a series where e^x would round x away."""
-    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
-    return tl.where(tl.abs(x) < 0.1, series, exp(x) - 1.0)
+    return tl.where(tl.abs(x) < 0.1, _expm1_series(x), exp(x) - 1.0)
+
+
+@triton.jit
+def _expm1_series(x):
+    return x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+
+
+@triton.jit
+def expm1_of(x, root):
+    """e^x - 1, given e^(x / 2)."""
+    return tl.where(tl.abs(x) < 0.1, _expm1_series(x), root * root - 1.0)
 
 
 @triton.jit
