@@ -8,6 +8,7 @@ from interpreted import INTERPRETED, interpreted
 from scan_family import aligned, before, bounded, channels, leaky_peak, swinging, twice, weighted
 
 import dsf
+from dsf import System, Value
 from dsf.emit import emit, write
 from dsf.errors import FormError
 from dsf.mixers.hgrn import hgrn
@@ -60,9 +61,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsf.kernels.triton import scan_table, tape
 
     tape.forget()
-    for table, K in ((scan_table.RUNS_FORWARD, 4), (scan_table.RUNS_ADJOINT, 2)):
+    for table in (scan_table.RUNS_FORWARD, scan_table.RUNS_ADJOINT):
         for light in (True, False):
-            monkeypatch.setitem(table, light, (K, 2, 4, 1, 4, 1, 64, 0))
+            monkeypatch.setitem(table, light, (2, 4, 4, 1, 4, 1, 64, 0))
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
         monkeypatch.setattr(scan_table, "LANES", 4)
         for size in list(table):
@@ -76,6 +77,32 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equals_the_oracle_forward_and_backward(recurrence: dsf.Recurrence, small_tiles: None) -> None:
     x = draw(recurrence, tokens=7)
     state = torch.randn(1, 2, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5))
+    ours = gradients(recurrence, x, state, backend="triton")
+    wide = {k: v.double() for k, v in x.items()}
+    close(ours, gradients(recurrence, wide, state.double(), form="naive"))
+
+
+@dsf.recurrence
+def given(a: Value, b: Value) -> System:
+    """Next to nothing to compute a step."""
+    return System(A=a, B=b, C=1)
+
+
+@interpreted
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "segments"])
+@pytest.mark.parametrize("runs", [False, True], ids=["one_warp", "runs"])
+@pytest.mark.parametrize("recurrence", [given, rg_lru, qlstm, leaky_peak], ids=lambda r: r.name)
+def test_vector_states(
+    recurrence: dsf.Recurrence, runs: bool, cut: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsf.kernels.triton import scan_ops, scan_table
+
+    monkeypatch.setattr(scan_table, "FULL", 1 << 20 if runs else 0)
+    monkeypatch.setattr(scan_table, "LANES", 2)  # so that there are channels enough
+    if cut:
+        monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (2, 32))
+    x = draw(recurrence, tokens=53)
+    state = torch.randn(1, 2, 1, 5)
     ours = gradients(recurrence, x, state, backend="triton")
     wide = {k: v.double() for k, v in x.items()}
     close(ours, gradients(recurrence, wide, state.double(), form="naive"))

@@ -42,12 +42,19 @@ def state_offset(row, n, p, P, N: tl.constexpr):
 
 
 @triton.jit
-def numbers(K: tl.constexpr, G: tl.constexpr):
-    """The tile's tokens in order, [K, 1, 1] or run after run [G, K, 1]."""
+def firsts(K: tl.constexpr, G: tl.constexpr, BACK: tl.constexpr = False):
+    """The first tokens of the tile's runs, [G, 1, 1], with BACK the last run's first."""
+    g = tl.arange(0, G)[:, None, None]
+    return (G - 1 - g if BACK else g) * K
+
+
+@triton.jit
+def numbers(K: tl.constexpr, G: tl.constexpr, BACK: tl.constexpr = False):
+    """The tile's tokens in order, [K, 1, 1] or run after run [G, K, 1], with BACK the last run first."""
     if G == 1:
         t = tl.arange(0, K)[:, None, None]
     else:
-        t = tl.arange(0, G)[:, None, None] * K + tl.arange(0, K)[None, :, None]
+        t = firsts(K, G, BACK) + tl.arange(0, K)[None, :, None]
     return t
 
 
@@ -86,30 +93,33 @@ def link(keep, add, kept, added, later_keep, later_add, later_kept, later_added)
 
 
 @triton.jit
-def join(keep, add, G: tl.constexpr, REVERSE: tl.constexpr):
+def join(keep, add, G: tl.constexpr):
     """What enters every run but the first, and what leaves the last, of runs s -> keep s + add [G, 1, BP].
 
-    The state that enters the first is in its `add`. REVERSE: the last run comes first.
+    The state that enters the first is in its `add`.
     """
     one = tl.full(add.shape, 1.0, tl.float32)
-    keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link, reverse=REVERSE)
+    keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link)
     g = tl.arange(0, G)[:, None, None]
-    return added, tl.sum(tl.where(g == (0 if REVERSE else G - 1), add, -0.0), 0, keep_dims=True)
+    return added, tl.sum(tl.where(g == G - 1, add, -0.0), 0, keep_dims=True)
 
 
 @triton.jit
 def walk(a, b, state, K: tl.constexpr, G: tl.constexpr):
-    """States before and after every token of a tile, and the last one."""
+    """States before and after every token of a tile, and the last one.
+
+    state: what enters the tile, or (then there is no last one) every run [G, 1, BP].
+    """
     t = turns(K, G)
     last = state
-    if G > 1:
+    if G > state.shape[0]:
         first = tl.arange(0, G)[:, None, None] == 0
         add = tl.where(first, state, 0.0)
         keep = tl.full(add.shape, 1.0, tl.float32)
         for k in tl.static_range(K):
             add = take(a, t, k, 1) * add + take(b, t, k, 1)
             keep *= take(a, t, k, 1)
-        entering, last = join(keep, add, G, False)
+        entering, last = join(keep, add, G)
         state = tl.where(first, state, entering)
     AXIS: tl.constexpr = 0 if G == 1 else 1
     before = a
@@ -163,9 +173,9 @@ def read_tile(
     a, b = blend(a, b, t_ok, K, NB, G, BP, MASKED)
     before, after, state = walk(a, b, state, K, G)
     if saved is not None:
-        run = t0 + tl.arange(0, G)[:, None, None] * K
+        run = t0 + firsts(K, G)
         to = saved + state_offset((i_b * H + i_h) * tl.cdiv(T, M) + run // M, n, p, P, N)
-        tl.store(to, take(before, turns(K, G), 0, 1), mask=(run % M == 0) & (run < end) & p_ok)
+        tl.store(to, take(before, turns(K, G), 0, 0 if G == 1 else 1), mask=(run % M == 0) & (run < end) & p_ok)
     if ends is not None:
         to, last = packed_ends(ends, t0, t, t_ok, i_h, n, p, H, P, N)
         tl.store(final + to, fill(after, K, NB, G, BP), mask=last & n_ok & p_ok)
@@ -199,7 +209,7 @@ def outputs(
     if starts is not None:
         state += tl.load(starts + state_offset(row * segments + segment, n, p, P, N), mask=n_ok & p_ok, other=0.0)
     held = setup(args, (i_b, i_h, 0, t, n, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
-    if G > 1:
+    if G > 1 or STAGES > 1:
         whole = begin + (end - begin) // (K * G) * (K * G)
         for t0 in tl.range(begin, whole, K * G, num_stages=STAGES):
             at = (i_b, i_h, long + t0, t, n, p, t >= 0, n_ok, p_ok, place, place * BP, T, H, P, N)

@@ -13,6 +13,7 @@ from dsf.kernels.triton.scan import (
     blend,
     channels,
     fill,
+    firsts,
     join,
     last_state,
     numbers,
@@ -88,13 +89,13 @@ def walk_back(
     AXIS: tl.constexpr = 0 if G == 1 else 1
     left = cotangent
     if G > 1:
-        last = tl.arange(0, G)[:, None, None] == G - 1
+        last = tl.arange(0, G)[:, None, None] == 0
         add = tl.where(last, cotangent, 0.0)
         keep = tl.full(add.shape, 1.0, tl.float32)
         for j in tl.static_range(K):
             _, add = pass_back(a, written, late, add, t, K - 1 - j, AXIS, BEFORE, ARRIVING)
             keep *= take(a, t, K - 1 - j, AXIS)
-        entering, left = join(keep, add, G, True)
+        entering, left = join(keep, add, G)
         cotangent = tl.where(last, cotangent, entering)
     g = a
     for j in tl.static_range(K):
@@ -118,6 +119,15 @@ def pass_back(
     if BEFORE:
         earlier += take(written, t, k, AXIS)
     return cotangent, earlier
+
+
+@triton.jit
+def entering(saved, tile, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
+    """The states saved before the tile's runs, [G, 1, BP], of a vector state."""
+    i_b, i_h, t0, end, t, n, p, n_ok, p_ok, place, T, H, P = tile
+    run = t0 + firsts(K, G, True)
+    to = saved + state_offset((i_b * H + i_h) * tl.cdiv(T, M) + run // M, n, p, P, N)
+    return tl.load(to, mask=p_ok if end is None else (run < end) & p_ok, other=0.0)
 
 
 @triton.jit
@@ -277,7 +287,7 @@ def gradients(
     V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr, SLOTS: tl.constexpr,
     G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the tokens in chunks `low` to `high` of M tokens of every segment; at low = 0 the Params' part.
+    """Gradients of the tokens in chunks `low` to `high` of every segment; at low = 0 the Params' part.
 
     arriving: cotangents of packed sequences' final states, [sequences, H, N, P], or None (packed_ends). saved: the
     state before every M-th token. cotangents: [B, H, segments, N, P], what reaches the end of chunk
@@ -290,7 +300,7 @@ def gradients(
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     first, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
-    t = numbers(K, G)
+    t = numbers(K, G, True)
     begin = segment * span
     end = tl.minimum(begin + span, T)
     row = i_b * H + i_h
@@ -301,9 +311,10 @@ def gradients(
     sums = zeros(NB, BP)
     if totals is not None:
         totals += program * (PARTS * len(sums) * NB * BP)
-    shift = program * 0 + segment * each - begin - low * M
-    chunks = tl.minimum(high, tl.cdiv(end - begin, M))
-    if G > 1:
+    CHUNK: tl.constexpr = max(M, K * G)
+    shift = program * 0 + segment * each - begin - low * CHUNK
+    chunks = tl.minimum(high, tl.cdiv(end - begin, CHUNK))
+    if G > 1 or STAGES > 1:
         at = (i_b, i_h, 0, t, first, p, True, n_ok, p_ok, place, place * BP, T, H, P, N)
         held = setup(args, at)
         spot = cotangents + state_offset(row * segments + segment, first, p, P, N)
@@ -312,22 +323,20 @@ def gradients(
             sums = recall(totals, sums, 0, lane, NB, BP)
         sums = spread(sums, G, BP)
         sink = (rows, shift, 0, 0, dy)
-        start = saved + state_offset(row * tl.cdiv(T, M), first, p, P, N)
-        high = begin // M + chunks
-        if (high * M > end) & (chunks > low):
+        high = begin // CHUNK + chunks
+        if (high * CHUNK > end) & (chunks > low):
             high -= 1
             chunks -= 1
-            tile = (i_b, i_h, row * 0 + high * M, end, t, first, p, n_ok, p_ok, place, T, H, P)
-            state = tl.load(start + high.to(tl.int64) * (N * P), mask=n_ok & p_ok, other=0.0)
+            tile = (i_b, i_h, row * 0 + high * CHUNK, end, t, first, p, n_ok, p_ok, place, T, H, P)
+            state = entering(saved, tile, N, K, G, M)
             tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, PARTS, SLOTS)
             cotangent, sums = pull_tile(
                 tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
                 step, pull, N, K, NB, G, BP, BEFORE, True,
             )  # fmt: skip
         for back in tl.range(0, chunks - low, num_stages=STAGES):
-            chunk = row * 0 + (high - 1 - back)
-            tile = (i_b, i_h, chunk * M, None, t, first, p, n_ok, p_ok, place, T, H, P)
-            state = tl.load(start + chunk * (N * P), mask=n_ok & p_ok, other=0.0)
+            tile = (i_b, i_h, row * 0 + (high - 1 - back) * CHUNK, None, t, first, p, n_ok, p_ok, place, T, H, P)
+            state = entering(saved, tile, N, K, G, M)
             tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, PARTS, SLOTS)
             cotangent, sums = pull_tile(
                 tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
@@ -347,8 +356,8 @@ def gradients(
             sums = recall(totals, sums, 0, lane, NB, BP)
         sink = (rows, shift, 0, 0, dy)
         for back in range(chunks - low):
-            c0 = begin + (chunks - 1 - back) * M
-            c1 = tl.minimum(c0 + M, end)
+            c0 = begin + (chunks - 1 - back) * CHUNK
+            c1 = tl.minimum(c0 + CHUNK, end)
             cotangent, sums = pull_chunk(
                 args, grads, dy, ends, arriving, saved, mine, sink, held, sums, cotangent, i_b, i_h, c0, c1, end, t,
                 first, p, n_ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U, SLOTS,
@@ -362,8 +371,8 @@ def gradients(
     else:
         room += program * (SLOTS * M * BP) + lane
         for back in range(chunks - low):
-            c0 = begin + (chunks - 1 - back) * M
-            c1 = tl.minimum(c0 + M, end)
+            c0 = begin + (chunks - 1 - back) * CHUNK
+            c1 = tl.minimum(c0 + CHUNK, end)
             for part in range(PARTS):
                 n = part * NB + first
                 ok = n < N

@@ -128,8 +128,8 @@ class Launch:
 
     @property
     def chunks(self) -> int:
-        """Checkpoints of a segment."""
-        return -(-self.span // self.tile.M)
+        """Stretches of a segment that the adjoint takes one after the other."""
+        return -(-self.span // self.tile.chunk)
 
     @property
     def scalars(self) -> tuple[int, ...]:
@@ -301,15 +301,15 @@ def fused_scan_adjoint(
         return [_whole(o, x, g) for o, x, g in trios], _initial(cotangents, ends)
     t = go.tile
     totals = torch.zeros(go.grid[0] * go.parts * spec.sums * t.NB * t.BP, dtype=torch.float32, device=dy.device)
-    rows = length * t.M
+    rows = length * t.chunk
     gathered = {i: _gathered(g, go) for i, (o, _, g) in enumerate(trios) if _is_shared(o)}
     for low in reversed(range(0, go.chunks, length)):
         high = min(low + length, go.chunks)
         over = (low, high), (go.segments * rows, rows)
         _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, *over)
         for i, found in gathered.items():
-            parts = trios[i][2].unflatten(2, (go.segments, rows))[:, :, :, : (high - low) * t.M]
-            torch.sum(parts, 0, out=found[:, :, low * t.M : high * t.M])
+            parts = trios[i][2].unflatten(2, (go.segments, rows))[:, :, :, : (high - low) * t.chunk]
+            torch.sum(parts, 0, out=found[:, :, low * t.chunk : high * t.chunk])
     for i, found in gathered.items():
         o, x, _ = trios[i]
         trios[i] = o, x, found.flatten(1, 2)[None, :, : sizes.tokens]
@@ -335,7 +335,7 @@ def _pull(
 
     if go.parts > 1 and totals is None:
         totals = room(go.parts * hole.sums * t.NB).zero_()
-    scratch = room(t.M // (t.U * t.K * t.G) * t.NB)
+    scratch = room(t.M // (t.U * t.K) * t.NB)
     start(
         gradients, go.grid, args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch,
         room(slots * t.M) if go.parts > 1 else None, *go.scalars, *chunks, *rows,
@@ -363,7 +363,7 @@ def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     s = go.sizes
     whole = length == go.chunks
-    tokens = s.tokens if o.value or whole else go.segments * length * go.tile.M
+    tokens = s.tokens if o.value or whole else go.segments * length * go.tile.chunk
     lead: tuple[int, ...] = (s.batch, tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
     if not o.value:
         lead = (go.blocks, *lead)
@@ -374,7 +374,7 @@ def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
 
 def _gathered(g: Tensor, go: Launch) -> Tensor:
     """Room for one shared gradient of all tokens, parts added: [B, segments, tokens of a segment, H, ...]."""
-    return g.new_empty(g.shape[1], go.segments, go.chunks * go.tile.M, *g.shape[3:])
+    return g.new_empty(g.shape[1], go.segments, go.chunks * go.tile.chunk, *g.shape[3:])
 
 
 def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ class Tile:
     M: tokens between two states saved for the adjoint, U: tiles between two that it keeps for itself. span: fewest
     tokens worth a segment of their own. busy: warps a processor is to have before time is cut into segments.
     registers: most that a thread may take (0: as many as it likes). A vector state's tile has G runs of K tokens
-    instead of NB state entries, and loads of this many tiles under way (stages). skim: tiles between loading one and
-    its use in summaries.
+    instead of NB state entries. stages: tiles whose loads are under way, where a state is saved for every tile. skim:
+    tiles between loading one and its use in summaries.
     """
 
     K: int
@@ -41,6 +41,11 @@ class Tile:
     G: int = 1
     stages: int = 1
     skim: int = 1
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that the adjoint takes from the states saved at one time."""
+        return max(self.M, self.K * self.G)
 
 
 # State entries up to -> (K, BP, V, warps, M, U, span, busy, registers), forward and adjoint. With a Key axis K is 1:
@@ -62,13 +67,18 @@ ADJOINT: dict[int, Row] = {
     256: (1, 32, 1, 16, 32, 1, 128, 8, 0),
 }
 
-# A vector state's tiles, by whether a step computes next to nothing (for others none was faster than segments):
-# (K, G, BP, V, warps, stages, busy, registers), forward and adjoint. G = 32 V warps / BP: runs take all lanes and warps
-# that channels leave, or Triton would spread the K tokens of a run over lanes. K > 1, and the forward K divides the
-# adjoint's K G.
+# A vector state's tiles in programs of one warp: (tokens, tiles of them under way), by whether a step computes next to
+# nothing.
+ALONE: dict[bool, tuple[int, int]] = {True: (16, 3), False: (8, 3)}
+ALONE_BUSY = 8  # warps a processor, as `Tile.busy`: their registers leave no room for more
+# Its tiles of several runs where sequences do not fill the GPU, so: (K, G, BP, V, warps, stages, busy, registers), forward
+# and adjoint; for what has no row, none was faster than segments in programs of one warp. G = 32 V warps / BP: runs take
+# all lanes and warps that channels leave, or Triton would spread the K tokens of a run over lanes. K > 1, and the
+# forward K divides the adjoint's.
 Runs = tuple[int, int, int, int, int, int, int, int]
-RUNS_FORWARD: dict[bool, Runs] = {True: (8, 16, 32, 2, 8, 3, 8, 0)}
-RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 16, 16, 2, 4, 3, 8, 0)}
+RUNS_FORWARD: dict[bool, Runs] = {True: (8, 8, 32, 2, 4, 3, 0, 128), False: (8, 8, 32, 2, 4, 3, 8, 128)}
+RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 8, 128)}
+MOST_WARPS = 8  # of a program whose time is not cut
 
 
 def tile(table: dict[int, Row], n: int, p: int) -> Tile:
@@ -94,25 +104,28 @@ def split(t: Tile, table: dict[int, Row]) -> Tile:
 
 
 def narrow(t: Tile, light: bool) -> Tile:
-    """A vector state's tile where sequences alone fill the GPU: one pass, many small programs with more tokens each.
+    """A vector state's tile in programs of one warp: many small ones, whose tokens wait in shared memory.
 
-    light: the step computes next to nothing, so that more tokens fit the registers.
+    A state is saved for every tile, so that the adjoint walks none again. light: the step computes next to nothing, so
+    that more tokens fit the registers.
     """
-    return replace(t, K=16 if light else 8, BP=2 * LANES, V=2, warps=1, busy=0)
+    K, stages = ALONE[light]
+    return replace(t, K=K, BP=2 * LANES, V=2, warps=1, M=K, U=1, busy=ALONE_BUSY, stages=stages)
 
 
 def vector(adjoint: bool, p: int, rows: int, light: bool, device: torch.device) -> Tile:
     """The tile of a vector state, of a call with `rows` states side by side."""
     t = tile(ADJOINT if adjoint else FORWARD, 1, p)
     alone = narrow(t, light)
-    full = -(-p // alone.BP) * rows >= FULL * _processors(device)
-    if full and t.M % (alone.K * alone.U) == 0 and p >= alone.BP:
-        return alone
-    row = (RUNS_ADJOINT if adjoint else RUNS_FORWARD).get(light)
-    if row is None:
+    if p < alone.BP:
         return t
+    row = (RUNS_ADJOINT if adjoint else RUNS_FORWARD).get(light)
+    if row is None or -(-p // alone.BP) * rows >= FULL * _processors(device):
+        return alone
     K, G, BP, V, warps, stages, busy, registers = row
-    return Tile(K, 1, BP, V, warps, K * G, 1, K * G, busy, registers, G, stages)
+    while not busy and warps < MOST_WARPS and -(-p // BP) * rows * warps < 8 * _processors(device):
+        G, warps = 2 * G, 2 * warps
+    return Tile(K, 1, BP, V, warps, K, 1, K * G, busy, registers, G, stages)
 
 
 def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple[int, int]:
@@ -121,17 +134,15 @@ def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple
     if wanted < 2 or tokens < 2 * t.span:
         return 1, tokens
     span = max(t.span, -(-tokens // wanted))
-    span = -(-span // t.M) * t.M
+    span = -(-span // t.chunk) * t.chunk
     return -(-tokens // span), span
 
 
 def finer(count: int, span: int, programs: int, t: Tile, device: torch.device) -> int:
     """Into how many pieces each of all but one segments is cut, so that their summaries fill the GPU."""
-    if t.NB == 1:
-        return 1
     wanted = -(-SUMMARIES * _processors(device) // (programs * (count - 1) * t.warps))
     pieces = 1
-    while pieces < wanted and span % (2 * pieces * t.M) == 0 and span >= 2 * pieces * t.span:
+    while pieces < wanted and span % (2 * pieces * t.chunk) == 0 and span >= 2 * pieces * t.span:
         pieces *= 2
     return pieces
 
