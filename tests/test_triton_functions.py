@@ -19,6 +19,8 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, tuple[
     "sigmoid": (torch.sigmoid, EXACT, (-4.0, 3e38)),
     "softplus": (lambda x: torch.logaddexp(x, x.new_zeros(())), EXACT, (-4.0, 3e38)),
     "logsigmoid": (lambda x: -torch.logaddexp(-x, x.new_zeros(())), EXACT, (-3e38, 4.0)),
+    "expm1": (torch.expm1, 2e-6, (-3e38, 4.0)),
+    "expm1_from_root": (torch.expm1, 3e-6, (-3e38, 4.0)),
     "rsqrt": (torch.rsqrt, EXACT, (1e-37, 3e38)),
 }
 EDGES = {
@@ -38,10 +40,18 @@ def _apply(x, y, function: tl.constexpr, SIZE: tl.constexpr):
     tl.store(y + i, function(tl.load(x + i)))
 
 
+@triton.jit
+def expm1_from_root(x):
+    return fn.expm1_of(x, fn.exp(0.5 * x))
+
+
 def apply(name: str, x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
-    _apply[(x.numel() // BLOCK,)](x, y, getattr(fn, name), BLOCK)
+    _apply[(x.numel() // BLOCK,)](x, y, OWN.get(name) or getattr(fn, name), BLOCK)
     return y
+
+
+OWN = {"expm1_from_root": expm1_from_root}
 
 
 def arguments(low: float, high: float) -> torch.Tensor:

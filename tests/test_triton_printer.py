@@ -12,6 +12,7 @@ import dsf
 from dsf import Expr, System, gpu_scan, maximum, minimum, sigmoid, softplus, tanh, where
 from dsf.emit import emit
 from dsf.gpu_scan import _hole
+from dsf.mixers.rg_lru import rg_lru
 
 UNARY = [sigmoid, softplus, tanh, dsf.silu, dsf.log1p, dsf.expm1, dsf.exp, dsf.sqrt, dsf.rsqrt, dsf.log, dsf.abs]
 POSITIVE = {dsf.log1p, dsf.sqrt, dsf.rsqrt, dsf.log}  # their arguments are made so
@@ -50,6 +51,11 @@ def test_constants_of_functions_stand_beside_what_has_no_key_axis() -> None:
         "fn.tanh2(s * (v * (2.0 * fn.LOG2E)))" in emit(swinging.spec).text and "rough" not in emit(swinging.spec).text
     )
     assert "fn.rough_tanh2(s * (v * (2.0 * fn.LOG2E)))" in rough and "fn.tanh" not in rough
+
+
+def test_what_is_there_anyway_is_used() -> None:
+    text = emit(rg_lru.spec).text
+    assert "fn.expm1_of(" in text and "fn.expm1(" not in text and "fn.reciprocal(" in text
 
 
 @interpreted

@@ -70,15 +70,13 @@ ADJOINT: dict[int, Row] = {
 # A vector state's tiles in programs of one warp: (tokens, tiles of them under way), by whether a step computes next to
 # nothing.
 ALONE: dict[bool, tuple[int, int]] = {True: (16, 3), False: (8, 3)}
-ALONE_BUSY = 8  # warps a processor, as `Tile.busy`: their registers leave no room for more
-# Its tiles of several runs where sequences do not fill the GPU, forward and adjoint (no row: segments in programs of
-# one warp were faster): (K, G, BP, V, warps, stages, busy, registers). G = 32 V warps / BP: runs take all lanes and
-# warps that channels leave, or Triton would spread the K tokens of a run over lanes. K > 1, and the forward K divides
-# the adjoint's.
+BUSY = 8  # their warps a processor, as `Tile.busy`: registers leave no room for more
+# Its tiles of several runs where sequences do not fill the GPU, forward and adjoint: (K, G, BP, V, warps, stages, busy,
+# registers). G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread the K tokens
+# of a run over lanes. K > 1, and the forward K divides the adjoint's.
 Runs = tuple[int, int, int, int, int, int, int, int]
-RUNS_FORWARD: dict[bool, Runs] = {True: (8, 8, 32, 2, 4, 3, 0, 128), False: (8, 8, 32, 2, 4, 3, 8, 128)}
-RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 8, 128)}
-MOST_WARPS = 8  # of a program whose time is not cut
+RUNS_FORWARD: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 0, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
+RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 8, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
 
 
 def tile(table: dict[int, Row], n: int, p: int) -> Tile:
@@ -110,7 +108,7 @@ def narrow(t: Tile, light: bool) -> Tile:
     that more tokens fit the registers.
     """
     K, stages = ALONE[light]
-    return replace(t, K=K, BP=2 * LANES, V=2, warps=1, M=K, U=1, busy=ALONE_BUSY, stages=stages)
+    return replace(t, K=K, BP=2 * LANES, V=2, warps=1, M=K, U=1, busy=BUSY, stages=stages)
 
 
 def vector(adjoint: bool, p: int, rows: int, light: bool, device: torch.device) -> Tile:
@@ -119,12 +117,11 @@ def vector(adjoint: bool, p: int, rows: int, light: bool, device: torch.device) 
     alone = narrow(t, light)
     if p < alone.BP:
         return t
-    row = (RUNS_ADJOINT if adjoint else RUNS_FORWARD).get(light)
-    if row is None or -(-p // alone.BP) * rows >= FULL * _processors(device):
+    if -(-p // alone.BP) * rows >= FULL * _processors(device):
         return alone
-    K, G, BP, V, warps, stages, busy, registers = row
-    while not busy and warps < MOST_WARPS and -(-p // BP) * rows * warps < 8 * _processors(device):
-        G, warps = 2 * G, 2 * warps
+    K, G, BP, V, warps, stages, busy, registers = (RUNS_ADJOINT if adjoint else RUNS_FORWARD)[light]
+    if not busy and -(-p // BP) * rows * warps < BUSY * _processors(device):  # more programs, rather than segments
+        G, BP, warps = 4 * G, BP // 2, 2 * warps
     return Tile(K, 1, BP, V, warps, K, 1, K * G, busy, registers, G, stages)
 
 
