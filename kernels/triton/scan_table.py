@@ -72,8 +72,8 @@ ADJOINT: dict[int, Row] = {
 ALONE: dict[bool, tuple[int, int]] = {True: (16, 3), False: (8, 3)}
 BUSY = 8  # their warps a processor, as `Tile.busy`: registers leave no room for more
 # Its tiles of several runs where sequences do not fill the GPU, forward and adjoint: (K, G, BP, V, warps, stages, busy,
-# registers). G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread the K tokens
-# of a run over lanes. K > 1, and the forward K divides the adjoint's.
+# registers). G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread the K
+# tokens of a run over lanes. K > 1, and the forward K divides the adjoint's.
 Runs = tuple[int, int, int, int, int, int, int, int]
 RUNS_FORWARD: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 0, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
 RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 8, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
