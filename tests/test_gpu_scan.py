@@ -207,8 +207,9 @@ def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> No
     x = cuda(draw(recurrence, 2048, n=16, p=512), torch.bfloat16)
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
     views = {k: v.movedim(1, -1).contiguous().movedim(-1, 1) if k in timed else v for k, v in x.items()}
-    plain = recurrence(**x, backend="triton")
-    assert torch.equal(recurrence(**views, backend="triton"), plain)
+    plain, strided = recurrence(**x, backend="triton"), recurrence(**views, backend="triton")
+    # walked by other programs, or compiled for other strides, a sum may round otherwise: the last bit of bfloat16
+    torch.testing.assert_close(strided, plain, rtol=2**-7, atol=1e-6 * plain.abs().max().item())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -217,7 +218,6 @@ def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> No
     assert needed < 0.9 * min(v.numel() * v.element_size() for v in views.values() if v.shape == kept.shape)
     leaves = [[v.detach().requires_grad_() for v in given.values()] for given in (x, views)]
     grads = [torch.autograd.grad(recurrence(*given, backend="triton").float().sum(), given) for given in leaves]
-    # compiled for other strides, a product and a sum may be fused elsewhere: the last bit of bfloat16
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6 * a.abs().max().item())
 

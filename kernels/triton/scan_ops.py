@@ -68,13 +68,14 @@ HOLES: dict[str, Hole] = {}
 
 @dataclass(frozen=True)
 class Sizes:
-    """B, T, H, N, P of one call."""
+    """B, T, H, N, P of one call. dense: the channels of every token lie side by side in memory."""
 
     batch: int
     tokens: int
     heads: int
     n: int
     p: int
+    dense: bool = True
 
     @property
     def rows(self) -> int:
@@ -89,7 +90,8 @@ def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
     heads = max(o.heads(x) for o, x in pairs)
     n = next((x.shape[-1 - o.value] for o, x in pairs if o.key), 1)
     p = next((x.shape[-1] for o, x in pairs if o.value), 1)
-    return Sizes(batch, tokens, heads, n, p)
+    dense = all(x.stride(-1) == 1 for o, x in pairs if o.time and o.value)
+    return Sizes(batch, tokens, heads, n, p, dense)
 
 
 def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int) -> tuple[Any, ...]:
@@ -156,8 +158,11 @@ class Launch:
 
 
 def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
-    """The tile of one direction. The forward pass cuts time where the adjoint finds a state saved."""
-    if s.n == 1:
+    """The tile of one direction. The forward pass cuts time where the adjoint finds a state saved.
+
+    Tiles of `vector` want channels side by side, which lanes then load for shared memory.
+    """
+    if s.n == 1 and s.dense:
         t = vector(adjoint, s.p, s.rows, hole.light, device)
     else:
         t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)

@@ -71,9 +71,9 @@ ADJOINT: dict[int, Row] = {
 # nothing.
 ALONE: dict[bool, tuple[int, int]] = {True: (16, 3), False: (8, 3)}
 BUSY = 8  # their warps a processor, as `Tile.busy`: registers leave no room for more
-# Its tiles of several runs where sequences do not fill the GPU, forward and adjoint: (K, G, BP, V, warps, stages, busy,
-# registers). G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would spread the K
-# tokens of a run over lanes. K > 1, and the forward K divides the adjoint's.
+# Its tiles of several runs where sequences alone do not fill the GPU so, forward and adjoint: (K, G, BP, V, warps,
+# stages, busy, registers). G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would
+# spread the K tokens of a run over lanes. K > 1, and the forward K divides the adjoint's.
 Runs = tuple[int, int, int, int, int, int, int, int]
 RUNS_FORWARD: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 0, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
 RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 8, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
@@ -117,10 +117,11 @@ def vector(adjoint: bool, p: int, rows: int, light: bool, device: torch.device) 
     alone = narrow(t, light)
     if p < alone.BP:
         return t
-    if -(-p // alone.BP) * rows >= FULL * _processors(device):
-        return alone
     K, G, BP, V, warps, stages, busy, registers = (RUNS_ADJOINT if adjoint else RUNS_FORWARD)[light]
-    if not busy and -(-p // BP) * rows * warps < BUSY * _processors(device):  # more programs, rather than segments
+    few = -(-p // BP) * rows * warps * 2 <= BUSY * _processors(device)
+    if -(-p // alone.BP) * rows >= FULL * _processors(device) or (few and not light):
+        return alone
+    if few and not busy:  # more programs, rather than segments
         G, BP, warps = 4 * G, BP // 2, 2 * warps
     return Tile(K, 1, BP, V, warps, K, 1, K * G, busy, registers, G, stages)
 
