@@ -96,7 +96,7 @@ def test_kernels_equal_float64_forward_and_backward(recurrence, dtype):
     [
         *((name, n, "y q k v") for name in ("unnormalized_linear_attention", "retnet") for n in (64, 128)),
         ("deltanet", 64, "y q k v beta"),
-        ("deltanet", 128, "y"),
+        ("deltanet", 128, "y q k v beta"),
         ("gated_deltanet", 64, "y q k v beta"),
     ],
 )

@@ -81,9 +81,12 @@ def chunk_gradient(
     adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = begin + local
-    rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
+    EARLY: tl.constexpr = DELTA and not DECAY and ROLES == 2 and SKIP is None
     rows_k = load_rows(k, k_t, rows, end, keys, N, BN, KIND)
-    given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
+    rows_q, given = rows_k, rows_k
+    if not EARLY:
+        rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
+        given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
     if DELTA:
         written = load_terms(
             entries + flat * P * TERMS, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS
@@ -115,13 +118,16 @@ def chunk_gradient(
             TERMS, STATE_TERMS,
         )  # fmt: skip
         grad += _of_writes(
-            rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
+            q, q_t, dy + flat * P, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
             dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-            TERMS, STATE_TERMS,
+            TERMS, STATE_TERMS, False,
         )  # fmt: skip
     else:
         if role == 0:
+            if EARLY:
+                rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
+                given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
             grad = _of_reads(
                 rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
                 dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
@@ -130,10 +136,11 @@ def chunk_gradient(
             )  # fmt: skip
         else:
             grad = _of_writes(
-                rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
+                q, q_t, dy + flat * P, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states,
+                adjoints,
                 dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-                TERMS, STATE_TERMS,
+                TERMS, STATE_TERMS, EARLY,
             )  # fmt: skip
     if DECAY:
         grad = decay_gradient(grad, g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, rows, end, DECAY)
@@ -174,8 +181,8 @@ def _of_reads(
         if READ_SCALED:
             pairs *= tl.load(scalars + READ * plane + rows)[:, None]
         if DELTA:
-            f = load_terms(adjoint_entries, heads * P * TERMS, rows, end, columns, P, BP, KIND, STATE_TERMS)
-            fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
+            f = load_terms(adjoint_entries, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS)
+            fx = product(f, turn(written), TERMS, TERMS, PRECISION)
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
             pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
@@ -202,15 +209,16 @@ def _of_reads(
 
 @triton.jit
 def _of_writes(
-    rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
+    q, q_t, dy, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
     dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr,
+    PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, ds, db, that of `ones` and d_skip.
 
+    EARLY: all that f enters comes first, and q and dy are loaded here, after it: shared memory has no room for both.
     Returns dlog decay's sum over the products that end in the last state, or in an erasing [L].
     """
     rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
@@ -221,6 +229,13 @@ def _of_writes(
     if DELTA:  # d, what the erasing of each row read: S_{t-1} decayed, times f; db
         f = load_terms(adjoint_entries, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS)
         state = tl.trans(tl.load(state_of + place, mask=inside, other=0.0).to(KIND))
+        if EARLY:
+            grad_v = _of_values(
+                f, v, v_t, scalars, ds + at, rows, end, columns, plane,
+                P, BP, DECAY, SCALED, SOURCE_WANTED, TERMS,
+            )  # fmt: skip
+            store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
+            xf = _of_erasing(written, f, scalars, plane, rows, local, DECAY, PRECISION, STATE_TERMS)
         fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
         fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
         d = product(f, (state, state), STATE_TERMS, 1, PRECISION)
@@ -231,6 +246,10 @@ def _of_writes(
         tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < end)
         d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
 
+    if EARLY:
+        d = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, d)
+        rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
+        given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
     # z = G x, from the last state and from the reads of later rows; dk
     adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0).to(KIND)
     turned_adjoint = tl.trans(adjoint)
@@ -254,21 +273,16 @@ def _of_writes(
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
     z = product(split(xy, TERMS, KIND), (rows_q, rows_q), TERMS, 1, PRECISION, z)
-    if DELTA:
-        xf = product(written, turn(f), STATE_TERMS, STATE_TERMS, PRECISION)
-        xf = _weigh(xf, scalars, rows, local[:, None] < local[None, :], True, DECAY)
-        xf *= -tl.load(scalars + ERASE * plane + rows)[None, :]
+    if DELTA and not EARLY:
+        xf = _of_erasing(written, f, scalars, plane, rows, local, DECAY, PRECISION, STATE_TERMS)
         z = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, z)
         if DECAY:
             z += d
-        grad_v = f[0].to(tl.float32)
-        if TERMS == 2:
-            grad_v += f[1].to(tl.float32)
-        if SOURCE_WANTED:
-            values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
-            of_source = tl.sum(grad_v * values, axis=1)
-            tl.store(ds + at, turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
-    else:
+        grad_v = _of_values(
+            f, v, v_t, scalars, ds + at, rows, end, columns, plane,
+            P, BP, DECAY, SCALED, SOURCE_WANTED, TERMS,
+        )  # fmt: skip
+    elif not DELTA:
         if SOURCE_WANTED:
             of_source = tl.sum(z * rows_k.to(tl.float32), axis=1)
             tl.store(ds + at, turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
@@ -290,15 +304,16 @@ def _of_writes(
                 of_drive *= tl.load(scalars + SOURCE * plane + rows)
             tl.store(d_ones + rows, of_drive, mask=(rows < end) & (tl.program_id(2) == 0))
         grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
+        if SCALED:
+            grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     store_rows(dk, heads * N, rows, end, keys, N, BN, z)
-    if SCALED:
-        grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     if SKIP is not None:
         loaded, d_skip = skip
         of_value, of_skip = SKIP(loaded, given.to(tl.float32), written[0].to(tl.float32))
         grad_v += of_value
         tl.store(d_skip, tl.sum(tl.sum(of_skip, axis=1), axis=0))
-    store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
+    if not EARLY:
+        store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
 
     if DECAY:  # last, when registers are free
         if DELTA:
@@ -306,6 +321,36 @@ def _of_writes(
             grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad
+
+
+@triton.jit
+def _of_erasing(
+    written, f, scalars, plane, rows, local,
+    DECAY: tl.constexpr, PRECISION: tl.constexpr, STATE_TERMS: tl.constexpr,
+):  # fmt: skip
+    """-b_i M_it (f_i·x_t), of x_t down and i > t across [L, L]."""
+    xf = product(written, turn(f), STATE_TERMS, STATE_TERMS, PRECISION)
+    xf = _weigh(xf, scalars, rows, local[:, None] < local[None, :], True, DECAY)
+    return xf * -tl.load(scalars + ERASE * plane + rows)[None, :]
+
+
+@triton.jit
+def _of_values(
+    f, v, v_t, scalars, ds, rows, end, columns, plane,
+    P: tl.constexpr, BP: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
+    TERMS: tl.constexpr,
+):  # fmt: skip
+    """dv of a delta rule; stores ds."""
+    grad_v = f[0].to(tl.float32)
+    if TERMS == 2:
+        grad_v += f[1].to(tl.float32)
+    if SOURCE_WANTED:
+        values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
+        of_source = tl.sum(grad_v * values, axis=1)
+        tl.store(ds, turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
+    if SCALED:
+        grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    return grad_v
 
 
 @triton.jit

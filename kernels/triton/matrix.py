@@ -181,15 +181,26 @@ class _Call:
         """Something to point at for operands that a kernel does not use."""
         return tuple(self.q if x is None else x for x in xs)
 
-    def terms(self, back: bool) -> dict[str, int]:
-        """The walks' and the gradient kernel's TERMS and STATE_TERMS, `back`: in the backward pass."""
-        most = self.tiles.gradient_terms if back else 2
-        return {"TERMS": min(self.tiles.walk_terms, most), "STATE_TERMS": min(self.tiles.state_terms, most)}
+    @property
+    def terms(self) -> dict[str, int]:
+        """The walks' and the gradient kernel's TERMS and STATE_TERMS."""
+        return {"TERMS": self.tiles.walk_terms, "STATE_TERMS": self.tiles.state_terms}
+
+    @property
+    def right_terms(self) -> int:
+        """The walks' RIGHT_TERMS where entries are not made to be kept."""
+        return min(self.tiles.right_terms, self.tiles.state_terms)
+
+    @property
+    def whole(self) -> bool:
+        """True where walks need no masks for rows beyond the tokens: of delta rules, where they are worth a kernel."""
+        packed = self.chunk_table is not None
+        return self.delta and not self.keywise and not packed and self.tokens % self.tiles.chunk == 0
 
     @property
     def kept_terms(self) -> int:
         """Terms in which the backward pass keeps a delta rule's entries and their gradients."""
-        return self.terms(True)["TERMS"] if self.delta else 1
+        return self.tiles.walk_terms if self.delta else 1
 
     @property
     def beside(self) -> bool:

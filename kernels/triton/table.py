@@ -33,8 +33,8 @@ class Tiles:
     normal_stretches: where there is a normaliser;
     walk_registers: of a thread, so that three programs of both walks without outputs fit a processor;
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states, with the
-    delta rule of e, its adjoint and scores; state_terms: of states, right sides, their inverse and what it writes;
-    gradient_terms: of both at most, in the backward pass;
+    delta rule of e, its adjoint and scores, too; state_terms: of a delta rule's states, right sides and their inverse;
+    right_terms: of the latter two at most, but where e is made to be kept;
     read_terms: of what outputs are made of where decays differ by key, scores (delta rules) or queries and states;
     ahead: walks keep a chunk's values in registers from one chunk before, which shared memory has no third place for;
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
@@ -69,7 +69,7 @@ class Tiles:
     read_terms: int = 1
     ahead: bool = False
     state_terms: int = 1
-    gradient_terms: int = 2
+    right_terms: int = 2
     entry_warps: int = 8
     entry_piece: int | None = None
     late: bool = False
@@ -132,7 +132,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
-        gradient_terms=1 if delta and keys > 64 else 2, read_terms=2 if exact else 1, ahead=exact,
+        right_terms=1 if keys > 64 else 2, read_terms=2 if exact else 1, ahead=exact,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
     )  # fmt: skip
 

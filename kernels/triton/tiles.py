@@ -37,30 +37,55 @@ PLANES = 9
 
 @triton.jit
 def load_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
-    """Rows `rows` < tokens of a matrix of `width` contiguous columns, a block of `padded` of them; zeros beyond."""
+    """Rows `rows` < tokens of a matrix of `width` contiguous columns, a block of `padded` of them; zeros beyond.
+
+    tokens None: all of these rows are there.
+    """
     at = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
-    if width % padded == 0:
-        return tl.load(at, mask=rows[:, None] < tokens, other=0.0).to(kind)
-    return tl.load(at, mask=(rows[:, None] < tokens) & (columns[None, :] < width), other=0.0).to(kind)
+    if tokens is None:
+        if width % padded == 0:
+            found = tl.load(at)
+        else:
+            found = tl.load(at, mask=columns[None, :] < width, other=0.0)
+    elif width % padded == 0:
+        found = tl.load(at, mask=rows[:, None] < tokens, other=0.0)
+    else:
+        found = tl.load(at, mask=(rows[:, None] < tokens) & (columns[None, :] < width), other=0.0)
+    return found.to(kind)
 
 
 @triton.jit
 def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x):
     """Write x where load_rows would read it."""
     at = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
-    if width % padded == 0:
-        tl.store(at, x.to(base.dtype.element_ty), mask=rows[:, None] < tokens)
+    x = x.to(base.dtype.element_ty)
+    if tokens is None:
+        if width % padded == 0:
+            tl.store(at, x)
+        else:
+            tl.store(at, x, mask=columns[None, :] < width)
+    elif width % padded == 0:
+        tl.store(at, x, mask=rows[:, None] < tokens)
     else:
-        tl.store(at, x.to(base.dtype.element_ty), mask=(rows[:, None] < tokens) & (columns[None, :] < width))
+        tl.store(at, x, mask=(rows[:, None] < tokens) & (columns[None, :] < width))
 
 
 @triton.jit
-def split(x, TERMS: tl.constexpr, kind: tl.constexpr):
-    """x in `kind`, and (TERMS 2) what that leaves of it."""
-    main = x.to(kind)
-    rest = main
-    if TERMS == 2:
-        rest = (x.to(tl.float32) - main.to(tl.float32)).to(kind)
+def split(x, TERMS: tl.constexpr, kind: tl.constexpr, ALONE: tl.constexpr = False):
+    """float32 x in `kind`, and (TERMS 2) what that leaves of it.
+
+    ALONE: the first term is also read alone, and so rounded; else its digits are cut off, which is cheaper.
+    """
+    if TERMS == 1:
+        main = x.to(kind)
+        rest = main
+    elif ALONE:
+        main = x.to(kind)
+        rest = (x - main.to(tl.float32)).to(kind)
+    else:
+        kept = first_term(x, TERMS)
+        main = kept.to(kind)
+        rest = (x - kept).to(kind)
     return main, rest
 
 

@@ -62,7 +62,8 @@ def delta_transform(
     if STATE_TERMS == 2:
         inverse = refined(system, inverse, local, KIND, PRECISION)
     inverse -= tl.where(local[:, None] == local[None, :], 1.0, 0.0)
-    store_terms(solve, heads * PITCH, rows, end, local, L, L, split(inverse, STATE_TERMS, KIND), STATE_TERMS)
+    terms = split(inverse, STATE_TERMS, KIND, True)
+    store_terms(solve, heads * PITCH, rows, end, local, L, L, terms, STATE_TERMS)
 
 
 @triton.jit

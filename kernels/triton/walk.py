@@ -6,14 +6,15 @@ with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s 
 I + `solve`, made by the transform: so a row's own right side is not rounded before it is e.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
 TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written; with the delta rule
-of scores, and of e and its adjoint as they are kept. STATE_TERMS: with the delta rule of states, right sides and their
-inverse, and of the rows that are written.
+of scores, and of e and its adjoint as they are kept, too. STATE_TERMS: with the delta rule of states; RIGHT_TERMS: of
+right sides and their inverse.
 READ_TERMS 2: of KEYWISE scores (DELTA) or queries, too, left in `rest_of`, and of the states that these read.
 AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
 either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
 NORMAL: y's normaliser is read too, of each chunk's first one, made before (kernels.triton.weights), and of its rows.
+WHOLE: no chunk ends beyond the tokens, so that rows are loaded and stored without masks.
 Grouped heads are read by dividing the head's index; nothing is copied.
 """
 
@@ -56,7 +57,7 @@ def forward_walk(
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr, LATE: tl.constexpr,
+    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr, LATE: tl.constexpr, RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state (FINAL; of packed ones of each segment).
 
@@ -84,13 +85,16 @@ def forward_walk(
     y += flat
     ROW_TERMS: tl.constexpr = TERMS if DELTA else 1
     SCORE_TERMS: tl.constexpr = READ_TERMS if KEYWISE and DELTA else ROW_TERMS
-    WRITE_TERMS: tl.constexpr = STATE_TERMS if DELTA else (TERMS if DECAY or SCALED else 1)
+    WRITE_TERMS: tl.constexpr = TERMS if DELTA or DECAY or SCALED else 1
     entries += flat * ROW_TERMS
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, SUMMARY)
     first, stop = first + base, tl.minimum(stop + base, limit)
     scalars -= shift
+    within = end
+    if WHOLE:
+        within = None
     chunks = length // L
-    filled = end
+    filled = within
     if SUMMARY and DELTA:
         carries = piece >= tl.cdiv(P, BP)
         piece -= tl.where(carries, tl.cdiv(P, BP), 0)
@@ -114,8 +118,8 @@ def forward_walk(
         next_rows = first * L + local + shift
         next_write = load_rows(v, v_t, next_rows, filled, columns, P, BP, KIND)
         if READ_TERMS == 2 and DELTA:
-            next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
-            next_rest = load_rows(rest_of, heads * PITCH, next_rows, end, local, L, L, KIND)
+            next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
+            next_rest = load_rows(rest_of, heads * PITCH, next_rows, within, local, L, L, KIND)
     if LATE:
         held = tl.zeros([L, BP], y.dtype.element_ty)
     for chunk in tl.range(first, stop, num_stages=STAGES):
@@ -125,15 +129,15 @@ def forward_walk(
         if STATES:  # before what is loaded is waited for
             to = states + (lane * (limit - base) + chunk - base) * N * P + place
             tl.store(to, state.to(states.dtype.element_ty), mask=inside)
-        rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
-        rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
+        rows_of_k = chunk * L + local if KEYWISE else rows
+        rows_k = load_rows(k, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
         if AHEAD:
             write = next_write
             next_write = load_rows(v, v_t, rows + L, filled, columns, P, BP, KIND)
             if READ_TERMS == 2 and DELTA:
                 scores, rest = next_scores, next_rest
-                next_scores = load_rows(scores_of, heads * PITCH, rows + L, end, local, L, L, KIND)
-                next_rest = load_rows(rest_of, heads * PITCH, rows + L, end, local, L, L, KIND)
+                next_scores = load_rows(scores_of, heads * PITCH, rows + L, within, local, L, L, KIND)
+                next_rest = load_rows(rest_of, heads * PITCH, rows + L, within, local, L, L, KIND)
         else:
             write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
         written = write, write
@@ -152,7 +156,7 @@ def forward_walk(
         if DELTA:
             read_k = rows_k
             if KEYWISE:
-                read_k = load_rows(erased, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
+                read_k = load_rows(erased, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
             known = product((read_k, read_k), seen, 1, STATE_TERMS, PRECISION)
             erase = tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)
             if SCALED:
@@ -160,26 +164,26 @@ def forward_walk(
                 known = write.to(tl.float32) * source - known * erase[:, None]
             else:
                 known = write.to(tl.float32) - known * erase[:, None]
-            inverse = load_terms(solve, heads * PITCH, rows, end, local, L, L, KIND, STATE_TERMS)
-            right = split(known, STATE_TERMS, KIND)
-            entry = product(inverse, right, STATE_TERMS, STATE_TERMS, PRECISION, known)
-            written = split(entry, ROW_TERMS, KIND)
+            inverse = load_terms(solve, heads * PITCH, rows, within, local, L, L, KIND, RIGHT_TERMS)
+            right = split(known, RIGHT_TERMS, KIND)
+            entry = product(inverse, right, RIGHT_TERMS, RIGHT_TERMS, PRECISION, known)
+            written = split(entry, ROW_TERMS, KIND, STATE_TERMS == 1)
             write = written[0]
             if STATES:
-                store_terms(entries, heads * P * ROW_TERMS, rows, end, columns, P, BP, written, ROW_TERMS)
+                store_terms(entries, heads * P * ROW_TERMS, rows, within, columns, P, BP, written, ROW_TERMS)
         if OUTPUT:
-            rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
+            rows_q = load_rows(q, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
             if READ_TERMS == 2 and DELTA:
                 tl.static_assert(AHEAD)
                 weights_of = scores, rest
             elif SCORED:
-                weights_of = load_terms(scores_of, heads * PITCH, rows, end, local, L, L, KIND, ROW_TERMS)
+                weights_of = load_terms(scores_of, heads * PITCH, rows, within, local, L, L, KIND, ROW_TERMS)
                 scores = weights_of[0]
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = product((rows_q, rows_q), seen, 1, STATE_TERMS, PRECISION)
             if READ_TERMS == 2 and not DELTA:
-                rest = load_rows(rest_of, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
+                rest = load_rows(rest_of, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
                 out += tl.dot(rest, seen[0], input_precision=PRECISION)
                 out += tl.dot(rows_q, (state - seen[0].to(tl.float32)).to(KIND), input_precision=PRECISION)
             if NORMAL:
@@ -206,7 +210,7 @@ def forward_walk(
                 tl.store(weights + lane * tokens + rows, den, mask=(rows < end) & (piece == 0))
             if not (SCORED and DELTA):
                 weights_of = split(scores, ROW_TERMS, KIND)
-            out += product(weights_of, written, SCORE_TERMS, ROW_TERMS, PRECISION)
+            out = product(weights_of, written, SCORE_TERMS, ROW_TERMS, PRECISION, out)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
@@ -214,13 +218,11 @@ def forward_walk(
             if LATE:
                 held = out.to(y.dtype.element_ty)
             else:
-                store_rows(y, heads * P, rows, end, columns, P, BP, out)
+                store_rows(y, heads * P, rows, within, columns, P, BP, out)
         if DECAY:
             scale = written_scale(scalars, plane, rows, DECAY, SCALED and not DELTA)
-            if DELTA and STATE_TERMS == 2:
+            if DELTA:
                 written = split(entry * scale[:, None], WRITE_TERMS, KIND)
-            elif DELTA:
-                written = split(write.to(tl.float32) * scale[:, None], WRITE_TERMS, KIND)
             else:
                 exact = write.to(tl.float32) * scale[:, None]
                 kept = first_term(exact, WRITE_TERMS)
@@ -240,7 +242,7 @@ def forward_walk(
                 decayed *= total
         rows_k = tl.trans(rows_k)
         if DELTA:
-            state += product((rows_k, rows_k), written, 1, WRITE_TERMS, PRECISION)
+            state = product((rows_k, rows_k), written, 1, WRITE_TERMS, PRECISION, state)
         else:
             state += tl.dot(rows_k, write, input_precision=PRECISION)
             if WRITE_TERMS == 2:
@@ -276,7 +278,7 @@ def reverse_walk(
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
@@ -298,8 +300,11 @@ def reverse_walk(
     else:
         first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
     scalars -= shift
+    within = end
+    if WHOLE:
+        within = None
     ROW_TERMS: tl.constexpr = TERMS if DELTA else 1
-    GIVEN_TERMS: tl.constexpr = (STATE_TERMS if DELTA else TERMS) if READ_SCALED or DECAY else 1
+    GIVEN_TERMS: tl.constexpr = TERMS if READ_SCALED or DECAY else 1
     adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P * ROW_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] <= local[None, :]  # sources down, rows across
@@ -312,29 +317,29 @@ def reverse_walk(
         state = tl.zeros([BN, BP], tl.float32)
     if AHEAD:
         next_rows = tl.maximum((stop - 1) * L + local + shift, 0)
-        next_given = load_rows(dy, heads * P, next_rows, end, columns, P, BP, KIND)
-        next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
+        next_given = load_rows(dy, heads * P, next_rows, within, columns, P, BP, KIND)
+        next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
     for step in tl.range(0, stop - first, num_stages=STAGES):
         chunk = stop - 1 - step
         rows = chunk * L + local + shift
         if STATES:  # before what is loaded is waited for
             at = adjoints + (lane * (limit - base) + chunk - base) * N * P + place
             tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
-        rows_of_k, filled_k = (chunk * L + local, length) if KEYWISE else (rows, end)
-        rows_q = load_rows(q, q_t, rows_of_k, filled_k, keys, N, BN, KIND)
+        rows_of_k = chunk * L + local if KEYWISE else rows
+        rows_q = load_rows(q, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
         if AHEAD:
             given, ahead_scores = next_given, next_scores
             next_rows = tl.maximum(rows - L, 0)
-            next_given = load_rows(dy, heads * P, next_rows, end, columns, P, BP, KIND)
-            next_scores = load_rows(scores_of, heads * PITCH, next_rows, end, local, L, L, KIND)
+            next_given = load_rows(dy, heads * P, next_rows, within, columns, P, BP, KIND)
+            next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
         else:
-            given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
+            given = load_rows(dy, heads * P, rows, within, columns, P, BP, KIND)
         if DELTA:
-            rows_k = load_rows(k, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
+            rows_k = load_rows(k, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
             if AHEAD:
                 scores = tl.trans(ahead_scores)
             elif SCORED:
-                weights_of = turn(load_terms(scores_of, heads * PITCH, rows, end, local, L, L, KIND, ROW_TERMS))
+                weights_of = turn(load_terms(scores_of, heads * PITCH, rows, within, local, L, L, KIND, ROW_TERMS))
                 scores = weights_of[0]
             else:
                 scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
@@ -347,14 +352,14 @@ def reverse_walk(
                 scores *= tl.load(scalars + READ * plane + rows)[None, :]
             if not (SCORED and DECAY):
                 weights_of = split(scores, ROW_TERMS, KIND)
-            carried += product(weights_of, (given, given), ROW_TERMS, 1, PRECISION)
-            inverse = turn(load_terms(solve, heads * PITCH, rows, end, local, L, L, KIND, STATE_TERMS))
-            right = split(carried, STATE_TERMS, KIND)
-            adjoint = product(inverse, right, STATE_TERMS, STATE_TERMS, PRECISION, carried)
+            carried = product(weights_of, (given, given), ROW_TERMS, 1, PRECISION, carried)
+            inverse = turn(load_terms(solve, heads * PITCH, rows, within, local, L, L, KIND, RIGHT_TERMS))
+            right = split(carried, RIGHT_TERMS, KIND)
+            adjoint = product(inverse, right, RIGHT_TERMS, RIGHT_TERMS, PRECISION, carried)
             if STATES:
-                kept = split(adjoint, ROW_TERMS, KIND)
-                store_terms(adjoint_entries, heads * P * ROW_TERMS, rows, end, columns, P, BP, kept, ROW_TERMS)
-            adjoint *= tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
+                kept = split(adjoint, ROW_TERMS, KIND, STATE_TERMS == 1)
+                store_terms(adjoint_entries, heads * P * ROW_TERMS, rows, within, columns, P, BP, kept, ROW_TERMS)
+            adjoint *= -tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
         read = given, given
         if READ_SCALED or DECAY:
             scale = read_scale(scalars, plane, rows, DECAY, READ_SCALED, DELTA)
@@ -368,18 +373,19 @@ def reverse_walk(
             state *= total_of(scalars, plane, chunk * L + shift)
         if KEYWISE:
             if DELTA:
-                rows_k = load_rows(erased, k_t, rows_of_k, filled_k, keys, N, BN, KIND)
+                rows_k = load_rows(erased, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
             state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         rows_q = tl.trans(rows_q)
         if DELTA:
-            state += product((rows_q, rows_q), read, 1, GIVEN_TERMS, PRECISION)
+            state = product((rows_q, rows_q), read, 1, GIVEN_TERMS, PRECISION, state)
         else:
             state += tl.dot(rows_q, given, input_precision=PRECISION)
             if GIVEN_TERMS == 2:
                 state += tl.dot(rows_q, (exact - main).to(KIND), input_precision=PRECISION)
         if DELTA:
             rows_k = tl.trans(rows_k)
-            state -= product((rows_k, rows_k), split(adjoint, STATE_TERMS, KIND), 1, STATE_TERMS, PRECISION)
+            erasing = split(adjoint, TERMS, KIND)
+            state = product((rows_k, rows_k), erasing, 1, TERMS, PRECISION, state)
     if FINAL:
         tl.store(final + ends + place, state, mask=inside)
 
@@ -401,12 +407,12 @@ def both_walks(
         reverse_walk(
             *reverse, tokens, heads, pieces, per_piece, base, limit, length, plane, *reverse_rows,
             N, P, BN, BP, L, DECAY, False, False, READ_SCALED, False, PITCH, START, True, True,
-            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False,
+            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False, 1, False,
         )  # fmt: skip
     else:
         forward_walk(
             *forward, tokens, heads, pieces, per_piece, base, limit, pieces, length, plane, *forward_rows,
             N, P, BN, BP, L, DECAY, False, False, SCALED, READ_SCALED, False, PITCH, 0, None, None,
             1, False, True, False, False, KIND, PRECISION, TERMS, 1, STAGES,
-            False, 1, False,
+            False, 1, False, 1, False,
         )  # fmt: skip

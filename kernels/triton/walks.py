@@ -106,8 +106,9 @@ def forward_launch(
         FINISH=None if y is None or call.finish is None else call.finish[1],
         START=0 if start is None else every, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
+        RIGHT_TERMS=t.state_terms if back else call.right_terms, WHOLE=call.whole,
         STAGES=stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=late, num_warps=t.walk_warps, num_stages=stages,
-        **call.terms(back), **call.sizes,
+        **call.terms, **call.sizes,
     )  # fmt: skip
 
 
@@ -213,9 +214,9 @@ def _reverse_launch(
         *call.rows(call.reads), *call.rows(call.writes),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
-        FINAL=final is not None,
+        FINAL=final is not None, RIGHT_TERMS=call.right_terms, WHOLE=call.whole,
         STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, num_warps=t.walk_warps,
-        num_stages=t.reverse_stages, **call.terms(True), **call.sizes,
+        num_stages=t.reverse_stages, **call.terms, **call.sizes,
     )  # fmt: skip
 
 
