@@ -70,6 +70,18 @@ def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
 
 
+@pytest.mark.parametrize("tokens", [48, 37])  # whole chunks, and a last one in part
+@pytest.mark.parametrize("name, states", [("deltanet", 2), ("gated_deltanet", 1)])
+def test_operands_in_two_terms_are_added_up(name, states, tokens, monkeypatch):
+    table, terms = matrix_kernels.tiles, {"walk_terms": 2, "state_terms": states, "right_terms": 1}
+    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), gradient_roles=2, **terms))
+    recurrence = get(name).recurrence
+    given = sample(recurrence, tokens=tokens)
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    expected = outcome(recurrence, given, None, torch.float64, form="naive")
+    assert_same(found, expected, 2e-4)  # the product of second terms is left out
+
+
 @pytest.mark.parametrize("recurrence", [gated, late_gate], ids=lambda r: r.name)
 def test_a_call_without_gradients_keeps_nothing_and_reads_the_same(recurrence):
     given = {name: x.float() for name, x in sample(recurrence, tokens=37).items()}
