@@ -34,7 +34,7 @@ RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held",
 SINK = "rows, shift, part, reach, room, outer = sink"
 RESERVED |= {*SINK.replace(" = sink", "").split(", "), "sink", "parts"}
 RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
-RESERVED |= {"rate", "kept", "total", "outer"}
+RESERVED |= {"rate", "kept", "total", "outer", "plain", "runs", "whole", "L"}
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
 BOTH = frozenset({KEY, VALUE})
@@ -170,7 +170,7 @@ class Source:
     """Generated source of one spec, and how its kernels are called.
 
     sums: what it sums for Params' gradients. separable: no state entry's gradients wait for another's, so that a
-    program may take them one block after the other.
+    program may take them one block after the other. cheap: no entry of a channel needs a function.
     """
 
     name: str
@@ -178,6 +178,7 @@ class Source:
     operands: tuple[Operand, ...]
     sums: int = 1
     separable: bool = False
+    cheap: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -260,7 +261,7 @@ class _Emission:
         nodes = inputs_of(*whole.roots)
         self.tokens = sorted(
             (x for x in nodes if self.kinds[x.attrs[0]].time),
-            key=lambda x: (x.attrs[0] != STARTS, VALUE not in x.axes),
+            key=lambda x: (x.attrs[0] != STARTS, KEY in x.axes, (VALUE in x.axes) == (KEY in x.axes)),
         )
         self.params = [x for x in nodes if not self.kinds[x.attrs[0]].time]
         self.names = {x: _name(x) for x in nodes}
@@ -310,6 +311,7 @@ class _Emission:
         parts = [
             self._setup(),
             self._load(),
+            *(self._apart() if self.spec.has_key and self._separable() else []),
             self._step(),
             *self._products(),
             self._zeros(),
@@ -317,7 +319,8 @@ class _Emission:
             self._finish(),
         ]
         sums, operands = max(len(self.held), 1), tuple(self.operands.values())
-        return Source(_identifier(self.spec.name), file_of(about, parts), operands, sums, self._separable())
+        separable, cheap = self._separable(), self._cheap()
+        return Source(_identifier(self.spec.name), file_of(about, parts), operands, sums, separable, cheap)
 
     def _separable(self) -> bool:
         """True when nothing sums over the Key axis but the readout and the gradients of what has no Key axis.
@@ -329,6 +332,10 @@ class _Emission:
         mixed = [x for x in self.invariants if KEY in x.axes]
         return all(KEY in x.axes for x in inputs_of(*mixed))
 
+    def _cheap(self) -> bool:
+        entries = [x for x in children_first(*self.roots) if x.axes == BOTH]
+        return all(x.op in OPERATORS or x.op in ("input", "where", "abs", "minimum", "maximum") for x in entries)
+
     def _setup(self) -> list[str]:
         printer = Printer(self.names, RESERVED)
         values = printer.print(self.invariants)
@@ -338,6 +345,24 @@ class _Emission:
         names = [self.names[x] for x in self.tokens]
         return ["def load(args, at):", *_body([AT, *self._loads(self.tokens), _tuple(names)])]
 
+    def _apart(self) -> list[list[str]]:
+        """`load` in three: what has no Key axis, L tokens of what has no other, and what has both."""
+        plain = [x for x in self.tokens if KEY not in x.axes]
+        runs = [x for x in self.tokens if x.axes == {KEY}]
+        whole = [x for x in self.tokens if x.axes == BOTH]
+        loads = [f"{self.names[x]} = {self.operands[x].load_run()}" for x in runs]
+        given = [_assign([self.names[x] for x in plain], "tokens")] if plain else []
+        bodies = {
+            "plain(args, at)": [*self._loads(plain), _group([self.names[x] for x in plain])],
+            "runs(args, at, L: tl.constexpr)": [*loads, _group([self.names[x] for x in runs])],
+            "ahead(args, at, L: tl.constexpr, BP: tl.constexpr)": [
+                *(self.operands[x].prefetch() for x in self.tokens if len(x.axes) == 1),
+                "pass",
+            ],
+            "whole(args, tokens, at)": [*given, *self._loads(whole), _group([self.names[x] for x in whole])],
+        }
+        return [[f"def {head}:", *_body([AT, *body])] for head, body in bodies.items()]
+
     def _loads(self, nodes: list[Expr]) -> list[str]:
         return [f"{self.names[x]} = {self.operands[x].load()}" for x in nodes]
 
@@ -345,8 +370,9 @@ class _Emission:
         """Names inside step and pull."""
         return {x: self.names[x] for x in self.tokens} | {s: s.attrs[0] for s in self.held.values()}
 
-    def _unpack(self) -> list[str]:
-        lines = [AT, _assign([self.names[x] for x in self.tokens], "tokens")]
+    def _unpack(self, tokens: list[Expr] | None = None) -> list[str]:
+        found = [self.names[x] for x in (self.tokens if tokens is None else tokens)]
+        lines = [AT, *([_assign(found, "tokens")] if found else [])]
         if self.held:
             lines.append(_assign([s.attrs[0] for s in self.held.values()], "held"))
         return lines
@@ -369,7 +395,8 @@ class _Emission:
             return []
         printer = Printer(self._scope(), RESERVED)
         (value,) = printer.print([parts[1]])
-        rate = ["def rate(tokens, held, at):", *_body([*self._unpack(), *printer.lines, f"return {value} * fn.LOG2E"])]
+        given = self._unpack([x for x in self.tokens if KEY not in x.axes])
+        rate = ["def rate(tokens, held, at):", *_body([*given, *printer.lines, f"return {value} * fn.LOG2E"])]
         printer = Printer(self._scope(), RESERVED)
         (value,) = printer.print([parts[0]])
         names = _assign([s.attrs[0] for s in self.held.values()], "held")
@@ -457,6 +484,10 @@ def _comment(text: str) -> str:
 
 def _tuple(values: list[str]) -> str:
     return f"return ({', '.join(values)},)" if values else "return (tl.zeros((1, 1, 1), tl.float32),)"
+
+
+def _group(values: list[str]) -> str:
+    return f"return ({', '.join(values)},)" if values else "return ()"
 
 
 def _assign(names: list[str], source: str) -> str:

@@ -44,6 +44,20 @@ class Operand:
         pointers = " + ".join(terms)
         return f"tl.load({pointers}{where}).to(tl.float32)"
 
+    def prefetch(self) -> str:
+        """The line that asks for L tokens of it ahead of time."""
+        batch, token, stride, group, *last = (f"args[{self.place + i}]" for i in range(1, 5 + len(self.axes)))
+        row = f"args[{self.place}] + batch * {batch} + t0 * {token} + head // {group} * {stride}"
+        if self.axes == {KEY}:
+            return f"fn.prefetch_run({row}, {last[0]}, N, L)"
+        return f"fn.prefetch_rows({row} + edge * {last[0]}, {token}, {last[0]}, edge, P, T - t0, L, BP)"
+
+    def load_run(self) -> str:
+        """The expression that loads L tokens of one entry of a Key input that lies along time, as float32."""
+        batch, token, stride, group, key = (f"args[{self.place + i}]" for i in range(1, 6))
+        row = f"batch * {batch} + t0 * {token} + head // {group} * {stride} + n * {key}"
+        return f"fn.load_run(args[{self.place}] + {row}, L)"
+
     def store(self, value: str, summed: bool = False, slot: int = 0) -> list[str]:
         """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
 

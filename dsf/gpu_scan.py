@@ -119,7 +119,7 @@ def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
     name = f"{source.name}_{source.digest}"
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
     before = spec.system.read == "before"
-    HOLES[name] = Hole(source.module(), operands, before, light, source.sums, source.separable)
+    HOLES[name] = Hole(source.module(), operands, before, light, source.sums, source.separable, source.cheap)
     return name
 
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 NORMALISED = [weighted, bounded, rwkv4]
 UNSEEN = [leaky_peak, aligned, swinging, channels, twice, before, crowded]
 MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, *UNSEEN]
+PACKED = [rg_lru, s6, longhorn, channels, before, crowded, leaky_peak, weighted, rwkv4]
 BLOCK = 64
 
 
@@ -223,7 +224,7 @@ def test_strided_views_are_read_where_they_lie(recurrence: dsf.Recurrence) -> No
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-@pytest.mark.parametrize("recurrence", [rg_lru, s6, before, crowded, leaky_peak, weighted, rwkv4], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", PACKED, ids=lambda r: r.name)
 def test_packed_equals_separate(recurrence: dsf.Recurrence, states: bool) -> None:
     tokens, cuts = 1100, (0, 1, 130, 700, 1100)
     x = {k: v.requires_grad_() for k, v in cuda(draw(recurrence, tokens, n=16, p=40)).items()}

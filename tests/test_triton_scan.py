@@ -64,8 +64,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for table in (scan_table.RUNS_FORWARD, scan_table.RUNS_ADJOINT):
         for light in (True, False):
             monkeypatch.setitem(table, light, (2, 4, 4, 1, 4, 1, 64, 0))
+    monkeypatch.setattr(scan_table, "LANES", 4)
+    monkeypatch.setattr(scan_table, "ENTRIES", (2, 1, 4, 4, 64, 0))
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
-        monkeypatch.setattr(scan_table, "LANES", 4)
         for size in list(table):
             monkeypatch.delitem(table, size)
         for size, row in SMALL.items():
@@ -260,7 +261,7 @@ def test_split_equals_whole(small_tiles: None) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("recurrence", "states"),
-    [(qlstm, False), (leaky_peak, True), (s6, False), (before, True), (weighted, True)],
+    [(qlstm, False), (leaky_peak, True), (s6, False), (before, True), (channels, True), (weighted, True)],
     ids=lambda r: getattr(r, "name", ""),
 )
 def test_packed_sequences_are_walked_as_they_lie(

@@ -234,6 +234,53 @@ def store_sums(pointers, x, first, n, p, p_ok, ok, N: tl.constexpr):
 
 
 @triton.jit
+def load_run(pointer, L: tl.constexpr):
+    """L numbers from a place [1, 1, 1] on, each in all lanes; four of them lie at a multiple of 16 bytes."""
+    found = ()
+    if INTERPRETED or L % 4 > 0:
+        for i in tl.static_range(L):
+            found = found + (tl.load(pointer + i),)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        place = pointer.to(tl.int64)
+        for i in tl.static_range(L // 4):
+            found = found + tl.inline_asm_elementwise(
+                "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [place + i * 16],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+            )  # fmt: skip
+    return found
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for what lies here, to have it in the L1."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def prefetch_run(pointer, stride, N, L: tl.constexpr):
+    """L numbers in a row of all entries, which are `stride` apart."""
+    EACH: tl.constexpr = (L + 7) // 8
+    for i in range((N * EACH + 31) // 32):
+        j = i * 32 + tl.arange(0, 32)[None, None, :]
+        prefetch(pointer + tl.minimum(j // EACH, N - 1) * stride + j % EACH * 8)
+
+
+@triton.jit
+def prefetch_rows(pointer, stride, near, edge, P, room, L: tl.constexpr, BP: tl.constexpr):
+    """Up to L rows of a program's channels, `room` of which exist."""
+    WIDE: tl.constexpr = 256 // pointer.dtype.element_ty.primitive_bitwidth
+    EACH: tl.constexpr = (BP + WIDE - 1) // WIDE
+    for i in tl.static_range((L * EACH + 31) // 32):
+        j = i * 32 + tl.arange(0, 32)[None, None, :]
+        channel = tl.minimum(j % EACH * WIDE, P - 1 - edge)
+        prefetch(pointer + tl.minimum(j // EACH, room - 1) * stride + channel * near)
+
+
+@triton.jit
 def to_lanes(pointers, p):
     """The same pointers for every channel p: all lanes touch one place.
 

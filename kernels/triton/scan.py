@@ -353,17 +353,13 @@ def summaries(
 
     With dy (the adjoint): what it does to the cotangent entering from its end, walking backwards in time. Both
     [B, H, segments, N, P]. What leaves the last segment (the first, for cotangents) enters no other, so the grid has
-    one segment less; its second axis is over blocks of NB state entries. Segment s begins at origin + s span. rate,
-    kept: functions that give the product from a sum over tokens, or None. arriving: cotangents [sequences, H, N, P] of
-    packed sequences' final states (packed_ends), or None.
+    one segment less. Segment s begins at origin + s span. rate, kept: functions that give the product from a sum over
+    tokens, or None. arriving: cotangents [sequences, H, N, P] of packed sequences' final states (packed_ends), or None.
     """
     place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
     if dy is not None:
         segment += 1
     n, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
-    if N > NB:
-        n += tl.program_id(1) * NB
-        n_ok = n < N
     t = tl.arange(0, K)[:, None, None]
     begin = origin + segment * span
     end = tl.minimum(begin + span, T)

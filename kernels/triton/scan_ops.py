@@ -17,10 +17,15 @@ from torch import Tensor
 from dsf.kernels.triton.launch import launch as start
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_adjoint import gradients
+from dsf.kernels.triton.scan_forward import outputs_by_entry, summaries_by_entry
 from dsf.kernels.triton.scan_table import (
     ADJOINT,
+    BLOCK,
+    ENOUGH,
     FORWARD,
+    SUMMARIES,
     Tile,
+    by_entry,
     finer,
     segments,
     split,
@@ -52,7 +57,7 @@ class Operand:
 class Hole:
     """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
 
-    light: a step computes next to nothing. sums, separable: as in the printed source.
+    light: a step computes next to nothing. sums, separable, cheap: as in the printed source.
     """
 
     functions: ModuleType
@@ -61,6 +66,7 @@ class Hole:
     light: bool
     sums: int
     separable: bool
+    cheap: bool
 
 
 HOLES: dict[str, Hole] = {}
@@ -94,18 +100,26 @@ def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
     return Sizes(batch, tokens, heads, n, p, dense)
 
 
-def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int) -> tuple[Any, ...]:
-    """Pointers and strides in the order that the printed holes read them."""
+def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int, rows: bool = False) -> tuple[Any, ...]:
+    """Pointers and strides in the order that the printed holes read them; rows: tokens of a state entry in a row."""
     found: list[Any] = []
     for o, x in zip(hole.operands, operands, strict=True):
         if o.start:
             found.append(x.contiguous())
             continue
         if o.key and not o.value:
-            x = x.float()  # every lane reads these: converting them once is cheaper than in every program
+            # every lane reads these: converting them once is cheaper than in every program
+            x = _in_rows(x) if rows and o.time else x.float()
         lead, at = ((x.stride(0), x.stride(1)), 2) if o.time else ((), 0)
         found += [x, *lead, x.stride(at), heads // o.heads(x), *x.stride()[at + 1 :]]
     return tuple(found)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x [B, T, H, N] in float32, the tokens of a state entry side by side from a multiple of 16 bytes on."""
+    room = x.new_empty(*(x.shape[i] for i in (0, 2, 3)), -(-x.shape[1] // 4) * 4, dtype=torch.float32)
+    found = room[..., : x.shape[1]].permute(0, 3, 1, 2)
+    return found.copy_(x)
 
 
 @dataclass(frozen=True)
@@ -147,6 +161,12 @@ class Launch:
         return shape | ({"maxnreg": t.registers} if t.registers else {})
 
     @property
+    def entry(self) -> dict[str, Any]:
+        """The tile arguments of what takes one state entry after the other."""
+        shape = {"L" if name == "K" else name: x for name, x in self.shape.items() if name != "NB"}
+        return shape | {"NEAR": self.sizes.n <= BLOCK}
+
+    @property
     def runs(self) -> dict[str, int]:
         """What a vector state's tile has besides."""
         return {"G": self.tile.G, "STAGES": self.tile.stages}
@@ -164,10 +184,29 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
     """
     if s.n == 1 and s.dense:
         t = vector(adjoint, s.p, s.rows, hole.light, device)
+    elif not adjoint and _outputs_by_entry(hole, s, device):
+        t = by_entry(s.p)
     else:
         t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
         t = split(t, ADJOINT) if adjoint and hole.separable else t
     return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
+
+
+def _apart(hole: Hole, s: Sizes) -> bool:
+    """True where kernels may take one state entry after the other."""
+    return hole.separable and s.n > 1
+
+
+def _outputs_by_entry(hole: Hole, s: Sizes, device: torch.device) -> bool:
+    """True where the output pass takes one state entry after the other: where that is faster.
+
+    With BLOCK entries that is where an entry needs no function, for the others too few warps hide what one takes. With
+    many it is where sequences alone fill the GPU, with so few warps.
+    """
+    if not _apart(hole, s) or s.n <= BLOCK:
+        return _apart(hole, s) and hole.cheap
+    t = by_entry(s.p)
+    return s.n > 2 * BLOCK and segments(s.tokens, -(-s.p // t.BP) * s.rows, t, device)[0] == 1
 
 
 def launch(hole: Hole, sizes: Sizes, adjoint: bool, device: torch.device) -> Launch:
@@ -184,31 +223,52 @@ def _entering(
 ) -> Tensor:  # fmt: skip
     """What enters every segment: states, or with dy cotangents from the segments' ends.
 
-    Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's, and in blocks
-    of state entries where those are separable.
+    Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's.
     """
+    if _apart(hole, go.sizes):
+        return _entering_by_entry(go, hole, args, dy, first, like, ends, arriving)
     if go.tile.G * go.tile.stages > 1:  # wide, and without runs, for which this would need a scan more
         t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
-    elif hole.separable and go.parts == 1:
-        small = split(go.tile, FORWARD)
-        go = replace(go, tile=small, blocks=-(-go.sizes.p // small.BP))
-    fine = finer(go.segments, go.span, go.blocks * go.parts * go.sizes.rows, go.tile, like.device)
+    fine = finer(go.segments, go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
     count = (go.segments - 1) * fine + 1
     span = go.span // fine
     local, product = go.states(like, count), go.states(like, count)
     f = hole.functions
     start(
-        summaries, (go.grid[0] // go.segments * (count - 1), go.parts),
+        summaries, (go.grid[0] // go.segments * (count - 1),),
         args, dy, ends, arriving, local, product, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
         setup=f.setup, load=f.load, step=f.step, rate=getattr(f, "rate", None), kept=getattr(f, "kept", None),
         BEFORE=hole.before, AHEAD=go.tile.skim, **go.shape,
     )  # fmt: skip
+    return _combined(go, local, product, first, dy is not None)[:, :, ::fine].contiguous()
+
+
+def _entering_by_entry(
+    go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor, ends: Tensor | None,
+    arriving: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The same, by one state entry after the other; args: with tokens in rows."""
+    t = by_entry(go.sizes.p)
+    go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
+    fine = finer(go.segments, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
+    count, span = (go.segments - 1) * fine + 1, go.span // fine
+    local, products = go.states(like, count).zero_(), go.states(like, count).fill_(1.0)
+    start(
+        summaries_by_entry, (go.blocks * go.sizes.rows * (count - 1),),
+        args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
+        BEFORE=hole.before, **_functions(hole), **go.entry,
+    )  # fmt: skip
+    return _combined(go, local, products, first, dy is not None)[:, :, ::fine].contiguous()
+
+
+def _combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
+    """What enters every piece [B, H, pieces, N, P], in place of what each adds."""
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, triton.next_power_of_2(size))
     grid = (-(-size // block) * go.sizes.rows,)
-    start(combine, grid, local, product, first, size, count, BLOCK=block, K=8, REVERSE=dy is not None)
-    return local[:, :, ::fine].contiguous()
+    start(combine, grid, local, product, first, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse)
+    return local
 
 
 def fused_scan(
@@ -229,20 +289,38 @@ def fused_scan(
     sizes = sizes_of(spec, operands)
     first = _timed(spec, operands)
     go = launch(spec, sizes, False, first.device)
-    args = _arguments(spec, operands, sizes.heads)
+    apart = _outputs_by_entry(spec, sizes, first.device)
+    args = _arguments(spec, operands, sizes.heads, apart)
     starts = None if state is None else state.contiguous()
     if go.segments > 1:
-        starts = _entering(go, spec, args, None, starts, first)
+        rows = args if apart or not _apart(spec, sizes) else _arguments(spec, operands, sizes.heads, True)
+        starts = _entering(go, spec, rows, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
     final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)
     step = tile_of(spec, sizes, True, first.device).M if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
     f = spec.functions
+    if apart:
+        if starts is None:
+            states = go.states(first, 1).zero_()
+        else:
+            states = starts if go.segments > 1 else starts.unsqueeze(2).clone()
+        start(
+            outputs_by_entry, go.grid, args, y, states, final, saved if keep else None, ends, *go.scalars,
+            BEFORE=spec.before, M=step, U=2 - sizes.n % 2, **_functions(spec), **go.entry,
+        )  # fmt: skip
+        return y, states[:, :, -1].contiguous() if ends is None else final, saved
     start(
         outputs, go.grid, args, y, starts, final, saved if keep else None, ends, *go.scalars,
         setup=f.setup, load=f.load, step=f.step, BEFORE=spec.before, M=step, **go.shape, **go.runs,
     )  # fmt: skip
     return y, final, saved
+
+
+def _functions(hole: Hole) -> dict[str, Any]:
+    """The functions of what takes one state entry after the other."""
+    f = hole.functions
+    return {name: getattr(f, name) for name in ("setup", "plain", "runs", "whole", "ahead", "step")}
 
 
 def _states(sizes: Sizes, like: Tensor, sequences: int) -> Tensor:
@@ -292,7 +370,8 @@ def fused_scan_adjoint(
     dy, dfinal = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
     if go.segments > 1:
-        cotangents = _entering(go, spec, args, dy, entering, dy, ends, arriving)
+        given = _arguments(spec, operands, sizes.heads, True) if _apart(spec, sizes) else args
+        cotangents = _entering(go, spec, given, dy, entering, dy, ends, arriving)
     else:
         cotangents = go.states(dy, 1).zero_() if entering is None else entering.unsqueeze(2).clone()
     wanted = list(zip(spec.operands, operands, needs, strict=True))

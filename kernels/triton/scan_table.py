@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 LANES = 32
-BLOCK = 16  # state entries of a tile of the adjoint and of summaries, if it may be split
+BLOCK = 16  # state entries of a tile of the adjoint, if it may be split
 SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
-SUMMARIES = 32  # warps a processor that summaries of segments are cut into, some of them after others
+ENOUGH = 8  # warps a processor that summaries by entry are cut into
+SUMMARIES = 32  # the same of other summaries, some of them after others
 FULL = 6  # one-warp programs a processor that need no segments beside them
 
 
@@ -67,6 +68,9 @@ ADJOINT: dict[int, Row] = {
     256: (1, 32, 1, 16, 32, 1, 128, 8, 0),
 }
 
+# Forward passes that take one state entry after the other: (K, V, M, span, busy, registers).
+ENTRIES = (16, 2, 32, 128, 8, 0)
+
 # A vector state's tiles in programs of one warp: (tokens, tiles of them under way), by whether a step computes next to
 # nothing.
 ALONE: dict[bool, tuple[int, int]] = {True: (16, 3), False: (8, 3)}
@@ -91,6 +95,14 @@ def tile(table: dict[int, Row], n: int, p: int) -> Tile:
             V = max(V // 2, 1)
     skim = SKIM if warps == 1 and padded > 1 else 1
     return Tile(K, padded, BP, V, warps, M, U, span, busy, registers, skim=skim)
+
+
+def by_entry(p: int) -> Tile:
+    """The tile of forward passes that take K tokens for one state entry after the other."""
+    K, V, M, span, busy, registers = ENTRIES
+    while V > 1 and LANES * V // 2 >= p:
+        V //= 2
+    return Tile(K, 1, LANES * V, V, 1, M, 1, span, busy, registers)
 
 
 def split(t: Tile, table: dict[int, Row]) -> Tile:
@@ -136,9 +148,9 @@ def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple
     return -(-tokens // span), span
 
 
-def finer(count: int, span: int, programs: int, t: Tile, device: torch.device) -> int:
-    """Into how many pieces each of all but one segments is cut, so that their summaries fill the GPU."""
-    wanted = -(-SUMMARIES * _processors(device) // (programs * (count - 1) * t.warps))
+def finer(count: int, span: int, programs: int, t: Tile, warps: int, device: torch.device) -> int:
+    """Into how many pieces each of all but one segments is cut: so that summaries have these warps a processor."""
+    wanted = -(-warps * _processors(device) // (programs * (count - 1) * t.warps))
     pieces = 1
     while pieces < wanted and span % (2 * pieces * t.chunk) == 0 and span >= 2 * pieces * t.span:
         pieces *= 2
