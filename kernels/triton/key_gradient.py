@@ -19,7 +19,18 @@ import triton.language as tl
 
 from dsf.kernels.triton.keywise import GROUP, factors, load_chunk, load_row, meeting, rounded
 from dsf.kernels.triton.packed import place_of_chunk
-from dsf.kernels.triton.tiles import ERASE, READ, SOURCE, load_rows, store_rows
+from dsf.kernels.triton.tiles import (
+    ERASE,
+    READ,
+    SOURCE,
+    load_rows,
+    load_terms,
+    product,
+    split,
+    store_rows,
+    turn,
+    whole,
+)
 
 
 @triton.jit(do_not_specialize=["base", "count"])
@@ -29,15 +40,18 @@ def key_pairs(
     v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """dv of a slice of P; dy_i·x_j and (DELTA) f_i·x_j of j < i, pairs [slices, B, T, H, L or 2L]; alone: dy_i·x_i.
 
-    Of `count` chunks from `base` on. DELTA: also ds, of that slice [slices, B, T, H].
+    Of `count` chunks from `base` on. DELTA: also ds, of that slice [slices, B, T, H]. TERMS: of x and f (DELTA), or
+    of the adjoint state.
     """
     chunk, lane, piece = tl.program_id(0) + base, tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     PITCH: tl.constexpr = 2 * L if DELTA else L
+    X_TERMS: tl.constexpr = TERMS if DELTA else 1
+    BETWEEN: tl.constexpr = tl.float32 if TERMS == 2 else KIND
     v += batch * v_b + head // v_group * v_h
     begin, end = place_of_chunk(table, chunk, tokens, L)
     behind = chunk * L - begin  # rows of slots less rows of tokens
@@ -50,26 +64,28 @@ def key_pairs(
     earlier = local[:, None] > local[None, :]
     at = part + rows.to(tl.int64) * heads
     given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
+    x, x_t = v, v_t
     if DELTA:
-        written = load_rows(entries + flat * P, heads * P, rows, end, columns, P, BP, KIND)
-    else:
-        written = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
-    tl.store(alone + at, tl.sum(given.to(tl.float32) * written.to(tl.float32), axis=1), mask=rows < end)
-    products = tl.where(earlier, tl.dot(given, tl.trans(written), input_precision=PRECISION), 0.0)
-    store_rows(pairs, heads * PITCH, rows, end, local, L, L, products)
+        x, x_t = entries + flat * P * X_TERMS, heads * P * X_TERMS
+    written = load_terms(x, x_t, rows, end, columns, P, BP, KIND, X_TERMS)
+    tl.store(alone + at, tl.sum(given.to(tl.float32) * whole(written, X_TERMS), axis=1), mask=rows < end)
+    written = turn(written)
+    products = tl.where(earlier, product((given, given), written, 1, X_TERMS, PRECISION), 0.0)
+    store_rows(pairs, heads * PITCH, rows, end, local, L, L, rounded(products, BETWEEN, PRECISION))
     if DELTA:
-        adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P
-        f = load_rows(adjoint_entries, heads * P, rows, end, columns, P, BP, KIND)
-        products = tl.where(earlier, tl.dot(f, tl.trans(written), input_precision=PRECISION), 0.0)
-        store_rows(pairs + L, heads * PITCH, rows, end, local, L, L, products)
-        grad_v = f.to(tl.float32)
+        adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * X_TERMS
+        f = load_terms(adjoint_entries, heads * P * X_TERMS, rows, end, columns, P, BP, KIND, X_TERMS)
+        products = tl.where(earlier, tl.dot(f[0], written[0], input_precision=PRECISION), 0.0)
+        store_rows(pairs + L, heads * PITCH, rows, end, local, L, L, rounded(products, BETWEEN, PRECISION))
+        grad_v = whole(f, X_TERMS)
         if SOURCE_WANTED:
             values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
             tl.store(ds + at, tl.sum(grad_v * values, axis=1), mask=rows < end)
     else:
-        adjoint = _load_state(adjoints + (lane * count + chunk - base) * N * P, keys, columns, N, P, KIND)
+        adjoints += (lane * count + chunk - base) * N * P
+        adjoint = split(_load_state(adjoints, keys, columns, N, P, tl.float32), TERMS, KIND)
         kept = load_chunk(writes + (lane * length + chunk * L) * N, local, keys, N, BN).to(KIND)
-        grad_v = tl.dot(kept, adjoint, input_precision=PRECISION)
+        grad_v = product((kept, kept), adjoint, 1, TERMS, PRECISION)
         scores = tl.trans(load_rows(scores_of + flat * L, heads * L, rows, end, local, L, L, KIND))
         if READ_SCALED:
             scores = (scores.to(tl.float32) * tl.load(scalars + READ * plane + rows)[None, :]).to(KIND)
@@ -88,7 +104,7 @@ def key_gradient(
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, ONCE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """A slice of P's part of the gradients, to be summed, BK keys a program; of `count` chunks from `base` on.
 
@@ -106,11 +122,12 @@ def key_gradient(
     size = tl.num_programs(1).to(tl.int64) * tokens
     part = flat + piece * size
     PITCH: tl.constexpr = 2 * L if DELTA else L
+    X_TERMS: tl.constexpr = TERMS if DELTA else 1
     if DELTA:
-        x, x_t = entries + flat * P, heads * P
+        x, x_t = entries + flat * P * X_TERMS, heads * P * X_TERMS
     else:
         x, x_t = v, v_t
-    adjoint_entries += ((batch * count - base) * L * heads + head) * P
+    adjoint_entries += ((batch * count - base) * L * heads + head) * P * X_TERMS
     running += lane * length * N
     first_levels += lane * (length // L)
     at_scalars = flat + (piece * BLOCKS + block) * size
@@ -124,8 +141,8 @@ def key_gradient(
                 q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, LEVELS - 1, pairs + part * PITCH, alone + part,
                 adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
                 ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads,
-                plane, length, keys, columns, True,
-                N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
+                plane, length, keys, columns, True, N, P, BK, BP, L, LEVELS,
+                DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION, TERMS,
             )  # fmt: skip
     else:
         for chunk in tl.range(first_chunk + base, base + tl.minimum(first_chunk + GROUP, count), num_stages=1):
@@ -135,8 +152,8 @@ def key_gradient(
                     q, q_t, k, k_t, dy + flat * P, x, x_t, scalars, running, first, pairs + part * PITCH, alone + part,
                     adjoint_entries, states, adjoints, dq + part * N, dk + part * N, dg + part * N,
                     ds + at_scalars, db + at_scalars, dc + at_scalars, chunk, lane, base, count, table, tokens, heads,
-                    plane, length, keys, columns, False,
-                    N, P, BK, BP, L, LEVELS, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
+                    plane, length, keys, columns, False, N, P, BK, BP, L, LEVELS,
+                    DELTA, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION, TERMS,
                 )  # fmt: skip
 
 
@@ -148,14 +165,17 @@ def _of_keys(
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
     DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and the scalars' gradients of one chunk, in parts that load what they need again."""
     PITCH: tl.constexpr = 2 * L if DELTA else L
+    F_PITCH: tl.constexpr = P * (TERMS if DELTA else 1)
+    BETWEEN: tl.constexpr = tl.float32 if TERMS == 2 else KIND
     local = tl.arange(0, L)
     begin, end = place_of_chunk(table, chunk, tokens, L)
     rows = begin + local
     scalars += chunk * L - begin
-    adjoint_entries += (lane * 0 + chunk * L - begin) * heads * P
+    adjoint_entries += (lane * 0 + chunk * L - begin) * heads * F_PITCH
     running += chunk * L * N
     state_of += (lane * (length // L) + chunk) * N * P
     adjoint_of += (lane * count + chunk - base) * N * P
@@ -174,7 +194,7 @@ def _of_keys(
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
     read, log = _reads(
         dy, heads * P, pairs, heads * PITCH, state_of, rows_q, rows_k, running, first, rows, end, keys, columns,
-        local, ONCE, N, P, BK, BP, L, LEVELS, KIND, PRECISION,
+        local, ONCE, N, P, BK, BP, L, LEVELS, KIND, BETWEEN, PRECISION,
     )  # fmt: skip
     read += tl.load(alone + at, mask=rows < end, other=0.0)[:, None] * rows_k
     if READ_WANTED:
@@ -189,8 +209,8 @@ def _of_keys(
         rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
         read, of_erased = _reads(
-            adjoint_entries, heads * P, pairs + L, heads * PITCH, state_of, rows_k * strength, rows_k, running, first,
-            rows, end, keys, columns, local, ONCE, N, P, BK, BP, L, LEVELS, KIND, PRECISION,
+            adjoint_entries, heads * F_PITCH, pairs + L, heads * PITCH, state_of, rows_k * strength, rows_k, running,
+            first, rows, end, keys, columns, local, ONCE, N, P, BK, BP, L, LEVELS, KIND, BETWEEN, PRECISION,
         )  # fmt: skip
         log += of_erased
         z = read * strength
@@ -200,7 +220,7 @@ def _of_keys(
     adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
     written = load_rows(x, x_t, rows, end, columns, P, BP, KIND)
     into = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
-    weights = tl.trans(load_rows(pairs, heads * PITCH, rows, end, local, L, L, KIND))
+    weights = tl.trans(load_rows(pairs, heads * PITCH, rows, end, local, L, L, BETWEEN))
     rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
     rows_q = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32)
     if SCALED and not DELTA:
@@ -210,18 +230,18 @@ def _of_keys(
     own = load_chunk(running, local, keys, N, BK)
     if DELTA:
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
-        erasing = tl.trans(load_rows(pairs + L, heads * PITCH, rows, end, local, L, L, KIND))
+        erasing = tl.trans(load_rows(pairs + L, heads * PITCH, rows, end, local, L, L, BETWEEN))
     if ONCE:
         middle = load_row(running, L // 2 - 1, keys, N)
         gap = own - middle[None, :]
         reader, writer = tl.exp2(gap), tl.exp2(-gap)
-        source = rounded(rows_k * writer, KIND, PRECISION).to(tl.float32)
+        source = rounded(rows_k * writer, BETWEEN, PRECISION).to(tl.float32)
         into *= tl.exp2(last - middle)[None, :]
         of_end += tl.sum(into * source, axis=0)
-        into = tl.dot(weights, rounded(rows_q * reader, KIND, PRECISION), into, input_precision=PRECISION)
+        into = tl.dot(weights, rounded(rows_q * reader, BETWEEN, PRECISION), into, input_precision=PRECISION)
         if DELTA:
             into = tl.dot(
-                erasing, rounded(rows_k * strength * reader, KIND, PRECISION), into, input_precision=PRECISION
+                erasing, rounded(rows_k * strength * reader, BETWEEN, PRECISION), into, input_precision=PRECISION
             )
         log -= into * source
         z += into * writer
@@ -230,12 +250,12 @@ def _of_keys(
         of_end += tl.sum(into * rows_k, axis=0)
         into, of_writes = _by_levels(
             into, into * rows_k, weights, rows_q, rows_k, running, first, own, local, keys,
-            False, LEVELS, N, BK, KIND, PRECISION,
+            False, LEVELS, N, BK, BETWEEN, PRECISION,
         )  # fmt: skip
         if DELTA:
             into, of_writes = _by_levels(
                 into, of_writes, erasing, rows_k * strength, rows_k, running, first, own, local, keys,
-                False, LEVELS, N, BK, KIND, PRECISION,
+                False, LEVELS, N, BK, BETWEEN, PRECISION,
             )  # fmt: skip
         log -= of_writes
         z += into
@@ -254,26 +274,26 @@ def _of_keys(
 def _reads(
     field, field_t, pairs, pairs_t, state_of, mine, rows_k, running, first, rows, end, keys, columns, local,
     ONCE: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, KIND: tl.constexpr, BETWEEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What rows read of the first state (by its products with `field`) and of earlier rows; and that times mine."""
     state = _load_state(state_of, keys, columns, N, P, KIND)
     own = load_chunk(running, local, keys, N, BK)
-    weights = load_rows(pairs, pairs_t, rows, end, local, L, L, KIND)
+    weights = load_rows(pairs, pairs_t, rows, end, local, L, L, BETWEEN)
     read = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
     read = tl.dot(read, tl.trans(state), input_precision=PRECISION)
     if ONCE:
         middle = load_row(running, L // 2 - 1, keys, N)
         gap = own - middle[None, :]
-        reader, source = tl.exp2(gap), rounded(rows_k * tl.exp2(-gap), KIND, PRECISION)
+        reader, source = tl.exp2(gap), rounded(rows_k * tl.exp2(-gap), BETWEEN, PRECISION)
         read = tl.dot(weights, source, read * tl.exp2(middle)[None, :], input_precision=PRECISION)
-        log = read * rounded(mine * reader, KIND, PRECISION).to(tl.float32)
+        log = read * rounded(mine * reader, BETWEEN, PRECISION).to(tl.float32)
         read *= reader
     else:
         read *= tl.exp2(own)
         read, log = _by_levels(
             read, read * mine, weights, rows_k, mine, running, first, own, local, keys,
-            True, LEVELS, N, BK, KIND, PRECISION,
+            True, LEVELS, N, BK, BETWEEN, PRECISION,
         )  # fmt: skip
     return read, log
 
@@ -282,7 +302,7 @@ def _reads(
 def _by_levels(
     out, log, weights, x, mine, running, first, own, local, keys,
     READS: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    BETWEEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out + Σ_j weights[i, j] exp(-|G_i - G_j|) x_j of rows that i reads (READS) or that read i; log + mine ⊙ that."""
     meet = meeting(local, first)
@@ -291,10 +311,10 @@ def _by_levels(
             factor, other = factors(running, own, local, keys, level, N, BK)
         else:
             other, factor = factors(running, own, local, keys, level, N, BK)
-        there = rounded(x * other, KIND, PRECISION)
+        there = rounded(x * other, BETWEEN, PRECISION)
         products = tl.dot(tl.where((meet >> level) == 1, weights, 0.0), there, input_precision=PRECISION)
         out += products * factor
-        log += products * rounded(mine * factor, KIND, PRECISION).to(tl.float32)
+        log += products * rounded(mine * factor, BETWEEN, PRECISION).to(tl.float32)
     return out, log
 
 

@@ -19,6 +19,7 @@ from dsf.kernels.triton.launch import launch
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.matrix import _Call
+    from dsf.kernels.triton.table import Tiles
     from dsf.kernels.triton.walks import Adjoints
 
 
@@ -27,8 +28,9 @@ class KeyRows:
     """What a call makes of its rows, each empty where it has no use.
 
     running: G [B·H, chunks · L, N]; first_levels [B·H, chunks]; scores [B, T, H, L]; reads, writes, erased
-    [B, T', H, N] in memory that has all chunks of a head in one piece. Left by the forward walk: entries [B, T, H, P],
-    states [B, H, chunks, N, P], and passed: what each of several segments does to its first state [segments, B·H, ·].
+    [B, T', H, N] in memory that has all chunks of a head in one piece; rest: what rounding leaves of scores (delta
+    rules) or reads. Left by the forward walk: entries [B, T, H, P · terms], states [B, H, chunks, N, P], and passed:
+    what each of several segments does to its first state [segments, B·H, ·].
     """
 
     running: Tensor
@@ -37,6 +39,7 @@ class KeyRows:
     reads: Tensor
     writes: Tensor
     erased: Tensor
+    rest: Tensor
     entries: Tensor
     states: Tensor
     passed: Tensor
@@ -47,55 +50,59 @@ class KeyRows:
 
 
 def room(
-    like: Tensor, heads: int, p: int, chunks: int, chunk: int, delta: bool, keep: bool, segments: int = 0
+    like: Tensor, heads: int, p: int, chunks: int, found: Tiles, delta: bool, keep: bool, segments: int = 0
 ) -> KeyRows:
-    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the forward walk leaves.
+    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the backward pass uses.
 
     segments: into which sequences are cut, if they are.
     """
     batch, tokens, _, n = like.shape
     stored = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
+    chunk, twice = found.chunk, found.key_terms == 2
 
     def empty(*shape: int, dtype: torch.dtype = stored, wanted: bool = True) -> Tensor:
         return like.new_empty(shape if wanted else (0,), dtype=dtype)
 
-    reads, writes, erased = (empty(batch, heads, chunks * chunk, n, wanted=delta or i < 2) for i in range(3))
+    def rows(wanted: bool = True) -> Tensor:
+        made = empty(batch, heads, chunks * chunk, n, wanted=wanted)
+        return made.transpose(1, 2) if wanted else made
+
     return KeyRows(
         empty(batch * heads, chunks * chunk, n, dtype=torch.float32),
         empty(batch * heads, chunks, dtype=torch.int32),
         empty(batch, tokens, heads, chunk),
-        reads.transpose(1, 2), writes.transpose(1, 2), erased.transpose(1, 2) if delta else erased,
-        empty(batch, tokens, heads, p, wanted=keep and delta),
-        empty(batch, heads, chunks, n, p, wanted=keep),
+        rows(), rows(), rows(delta),
+        empty(batch, tokens, heads, chunk, wanted=twice) if delta else rows(twice and keep),
+        empty(batch, tokens, heads, p * found.key_terms, wanted=keep and delta),
+        empty(batch, heads, chunks, n, p, dtype=torch.float32 if found.wide_states else stored, wanted=keep),
         empty(segments, batch * heads, *(n,) * (2 if delta else 1), dtype=torch.float32, wanted=keep and segments > 0),
     )  # fmt: skip
 
 
-def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor, Tensor]:
+def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
     """Prepare the chunks of log decays g [B, T, Hg, N]; keep: for the backward pass, too.
 
-    Beside the rows what the transform inverts [B, T, H, L] (delta rules), and what rounding left of what rows read.
+    Beside the rows what the transform inverts [B, T, H, L] (delta rules), or what rounding left of the written keys.
     """
-    made = room(call.q, call.heads, call.p, call.chunks, call.tiles.chunk, call.delta, keep)
-    system = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.scores
+    made = room(call.q, call.heads, call.p, call.chunks, call.tiles, call.delta, keep)
+    left = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.writes
     t, rows = call.tiles, (*call.rows(call.q), *call.rows(call.k), *call.rows(g))
-    rest = made.scores
-    if t.read_terms == 2:
-        rest = torch.empty_like(made.scores if call.delta else made.reads)
+    if t.key_terms == 2 and not call.delta:
+        left = torch.empty_like(made.writes)
     sizes = {name: x for name, x in call.sizes.items() if name not in ("P", "BN")}
-    sizes |= {"BK": call.key_block, "LEVELS": call.levels, "DELTA": call.delta, "KEEP": keep, "TERMS": t.read_terms}
+    sizes |= {"BK": call.key_block, "LEVELS": call.levels, "DELTA": call.delta, "KEEP": keep, "TERMS": t.key_terms}
     launch(
         prepare_keys, (call.chunks, call.lanes),
         call.q, call.k, g, made.running, made.reads, made.erased if call.delta else made.writes, made.writes,
-        made.scores, rest, system, made.first_levels, call.chunk_table, call.tokens, call.heads, call.length, *rows,
-        num_warps=t.prepare_warps, **sizes,
+        made.scores, made.rest, left, left, made.first_levels, call.chunk_table,
+        call.tokens, call.heads, call.length, *rows, num_warps=t.prepare_warps, **sizes,
     )  # fmt: skip
     launch(
         prepare_far_keys, (-(-call.chunks // GROUP.value), call.lanes),
-        call.q, call.k, g, made.running, made.scores, rest, system, made.first_levels,
+        call.q, call.k, g, made.running, made.scores, made.rest, left, made.first_levels,
         call.chunk_table, call.tokens, call.heads, call.length, *rows, num_warps=t.prepare_warps, **sizes,
     )  # fmt: skip
-    return made, system, rest
+    return made, left
 
 
 def key_scalars(
@@ -117,12 +124,13 @@ def key_gradients(
     t, (dq, dk, dv), (dg, ds, db, dc) = call.tiles, rows, scalars
     pieces, blocks = dq.shape[0], -(-call.n // call.key_block)
     lead = (pieces, call.batch, call.tokens, call.heads)
-    pairs = call.empty(*lead, t.chunk * (2 if call.delta else 1))
+    width = t.chunk * (2 if call.delta else 1)
+    pairs = call.empty(*lead, width, dtype=torch.float32 if t.key_terms == 2 else None)
     alone = call.empty(*lead, dtype=torch.float32)
     sizes = (call.tokens, call.heads, call.length, call.plane, found.base, found.chunks)
     common = {
         "BP": t.gradient_piece, "DELTA": call.delta, "SCALED": call.scaled, "READ_SCALED": call.read,
-        "SOURCE_WANTED": source_wanted, "num_stages": 2, **call.sizes,
+        "SOURCE_WANTED": source_wanted, "num_stages": 2, **call.sizes, "TERMS": t.key_terms,
     }  # fmt: skip
     launch(
         key_pairs, (found.chunks, call.lanes, pieces),

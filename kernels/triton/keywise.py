@@ -30,7 +30,7 @@ REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 
 @triton.jit
 def prepare_keys(
-    q, k, g, running, reads, erased, writes, scores, rest, system, first_levels, table,
+    q, k, g, running, reads, erased, writes, scores, rest, rest_of_writes, system, first_levels, table,
     tokens, heads, length,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, g_b, g_t, g_h, g_group,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
@@ -41,7 +41,8 @@ def prepare_keys(
     DELTA: also the erased keys, and system, the scores of k_i with k_j for i > j. BK keys at a time. first_levels
     [B·H, chunks]: the highest where all rows meet at once; elsewhere 0, and some scores are left to prepare_far_keys.
     KEEP: all of G is wanted, else of most chunks two rows. TERMS 2: also `rest`, what rounding leaves of the scores
-    [B, T, H, L] (DELTA), or of the queries' rows. Products between rows are of 11 bits: three more than bfloat16's.
+    [B, T, H, L] (DELTA); else of written keys, and (KEEP), in `rest`, of the queries' rows. Products between rows are
+    of 11 bits: three more than bfloat16's.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
@@ -72,14 +73,16 @@ def prepare_keys(
         last, middle = load_row(running, L - 1, keys, N), load_row(running, L // 2 - 1, keys, N)
         beyond = tl.maximum(tl.abs(own - middle[None, :]) - REACH, -own - SPAN)
         far = tl.maximum(far, tl.max(beyond, axis=1))
-        store_chunk(writes + here, rows_k.to(tl.float32) * tl.exp2(last[None, :] - own), local, keys, N, BK)
+        written = rows_k.to(tl.float32) * tl.exp2(last[None, :] - own)
+        store_chunk(writes + here, written, local, keys, N, BK)
+        if TERMS == 2 and not DELTA:
+            store_chunk(rest_of_writes + here, written - written.to(KIND).to(tl.float32), local, keys, N, BK)
         weighed = operand(rows_k.to(tl.float32) * tl.exp2(tl.minimum(-own, SPAN)), PRECISION)
         from_start = tl.exp2(own)
         readers = rows_q.to(tl.float32) * from_start
         store_chunk(reads + here, readers, local, keys, N, BK)
-        if TERMS == 2 and not DELTA:
-            left = readers - readers.to(KIND).to(tl.float32)
-            store_chunk(rest + here, left, local, keys, N, BK)
+        if TERMS == 2 and KEEP and not DELTA:
+            store_chunk(rest + here, readers - readers.to(KIND).to(tl.float32), local, keys, N, BK)
         readers = tl.trans(operand(readers, PRECISION))
         between_rows += tl.dot(weighed, readers, input_precision=PRECISION)  # sources down, readers across
         if DELTA:

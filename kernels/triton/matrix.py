@@ -66,6 +66,7 @@ class _Call:
         self.length = self.chunks * self.tiles.chunk
         self.plane = self.lanes * self.length
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.state_dtype = torch.float32 if self.tiles.wide_states else self.stored
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
         if positive and s is not None and self.decay == 1 and not self.delta:  # between rows they go into exponents
@@ -82,17 +83,19 @@ class _Call:
             self.key_block = min(self.tiles.keys, self.key_block)
         self.levels = self.tiles.chunk.bit_length() - 1
         self.scalars = self._prepare(None if self.keywise else g, s, b, c)
-        self.running = self.first_levels = self.scores = self.system = self.rest = q
+        self.running = self.first_levels = self.scores = self.system = q
         self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
+        self.rest_of_reads = self.rest_of_writes = q  # what rounding left of them, or of scores
         self.made: KeyRows | None = None
         if self.keywise:
             assert g is not None
             if kept:
                 self.made = KeyRows(*kept)
             else:
-                self.made, self.system, self.rest = prepared(self, g, kept is not None)
+                self.made, left = prepared(self, g, kept is not None)
+                self.system, self.rest_of_writes = left, self.made.rest if self.delta else left
             self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
-            self.reads, self.writes = self.made.reads, self.made.writes
+            self.reads, self.writes, self.rest_of_reads = self.made.reads, self.made.writes, self.made.rest
             self.erased = self.made.erased if self.delta else self.writes
 
     @property
@@ -162,7 +165,7 @@ class _Call:
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept."""
-        return self.empty(self.batch, self.heads, chunks, self.n, self.p)
+        return self.empty(self.batch, self.heads, chunks, self.n, self.p, dtype=self.state_dtype)
 
     def segments(self, count: int | None = None) -> Tensor:
         """Uninitialised states of segments [segments, B, H, N, P]."""
@@ -200,7 +203,9 @@ class _Call:
     @property
     def kept_terms(self) -> int:
         """Terms in which the backward pass keeps a delta rule's entries and their gradients."""
-        return self.tiles.walk_terms if self.delta else 1
+        if not self.delta:
+            return 1
+        return self.tiles.key_terms if self.keywise else self.tiles.walk_terms
 
     @property
     def beside(self) -> bool:
@@ -337,7 +342,7 @@ def _chunk_matrix_shapes(
         chunks = slots(tokens, packed.count, chunk)
     if kept is not None and _kind(decay) == "key":
         parts = 0 if count == 1 else count if packed is None else slots(chunks, packed.count, span)
-        kept += room(q, heads, p, chunks, chunk, erase is not None, True, parts).tensors()
+        kept += room(q, heads, p, chunks, found, erase is not None, True, parts).tensors()
     if kept is not None and packed is None:
         most = found.stretches if normal is None else found.normal_stretches
         kind = _kind(decay) if erase is None else "delta"

@@ -35,7 +35,10 @@ class Tiles:
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states, with the
     delta rule of e, its adjoint and scores, too; state_terms: of a delta rule's states, right sides and their inverse;
     right_terms: of the latter two at most, but where e is made to be kept;
-    read_terms: of what outputs are made of where decays differ by key, scores (delta rules) or queries and states;
+    key_terms: where decays differ by key, of scores and of e and its adjoint as they are kept (delta rules), or of the
+    rows that are written into states and the states that are read; 2: the products between rows of gradients in tf32;
+    read_terms: there, of e as it is read; wide_states: states are kept in float32 for the backward pass;
+    saved_stages: at most, of the forward walk when it leaves states and entries;
     ahead: walks keep a chunk's values in registers from one chunk before, which shared memory has no third place for;
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
     entries where transitions are diagonal plus rank one; gradient_heads: at most, that share q and k and one chunk's
@@ -66,7 +69,10 @@ class Tiles:
     gradient_stages: int = 2
     prepare_warps: int = 4
     walk_terms: int = 1
+    key_terms: int = 1
     read_terms: int = 1
+    wide_states: bool = False
+    saved_stages: int = 3
     ahead: bool = False
     state_terms: int = 1
     right_terms: int = 2
@@ -120,7 +126,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
             entry_warps=4, entry_piece=wide,
         )  # fmt: skip
     stages = 3
-    reverse = 2 if decay == "scalar" and delta and keys > 64 else stages
+    reverse = 2 if decay != "none" and delta and keys > 64 else stages
     if decay == "scalar" and not delta and keys > 64 and wide <= 64:
         stages = 2  # two programs a processor, of which there are many where one slice holds all channels
     walk = 8 if decay == "key" and delta and keys > 64 else 4
@@ -132,7 +138,9 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
-        right_terms=1 if keys > 64 else 2, read_terms=2 if exact else 1, ahead=exact,
+        right_terms=1 if keys > 64 else 2, key_terms=2 if exact else 1,
+        read_terms=2 if exact and keys <= 64 else 1, wide_states=exact and not delta, ahead=exact,
+        saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
     )  # fmt: skip
 

@@ -98,6 +98,15 @@ def first_term(x, TERMS: tl.constexpr):
 
 
 @triton.jit
+def whole(x, TERMS: tl.constexpr):
+    """Both terms in float32."""
+    out = x[0].to(tl.float32)
+    if TERMS == 2:
+        out += x[1].to(tl.float32)
+    return out
+
+
+@triton.jit
 def product(a, b, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, out=None):
     """out + a b, of operands in A and B terms (`split`); that of both second terms is left out."""
     if out is None:

@@ -8,8 +8,11 @@ SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale
 TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written; with the delta rule
 of scores, and of e and its adjoint as they are kept, too. STATE_TERMS: with the delta rule of states; RIGHT_TERMS: of
 right sides and their inverse.
-READ_TERMS 2: of KEYWISE scores (DELTA) or queries, too, left in `rest_of`, and of the states that these read.
-AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used.
+KEY_TERMS, where KEYWISE: of scores (DELTA), with e and its adjoint as they are kept; else of the rows that are written
+into states and the states that are read. What rounding left of scores or rows is in `rest_of`. READ_TERMS: of e as y
+reads it (KEYWISE).
+AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used; forwards
+scores, too, of which shared memory has no room for what rounding left in three stages.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
 either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
@@ -57,7 +60,8 @@ def forward_walk(
     SCORED: tl.constexpr, PITCH: tl.constexpr, NORMAL: tl.constexpr, LOADS: tl.constexpr, FINISH: tl.constexpr,
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, READ_TERMS: tl.constexpr, LATE: tl.constexpr, RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
+    AHEAD: tl.constexpr, KEY_TERMS: tl.constexpr, READ_TERMS: tl.constexpr, LATE: tl.constexpr,
+    RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state (FINAL; of packed ones of each segment).
 
@@ -80,11 +84,11 @@ def forward_walk(
     scalars += lane * length
     solve += (batch * tokens * heads + head) * PITCH
     scores_of += (batch * tokens * heads + head) * PITCH
-    rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * q_b + head // q_group * q_h
+    rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * k_b + head // k_group * k_h
     flat = (batch * tokens * heads + head) * P
     y += flat
-    ROW_TERMS: tl.constexpr = TERMS if DELTA else 1
-    SCORE_TERMS: tl.constexpr = READ_TERMS if KEYWISE and DELTA else ROW_TERMS
+    ROW_TERMS: tl.constexpr = (KEY_TERMS if KEYWISE else TERMS) if DELTA else 1
+    ENTRY_TERMS: tl.constexpr = READ_TERMS if KEYWISE and DELTA else ROW_TERMS
     WRITE_TERMS: tl.constexpr = TERMS if DELTA or DECAY or SCALED else 1
     entries += flat * ROW_TERMS
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, SUMMARY)
@@ -117,9 +121,10 @@ def forward_walk(
     if AHEAD:
         next_rows = first * L + local + shift
         next_write = load_rows(v, v_t, next_rows, filled, columns, P, BP, KIND)
-        if READ_TERMS == 2 and DELTA:
+        if KEY_TERMS == 2 and DELTA:
             next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
-            next_rest = load_rows(rest_of, heads * PITCH, next_rows, within, local, L, L, KIND)
+            if STAGES > 2:
+                next_rest = load_rows(rest_of, heads * PITCH, next_rows, within, local, L, L, KIND)
     if LATE:
         held = tl.zeros([L, BP], y.dtype.element_ty)
     for chunk in tl.range(first, stop, num_stages=STAGES):
@@ -134,10 +139,15 @@ def forward_walk(
         if AHEAD:
             write = next_write
             next_write = load_rows(v, v_t, rows + L, filled, columns, P, BP, KIND)
-            if READ_TERMS == 2 and DELTA:
-                scores, rest = next_scores, next_rest
+            if KEY_TERMS == 2 and DELTA:
+                scores = next_scores
+                if STAGES > 2:
+                    rest = next_rest
+                else:
+                    rest = load_rows(rest_of, heads * PITCH, rows, within, local, L, L, KIND)
                 next_scores = load_rows(scores_of, heads * PITCH, rows + L, within, local, L, L, KIND)
-                next_rest = load_rows(rest_of, heads * PITCH, rows + L, within, local, L, L, KIND)
+                if STAGES > 2:
+                    next_rest = load_rows(rest_of, heads * PITCH, rows + L, within, local, L, L, KIND)
         else:
             write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
         written = write, write
@@ -173,7 +183,7 @@ def forward_walk(
                 store_terms(entries, heads * P * ROW_TERMS, rows, within, columns, P, BP, written, ROW_TERMS)
         if OUTPUT:
             rows_q = load_rows(q, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
-            if READ_TERMS == 2 and DELTA:
+            if KEY_TERMS == 2 and DELTA and KEYWISE:
                 tl.static_assert(AHEAD)
                 weights_of = scores, rest
             elif SCORED:
@@ -182,9 +192,7 @@ def forward_walk(
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
             out = product((rows_q, rows_q), seen, 1, STATE_TERMS, PRECISION)
-            if READ_TERMS == 2 and not DELTA:
-                rest = load_rows(rest_of, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
-                out += tl.dot(rest, seen[0], input_precision=PRECISION)
+            if KEY_TERMS == 2 and not DELTA:
                 out += tl.dot(rows_q, (state - seen[0].to(tl.float32)).to(KIND), input_precision=PRECISION)
             if NORMAL:
                 den = tl.sum(rows_q.to(tl.float32) * weight[None, :], axis=1)
@@ -210,7 +218,7 @@ def forward_walk(
                 tl.store(weights + lane * tokens + rows, den, mask=(rows < end) & (piece == 0))
             if not (SCORED and DELTA):
                 weights_of = split(scores, ROW_TERMS, KIND)
-            out = product(weights_of, written, SCORE_TERMS, ROW_TERMS, PRECISION, out)
+            out = product(weights_of, written, ROW_TERMS, ENTRY_TERMS, PRECISION, out)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
@@ -245,6 +253,9 @@ def forward_walk(
             state = product((rows_k, rows_k), written, 1, WRITE_TERMS, PRECISION, state)
         else:
             state += tl.dot(rows_k, write, input_precision=PRECISION)
+            if KEY_TERMS == 2:
+                rest = tl.trans(load_rows(rest_of, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND))
+                state += tl.dot(rest, write, input_precision=PRECISION)
             if WRITE_TERMS == 2:
                 state += tl.dot(rows_k, (exact - kept).to(KIND), input_precision=PRECISION)
     if LATE:
@@ -271,14 +282,14 @@ def forward_walk(
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def reverse_walk(
-    q, k, erased, dy, scalars, running, scores_of, solve, adjoint_entries, adjoints, start, final, table,
+    q, k, erased, dy, scalars, running, scores_of, rest_of, solve, adjoint_entries, adjoints, start, final, table,
     tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
+    AHEAD: tl.constexpr, KEY_TERMS: tl.constexpr, RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
@@ -303,7 +314,8 @@ def reverse_walk(
     within = end
     if WHOLE:
         within = None
-    ROW_TERMS: tl.constexpr = TERMS if DELTA else 1
+    rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * q_b + head // q_group * q_h
+    ROW_TERMS: tl.constexpr = (KEY_TERMS if KEYWISE else TERMS) if DELTA else 1
     GIVEN_TERMS: tl.constexpr = TERMS if READ_SCALED or DECAY else 1
     adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P * ROW_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
@@ -328,7 +340,7 @@ def reverse_walk(
         rows_of_k = chunk * L + local if KEYWISE else rows
         rows_q = load_rows(q, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
         if AHEAD:
-            given, ahead_scores = next_given, next_scores
+            given, scores = next_given, next_scores
             next_rows = tl.maximum(rows - L, 0)
             next_given = load_rows(dy, heads * P, next_rows, within, columns, P, BP, KIND)
             next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
@@ -337,7 +349,9 @@ def reverse_walk(
         if DELTA:
             rows_k = load_rows(k, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
             if AHEAD:
-                scores = tl.trans(ahead_scores)
+                rest = load_rows(rest_of, heads * PITCH, rows, end, local, L, L, KIND)
+                weights_of = turn((scores, rest))
+                scores = weights_of[0]
             elif SCORED:
                 weights_of = turn(load_terms(scores_of, heads * PITCH, rows, within, local, L, L, KIND, ROW_TERMS))
                 scores = weights_of[0]
@@ -349,8 +363,10 @@ def reverse_walk(
             if not SCORED:
                 scores = tl.where(causal, scores, 0.0)
             if READ_SCALED and not DECAY:
+                if AHEAD:
+                    scores = scores.to(tl.float32) + weights_of[1].to(tl.float32)
                 scores *= tl.load(scalars + READ * plane + rows)[None, :]
-            if not (SCORED and DECAY):
+            if not (SCORED and DECAY) and (READ_SCALED or not AHEAD):
                 weights_of = split(scores, ROW_TERMS, KIND)
             carried = product(weights_of, (given, given), ROW_TERMS, 1, PRECISION, carried)
             inverse = turn(load_terms(solve, heads * PITCH, rows, within, local, L, L, KIND, RIGHT_TERMS))
@@ -380,6 +396,9 @@ def reverse_walk(
             state = product((rows_q, rows_q), read, 1, GIVEN_TERMS, PRECISION, state)
         else:
             state += tl.dot(rows_q, given, input_precision=PRECISION)
+            if KEY_TERMS == 2:
+                rest = tl.trans(load_rows(rest_of, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND))
+                state += tl.dot(rest, given, input_precision=PRECISION)
             if GIVEN_TERMS == 2:
                 state += tl.dot(rows_q, (exact - main).to(KIND), input_precision=PRECISION)
         if DELTA:
@@ -407,12 +426,12 @@ def both_walks(
         reverse_walk(
             *reverse, tokens, heads, pieces, per_piece, base, limit, length, plane, *reverse_rows,
             N, P, BN, BP, L, DECAY, False, False, READ_SCALED, False, PITCH, START, True, True,
-            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False, 1, False,
+            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False, 1, 1, False,
         )  # fmt: skip
     else:
         forward_walk(
             *forward, tokens, heads, pieces, per_piece, base, limit, pieces, length, plane, *forward_rows,
             N, P, BN, BP, L, DECAY, False, False, SCALED, READ_SCALED, False, PITCH, 0, None, None,
             1, False, True, False, False, KIND, PRECISION, TERMS, 1, STAGES,
-            False, 1, False, 1, False,
+            False, 1, 1, False, 1, False,
         )  # fmt: skip

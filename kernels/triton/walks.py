@@ -91,11 +91,11 @@ def forward_launch(
     late = t.late and y is not None
     if late and t.walk_stages > 2:
         late = pieces * call.lanes * call.count > limits(call.q.device)[1]
-    stages = 2 if late else t.walk_stages
+    stages = 2 if late else t.walk_stages if saved is None else min(t.walk_stages, t.saved_stages)
     launch(
         forward_walk, (pieces, call.lanes, call.count),
-        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, scores_of(call, solve), call.rest,
-        solve, unused if y is None else y, entries, states, unused if start is None else start,
+        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, scores_of(call, solve),
+        call.rest_of_writes, solve, unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
         (call.q,) if call.finish is None else (call.finish[2] or (call.q,)), call.segment_table,
         call.tokens, call.heads, call.count, call.span, *chunks, 0, call.length, call.plane,
@@ -107,8 +107,8 @@ def forward_launch(
         START=0 if start is None else every, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
         RIGHT_TERMS=t.state_terms if back else call.right_terms, WHOLE=call.whole,
-        STAGES=stages, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=late, num_warps=t.walk_warps, num_stages=stages,
-        **call.terms, **call.sizes,
+        STAGES=stages, KEY_TERMS=t.key_terms, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=late,
+        num_warps=t.walk_warps, num_stages=stages, **call.terms, **call.sizes,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def both(call: _Call, dy: Tensor, start: Tensor | None, marks: Tensor, passed: T
             call.q, call.k, call.k, call.v, *scales, unused, unused, unused, states, marks[at],
             *(unused,) * 6, None,
         )  # fmt: skip
-        reverse = call.q, call.k, call.k, dy, *scales, unused, adjoints, *call.given(known), last, None
+        reverse = call.q, call.k, call.k, dy, *scales, unused, unused, adjoints, *call.given(known), last, None
         launch(
             both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
             forward, (*call.rows(call.q), *call.rows(call.k), *call.rows(call.v)),
@@ -208,15 +208,16 @@ def _reverse_launch(
     count = call.count if call.segment_table is not None else -(-(chunks[1] - chunks[0]) // call.span)
     launch(
         reverse_walk, (-(-call.p // t.piece), call.lanes, count),
-        call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve), solve,
-        entries, adjoints, unused if start is None else start, unused if final is None else final, call.segment_table,
+        call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve),
+        call.rest_of_reads, solve, entries, adjoints, unused if start is None else start,
+        unused if final is None else final, call.segment_table,
         call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
         FINAL=final is not None, RIGHT_TERMS=call.right_terms, WHOLE=call.whole,
-        STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, num_warps=t.walk_warps,
-        num_stages=t.reverse_stages, **call.terms, **call.sizes,
+        STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, KEY_TERMS=t.key_terms,
+        num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.terms, **call.sizes,
     )  # fmt: skip
 
 
