@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import keyword
-import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import ModuleType
 
 from dsf.annotations import Kind
 from dsf.coefficients import masked, packed
+from dsf.emit_cache import write
 from dsf.emit_operand import Initial, Operand
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.hoist import parts
@@ -31,10 +29,11 @@ from dsf.spec import Input, Spec
 WIDTH = 60  # characters up to which an expression used once is written inside its user
 AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
 RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton"}
-SINK = "rows, shift, part, reach, room, outer = sink"
-RESERVED |= {*SINK.replace(" = sink", "").split(", "), "sink", "parts"}
+SINK = "rows, shift = sink"
+RESERVED |= {*SINK.replace(" = sink", "").split(", "), "sink", "found", "keyed", "loose", "values"}
 RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
-RESERVED |= {"rate", "kept", "total", "outer", "plain", "runs", "whole", "L"}
+RESERVED |= {"rate", "kept", "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "keys"}
+RESERVED |= {"blank", "L", "dA_A", "plain_back", "runs_back", "whole_back"}
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
 BOTH = frozenset({KEY, VALUE})
@@ -169,8 +168,8 @@ def _power(base: str, exponent: str, node: Expr) -> str:
 class Source:
     """Generated source of one spec, and how its kernels are called.
 
-    sums: what it sums for Params' gradients. separable: no state entry's gradients wait for another's, so that a
-    program may take them one block after the other. cheap: no entry of a channel needs a function.
+    sums: what it sums for Params' gradients, `keyed` of them along the Key axis. separable: no entry's gradients wait
+    for another's, so that a program may take one entry after the other. cheap: no entry of a channel needs a function.
     """
 
     name: str
@@ -179,6 +178,7 @@ class Source:
     sums: int = 1
     separable: bool = False
     cheap: bool = False
+    keyed: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -196,26 +196,6 @@ class Source:
             found.loader.exec_module(module)
             sys.modules[name] = module
         return sys.modules[name]
-
-
-def cache_directory() -> Path:
-    """Where generated source lives: DSF_CACHE_DIR, else dsf/ in the user's cache directory."""
-    chosen = os.environ.get("DSF_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsf"
-
-
-def write(source: Source) -> Path:
-    """The path of the source's file, written whole or not at all (several processes may race)."""
-    path = cache_directory() / f"{source.name}_{source.digest}.py"
-    if path.exists() and path.read_text() == source.text:
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(source.text)
-    os.replace(file.name, path)
-    return path
 
 
 def file_of(about: Sequence[str], functions: Iterable[Sequence[str]]) -> str:
@@ -317,10 +297,20 @@ class _Emission:
             self._zeros(),
             self._pull(),
             self._finish(),
+            *self._entries(),
         ]
-        sums, operands = max(len(self.held), 1), tuple(self.operands.values())
-        separable, cheap = self._separable(), self._cheap()
-        return Source(_identifier(self.spec.name), file_of(about, parts), operands, sums, separable, cheap)
+        operands, keyed = tuple(self.operands.values()), sum(KEY in x.axes for x in self.held.values())
+        name, text = _identifier(self.spec.name), file_of(about, parts)
+        return Source(name, text, operands, len(self.held), self._separable(), self._cheap(), keyed)
+
+    def _entries(self) -> list[list[str]]:
+        """What an adjoint reads that takes one state entry after the other."""
+        from dsf.emit_entries import Entries  # which prints as this module does
+
+        if not self.spec.has_key or not self._separable():
+            return []
+        held, scope = list(self.held.values()), self._scope()
+        return Entries(self.tokens, held, self.slopes, self.operands, scope, self.roots[0], self.rough).functions()
 
     def _separable(self) -> bool:
         """True when nothing sums over the Key axis but the readout and the gradients of what has no Key axis.
@@ -426,12 +416,11 @@ class _Emission:
         late += self._over_channels()
         values = printer.print(x.args[0] if open_ else x for x, open_ in zip(self.slopes, late, strict=True))
         stores = ["first = p == edge"]
-        slots = [x for x in self.tokens if KEY not in x.axes]
         for node, value, summed in zip(self.tokens, values, late, strict=False):
-            stores += self.operands[node].store(value, summed, slots.index(node) if node in slots else 0)
+            stores += self.operands[node].store(value, summed)
         added = [f"sums[{i}] + fn.sum_time({v}, n)" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
         body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
-        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink, parts: tl.constexpr):", *_body(body)]
+        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink):", *_body(body)]
 
     def _finish(self) -> list[str]:
         given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]

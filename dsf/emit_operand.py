@@ -23,14 +23,15 @@ class Operand:
         """Numbers after the pointer: batch and token (per token), head, group size, then one an axis."""
         return (2 if self.time else 0) + 2 + len(self.axes)
 
-    def load(self) -> str:
-        """The expression that loads this tile of it as float32."""
+    def load(self, fixed: bool = False) -> str:
+        """The expression that loads this tile of it as float32. fixed: for tokens one after the other (fn.fixed)."""
         at = iter(range(self.place + 1, self.place + 10))
         terms: list[str] = [f"args[{self.place}]"]
-        masks = []
+        masks, last = [], []
         if self.time:
             batch, token = next(at), next(at)
-            terms += [f"batch * args[{batch}]", f"t0 * args[{token}]", f"t * args[{token}]"]
+            terms += [f"batch * args[{batch}]", f"t0 * args[{token}]"]
+            last = [f"t * args[{token}]"]  # so that what is before it is the same for all tokens of a tile
             masks.append("t_ok")
         stride, group = next(at), next(at)
         terms.append(f"head // args[{group}] * args[{stride}]")
@@ -42,6 +43,7 @@ class Operand:
             masks.append("p_ok")
         where = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
         pointers = " + ".join(terms)
+        pointers = f"fn.fixed({pointers}, {last[0]})" if fixed else " + ".join([pointers, *last])
         return f"tl.load({pointers}{where}).to(tl.float32)"
 
     def prefetch(self) -> str:
@@ -58,13 +60,12 @@ class Operand:
         row = f"batch * {batch} + t0 * {token} + head // {group} * {stride} + n * {key}"
         return f"fn.load_run(args[{self.place}] + {row}, L)"
 
-    def store(self, value: str, summed: bool = False, slot: int = 0) -> list[str]:
+    def store(self, value: str, summed: bool = False, fixed: bool = False) -> list[str]:
         """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
 
-        summed: the value is yet to be summed over the channels (a Key operand's). slot: its number among the operands
-        whose gradients are summed over the state entries.
+        summed: the value is yet to be summed over the channels (a Key operand's).
         """
-        ends, masks = [], (["t_ok"] if self.time else [])
+        ends, last, masks = [], [], (["t_ok"] if self.time else [])
         width = "1"
         if KEY in self.axes:
             ends.append("n * P" if VALUE in self.axes else "n")
@@ -78,24 +79,32 @@ class Operand:
         if self.time:
             token = "T + t0" if VALUE in self.axes else "rows + t0 + shift"
             row = f"(({lead} * {token}) * H + head)"
-            ends.append(f"t * (H * {width})")
+            last = [f"t * (H * {width})"]
         else:
             row = f"(({lead} * segments + segment) * H + head)"
         pointer = f"grads[{self.index}]"
         target = " + ".join([pointer, f"{row} * {width}", *ends])
+        target = f"fn.fixed({target}, {last[0]})" if fixed else " + ".join([target, *last])
         if summed:
-            base = " + ".join([pointer, f"{row} * {width}", *ends[1:]])
-            block = "part * n.shape[1], n, p, p_ok, t_ok, N"
-            call = f"fn.store_sums({base}, {value}, {block})"
+            base = " + ".join([pointer, f"{row} * {width}", *last])
+            call = f"fn.store_sums({base}, {value}, n, p, p_ok, t_ok, N)"
             return [f"if {pointer} is not None:", f"    {call}"]
         if self.axes == {KEY}:
             target = f"fn.to_lanes({target}, p)"
         mask = " & ".join(masks)
-        if self.time and KEY not in self.axes:
-            call = f"fn.store_part({target}, {value}, {mask}, room + {slot} * reach, outer, {slot}, part, parts)"
-        else:
-            call = f"fn.store({target}, {value}, {mask})"
-        return [f"if {pointer} is not None:", f"    {call}"]
+        return [f"if {pointer} is not None:", f"    fn.store({target}, {value}, {mask})"]
+
+    def load_lanes(self) -> str:
+        """The expression that loads L tokens of one entry of a Key input that lies along time (`scan_ops.along`)."""
+        batch, token, stride, group, entry = (f"args[{self.place + i}]" for i in range(1, 6))
+        row = f"batch * {batch} + t0 * {token} + head // {group} * {stride} + n * {entry}"
+        return f"fn.load_lanes(args[{self.place}] + {row}, p, L)"
+
+    def store_run(self, values: str, rough: bool) -> list[str]:
+        """The lines that sum the gradient of L tokens and one entry over the channels and store it along time."""
+        pointer = f"grads[{self.index}]"
+        row = "(((place * grads[0] + batch) * H + head) * N + n) * rows + t0 + shift"
+        return [f"if {pointer} is not None:", f"    fn.store_run({pointer} + {row}, {values}, p, p_ok, edge, {rough})"]
 
 
 @dataclass(frozen=True)
@@ -119,11 +128,11 @@ class Initial(Operand):
     def _mask(self) -> str:
         return f"t_ok & {'n_ok & ' if KEY in self.axes else ''}p_ok & ({self.number} > 0.5)"
 
-    def load(self) -> str:
+    def load(self, fixed: bool = False) -> str:
         """The expression that loads this tile of it, zero at tokens where no sequence begins."""
         return f"tl.load({self._place(f'args[{self.place}]')}, mask={self._mask()}, other=0.0)"
 
-    def store(self, value: str, summed: bool = False, slot: int = 0) -> list[str]:
+    def store(self, value: str, summed: bool = False, fixed: bool = False) -> list[str]:
         """The lines that store its gradient."""
         pointer = f"grads[{self.index}]"
         return [f"if {pointer} is not None:", f"    fn.store({self._place(pointer)}, {value}, {self._mask()})"]

@@ -119,7 +119,8 @@ def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
     name = f"{source.name}_{source.digest}"
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
     before = spec.system.read == "before"
-    HOLES[name] = Hole(source.module(), operands, before, light, source.sums, source.separable, source.cheap)
+    flags = source.sums, source.separable, source.cheap, source.keyed
+    HOLES[name] = Hole(source.module(), operands, before, light, *flags)
     return name
 
 

@@ -66,6 +66,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(table, light, (2, 4, 4, 1, 4, 1, 64, 0))
     monkeypatch.setattr(scan_table, "LANES", 4)
     monkeypatch.setattr(scan_table, "ENTRIES", (2, 1, 4, 4, 64, 0))
+    monkeypatch.setattr(scan_table, "BACKWARD", (2, 4, 4, 0))
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
         for size in list(table):
             monkeypatch.delitem(table, size)
@@ -146,16 +147,15 @@ def test_normalised_systems_hand_their_state_over_and_pack(small_tiles: None) ->
 
 
 @interpreted
-@pytest.mark.parametrize(("block", "shared"), [(2, 1 << 30), (2, 1), (16, 400)])
-@pytest.mark.parametrize("recurrence", [s6, twice], ids=lambda r: r.name)
-def test_the_adjoint_by_blocks_of_entries_and_stretches_of_time(
-    recurrence: dsf.Recurrence, block: int, shared: int, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tokens", "shared"), [(8, 1 << 30), (9, 1), (8, 400)])
+@pytest.mark.parametrize("recurrence", [s6, aligned], ids=lambda r: r.name)  # by entries, and all of them at once
+def test_the_adjoint_by_stretches_of_time(
+    recurrence: dsf.Recurrence, tokens: int, shared: int, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf.kernels.triton import scan_ops, scan_table
+    from dsf.kernels.triton import scan_gradients
 
-    monkeypatch.setattr(scan_table, "BLOCK", block)
-    monkeypatch.setattr(scan_ops, "SHARED", shared)
-    x = draw(recurrence, tokens=9, heads=1, batch=2)
+    monkeypatch.setattr(scan_gradients, "SHARED", shared)
+    x = draw(recurrence, tokens=tokens, heads=1, batch=2)
     state = torch.randn(2, 1, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5))
     ours = gradients(recurrence, x, state, backend="triton")
     wide = {k: v.double() for k, v in x.items()}

@@ -211,8 +211,8 @@ def fold(x, lane, bit: tl.constexpr):
 
 
 @triton.jit
-def store_sums(pointers, x, first, n, p, p_ok, ok, N: tl.constexpr):
-    """Store Σ_p x[k, n, p] at pointers[k] + n, each by one lane of its own; n counts from `first`."""
+def store_sums(pointers, x, n, p, p_ok, ok, N: tl.constexpr):
+    """Store Σ_p x[k, n, p] at pointers[k] + n, each by one lane of its own."""
     K: tl.constexpr = x.shape[0]
     NB: tl.constexpr = n.shape[1]
     BP: tl.constexpr = p.shape[2]
@@ -229,7 +229,7 @@ def store_sums(pointers, x, first, n, p, p_ok, ok, N: tl.constexpr):
                 x = fold(x, lane, 16 >> i)
         R: tl.constexpr = x.shape[1]
         same: tl.constexpr = L * R // NB  # neighbouring lanes that hold the same sum
-        row = first + lane // same * R + tl.arange(0, R)[None, :, None]
+        row = lane // same * R + tl.arange(0, R)[None, :, None]
         tl.store(pointers + row, x.to(pointers.dtype.element_ty), mask=ok & (row < N) & (lane % same == 0))
 
 
@@ -303,18 +303,152 @@ def take(x, t, k: tl.constexpr, AXIS: tl.constexpr = 0):
 @triton.jit
 def store(pointers, value, mask):
     """Store a value that broadcasts to the pointers, in their type."""
+    if INTERPRETED:  # whose store takes no array that repeats one number
+        pointers = pointers + tl.zeros(pointers.shape, tl.int32)
+        value = value + tl.zeros(pointers.shape, tl.float32)
     tl.store(pointers, tl.broadcast_to(value, pointers.shape).to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_part(pointers, value, mask, room, outer, slot: tl.constexpr, part, parts: tl.constexpr):
-    """Store a sum over all parts of the state entries at the last of them; until then it waits in `room`.
+def tokens_of(x):
+    """The tokens of a tile [L, N, P] as L tiles [1, N, P]: which registers they are in, no more."""
+    found = (x,)
+    for _ in tl.static_range(5):
+        if found[0].shape[0] > 1:
+            pieces = ()
+            for j in tl.static_range(len(found)):
+                y = found[j]
+                pair = tl.reshape(y, (2, y.shape[0] // 2, y.shape[1], y.shape[2]))
+                low, high = tl.split(tl.permute(pair, (1, 2, 3, 0)))
+                pieces = pieces + (low, high)  # type: ignore[assignment]  # noqa: RUF005
+            found = pieces  # type: ignore[assignment]
+    return found
 
-    outer: what waited there, after the outputs' gradients.
+
+@triton.jit
+def tile_of(found):
+    """The tile [L, N, P] of L tokens [1, N, P]."""
+    for _ in tl.static_range(5):
+        if len(found) > 1:
+            pieces = ()
+            for j in tl.static_range(len(found) // 2):
+                y = found[2 * j]
+                pair = tl.permute(tl.join(y, found[2 * j + 1]), (3, 0, 1, 2))
+                pieces = pieces + (tl.reshape(pair, (2 * y.shape[0], y.shape[1], y.shape[2])),)  # type: ignore[assignment]  # noqa: RUF005
+            found = pieces
+    return found[0]
+
+
+@triton.jit
+def fixed(pointers, offsets):
+    """The pointers so much further on, for tokens that lie in registers, where the compiler is to add them up in turn.
+
+    Knowing what the first are the sum of, it would keep an offset for each token, in more registers than there are.
+    Lanes lie along the channels, as in to_lanes.
     """
-    if parts > 1:
-        value = tl.broadcast_to(value + outer[slot + 1], pointers.shape)
-        room = tl.broadcast_to(room, pointers.shape)
-        tl.store(room, value, mask=mask & (part < parts - 1))
-        mask = mask & (part == parts - 1)
-    store(pointers, value, mask)
+    if not INTERPRETED:
+        places = tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
+        )
+        pointers = places.to(pointers.dtype)
+    return tl.max_contiguous(tl.multiple_of(pointers + offsets, [1, 1, 1]), [1, 1, 2])
+
+
+@triton.jit
+def in_order(pointers):
+    """The same pointers, to be accessed in the layout that all tiles begin with, so that none has to be converted.
+
+    The hints are about layout only: lanes lie along the channels, then come entries and tokens.
+    """
+    return tl.max_contiguous(tl.multiple_of(pointers, [1, 1, 1]), [1, 2, 4])
+
+
+@triton.jit
+def load_lanes(pointer, p, L: tl.constexpr):
+    """L numbers side by side, one a lane: so all wait in one register until run_of hands them out."""
+    lane = tl.arange(0, p.shape[2])[None, None, :]
+    return tl.load(in_order(pointer + lane % L))
+
+
+@triton.jit
+def run_of(x, L: tl.constexpr):
+    """What load_lanes found as L tiles [1, 1, channels], each one number."""
+    lane = tl.arange(0, x.shape[2])[None, None, :]
+    found = ()
+    for i in tl.static_range(L):
+        found = found + (tl.gather(x, lane * 0 + i, 2),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def sum_lanes(values, lane, steps: tl.constexpr = 5):
+    """n sums over the lanes, in n shuffles: of every 32 / n neighbouring lanes each has one, or one lane n / 32.
+
+    Every step halves the values: lanes with the bit go on with the second half, the others with the first.
+    """
+    for i in tl.static_range(steps):
+        if (16 >> i) < lane.shape[2]:
+            upper = (lane & (16 >> i)) != 0
+            kept = ()
+            if len(values) > 1:
+                for j in tl.static_range(len(values) // 2):
+                    low = values[j]
+                    high = values[len(values) // 2 + j]
+                    given = swap(tl.where(upper, low, high), lane, 16 >> i)
+                    kept = kept + (tl.where(upper, high, low) + given,)  # type: ignore[assignment]  # noqa: RUF005
+            else:
+                kept = (values[0] + swap(values[0], lane, 16 >> i),)  # type: ignore[assignment]
+            values = kept
+    return values
+
+
+@triton.jit
+def sum_quads(values, lane):
+    """Sums of up to 16 values over eight groups of lanes, of values 4 (i % 4) to 4 (i % 4) + 3 in lane i.
+
+    By tensor cores, which round the values to 11 bits: four values are a matrix [16, 8], and what it is multiplied with
+    brings each to a column of its own.
+    """
+    zero = tl.zeros(lane.shape, tl.float32)
+    sums = (zero, zero, zero, zero)
+    for j in tl.static_range(len(values) // 4):
+        sums = tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+            "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3],
+             tl.where(lane // 4 == 2 * j, 1.0, 0.0), tl.where(lane // 4 == 2 * j + 1, 1.0, 0.0),
+             sums[0], sums[1], sums[2], sums[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def store_run(pointer, values, p, p_ok, edge, ROUGH: tl.constexpr):
+    """Store the sums over the channels p of a tuple of tiles [1, 1, channels] at neighbouring places.
+
+    ROUGH: with values rounded to 11 bits.
+    """
+    BP: tl.constexpr = p.shape[2]
+    LANES: tl.constexpr = min(BP, 32)
+    L: tl.constexpr = len(values)
+    found = ()
+    for i in tl.static_range(L):
+        ok = p_ok if values[i].shape[2] > 1 else p == edge
+        x = tl.where(ok, values[i], 0.0)
+        if BP > LANES:
+            x = tl.sum(tl.reshape(x, (1, 1, LANES, BP // LANES)), 3)
+        found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    lane = tl.arange(0, LANES)[None, None, :]
+    if ROUGH and not INTERPRETED and LANES == 32 and L % 4 == 0 and L <= 16:
+        sums = sum_lanes(sum_quads(found, lane), lane, 3)
+        place = in_order(pointer + lane % 4 * 4 + lane // 8)
+        # cutting bits off took 0.00035 of a value on average
+        tl.store(place, (sums[0] * 1.00035).to(place.dtype.element_ty), mask=(lane % 4 * 4 < L) & (lane & 4 == 0))
+    else:
+        found = sum_lanes(found, lane)
+        same: tl.constexpr = LANES * len(found) // L
+        for i in tl.static_range(len(found)):
+            place = in_order(pointer + lane // same * len(found) + i)
+            tl.store(place, found[i].to(place.dtype.element_ty), mask=lane % same == 0)

@@ -33,24 +33,15 @@ def at_of(tile, N: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
-def fetch_both(
-    args, dy, sink, tile, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, parts: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    """The tile's tokens, its outputs' gradients (float32), and what earlier parts of the state entries left in `room`.
+def fetch_both(args, dy, tile, load: tl.constexpr, N: tl.constexpr, BP: tl.constexpr):
+    """The tile's tokens, and its outputs' gradients (float32).
 
     All of it one tile ahead: memory answers while the walk computes.
     """
     at = at_of(tile, N, BP)
     i_b, i_h, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, count = at
     base = dy + ((i_b * T + t0) * H + i_h) * P
-    dd = tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32)
-    rows, shift, part, reach, room = sink
-    outer = (dd,)
-    for i in tl.static_range(SLOTS if parts > 1 else 0):
-        spot = room + (t0 + t) * BP + i * reach
-        outer = outer + (tl.load(spot, mask=t_ok & p_ok & (part > 0), other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    return load(args, at), outer
+    return load(args, at), tl.load(base + t * (H * P) + p, mask=t_ok & p_ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -132,15 +123,13 @@ def entering(saved, tile, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, M: 
 
 @triton.jit
 def pull_tile(
-    tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, parts: tl.constexpr,
+    tokens, dd, ends, arriving, grads, sink, held, sums, state, cotangent, tile,
     step: tl.constexpr, pull: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, G: tl.constexpr,
     BP: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile backwards: `state` enters it from the left, `cotangent` from the right; the holes store gradients."""
     at = at_of(tile, N, BP)
     t0, t, n_ok, t_ok = at[2], at[3], at[7], at[6]
-    rows, shift, part, reach, room = sink
-    dd = outer[0]
     a, b, c, e, d = step(tokens, held, at)
     a, b = blend(a, b, t_ok, K, NB, G, BP, MASKED)
     before, after, _ = walk(a, b, state, K, G)
@@ -155,19 +144,16 @@ def pull_tile(
     if MASKED:
         g = tl.where(t_ok, g, 0.0)
     de = dd * sum_key(c * seen, n_ok)
-    if parts > 1:
-        dd = tl.where(t * 0 + part == 0, dd, 0.0)  # D is no sum over state entries, so only one part has it
-    sink = (rows, shift, part, reach, room + (t0 + t) * BP, outer)
-    sums = pull(tokens, held, sums, grads, g * before, g, seen * scaled, de, dd, at, sink, parts)
+    sums = pull(tokens, held, sums, grads, g * before, g, seen * scaled, de, dd, at, sink)
     return cotangent, sums
 
 
 @triton.jit
 def pull_chunk(
     args, grads, dy, ends, arriving, saved, mine, sink, held, sums, cotangent, i_b, i_h, c0, c1, end, t, n, p, n_ok,
-    p_ok, place, T, H, P, parts: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr,
+    p_ok, place, T, H, P, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
-    U: tl.constexpr, SLOTS: tl.constexpr,
+    U: tl.constexpr,
 ):  # fmt: skip
     """The tokens c0 to c1 backwards, at most M of them, from the state saved before the first."""
     long = (i_b * H + i_h) * 0  # makes offsets 64-bit
@@ -196,13 +182,13 @@ def pull_chunk(
                 tile = (i_b, i_h, long + r0 + j * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
                 s = pass_tile(load(args, at_of(tile, N, BP)), held, s, tile, step, N, K, NB, BP)
             tile = (i_b, i_h, long + r0 + (rest - 1 - i) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-            tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, parts, SLOTS)
+            tokens, outer = fetch_both(args, dy, tile, load, N, BP)
             cotangent, sums = pull_tile(
-                tokens, outer, ends, arriving, grads, sink, held, sums, s, cotangent, tile, parts,
+                tokens, outer, ends, arriving, grads, sink, held, sums, s, cotangent, tile,
                 step, pull, N, K, NB, 1, BP, BEFORE, K > 1,
             )  # fmt: skip
     tile = (i_b, i_h, long + c0 + tl.maximum(whole - 1, 0) * (U * K), end, t, n, p, n_ok, p_ok, place, T, H, P)
-    tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, parts, SLOTS)
+    tokens, outer = fetch_both(args, dy, tile, load, N, BP)
     for j in range(whole):
         g0 = long + c0 + (whole - 1 - j) * (U * K)
         if g0 + U * K < c1:
@@ -211,7 +197,7 @@ def pull_chunk(
         for u in tl.static_range(U - 1):
             tile = (i_b, i_h, g0 + u * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
             then = (i_b, i_h, g0 + (u + 1) * K, end, t, n, p, n_ok, p_ok, place, T, H, P)
-            ahead, outer = fetch_both(args, dy, sink, then, load, N, BP, parts, SLOTS)
+            ahead, outer = fetch_both(args, dy, then, load, N, BP)
             state = pass_tile(tokens, held, state, tile, step, N, K, NB, BP)
             states = states + (state,)  # type: ignore[assignment]  # noqa: RUF005
             tokens = ahead
@@ -222,9 +208,9 @@ def pull_chunk(
             else:
                 next0 = g0 + (U - 2 - u) * K
             then = (i_b, i_h, next0, end, t, n, p, n_ok, p_ok, place, T, H, P)
-            ahead, outer_ahead = fetch_both(args, dy, sink, then, load, N, BP, parts, SLOTS)
+            ahead, outer_ahead = fetch_both(args, dy, then, load, N, BP)
             cotangent, sums = pull_tile(
-                tokens, outer, ends, arriving, grads, sink, held, sums, states[U - 1 - u], cotangent, tile, parts,
+                tokens, outer, ends, arriving, grads, sink, held, sums, states[U - 1 - u], cotangent, tile,
                 step, pull, N, K, NB, 1, BP, BEFORE, False,
             )  # fmt: skip
             tokens = ahead
@@ -234,29 +220,26 @@ def pull_chunk(
 
 
 @triton.jit
-def total_places(totals, like, i: tl.constexpr, count: tl.constexpr, part, lane, NB: tl.constexpr, BP: tl.constexpr):
-    """Where sum i of `count` lies between two calls. What has no Key axis is one sum for all parts."""
-    if like.shape[1] == NB:
-        places = totals + (part * count + i) * (NB * BP) + tl.arange(0, NB)[None, :, None] * BP + lane
-    else:
-        places = totals + i * (NB * BP) + lane
-    return places
+def total_places(totals, like, i: tl.constexpr, lane, NB: tl.constexpr, BP: tl.constexpr):
+    """Where sum i lies between two calls."""
+    places = totals + i * (NB * BP) + lane
+    return places + tl.arange(0, NB)[None, :, None] * BP if like.shape[1] == NB else places
 
 
 @triton.jit
-def recall(totals, sums, part, lane, NB: tl.constexpr, BP: tl.constexpr):
+def recall(totals, sums, lane, NB: tl.constexpr, BP: tl.constexpr):
     """The Params' sums as they were kept."""
     found = ()
     for i in tl.static_range(len(sums)):
-        found = found + (tl.load(total_places(totals, sums[i], i, len(sums), part, lane, NB, BP)),)  # type: ignore[assignment]  # noqa: RUF005
+        found = found + (tl.load(total_places(totals, sums[i], i, lane, NB, BP)),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
 @triton.jit
-def keep(totals, sums, part, lane, NB: tl.constexpr, BP: tl.constexpr):
-    """Keep the Params' sums for the next part or launch."""
+def keep(totals, sums, lane, NB: tl.constexpr, BP: tl.constexpr):
+    """Keep the Params' sums for the next launch."""
     for i in tl.static_range(len(sums)):
-        places = total_places(totals, sums[i], i, len(sums), part, lane, NB, BP)
+        places = total_places(totals, sums[i], i, lane, NB, BP)
         tl.store(places, tl.broadcast_to(sums[i], places.shape))
 
 
@@ -281,10 +264,10 @@ def joined(sums):
 
 @triton.jit(do_not_specialize=["T", "span", "low", "high", "rows", "each"])
 def gradients(
-    args, grads, dy, ends, arriving, saved, cotangents, totals, scratch, room, T, H, P, segments, span, low, high,
+    args, grads, dy, ends, arriving, saved, cotangents, totals, scratch, T, H, P, segments, span, low, high,
     rows, each, setup: tl.constexpr, load: tl.constexpr, step: tl.constexpr, pull: tl.constexpr,
     zeros: tl.constexpr, finish: tl.constexpr, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
-    V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr, SLOTS: tl.constexpr,
+    V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, U: tl.constexpr,
     G: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens in chunks `low` to `high` of every segment; at low = 0 the Params' part.
@@ -295,8 +278,7 @@ def gradients(
     None where one call does all. scratch: room for M / (U K) states a program; states between two of those stay in
     registers.
 
-    Gradients summed over channels go to buffers of `rows` tokens a batch row, `each` a segment. With N > NB a program
-    takes NB state entries after the other through a chunk; room: SLOTS sums over them a token and channel.
+    Gradients summed over channels go to buffers of `rows` tokens a batch row, `each` a segment.
     """
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     first, p, n_ok, p_ok = channels(place, P, N, NB, BP, V, EVEN)
@@ -307,10 +289,9 @@ def gradients(
     program = tl.program_id(0).to(tl.int64)
     lane = tl.multiple_of(tl.arange(0, BP)[None, None, :], [1, 1, V])
     mine = scratch + program * (M // (U * K) * NB * BP) + first * BP + lane
-    PARTS: tl.constexpr = (N + NB - 1) // NB
     sums = zeros(NB, BP)
     if totals is not None:
-        totals += program * (PARTS * len(sums) * NB * BP)
+        totals += program * (len(sums) * NB * BP)
     CHUNK: tl.constexpr = max(M, K * G)
     shift = program * 0 + segment * each - begin - low * CHUNK
     chunks = tl.minimum(high, tl.cdiv(end - begin, CHUNK))
@@ -320,75 +301,51 @@ def gradients(
         spot = cotangents + state_offset(row * segments + segment, first, p, P, N)
         cotangent = tl.load(spot, mask=n_ok & p_ok, other=0.0)
         if totals is not None:
-            sums = recall(totals, sums, 0, lane, NB, BP)
+            sums = recall(totals, sums, lane, NB, BP)
         sums = spread(sums, G, BP)
-        sink = (rows, shift, 0, 0, dy)
+        sink = (rows, shift)
         high = begin // CHUNK + chunks
         if (high * CHUNK > end) & (chunks > low):
             high -= 1
             chunks -= 1
             tile = (i_b, i_h, row * 0 + high * CHUNK, end, t, first, p, n_ok, p_ok, place, T, H, P)
             state = entering(saved, tile, N, K, G, M)
-            tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, PARTS, SLOTS)
+            tokens, outer = fetch_both(args, dy, tile, load, N, BP)
             cotangent, sums = pull_tile(
-                tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
+                tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile,
                 step, pull, N, K, NB, G, BP, BEFORE, True,
             )  # fmt: skip
         for back in tl.range(0, chunks - low, num_stages=STAGES):
             tile = (i_b, i_h, row * 0 + (high - 1 - back) * CHUNK, None, t, first, p, n_ok, p_ok, place, T, H, P)
             state = entering(saved, tile, N, K, G, M)
-            tokens, outer = fetch_both(args, dy, sink, tile, load, N, BP, PARTS, SLOTS)
+            tokens, outer = fetch_both(args, dy, tile, load, N, BP)
             cotangent, sums = pull_tile(
-                tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile, PARTS,
+                tokens, outer, ends, arriving, grads, sink, held, sums, state, cotangent, tile,
                 step, pull, N, K, NB, G, BP, BEFORE, False,
             )  # fmt: skip
         tl.store(spot, cotangent, mask=n_ok & p_ok)
         sums = joined(sums)
         if totals is not None:
-            keep(totals, sums, 0, lane, NB, BP)
+            keep(totals, sums, lane, NB, BP)
         if low == 0:
             finish(args, grads, sums, segment, segments, at)
-    elif PARTS == 1:
+    else:
         held = setup(args, (i_b, i_h, 0, t, first, p, True, n_ok, p_ok, place, place * BP, T, H, P, N))
         spot = cotangents + state_offset(row * segments + segment, first, p, P, N)
         cotangent = tl.load(spot, mask=n_ok & p_ok, other=0.0)
         if totals is not None:
-            sums = recall(totals, sums, 0, lane, NB, BP)
-        sink = (rows, shift, 0, 0, dy)
+            sums = recall(totals, sums, lane, NB, BP)
+        sink = (rows, shift)
         for back in range(chunks - low):
             c0 = begin + (chunks - 1 - back) * CHUNK
             c1 = tl.minimum(c0 + CHUNK, end)
             cotangent, sums = pull_chunk(
                 args, grads, dy, ends, arriving, saved, mine, sink, held, sums, cotangent, i_b, i_h, c0, c1, end, t,
-                first, p, n_ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U, SLOTS,
+                first, p, n_ok, p_ok, place, T, H, P, load, step, pull, N, K, NB, BP, BEFORE, M, U,
             )  # fmt: skip
         tl.store(spot, cotangent, mask=n_ok & p_ok)
         if totals is not None:
-            keep(totals, sums, 0, lane, NB, BP)
+            keep(totals, sums, lane, NB, BP)
         if low == 0:
             at = (i_b, i_h, 0, t, first, p, True, n_ok, p_ok, place, place * BP, T, H, P, N)
             finish(args, grads, sums, segment, segments, at)
-    else:
-        room += program * (SLOTS * M * BP) + lane
-        for back in range(chunks - low):
-            c0 = begin + (chunks - 1 - back) * CHUNK
-            c1 = tl.minimum(c0 + CHUNK, end)
-            for part in range(PARTS):
-                n = part * NB + first
-                ok = n < N
-                held = setup(args, (i_b, i_h, 0, t, n, p, True, ok, p_ok, place, place * BP, T, H, P, N))
-                spot = cotangents + state_offset(row * segments + segment, n, p, P, N)
-                found, so_far = pull_chunk(
-                    args, grads, dy, ends, arriving, saved, mine, (rows, shift, part, M * BP, room - c0 * BP), held,
-                    recall(totals, sums, part, lane, NB, BP), tl.load(spot, mask=ok & p_ok, other=0.0), i_b, i_h, c0,
-                    c1, end, t, n, p, ok, p_ok, place, T, H, P, PARTS, load, step, pull, N, K, NB, BP, BEFORE, M, U,
-                    SLOTS,
-                )  # fmt: skip
-                tl.store(spot, found, mask=ok & p_ok)
-                keep(totals, so_far, part, lane, NB, BP)
-                tl.debug_barrier()
-        if low == 0:
-            for part in range(PARTS):
-                n = part * NB + first
-                at = (i_b, i_h, 0, t, n, p, True, n < N, p_ok, place, place * BP, T, H, P, N)
-                finish(args, grads, recall(totals, sums, part, lane, NB, BP), segment, segments, at)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.launch import at_tensors
-from dsf.kernels.triton.scan_ops import HOLES, adjoint_shapes, fused_scan, fused_scan_adjoint, scan_shapes, sizes_of
+from dsf.kernels.triton.scan_gradients import adjoint_shapes, fused_scan_adjoint
+from dsf.kernels.triton.scan_ops import HOLES, fused_scan, scan_shapes, sizes_of
 from dsf.kernels.triton.tape import played
 
 

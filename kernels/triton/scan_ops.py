@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dsf.kernels.triton.launch import launch as start
 from dsf.kernels.triton.scan import combine, outputs, summaries
-from dsf.kernels.triton.scan_adjoint import gradients
 from dsf.kernels.triton.scan_forward import outputs_by_entry, summaries_by_entry
 from dsf.kernels.triton.scan_table import (
     ADJOINT,
@@ -25,17 +24,17 @@ from dsf.kernels.triton.scan_table import (
     FORWARD,
     SUMMARIES,
     Tile,
+    backward,
     by_entry,
     finer,
     segments,
-    split,
     tile,
     vector,
 )
 
 ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
 COMBINE = 1024  # state numbers of one program of the combination
-SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
+ALIGNED = 16  # tokens that rows of Key inputs along time are a multiple of
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ class Operand:
     value: bool
     start: bool = False
 
+    @property
+    def along(self) -> bool:
+        """True for what has a Key axis and a value a token, and no Value axis."""
+        return self.time and self.key and not self.value
+
     def heads(self, x: Tensor) -> int:
         """Its heads."""
         return x.shape[2 if self.time else 0]
@@ -57,7 +61,7 @@ class Operand:
 class Hole:
     """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
 
-    light: a step computes next to nothing. sums, separable, cheap: as in the printed source.
+    light: a step computes next to nothing. sums, separable, cheap, keyed: as in the printed source.
     """
 
     functions: ModuleType
@@ -67,6 +71,11 @@ class Hole:
     sums: int
     separable: bool
     cheap: bool
+    keyed: int = 0
+
+    def entries(self, n: int) -> bool:
+        """True where the adjoint takes one of n state entries after the other."""
+        return n > 1 and hasattr(self.functions, "entry")
 
 
 HOLES: dict[str, Hole] = {}
@@ -116,10 +125,13 @@ def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int, rows: bool = 
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """x [B, T, H, N] in float32, the tokens of a state entry side by side from a multiple of 16 bytes on."""
-    room = x.new_empty(*(x.shape[i] for i in (0, 2, 3)), -(-x.shape[1] // 4) * 4, dtype=torch.float32)
-    found = room[..., : x.shape[1]].permute(0, 3, 1, 2)
-    return found.copy_(x)
+    """x [B, T, H, N] in float32, an entry's tokens side by side, in rows filled up with zeros to whole tiles."""
+    batch, tokens, heads, n = x.shape
+    padded = -(-tokens // ALIGNED) * ALIGNED
+    room = x.new_empty(batch, heads, n, padded, dtype=torch.float32)
+    if padded > tokens:
+        room[..., tokens:] = 0.0
+    return room[..., :tokens].permute(0, 3, 1, 2).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,16 @@ class Launch:
     def parts(self) -> int:
         """Blocks of state entries that a program takes one after the other."""
         return -(-self.sizes.n // self.tile.NB)
+
+    @property
+    def by_entry(self) -> bool:
+        """True where a program takes single state entries one after the other."""
+        return self.tile.NB == 1 and self.sizes.n > 1
+
+    @property
+    def padded(self) -> bool:
+        """True where it takes tokens past the end, so that buffers of shared gradients must have room for them."""
+        return self.by_entry and self.sizes.tokens % self.tile.K > 0
 
     @property
     def chunks(self) -> int:
@@ -188,7 +210,7 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
         t = by_entry(s.p)
     else:
         t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
-        t = split(t, ADJOINT) if adjoint and hole.separable else t
+        t = backward(t) if adjoint and hole.entries(s.n) else t
     return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
 
 
@@ -351,140 +373,3 @@ def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
     found = [(o, x) for o, x in zip(hole.operands, operands, strict=True) if o.time and not o.start]
     wide = [x for o, x in found if o.value]
     return wide[0] if wide else next(x for _, x in found if x.dtype != torch.int32)
-
-
-def fused_scan_adjoint(
-    dy: Tensor,
-    dfinal: Tensor | None,
-    operands: Sequence[Tensor],
-    saved: Tensor,
-    hole: str,
-    needs: Sequence[bool],
-    ends: Tensor | None,
-) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing)."""
-    spec = HOLES[hole]
-    sizes = sizes_of(spec, operands)
-    go = launch(spec, sizes, True, dy.device)
-    args = _arguments(spec, operands, sizes.heads)
-    dy, dfinal = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
-    entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
-    if go.segments > 1:
-        given = _arguments(spec, operands, sizes.heads, True) if _apart(spec, sizes) else args
-        cotangents = _entering(go, spec, given, dy, entering, dy, ends, arriving)
-    else:
-        cotangents = go.states(dy, 1).zero_() if entering is None else entering.unsqueeze(2).clone()
-    wanted = list(zip(spec.operands, operands, needs, strict=True))
-    length = _stretch([(o, x) for o, x, need in wanted if need], go)
-    partial = [_partial(o, x, go, length) if need else None for o, x, need in wanted]
-    trios = [(o, x, g) for (o, x, _), g in zip(wanted, partial, strict=True) if g is not None]
-    if length == go.chunks:
-        _pull(
-            go, spec, args, partial, (dy, ends, arriving), saved, cotangents, None, (0, length), (sizes.tokens, go.span)
-        )
-        return [_whole(o, x, g) for o, x, g in trios], _initial(cotangents, ends)
-    t = go.tile
-    totals = torch.zeros(go.grid[0] * go.parts * spec.sums * t.NB * t.BP, dtype=torch.float32, device=dy.device)
-    rows = length * t.chunk
-    gathered = {i: _gathered(g, go) for i, (o, _, g) in enumerate(trios) if _is_shared(o)}
-    for low in reversed(range(0, go.chunks, length)):
-        high = min(low + length, go.chunks)
-        over = (low, high), (go.segments * rows, rows)
-        _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, *over)
-        for i, found in gathered.items():
-            parts = trios[i][2].unflatten(2, (go.segments, rows))[:, :, :, : (high - low) * t.chunk]
-            torch.sum(parts, 0, out=found[:, :, low * t.chunk : high * t.chunk])
-    for i, found in gathered.items():
-        o, x, _ = trios[i]
-        trios[i] = o, x, found.flatten(1, 2)[None, :, : sizes.tokens]
-    return [_whole(o, x, g) for o, x, g in trios], _initial(cotangents, ends)
-
-
-def _initial(cotangents: Tensor, ends: Tensor | None) -> Tensor:
-    """Gradient of the first state; of packed sequences it is an operand's."""
-    return cotangents[:, :, 0].contiguous() if ends is None else cotangents.new_empty(0)
-
-
-def _pull(
-    go: Launch, hole: Hole, args: Any, partial: Sequence[Tensor | None],
-    outer: tuple[Tensor, Tensor | None, Tensor | None], saved: Tensor, cotangents: Tensor, totals: Tensor | None,
-    chunks: tuple[int, int], rows: tuple[int, int],
-) -> None:  # fmt: skip
-    """One launch of the adjoint, over these chunks of every segment. outer: dy, ends, arriving."""
-    t, f = go.tile, hole.functions
-    slots = sum(o.time and not o.key for o in hole.operands)
-
-    def room(count: int) -> Tensor:
-        return torch.empty(go.grid[0] * count * t.BP, dtype=torch.float32, device=saved.device)
-
-    if go.parts > 1 and totals is None:
-        totals = room(go.parts * hole.sums * t.NB).zero_()
-    scratch = room(t.M // (t.U * t.K) * t.NB)
-    start(
-        gradients, go.grid, args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch,
-        room(slots * t.M) if go.parts > 1 else None, *go.scalars, *chunks, *rows,
-        setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros, finish=f.finish, BEFORE=hole.before, M=t.M,
-        U=t.U, SLOTS=slots, **go.shape, **go.runs,
-    )  # fmt: skip
-
-
-def _is_shared(o: Operand) -> bool:
-    """True for what has a value a token and none a channel: all programs of a head add to its gradient."""
-    return o.time and not o.value
-
-
-def _stretch(wanted: Sequence[tuple[Operand, Tensor]], go: Launch) -> int:
-    """Chunks of every segment that one launch of the adjoint takes, so that parts of gradients fit in SHARED."""
-    s = go.sizes
-    width = sum(s.n if o.key else 1 for o, _ in wanted if _is_shared(o))
-    stretches = min(-(-4 * go.blocks * s.rows * s.tokens * width // SHARED), go.chunks)
-    return -(-go.chunks // max(stretches, 1))
-
-
-def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
-    """Room for one operand's gradient: a part for every program that shares an entry, and all heads."""
-    if o.start:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    s = go.sizes
-    whole = length == go.chunks
-    tokens = s.tokens if o.value or whole else go.segments * length * go.tile.chunk
-    lead: tuple[int, ...] = (s.batch, tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
-    if not o.value:
-        lead = (go.blocks, *lead)
-    shape = (*lead, *((s.n,) if o.key else ()), *((s.p,) if o.value else ()))
-    alone = o.time and o.heads(x) == s.heads and (o.value or (go.blocks == 1 and whole))
-    return torch.empty(shape, dtype=x.dtype if alone else torch.float32, device=x.device)
-
-
-def _gathered(g: Tensor, go: Launch) -> Tensor:
-    """Room for one shared gradient of all tokens, parts added: [B, segments, tokens of a segment, H, ...]."""
-    return g.new_empty(g.shape[1], go.segments, go.chunks * go.tile.chunk, *g.shape[3:])
-
-
-def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
-    """Sum the parts, in a fixed order, to the operand's shape and dtype."""
-    if o.start:
-        return g
-    if not o.value:
-        g = g.sum(0) if g.shape[0] > 1 else g[0]
-    if not o.time:
-        g = g.flatten(0, 1).sum(0)
-    heads = 2 if o.time else 0
-    if g.shape[heads] != x.shape[heads]:
-        g = g.unflatten(heads, (x.shape[heads], -1)).sum(heads + 1)
-    return g.to(x.dtype)
-
-
-def adjoint_shapes(
-    dy: Tensor,
-    dfinal: Tensor | None,
-    operands: Sequence[Tensor],
-    saved: Tensor,
-    hole: str,
-    needs: Sequence[bool],
-    ends: Tensor | None,
-) -> tuple[list[Tensor], Tensor]:
-    """Empty tensors as `fused_scan_adjoint` returns them."""
-    grads = [x.new_empty(x.shape) for x, need in zip(operands, needs, strict=True) if need]
-    s = sizes_of(HOLES[hole], operands)
-    return grads, _states(s, dy, s.batch) if ends is None else saved.new_empty(0)

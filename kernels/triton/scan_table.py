@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 LANES = 32
-BLOCK = 16  # state entries of a tile of the adjoint, if it may be split
+BLOCK = 16  # state entries up to which forward passes by entry pay only where no entry needs a function
 SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
 ENOUGH = 8  # warps a processor that summaries by entry are cut into
 SUMMARIES = 32  # the same of other summaries, some of them after others
@@ -70,6 +70,8 @@ ADJOINT: dict[int, Row] = {
 
 # Forward passes that take one state entry after the other: (K, V, M, span, busy, registers).
 ENTRIES = (16, 2, 32, 128, 8, 0)
+# The adjoint where no entry waits for another's: (K, M, busy, registers), a program of one warp.
+BACKWARD = (8, 64, 16, 128)
 
 # A vector state's tiles in programs of one warp: (tokens, tiles of them under way), by whether a step computes next to
 # nothing.
@@ -105,12 +107,10 @@ def by_entry(p: int) -> Tile:
     return Tile(K, 1, LANES * V, V, 1, M, 1, span, busy, registers)
 
 
-def split(t: Tile, table: dict[int, Row]) -> Tile:
-    """A tile that takes BLOCK state entries after the other, where no entry waits for another's.
-
-    All of them in one warp, no sum passes shared memory.
-    """
-    return t if t.NB <= BLOCK else tile(table, BLOCK, t.BP)
+def backward(t: Tile) -> Tile:
+    """A tile of the adjoint that takes single state entries one after the other, tokens in registers."""
+    K, M, busy, registers = BACKWARD
+    return replace(t, K=K, NB=1, BP=min(t.BP, LANES), V=1, warps=1, M=M, U=1, busy=busy, registers=registers, skim=1)
 
 
 def narrow(t: Tile, light: bool) -> Tile:

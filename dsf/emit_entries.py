@@ -1,0 +1,139 @@
+"""Printing the holes of scans that take one state entry after the other: what has a Key axis apart from the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from dsf.emit import AT, COTANGENTS, NAMES, RESERVED, SINK, Printer, _assign, _body, symbol
+from dsf.emit_operand import Operand
+from dsf.expr import KEY, VALUE, Expr, substitute
+from dsf.operator import times
+
+LOGARITHM = symbol("dA_A", frozenset({KEY, VALUE}))  # dA times A, the cotangent of log A
+
+
+class Entries:
+    """The holes of one spec whose entries need nothing of each other but sums after the last (`Source.separable`).
+
+    tokens, held: input nodes in the order in which `step` reads them, with their slopes in `slopes`; operands: how each
+    input is loaded and stored; scope: what the nodes are called.
+    """
+
+    def __init__(
+        self, tokens: Sequence[Expr], held: Sequence[Expr], slopes: Sequence[Expr], operands: Mapping[Expr, Operand],
+        scope: Mapping[Expr, str], decay: Expr, rough: bool,
+    ) -> None:  # fmt: skip
+        shared = {times(COTANGENTS[0], decay): LOGARITHM}
+        self.slope = {x: substitute(slope, shared) for x, slope in zip([*tokens, *held], slopes, strict=True)}
+        self.plain = [x for x in tokens if KEY not in x.axes]
+        self.runs = [x for x in tokens if x.axes == {KEY}]
+        self.whole = [x for x in tokens if KEY in x.axes and VALUE in x.axes]
+        self.tokens, self.held = [*self.plain, *self.runs, *self.whole], list(held)
+        self.keyed = [x for x in held if KEY in x.axes]
+        self.loose = [x for x in held if KEY not in x.axes]
+        self.operands = operands
+        self.scope = {**scope, **{c: c.attrs[0] for c in (*COTANGENTS, LOGARITHM)}}
+        self.rough = rough
+
+    def functions(self) -> list[list[str]]:
+        """Their lines."""
+        made = (
+            self._plain,
+            self._runs,
+            self._whole,
+            self._merge,
+            self._entry,
+            self._after,
+            self._puts,
+            self._keys,
+            self._blank,
+        )
+        return [f() for f in made]
+
+    @cached_property
+    def sums(self) -> list[Expr]:
+        """The topmost sums over the entries, in the gradients of what has no Key axis."""
+        found: dict[Expr, None] = {}
+        stack = [self.slope[x] for x in reversed([*self.plain, *self.loose])]
+        while stack:
+            x = stack.pop()
+            if x.op == "sum_key":
+                found[x] = None
+            else:
+                stack += [a for a in x.args if KEY in a.axes or a.args]
+        return list(found)
+
+    def _printer(self, scope: Mapping[Expr, str]) -> Printer:
+        return Printer(scope, {*RESERVED, *NAMES}, self.rough)
+
+    def _named(self, nodes: Sequence[Expr], source: str) -> list[str]:
+        return [_assign([self.scope[x] for x in nodes], source)] if nodes else []
+
+    def _plain(self) -> list[str]:
+        names = [self.scope[x] for x in self.plain]
+        loads = [f"{self.scope[x]} = {self.operands[x].load(fixed=True)}" for x in self.plain]
+        return ["def plain_back(args, at):", *_body([AT, *loads, f"return {_group(names)}"])]
+
+    def _runs(self) -> list[str]:
+        names = [self.scope[x] for x in self.runs]
+        loads = [f"{self.scope[x]} = {self.operands[x].load_lanes()}" for x in self.runs]
+        return ["def runs_back(args, at, L: tl.constexpr):", *_body([AT, *loads, f"return {_group(names)}"])]
+
+    def _whole(self) -> list[str]:
+        names = [self.scope[x] for x in self.whole]
+        loads = [f"{self.scope[x]} = {self.operands[x].load()}" for x in self.whole]
+        body = [AT, *self._named(self.plain, "tokens"), *loads, f"return {_group(names)}"]
+        return ["def whole_back(args, tokens, at):", *_body(body)]
+
+    def _merge(self) -> list[str]:
+        places = {x: f"{kind}[{i}]" for kind in ("keyed", "loose") for i, x in enumerate(getattr(self, kind))}
+        return ["def merge(keyed, loose):", *_body([f"return {_group([places[x] for x in self.held])}"])]
+
+    def _entry(self) -> list[str]:
+        late = [_open(self.slope[x]) for x in [*self.runs, *self.keyed]]
+        printer = self._printer(self.scope)
+        texts = printer.print([*(x.args[0] for x in self.sums), *late, *(self.slope[x] for x in self.whole)])
+        parts = []
+        for nodes in (self.sums, self.runs, self.keyed):
+            parts.append(_group(texts[: len(nodes)]))
+            texts = texts[len(nodes) :]
+        stores = [line for x, text in zip(self.whole, texts, strict=True) for line in self.operands[x].store(text)]
+        body = [AT, *self._named(self.tokens, "tokens"), *self._named(self.held, "held"), *printer.lines, *stores]
+        return ["def entry(tokens, held, grads, dA, dB, dC, dA_A, at):", *_body([*body, f"return {', '.join(parts)}"])]
+
+    def _after(self) -> list[str]:
+        found = {x: symbol(f"found{i}", x.axes) for i, x in enumerate(self.sums)}
+        scope = self.scope | {x: f"found[{i}]" for i, x in enumerate(found.values())}
+        roots = [self.slope[x] for x in self.plain] + [_open(self.slope[x]) for x in self.loose]
+        printer = self._printer(scope)
+        texts = printer.print(substitute(x, found) for x in roots)
+        names = [*self._named(self.plain, "tokens"), *self._named(self.held, "held")]
+        groups = f"return {_group(texts[: len(self.plain)])}, {_group(texts[len(self.plain) :])}"
+        return ["def after(tokens, held, found, dE, dD, at):", *_body([AT, *names, *printer.lines, groups])]
+
+    def _puts(self) -> list[str]:
+        stores = [x for i, node in enumerate(self.plain) for x in self.operands[node].store(f"values[{i}]", fixed=True)]
+        return ["def puts(grads, values, at, sink):", *_body([AT, SINK, "first = p == edge", *stores])]
+
+    def _keys(self) -> list[str]:
+        stores = [
+            line for i, x in enumerate(self.runs) for line in self.operands[x].store_run(f"values[{i}]", self.rough)
+        ]
+        return ["def keys(grads, values, at, sink):", *_body([AT, SINK, *stores])]
+
+    def _blank(self) -> list[str]:
+        sums = ["tl.zeros((1, 1, BP), tl.float32)"] * len(self.sums)
+        keyed = ["tl.zeros((1, 1, BP), tl.float32)"] * len(self.keyed)
+        wide = [VALUE in _open(self.slope[x]).axes | x.axes for x in self.loose]
+        loose = [f"tl.zeros((1, 1, {'BP' if w else '1'}), tl.float32)" for w in wide]
+        return ["def blank(BP: tl.constexpr):", *_body([f"return {_group(sums)}, {_group(keyed)}, {_group(loose)}"])]
+
+
+def _open(slope: Expr) -> Expr:
+    """What is summed over the channels, where that is the last that is done."""
+    return slope.args[0] if slope.op == "sum_value" else slope
+
+
+def _group(texts: Sequence[str]) -> str:
+    return f"({', '.join(texts)},)" if texts else "()"
