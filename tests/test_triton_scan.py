@@ -293,6 +293,25 @@ def test_packed_sequences_are_walked_as_they_lie(
 
 
 @interpreted
+@pytest.mark.parametrize("recurrence", [s6, before], ids=lambda r: r.name)
+def test_packed_segments_without_a_cotangent_of_the_states(
+    recurrence: dsf.Recurrence, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsf.kernels.triton import scan_ops
+
+    x, bounds = draw(recurrence, tokens=9), torch.tensor([0, 3, 4, 9])
+
+    def found(backend: str) -> list[torch.Tensor]:
+        leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
+        y = recurrence(**leaves, cu_seqlens=bounds, backend=backend, form="chunk")
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), list(leaves.values()))]
+
+    expected = found("torch")
+    monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (3, 4))
+    close(found("triton"), expected)
+
+
+@interpreted
 def test_strided_inputs_need_no_copy(small_tiles: None) -> None:
     from dsf.gpu_scan import _hole
     from dsf.kernels.triton.scan_ops import HOLES, _arguments

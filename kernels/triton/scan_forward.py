@@ -219,7 +219,7 @@ def absorb(
                     if BEFORE:
                         state = tl.fma(product, written, state)
                     product *= a
-                    if ends is not None:
+                    if arriving is not None:
                         number = tl.load(ends + c0 + k).to(tl.int64)
                         there = arriving + state_offset((number - 1) * H + i_h, n, p, P, N)
                         state += product * tl.load(there, mask=p_ok & (number > 0), other=0.0)

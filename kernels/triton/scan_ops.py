@@ -73,9 +73,9 @@ class Hole:
     cheap: bool
     keyed: int = 0
 
-    def entries(self, n: int) -> bool:
-        """True where the adjoint takes one of n state entries after the other."""
-        return n > 1 and hasattr(self.functions, "entry")
+    def entries(self, s: Sizes) -> bool:
+        """True where the adjoint takes one state entry after the other, whose inputs it finds by 32-bit offsets."""
+        return s.n > 1 and hasattr(self.functions, "entry") and s.n * (s.tokens + ALIGNED) < 1 << 31
 
 
 HOLES: dict[str, Hole] = {}
@@ -210,7 +210,7 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
         t = by_entry(s.p)
     else:
         t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
-        t = backward(t) if adjoint and hole.entries(s.n) else t
+        t = backward(t) if adjoint and hole.entries(s) else t
     return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
 
 
