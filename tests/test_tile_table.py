@@ -13,7 +13,7 @@ from dsf.gpu_matrix import kernel_of
 from dsf.mixers import get
 
 pytest.importorskip("triton")
-from dsf.kernels.triton import table
+from dsf.kernels.triton import scan_table, table
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -48,6 +48,15 @@ def test_fewer_processors_are_filled_by_fewer_segments():
 
 def test_long_segments_are_summed_up_in_pieces():
     assert [table.finer(span) for span in (3, 16, 128)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("light", [True, False])
+@pytest.mark.parametrize("rows", [1, 4, 16, 400])
+@pytest.mark.parametrize("p", [64, 300, 4096])
+def test_walks_of_vector_states_begin_their_tiles_where_the_adjoint_wants_a_state(p, rows, light, monkeypatch):
+    monkeypatch.setattr(scan_table, "_processors", lambda device: 132)
+    forward, adjoint = (scan_table.vector(backwards, p, rows, light, CPU) for backwards in (False, True))
+    assert adjoint.M % forward.K == 0 and adjoint.chunk % adjoint.M == 0
 
 
 def test_the_plan_prints_the_row():
