@@ -48,6 +48,9 @@ from dsf.kernels.triton.tiles import (
     written_scale,
 )
 
+# An end before every row: rows of segments without chunks lie as far below 0 as their place in the table.
+NOWHERE = tl.constexpr(-(1 << 31))
+
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit", "beside"])
 def forward_walk(
@@ -130,7 +133,7 @@ def forward_walk(
     for chunk in tl.range(first, stop, num_stages=STAGES):
         rows = chunk * L + local + shift
         if LATE:
-            store_rows(y, heads * P, rows - L, tl.where(chunk > first, end, -L), columns, P, BP, held)
+            store_rows(y, heads * P, rows - L, tl.where(chunk > first, end, NOWHERE), columns, P, BP, held)
         if STATES:  # before what is loaded is waited for
             to = states + (lane * (limit - base) + chunk - base) * N * P + place
             tl.store(to, state.to(states.dtype.element_ty), mask=inside)
@@ -260,7 +263,7 @@ def forward_walk(
                 state += tl.dot(rows_k, (exact - kept).to(KIND), input_precision=PRECISION)
     if LATE:
         rows = (stop - 1) * L + local + shift
-        store_rows(y, heads * P, rows, tl.where(stop > first, end, -L), columns, P, BP, held)
+        store_rows(y, heads * P, rows, tl.where(stop > first, end, NOWHERE), columns, P, BP, held)
     if SUMMARY:
         at = segment * tl.num_programs(1) + lane
         if DELTA:
