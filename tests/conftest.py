@@ -6,6 +6,12 @@ import sys
 import hypothesis
 import pytest
 import torch
+from interpreted import INTERPRETED
+
+if INTERPRETED:
+    import strict
+
+    strict.install()
 
 # No deadline: the first call of a form compiles. CI draws the same examples on every run; elsewhere they are
 # random, and a failure prints the blob that reproduces it.

@@ -1,0 +1,172 @@
+"""Triton's interpreter, made strict and given bfloat16.
+
+Strict: what a kernel reads and writes lies in the tensors that its launch was given (on a GPU it would read what lies
+beside them, or corrupt it), and memory that nobody has written is NaN. bfloat16: numpy has no such numbers, and the
+interpreter alone computes with their bits; here arithmetic is in float32, rounded to the nearest, as on a GPU. Products
+in tf32 cut off what tf32 does not hold, which is the worst that a GPU does.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from inspect import ismodule
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+TF32 = interpreter._ir.INPUT_PRECISION.TF32
+BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+
+
+class Memory:
+    """The storages of a launch's tensors: first bytes and those after the last, in order."""
+
+    kernel = ""
+    first = last = np.zeros(0, np.uint64)
+
+    def enter(self, kernel: str, arguments: Iterable[Any]) -> None:
+        """Take the tensors among a kernel's arguments."""
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(arguments)}
+        self.kernel = kernel
+        self.first = np.array(sorted(storages), np.uint64)
+        self.last = self.first + np.array([storages[int(x)] for x in self.first], np.uint64)
+
+    def check(self, pointers: Any, mask: Any, what: str) -> None:
+        """Raise IndexError for an address outside of them."""
+        places = pointers.data if mask.data.all() else pointers.data[mask.data.astype(bool)]
+        if not places.size:
+            return
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8 or 1)
+        at = int(np.searchsorted(self.first, places.min(), side="right")) - 1
+        if at >= 0 and places.max() + size <= self.last[at]:
+            return
+        at = np.searchsorted(self.first, places, side="right") - 1
+        wrong = (at < 0) | (places + size > self.last[np.maximum(at, 0)])
+        if wrong.any():
+            raise IndexError(f"{self.kernel} {what} {int(wrong.sum())} of {places.size} numbers outside its tensors")
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for x in arguments:
+        if isinstance(x, tuple):
+            yield from _tensors(x)
+        elif hasattr(x, "data_ptr"):
+            yield interpreter._unwrap_tensor(x)
+
+
+def _wide(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 numbers, given as their bits, in float32."""
+    return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+    """The bits of x rounded to bfloat16, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
+
+
+def _tf32(x: np.ndarray) -> np.ndarray:
+    return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _is_bfloat16(x: Any) -> bool:
+    return bool(x.dtype.scalar == tl.bfloat16)
+
+
+def install() -> None:
+    """Make the interpreter of this process strict, for good."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    memory = Memory()
+    enter, load, store = (
+        interpreter.GridExecutor._init_args_hst,
+        Builder.create_masked_load,
+        Builder.create_masked_store,
+    )
+
+    def entered(self: Any, arguments: Any, named: Any) -> Any:
+        found = enter(self, arguments, named)
+        memory.enter(self.fn.__name__, [*found[0], *found[1].values()])
+        return found
+
+    def loaded(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        memory.check(pointers, mask, "reads")
+        return load(self, pointers, mask, *rest)
+
+    def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        memory.check(pointers, mask, "writes")
+        return store(self, pointers, value, mask, *rest)
+
+    interpreter.GridExecutor._init_args_hst = entered
+    Builder.create_masked_load, Builder.create_masked_store = loaded, stored
+    _compute_bfloat16()
+    _hurry()
+
+
+def _compute_bfloat16() -> None:
+    cast, binary, unary, dot = Builder.cast_impl, Builder.binary_op, Builder.unary_op, Builder.create_dot
+
+    def converted(self: Any, x: Any, kind: Any, *mode: Any) -> Any:
+        if _is_bfloat16(x) == (kind.scalar == tl.bfloat16):
+            return cast(self, x, kind)
+        if _is_bfloat16(x):
+            return cast(self, Handle(_wide(x.data), tl.float32), kind)
+        return Handle(_narrow(x.data.astype(np.float32)), tl.bfloat16)
+
+    def of_two(self: Any, x: Any, y: Any, op: Callable[..., Any]) -> Any:
+        if not _is_bfloat16(x) or op in BITWISE:
+            return binary(self, x, y, op)
+        found = op(_wide(x.data), _wide(y.data))
+        return Handle(found, tl.int1) if found.dtype == bool else Handle(_narrow(found), tl.bfloat16)
+
+    def of_one(self: Any, x: Any, op: Callable[..., Any]) -> Any:
+        return Handle(_narrow(op(_wide(x.data))), tl.bfloat16) if _is_bfloat16(x) else unary(self, x, op)
+
+    def product(self: Any, x: Any, y: Any, added: Any, precision: Any, imprecise: Any) -> Any:
+        if _is_bfloat16(x):
+            x, y = Handle(_wide(x.data), tl.float32), Handle(_wide(y.data), tl.float32)
+        elif x.data.dtype == np.float32 and precision == TF32:
+            x, y = Handle(_tf32(x.data), tl.float32), Handle(_tf32(y.data), tl.float32)
+        return dot(self, x, y, added, precision, imprecise)
+
+    Builder.cast_impl = converted
+    Builder.binary_op, Builder.unary_op, Builder.create_dot = of_two, of_one, product
+
+
+def _hurry() -> None:
+    """Spare the interpreter what it does over and over.
+
+    A launch wraps triton.language once, not at every call of a function. Sums of int32 are not computed in int64, too:
+    tests are too small to leave int32, and those of tensors that are not (tests/test_gpu_large.py) run compiled.
+    """
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch, kind = interpreter._patch_lang, interpreter._get_np_dtype
+    wrapped: set[str] = set()
+    kinds: dict[str, Any] = {}
+
+    def kind_of(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in kinds:
+            kinds[name] = kind(dtype)
+        return kinds[name]
+
+    @cache
+    def languages(fn: Callable[..., Any]) -> set[str]:
+        return {x.__name__ for x in fn.__globals__.values() if ismodule(x) and x in (tl, tl.core)}
+
+    def once(fn: Callable[..., Any]) -> Any:
+        if languages(fn) <= wrapped:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        if not wrapped:  # the kernel's own
+            restore = scope.restore
+            scope.restore = lambda: (restore(), wrapped.clear())
+        wrapped.update(languages(fn))
+        return scope
+
+    interpreter._patch_lang, interpreter._get_np_dtype = once, kind_of

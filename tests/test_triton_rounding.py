@@ -1,0 +1,68 @@
+"""The matrix kernels fed bfloat16, in the interpreter, beside a float32 recurrence that is rounded once at the end.
+
+Both are compared with float64 on the same inputs: the norm of the error of a head's block of 64 tokens beside the
+block's, and of these the worst. What rounds where is docs/performance.md's table of roundings.
+"""
+
+import mixer_inputs
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import interpreted
+from mixer_inputs import sample
+from torch import Tensor
+
+from dsf import Recurrence
+from dsf.mixers import get
+
+pytestmark = interpreted
+TOKENS, BLOCK = 256, 64
+TIMES = 1.5  # the error of one rounding at the end
+
+
+def outcome(recurrence: Recurrence, given: dict[str, Tensor], dtype: torch.dtype, **how: str) -> dict[str, Tensor]:
+    """y and the gradients by input, rounded to bfloat16 unless they are the exact ones."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+    y = recurrence(**leaves, **how)
+    torch.manual_seed(1)
+    dy = torch.randn(y.shape).bfloat16().to(y.dtype)
+    found = {"y": y} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    return found if dtype == torch.float64 else {name: x.bfloat16() for name, x in found.items()}
+
+
+def worst(found: Tensor, exact: Tensor) -> float:
+    """The largest error of a head's block; blocks with less than 5 % of the largest norm count as if they had that."""
+    error, size = (
+        x.unflatten(1, (-1, BLOCK)).transpose(2, 3).flatten(3).norm(dim=-1) for x in (found.double() - exact, exact)
+    )
+    return (error / size.clamp(min=0.05 * size.max())).max().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("unnormalized_linear_attention", 64),
+        ("retnet", 128),
+        ("deltanet", 64),
+        ("deltanet", 128),
+        ("gated_deltanet", 64),
+        ("gla", 64),
+        ("gla", 128),
+        ("kda", 64),
+        ("kda", 128),
+    ],
+)
+def test_errors_are_of_the_size_of_one_rounding(name: str, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recurrence = get(name).recurrence
+    monkeypatch.setitem(mixer_inputs.SIZE, "key", keys)
+    monkeypatch.setitem(mixer_inputs.SIZE, "value", keys)
+    monkeypatch.setitem(mixer_inputs.RANGES, "alpha", lambda x: torch.sigmoid(x + 3.0))
+    monkeypatch.setitem(mixer_inputs.RANGES, "slope", lambda x: F.softplus(x) / 16)
+    if name == "gla":
+        monkeypatch.setitem(mixer_inputs.RANGES, "g", lambda x: x + 3.0)
+    given = {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=TOKENS).items()}
+    exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
+    once = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
+    found = outcome(recurrence, given, torch.bfloat16, backend="triton")
+    times = {x: worst(found[x], exact[x]) / worst(once[x], exact[x]) for x in exact if exact[x].dim() > 2}
+    assert max(times.values()) < TIMES, times
