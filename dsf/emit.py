@@ -6,203 +6,40 @@ reads the source of what it compiles; the file is also what a person reads: it c
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import keyword
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 
 from dsf.annotations import Kind
 from dsf.coefficients import masked, packed
-from dsf.emit_cache import write
+from dsf.emit_entries import Entries
 from dsf.emit_operand import Initial, Operand
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.hoist import parts
-from dsf.operator import times
-from dsf.primitives import derivatives, exp, sum_key, sum_value
+from dsf.primitives import derivatives
+from dsf.printer import (
+    AT,
+    BOTH,
+    COTANGENTS,
+    NAMES,
+    OPERATORS,
+    RESERVED,
+    SINK,
+    Printer,
+    as_comment,
+    identifier,
+    indented,
+    key_and_rest,
+    name_of,
+    pairing,
+    symbol,
+    unpacked,
+)
 from dsf.regroup import collect, regroup
+from dsf.source import Source, file_of
 from dsf.spec import Input, Spec
 
-WIDTH = 60  # characters up to which an expression used once is written inside its user
-AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
-RESERVED = {*AT.replace(" = at", "").split(", "), "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton"}
-SINK = "rows, shift = sink"
-RESERVED |= {*SINK.replace(" = sink", "").split(", "), "sink", "found", "keyed", "loose", "values"}
-RESERVED |= {"setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP"}
-RESERVED |= {"rate", "kept", "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "keys"}
-RESERVED |= {"blank", "L", "dA_A", "plain_back", "runs_back", "whole_back"}
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
-BOTH = frozenset({KEY, VALUE})
-NAMES = ("dA", "dB", "dC", "dE", "dD")
 COMPARISONS = ("gt", "ge", "lt", "le")
-# Functions made of a power of two, and what their argument is multiplied with first.
-POWERS = {
-    "exp": ("tl.exp2", "fn.LOG2E"),
-    "sigmoid": ("fn.sigmoid2", "-fn.LOG2E"),
-    "tanh": ("fn.tanh2", "(2.0 * fn.LOG2E)"),
-}
-ROUGH = {"fn.tanh": "fn.rough_tanh", "fn.tanh2": "fn.rough_tanh2"}  # where 16-bit inputs say less than float32
-OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-
-
-def symbol(name: str, axes: frozenset[str]) -> Expr:
-    """An input of generated code that is no input of the recurrence."""
-    return Expr("input", (), (name, None), axes)
-
-
-COTANGENTS = [symbol(name, BOTH if name in ("dA", "dB", "dC") else frozenset({VALUE})) for name in NAMES]
-
-
-class Printer:
-    """Prints nodes as assignments and expressions. names: what each input node is called; rough: ROUGH functions."""
-
-    def __init__(self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False) -> None:
-        self.rough = rough
-        self.text = dict(names)
-        self.taken = {*taken, *names.values()}
-        self.lines: list[str] = []
-        self.squares: dict[Expr, Expr] = {}  # e^2x - 1 and the e^x that is there anyway
-        self.scaled: set[Expr] = set()  # products whose factors are printed inside a function of a power of two
-        self.count = 0
-
-    def print(self, roots: Iterable[Expr]) -> list[str]:
-        """The text of every root; shared and long parts become lines before it."""
-        roots = list(roots)
-        order = children_first(*roots)
-        uses: dict[Expr, int] = {}
-        for node in order:
-            for place, arg in enumerate(node.args):
-                twice = node.op == "pow" and place == 0
-                uses[arg] = uses.get(arg, 0) + 1 + twice
-        powers = {x.args[0] for x in order if x.op in POWERS and uses[x.args[0]] == 1} - {*roots, *self.text}
-        self.scaled |= {x for x in powers if _key_and_rest(x)}
-        self.squares = {x: root for x in order if (root := _root(x)) is not x and root in uses}
-        for root in self.squares.values():
-            uses[root] += 1
-        for node in order:
-            self._add(node, uses)
-        return [f"tl.full((1, 1, 1), {self.text[r]}, tl.float32)" if not r.args and r.op != "input" else self.text[r]
-                for r in roots]  # fmt: skip
-
-    def _add(self, node: Expr, uses: Mapping[Expr, int]) -> None:
-        """A node's text, as a line of its own where it is shared or long."""
-        if node in self.text or node in self.scaled:
-            return
-        if node in self.squares:
-            self._add(self.squares[node], uses)
-        text = self._expression(node)
-        if node.args and (uses.get(node, 0) > 1 or (len(text) > WIDTH and node in uses)):
-            name = self._fresh()
-            self.lines.append(f"{name} = {text}")
-            text = name
-        self.text[node] = text
-
-    def _fresh(self) -> str:
-        while True:
-            self.count += 1
-            if (name := f"v{self.count}") not in self.taken:
-                return name
-
-    def _expression(self, node: Expr) -> str:
-        if node.op == "const":
-            return repr(node.value)
-        if node.op == "size":
-            return "tl.full((1, 1, 1), N, tl.float32)" if node.attrs[0] == KEY else "(P * 1.0)"
-        if node.op in POWERS and node.args[0] in self.scaled and (parts := _key_and_rest(node.args[0])):
-            function, scale = POWERS[node.op]
-            return f"{self._rough(function)}({self.text[parts[0]]} * ({self.text[parts[1]]} * {scale}))"
-        args = [self.text[a] for a in node.args]
-        if node in self.squares:
-            return f"fn.expm1_of({args[0]}, {self.text[self.squares[node]]})"
-        if node.op == "pow":
-            return _power(args[0], args[1], node.args[1])
-        if node.op == "div" and node.args[1].op == "sqrt":  # too small and too large numbers have none like these
-            return f"({args[0]} * fn.reciprocal({args[1]}))"
-        if node.op in OPERATORS:
-            return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
-        if node.op == "where":
-            return f"tl.where({', '.join(args)})"
-        if node.op in REDUCTIONS:
-            mask = "n_ok" if node.op == "sum_key" else "p_ok"
-            return f"fn.{node.op}({args[0]}, {mask})"
-        return f"{self._rough(f'fn.{node.op}')}({', '.join(args)})"
-
-    def _rough(self, function: str) -> str:
-        return ROUGH.get(function, function) if self.rough else function
-
-
-def _root(node: Expr) -> Expr:
-    """e^x of e^2x - 1; the node itself if it is not that."""
-    if node.op == "expm1" and node.args[0].op == "mul":
-        for number, x in (node.args[0].args, node.args[0].args[::-1]):
-            if number.is_constant and number.value == 2:
-                return exp(x)
-    return node
-
-
-def _key_and_rest(node: Expr) -> tuple[Expr, Expr] | None:
-    """The factors of a product of one along the Key axis and one that is the same for all of it, if it is that."""
-    if node.op != "mul" or (KEY in node.args[0].axes) == (KEY in node.args[1].axes):
-        return None
-    first, second = node.args
-    return (first, second) if KEY in first.axes else (second, first)
-
-
-def _power(base: str, exponent: str, node: Expr) -> str:
-    if not node.is_constant:
-        return f"fn.power({base}, {exponent})"
-    value = node.value
-    if value == int(value) and 1 <= abs(value) <= 8:
-        product = " * ".join([base] * int(abs(value)))
-        return f"({product})" if value > 0 else f"(1.0 / ({product}))"
-    if value == 0.5:
-        return f"fn.sqrt({base})"
-    return f"fn.exp({exponent} * fn.log({base}))"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Generated source of one spec, and how its kernels are called.
-
-    sums: what it sums for Params' gradients, `keyed` of them along the Key axis. separable: no entry's gradients wait
-    for another's, so that a program may take one entry after the other. cheap: no entry of a channel needs a function.
-    """
-
-    name: str
-    text: str
-    operands: tuple[Operand, ...]
-    sums: int = 1
-    separable: bool = False
-    cheap: bool = False
-    keyed: int = 0
-
-    @cached_property
-    def digest(self) -> str:
-        """Names the text by its content."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
-
-    def module(self) -> ModuleType:
-        """The file on disk, imported (once a process)."""
-        name = f"dsf_generated_{self.digest}"
-        if name not in sys.modules:
-            path = write(self)
-            found = importlib.util.spec_from_file_location(name, path)
-            assert found is not None and found.loader is not None
-            module = importlib.util.module_from_spec(found)
-            found.loader.exec_module(module)
-            sys.modules[name] = module
-        return sys.modules[name]
-
-
-def file_of(about: Sequence[str], functions: Iterable[Sequence[str]]) -> str:
-    """A printed file: the lines of what it says of itself, what it imports, and its functions."""
-    head = ['"""' + about[0], *about[1:], '"""', "", "import triton", "import triton.language as tl", ""]
-    head += ["from dsf.kernels.triton import functions as fn", ""]
-    return "\n".join(head) + "".join("\n\n@triton.jit\n" + "\n".join(x) + "\n" for x in functions)
 
 
 def emit(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
@@ -244,7 +81,7 @@ class _Emission:
             key=lambda x: (x.attrs[0] != STARTS, KEY in x.axes, (VALUE in x.axes) == (KEY in x.axes)),
         )
         self.params = [x for x in nodes if not self.kinds[x.attrs[0]].time]
-        self.names = {x: _name(x) for x in nodes}
+        self.names = {x: name_of(x) for x in nodes}
         self.invariants = self._invariants(whole.roots)
         self.held = {x: symbol(self._held_name(i, x), x.axes) for i, x in enumerate(self.invariants)}
         self.roots = tuple(substitute(r, self.held) for r in whole.roots)
@@ -282,7 +119,7 @@ class _Emission:
     def source(self) -> Source:
         """The whole file."""
         about = [
-            _comment(str(self.spec)),
+            as_comment(str(self.spec)),
             *(f"  {name.attrs[0]} = {x}, from a kernel before this one" for name, x in self.made.items()),
             "",
             "Printed by dsf from the declaration above; read by dsf.kernels.triton.scan. v1, v2, … are shared parts,",
@@ -291,7 +128,6 @@ class _Emission:
         parts = [
             self._setup(),
             self._load(),
-            *(self._apart() if self.spec.has_key and self._separable() else []),
             self._step(),
             *self._products(),
             self._zeros(),
@@ -300,18 +136,17 @@ class _Emission:
             *self._entries(),
         ]
         operands, keyed = tuple(self.operands.values()), sum(KEY in x.axes for x in self.held.values())
-        name, text = _identifier(self.spec.name), file_of(about, parts)
-        return Source(name, text, operands, len(self.held), self._separable(), self._cheap(), keyed)
+        name, text = identifier(self.spec.name), file_of(about, parts)
+        return Source(name, text, operands, len(self.held), self._separable, self._cheap(), keyed)
 
     def _entries(self) -> list[list[str]]:
-        """What an adjoint reads that takes one state entry after the other."""
-        from dsf.emit_entries import Entries  # which prints as this module does
-
-        if not self.spec.has_key or not self._separable():
+        """What kernels read that take one state entry after the other."""
+        if not self.spec.has_key or not self._separable:
             return []
         held, scope = list(self.held.values()), self._scope()
         return Entries(self.tokens, held, self.slopes, self.operands, scope, self.roots[0], self.rough).functions()
 
+    @cached_property
     def _separable(self) -> bool:
         """True when nothing sums over the Key axis but the readout and the gradients of what has no Key axis.
 
@@ -329,29 +164,11 @@ class _Emission:
     def _setup(self) -> list[str]:
         printer = Printer(self.names, RESERVED)
         values = printer.print(self.invariants)
-        return ["def setup(args, at):", *_body([AT, *self._loads(self.params), *printer.lines, _tuple(values)])]
+        return ["def setup(args, at):", *indented([AT, *self._loads(self.params), *printer.lines, _tuple(values)])]
 
     def _load(self) -> list[str]:
         names = [self.names[x] for x in self.tokens]
-        return ["def load(args, at):", *_body([AT, *self._loads(self.tokens), _tuple(names)])]
-
-    def _apart(self) -> list[list[str]]:
-        """`load` in three: what has no Key axis, L tokens of what has no other, and what has both."""
-        plain = [x for x in self.tokens if KEY not in x.axes]
-        runs = [x for x in self.tokens if x.axes == {KEY}]
-        whole = [x for x in self.tokens if x.axes == BOTH]
-        loads = [f"{self.names[x]} = {self.operands[x].load_run()}" for x in runs]
-        given = [_assign([self.names[x] for x in plain], "tokens")] if plain else []
-        bodies = {
-            "plain(args, at)": [*self._loads(plain), _group([self.names[x] for x in plain])],
-            "runs(args, at, L: tl.constexpr)": [*loads, _group([self.names[x] for x in runs])],
-            "ahead(args, at, L: tl.constexpr, BP: tl.constexpr)": [
-                *(self.operands[x].prefetch() for x in self.tokens if len(x.axes) == 1),
-                "pass",
-            ],
-            "whole(args, tokens, at)": [*given, *self._loads(whole), _group([self.names[x] for x in whole])],
-        }
-        return [[f"def {head}:", *_body([AT, *body])] for head, body in bodies.items()]
+        return ["def load(args, at):", *indented([AT, *self._loads(self.tokens), _tuple(names)])]
 
     def _loads(self, nodes: list[Expr]) -> list[str]:
         return [f"{self.names[x]} = {self.operands[x].load()}" for x in nodes]
@@ -362,9 +179,9 @@ class _Emission:
 
     def _unpack(self, tokens: list[Expr] | None = None) -> list[str]:
         found = [self.names[x] for x in (self.tokens if tokens is None else tokens)]
-        lines = [AT, *([_assign(found, "tokens")] if found else [])]
+        lines = [AT, *([unpacked(found, "tokens")] if found else [])]
         if self.held:
-            lines.append(_assign([s.attrs[0] for s in self.held.values()], "held"))
+            lines.append(unpacked([s.attrs[0] for s in self.held.values()], "held"))
         return lines
 
     def _step(self) -> list[str]:
@@ -375,33 +192,33 @@ class _Emission:
             values[4] = "tl.zeros((1, 1, 1), tl.float32) * -1.0"
         lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
         body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
-        return ["def step(tokens, held, at):", *_body(body)]
+        return ["def step(tokens, held, at):", *indented(body)]
 
     def _products(self) -> list[list[str]]:
         """Where A = exp(r w), r of tokens without a Key axis and w of Params: products of A from sums of r."""
         decay = self.roots[0]
-        parts = _key_and_rest(decay.args[0]) if decay.op == "exp" else None
+        parts = key_and_rest(decay.args[0]) if decay.op == "exp" else None
         if parts is None or set(inputs_of(parts[0])) & set(self.tokens):
             return []
         printer = Printer(self._scope(), RESERVED)
         (value,) = printer.print([parts[1]])
         given = self._unpack([x for x in self.tokens if KEY not in x.axes])
-        rate = ["def rate(tokens, held, at):", *_body([*given, *printer.lines, f"return {value} * fn.LOG2E"])]
+        rate = ["def rate(tokens, held, at):", *indented([*given, *printer.lines, f"return {value} * fn.LOG2E"])]
         printer = Printer(self._scope(), RESERVED)
         (value,) = printer.print([parts[0]])
-        names = _assign([s.attrs[0] for s in self.held.values()], "held")
-        kept = ["def kept(total, held):", *_body([names, *printer.lines, f"return tl.exp2({value} * total)"])]
+        names = unpacked([s.attrs[0] for s in self.held.values()], "held")
+        kept = ["def kept(total, held):", *indented([names, *printer.lines, f"return tl.exp2({value} * total)"])]
         return [rate, kept]
 
     def _zeros(self) -> list[str]:
         shapes = ["(1, NB, BP)" if KEY in s.axes else "(1, 1, BP)" for s in self.held.values()] or ["(1, 1, 1)"]
         values = [f"tl.zeros({shape}, tl.float32)" for shape in shapes]
-        return ["def zeros(NB: tl.constexpr, BP: tl.constexpr):", *_body([_tuple(values)])]
+        return ["def zeros(NB: tl.constexpr, BP: tl.constexpr):", *indented([_tuple(values)])]
 
     @cached_property
     def slopes(self) -> list[Expr]:
         """The gradients of tokens, then of what is held, made of the coefficients' cotangents."""
-        total = _total(zip(self.roots, COTANGENTS, strict=True))
+        total = pairing(zip(self.roots, COTANGENTS, strict=True))
         found = derivatives(total, const(1), [*self.tokens, *self.held.values()], late=VALUE)
         return regroup([collect(x) for x in found])
 
@@ -420,11 +237,11 @@ class _Emission:
             stores += self.operands[node].store(value, summed)
         added = [f"sums[{i}] + fn.sum_time({v}, n)" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
         body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
-        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink):", *_body(body)]
+        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink):", *indented(body)]
 
     def _finish(self) -> list[str]:
         given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]
-        slopes = derivatives(_total(zip(self.invariants, given, strict=True)), const(1), self.params)
+        slopes = derivatives(pairing(zip(self.invariants, given, strict=True)), const(1), self.params)
         sums = [f"fn.sum_value(sums[{i}], p_ok)" if x else f"sums[{i}]" for i, x in enumerate(self._over_channels())]
         scope = {x: self.names[x] for x in self.params} | dict(zip(given, sums, strict=True))
         printer = Printer(scope, RESERVED)
@@ -433,55 +250,12 @@ class _Emission:
         for node, value in zip(self.params, values, strict=True):
             stores += self.operands[node].store(value)
         body = [AT, *self._loads(self.params), *printer.lines, *(stores if self.params else ["pass"])]
-        return ["def finish(args, grads, sums, segment, segments, at):", *_body(body)]
-
-
-def _total(pairs: Iterable[tuple[Expr, Expr]]) -> Expr:
-    """Σ ⟨x, dx⟩ over the pairs, each summed over the axes it has."""
-    total = const(0)
-    for x, dx in pairs:
-        if x.is_constant:
-            continue
-        product = times(x, dx)
-        if KEY in product.axes:
-            product = sum_key(product)
-        if VALUE in product.axes:
-            product = sum_value(product)
-        total = total + product
-    return total
+        return ["def finish(args, grads, sums, segment, segments, at):", *indented(body)]
 
 
 def _order(inputs: tuple[Input, ...], node: Expr) -> int:
     return [i.name for i in inputs].index(node.attrs[0])
 
 
-def _name(node: Expr) -> str:
-    name, step = node.attrs
-    text = name if step is None else f"{name}_{step}"
-    clash = text in RESERVED or keyword.iskeyword(text) or (text[:1] == "v" and text[1:].isdigit())
-    clash = clash or text in (*NAMES, "A_", "B_", "C_", "E_", "D_") or text.startswith("held")
-    return f"{text}__" if clash else _identifier(text)
-
-
-def _identifier(text: str) -> str:
-    return "".join(c if c.isalnum() or c == "_" else "_" for c in text)
-
-
-def _comment(text: str) -> str:
-    return text.replace("\\", "/").replace('"""', "'''")
-
-
 def _tuple(values: list[str]) -> str:
     return f"return ({', '.join(values)},)" if values else "return (tl.zeros((1, 1, 1), tl.float32),)"
-
-
-def _group(values: list[str]) -> str:
-    return f"return ({', '.join(values)},)" if values else "return ()"
-
-
-def _assign(names: list[str], source: str) -> str:
-    return "; ".join(f"{name} = {source}[{i}]" for i, name in enumerate(names))
-
-
-def _body(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]

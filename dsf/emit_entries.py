@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from dsf.emit import AT, COTANGENTS, NAMES, RESERVED, SINK, Printer, _assign, _body, symbol
 from dsf.emit_operand import Operand
 from dsf.expr import KEY, VALUE, Expr, substitute
 from dsf.operator import times
+from dsf.printer import AT, BOTH, COTANGENTS, NAMES, RESERVED, SINK, Printer, grouped, indented, symbol, unpacked
 
-LOGARITHM = symbol("dA_A", frozenset({KEY, VALUE}))  # dA times A, the cotangent of log A
+LOGARITHM = symbol("dA_A", BOTH)  # dA times A, the cotangent of log A
 
 
 class Entries:
@@ -38,18 +38,10 @@ class Entries:
 
     def functions(self) -> list[list[str]]:
         """Their lines."""
-        made = (
-            self._plain,
-            self._runs,
-            self._whole,
-            self._merge,
-            self._entry,
-            self._after,
-            self._puts,
-            self._keys,
-            self._blank,
-        )
-        return [f() for f in made]
+        return [
+            *self._plain(), *self._runs(), self._whole(), self._ahead(), self._merge(), self._entry(), self._after(),
+            self._puts(), self._keys(), self._blank(),
+        ]  # fmt: skip
 
     @cached_property
     def sums(self) -> list[Expr]:
@@ -68,27 +60,39 @@ class Entries:
         return Printer(scope, {*RESERVED, *NAMES}, self.rough)
 
     def _named(self, nodes: Sequence[Expr], source: str) -> list[str]:
-        return [_assign([self.scope[x] for x in nodes], source)] if nodes else []
+        return [unpacked([self.scope[x] for x in nodes], source)] if nodes else []
 
-    def _plain(self) -> list[str]:
-        names = [self.scope[x] for x in self.plain]
-        loads = [f"{self.scope[x]} = {self.operands[x].load(fixed=True)}" for x in self.plain]
-        return ["def plain_back(args, at):", *_body([AT, *loads, f"return {_group(names)}"])]
+    def _loading(self, head: str, nodes: Sequence[Expr], texts: Sequence[str], given: Sequence[str] = ()) -> list[str]:
+        """A function that returns nodes, loaded by these expressions."""
+        names = [self.scope[x] for x in nodes]
+        loads = [f"{name} = {text}" for name, text in zip(names, texts, strict=True)]
+        return [f"def {head}:", *indented([AT, *given, *loads, f"return {grouped(names)}"])]
 
-    def _runs(self) -> list[str]:
-        names = [self.scope[x] for x in self.runs]
-        loads = [f"{self.scope[x]} = {self.operands[x].load_lanes()}" for x in self.runs]
-        return ["def runs_back(args, at, L: tl.constexpr):", *_body([AT, *loads, f"return {_group(names)}"])]
+    def _plain(self) -> list[list[str]]:
+        found = [self.operands[x] for x in self.plain]
+        return [
+            self._loading("plain(args, at)", self.plain, [x.load() for x in found]),
+            self._loading("plain_back(args, at)", self.plain, [x.load(fixed=True) for x in found]),
+        ]
+
+    def _runs(self) -> list[list[str]]:
+        found = [self.operands[x] for x in self.runs]
+        return [
+            self._loading("runs(args, at, L: tl.constexpr)", self.runs, [x.load_run() for x in found]),
+            self._loading("runs_back(args, at, L: tl.constexpr)", self.runs, [x.load_lanes() for x in found]),
+        ]
 
     def _whole(self) -> list[str]:
-        names = [self.scope[x] for x in self.whole]
-        loads = [f"{self.scope[x]} = {self.operands[x].load()}" for x in self.whole]
-        body = [AT, *self._named(self.plain, "tokens"), *loads, f"return {_group(names)}"]
-        return ["def whole_back(args, tokens, at):", *_body(body)]
+        loads = [self.operands[x].load() for x in self.whole]
+        return self._loading("whole(args, tokens, at)", self.whole, loads, self._named(self.plain, "tokens"))
+
+    def _ahead(self) -> list[str]:
+        body = [AT, *(self.operands[x].prefetch() for x in [*self.plain, *self.runs] if x.axes), "pass"]
+        return ["def ahead(args, at, L: tl.constexpr, BP: tl.constexpr):", *indented(body)]
 
     def _merge(self) -> list[str]:
         places = {x: f"{kind}[{i}]" for kind in ("keyed", "loose") for i, x in enumerate(getattr(self, kind))}
-        return ["def merge(keyed, loose):", *_body([f"return {_group([places[x] for x in self.held])}"])]
+        return ["def merge(keyed, loose):", *indented([f"return {grouped([places[x] for x in self.held])}"])]
 
     def _entry(self) -> list[str]:
         late = [_open(self.slope[x]) for x in [*self.runs, *self.keyed]]
@@ -96,11 +100,14 @@ class Entries:
         texts = printer.print([*(x.args[0] for x in self.sums), *late, *(self.slope[x] for x in self.whole)])
         parts = []
         for nodes in (self.sums, self.runs, self.keyed):
-            parts.append(_group(texts[: len(nodes)]))
+            parts.append(grouped(texts[: len(nodes)]))
             texts = texts[len(nodes) :]
         stores = [line for x, text in zip(self.whole, texts, strict=True) for line in self.operands[x].store(text)]
         body = [AT, *self._named(self.tokens, "tokens"), *self._named(self.held, "held"), *printer.lines, *stores]
-        return ["def entry(tokens, held, grads, dA, dB, dC, dA_A, at):", *_body([*body, f"return {', '.join(parts)}"])]
+        return [
+            "def entry(tokens, held, grads, dA, dB, dC, dA_A, at):",
+            *indented([*body, f"return {', '.join(parts)}"]),
+        ]
 
     def _after(self) -> list[str]:
         found = {x: symbol(f"found{i}", x.axes) for i, x in enumerate(self.sums)}
@@ -109,31 +116,30 @@ class Entries:
         printer = self._printer(scope)
         texts = printer.print(substitute(x, found) for x in roots)
         names = [*self._named(self.plain, "tokens"), *self._named(self.held, "held")]
-        groups = f"return {_group(texts[: len(self.plain)])}, {_group(texts[len(self.plain) :])}"
-        return ["def after(tokens, held, found, dE, dD, at):", *_body([AT, *names, *printer.lines, groups])]
+        groups = f"return {grouped(texts[: len(self.plain)])}, {grouped(texts[len(self.plain) :])}"
+        return ["def after(tokens, held, found, dE, dD, at):", *indented([AT, *names, *printer.lines, groups])]
 
     def _puts(self) -> list[str]:
         stores = [x for i, node in enumerate(self.plain) for x in self.operands[node].store(f"values[{i}]", fixed=True)]
-        return ["def puts(grads, values, at, sink):", *_body([AT, SINK, "first = p == edge", *stores])]
+        return ["def puts(grads, values, at, sink):", *indented([AT, SINK, "first = p == edge", *stores])]
 
     def _keys(self) -> list[str]:
         stores = [
             line for i, x in enumerate(self.runs) for line in self.operands[x].store_run(f"values[{i}]", self.rough)
         ]
-        return ["def keys(grads, values, at, sink):", *_body([AT, SINK, *stores])]
+        return ["def keys(grads, values, at, sink):", *indented([AT, SINK, *stores])]
 
     def _blank(self) -> list[str]:
         sums = ["tl.zeros((1, 1, BP), tl.float32)"] * len(self.sums)
         keyed = ["tl.zeros((1, 1, BP), tl.float32)"] * len(self.keyed)
         wide = [VALUE in _open(self.slope[x]).axes | x.axes for x in self.loose]
         loose = [f"tl.zeros((1, 1, {'BP' if w else '1'}), tl.float32)" for w in wide]
-        return ["def blank(BP: tl.constexpr):", *_body([f"return {_group(sums)}, {_group(keyed)}, {_group(loose)}"])]
+        return [
+            "def blank(BP: tl.constexpr):",
+            *indented([f"return {grouped(sums)}, {grouped(keyed)}, {grouped(loose)}"]),
+        ]
 
 
 def _open(slope: Expr) -> Expr:
     """What is summed over the channels, where that is the last that is done."""
     return slope.args[0] if slope.op == "sum_value" else slope
-
-
-def _group(texts: Sequence[str]) -> str:
-    return f"({', '.join(texts)},)" if texts else "()"

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsf.bounds import bounds
-from dsf.emit import RESERVED, Printer, Source, _body, _comment, _identifier, _total, file_of, symbol
 from dsf.emit_pointwise import Body, Writer
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
@@ -26,6 +25,8 @@ from dsf.lower import FLOOR
 from dsf.operator import factors_of, times
 from dsf.primitives import abs as absolute
 from dsf.primitives import derivatives, exp, log, maximum, minimum
+from dsf.printer import RESERVED, Printer, as_comment, identifier, indented, pairing, symbol
+from dsf.source import Source, file_of
 from dsf.spec import Spec
 from dsf.system import DEN, NUM, ONE
 
@@ -199,9 +200,9 @@ class _Writer(Writer):
         printer = Printer(function.names, RESERVED | {"loaded", "value"})
         y = printer.print([self.y])[0]
         loads = [*function.lines, f"return ({', '.join(loaded or ['batch'])},)"]
-        head = ["def finish_loads(args, at):", *_body(loads), "", "", "@triton.jit"]
+        head = ["def finish_loads(args, at):", *indented(loads), "", "", "@triton.jit"]
         body = [*given, *printer.lines, f"return {y}"]
-        return [*head, "def finish(loaded, num, den, value):", *_body(body)], tuple(function.accesses)
+        return [*head, "def finish(loaded, num, den, value):", *indented(body)], tuple(function.accesses)
 
     def _beside(self) -> tuple[Expr, Expr] | None:
         """The values and the Param of one number a head that a skip is made of, where their gradients can be made by
@@ -228,7 +229,7 @@ class _Writer(Writer):
         printer = Printer({value: "value", apart: "param", GIVEN: "dy"}, RESERVED | {"loaded", "value", "param"})
         values = printer.print(slopes)
         body = ["param = loaded[0].to(tl.float32)", *printer.lines, f"return ({', '.join(values)})"]
-        return ["def skip_adjoint(loaded, dy, value):", *_body(body)], ()
+        return ["def skip_adjoint(loaded, dy, value):", *indented(body)], ()
 
     def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores y, where the walk cannot, or a backward pass needs what it reads."""
@@ -246,10 +247,10 @@ class _Writer(Writer):
             return None
         if self.factor is not None:
             moved = derivatives(self.factor, UNIT, [WEIGHT])[0] / self.factor
-            slope = moved * (_total([(GIVEN, Y)]) / self.factor)
+            slope = moved * (pairing([(GIVEN, Y)]) / self.factor)
             factor, den = (Access(name, None, True, False, False, True) for name in (".factor", ".dden"))
             return self.function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
-        slopes = derivatives(_total([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
+        slopes = derivatives(pairing([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
         num = (slopes[0], Access(".dnum", None, True, False, True, True))
         if self.gated:
             return self.function("readout_adjoint", [num])
@@ -295,7 +296,7 @@ class _Writer(Writer):
         printer = Printer(function.names, RESERVED)
         values = printer.print(exprs)
         body = [*function.lines, *printer.lines, f"return ({', '.join(values)})"]
-        return ["def levels(args, at):", *_body(body)], tuple(function.accesses)
+        return ["def levels(args, at):", *indented(body)], tuple(function.accesses)
 
     def program(self) -> tuple[Source, Program]:
         """The printed file and what the operator knows of it."""
@@ -306,12 +307,12 @@ class _Writer(Writer):
                 parts.append(printed[0])
                 accesses[name] = printed[1]
         about = [
-            _comment(str(self.spec)),
+            as_comment(str(self.spec)),
             "",
             "Printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise. v1, v2, … are shared",
             "parts; X is what the chunk kernels take under that name, dX its gradient.",
         ]
-        source = Source(_identifier(self.spec.name), file_of(about, parts), ())
+        source = Source(identifier(self.spec.name), file_of(about, parts), ())
         return source, self._program(accesses)
 
     def _program(self, accesses: Mapping[str, tuple[Access, ...]]) -> Program:

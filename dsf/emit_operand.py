@@ -54,11 +54,18 @@ class Operand:
             return f"fn.prefetch_run({row}, {last[0]}, N, L)"
         return f"fn.prefetch_rows({row} + edge * {last[0]}, {token}, {last[0]}, edge, P, T - t0, L, BP)"
 
-    def load_run(self) -> str:
-        """The expression that loads L tokens of one entry of a Key input that lies along time, as float32."""
+    def _run(self) -> str:
+        """Where L tokens of one entry of a Key input begin that lies along time."""
         batch, token, stride, group, key = (f"args[{self.place + i}]" for i in range(1, 6))
-        row = f"batch * {batch} + t0 * {token} + head // {group} * {stride} + n * {key}"
-        return f"fn.load_run(args[{self.place}] + {row}, L)"
+        return f"args[{self.place}] + batch * {batch} + t0 * {token} + head // {group} * {stride} + n * {key}"
+
+    def load_run(self) -> str:
+        """The expression that loads L tokens of one entry as float32, each the same in all lanes."""
+        return f"fn.load_run({self._run()}, L)"
+
+    def load_lanes(self) -> str:
+        """The expression that loads L tokens of one entry, a token a lane (dsf.kernels.triton.scan_ops)."""
+        return f"fn.load_lanes({self._run()}, p, L)"
 
     def store(self, value: str, summed: bool = False, fixed: bool = False) -> list[str]:
         """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
@@ -93,12 +100,6 @@ class Operand:
             target = f"fn.to_lanes({target}, p)"
         mask = " & ".join(masks)
         return [f"if {pointer} is not None:", f"    fn.store({target}, {value}, {mask})"]
-
-    def load_lanes(self) -> str:
-        """The expression that loads L tokens of one entry of a Key input that lies along time (`scan_ops.along`)."""
-        batch, token, stride, group, entry = (f"args[{self.place + i}]" for i in range(1, 6))
-        row = f"batch * {batch} + t0 * {token} + head // {group} * {stride} + n * {entry}"
-        return f"fn.load_lanes(args[{self.place}] + {row}, p, L)"
 
     def store_run(self, values: str, rough: bool) -> list[str]:
         """The lines that sum the gradient of L tokens and one entry over the channels and store it along time."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dsf.annotations import Kind
-from dsf.emit import AT, RESERVED, Printer, _body, _name, _total
 from dsf.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.kernels.triton.programs import PADDING, Access
 from dsf.primitives import derivatives
+from dsf.printer import AT, RESERVED, Printer, indented, name_of, pairing
 
 EVERYWHERE = "tl.full((1, 1, 1), True, tl.int1)"
 
@@ -90,7 +90,7 @@ class Writer:
 
     def call(self, node: Expr) -> Expr:
         """Give a node a name of its own in the printed text."""
-        text = _name(node).strip("_") if node.attrs[0].startswith(".") else _name(node)
+        text = name_of(node).strip("_") if node.attrs[0].startswith(".") else name_of(node)
         while text in {*self.names.values(), "beside", "row", "sums", "loaded", "value"}:
             text += "_"
         self.names[node] = text
@@ -116,7 +116,7 @@ class Writer:
                 sums.append((expr, value, access))
             else:
                 function.store(value, access)
-        text = [f"def {name}(args, sums, at):", *_body([*function.lines, self._added(sums)])]
+        text = [f"def {name}(args, sums, at):", *indented([*function.lines, self._added(sums)])]
         finish = [f"def {name}_finish(args, sums, at, row):"]
         if sums:
             closing = Body({})
@@ -124,7 +124,7 @@ class Writer:
             for i, (_, _, access) in enumerate(sums):
                 closing.store(f"sums[{i}]", access)
             function.accesses += closing.accesses
-            finish += _body(closing.lines)
+            finish += indented(closing.lines)
             axes = [f"(1, {'NB' if a.key else 1}, {'BP' if a.value else 1})" for _, _, a in sums]
             zeros = ", ".join(f"tl.zeros({x}, tl.float32)" for x in axes)
             start = [f"def {name}_zeros(NB: tl.constexpr, BP: tl.constexpr):", f"    return ({zeros},)"]
@@ -143,7 +143,7 @@ class Writer:
         self, pairs: Sequence[tuple[Expr, Expr]], wanted: Sequence[Expr]
     ) -> tuple[list[str], tuple[Access, ...]]:
         """A function `adjoint`: the gradients of the wanted inputs from pairs of an expression and its gradient."""
-        slopes = derivatives(_total(pairs), const(1), list(wanted))
+        slopes = derivatives(pairing(pairs), const(1), list(wanted))
         stores = []
         for node, slope in zip(wanted, slopes, strict=True):
             a = self.access(node)

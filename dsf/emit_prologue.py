@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsf.emit import Source, _comment, _identifier, file_of, symbol
 from dsf.emit_pointwise import Writer
 from dsf.expr import KEY, Expr, inputs_of
 from dsf.hoist import Parts
 from dsf.kernels.triton.programs import Access, Made
 from dsf.kernels.triton.prologue_ops import Prologue
+from dsf.printer import as_comment, identifier, symbol
+from dsf.source import Source, file_of
 from dsf.spec import Spec
 
 
@@ -45,14 +46,14 @@ def emit_prologue(spec: Spec, parts: Parts) -> tuple[Source, Prologue]:
         Access(name, kind.steps, kind.time, KEY in kind.axes, False) for name, kind in kinds.items() if name in used
     )
     about = [
-        f"{_comment(spec.name)}: made once a token, before the scan.",
+        f"{as_comment(spec.name)}: made once a token, before the scan.",
         "",
-        *(f"  {_role(name)} = {_comment(str(x))}" for name, x in parts.made.items()),
+        *(f"  {_role(name)} = {as_comment(str(x))}" for name, x in parts.made.items()),
         *(f"  {_role(x)} in float32" for x in parts.passed),
         "",
         "Printed by dsf; read by dsf.kernels.triton.pointwise. v1, v2, … are shared parts, dX is the gradient of X.",
     ]
-    source = Source(f"{_identifier(spec.name)}_prologue", file_of(about, (x for x, _ in printed.values())), ())
+    source = Source(f"{identifier(spec.name)}_prologue", file_of(about, (x for x, _ in printed.values())), ())
     return source, Prologue(inputs, tuple(made), {name: accesses for name, (_, accesses) in printed.items()})
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsf.emit import AT, RESERVED, Printer, Source, _body, _comment, _identifier, _name, file_of, symbol
 from dsf.emit_pointwise import Body
 from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.kernels.triton.programs import Access
@@ -20,6 +19,8 @@ from dsf.lower import FLOOR
 from dsf.operator import times
 from dsf.primitives import abs as absolute
 from dsf.primitives import exp, log, log_of, maximum, minimum, sum_key
+from dsf.printer import AT, RESERVED, Printer, as_comment, identifier, indented, name_of, symbol
+from dsf.source import Source, file_of
 from dsf.spec import Row, Spec
 from dsf.system import DEN, NUM, ONE
 
@@ -159,7 +160,7 @@ class _Step:
     def name(self, nodes: Sequence[Expr]) -> None:
         """Give nodes names of their own in the printed text."""
         for node in (x for x in nodes if x not in self.names):
-            text = _name(node).strip("_") if "." in node.attrs[0] else _name(node)
+            text = name_of(node).strip("_") if "." in node.attrs[0] else name_of(node)
             while text in {*self.names.values(), "sums", "shared"}:
                 text += "_"
             self.names[node] = text
@@ -184,7 +185,7 @@ class _Step:
         if gives:
             body.lines.append(f"return ({', '.join(values[len(roots) :])},)")
         self.accesses += body.accesses
-        return _body(body.lines)
+        return indented(body.lines)
 
     def _place(self, node: Expr) -> tuple[Access, bool]:
         """Where an input lies, and whether every lane of the channels loads it."""
@@ -211,7 +212,7 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
         step.name(held)
     parts.append(["def step(args, at, shared):", *step.print(roots, held, [])])
     about = "One step, printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise.step."
-    text = file_of([_comment(str(spec)), "", about], parts)
+    text = file_of([as_comment(str(spec)), "", about], parts)
     inputs = tuple(
         Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
     )
@@ -220,4 +221,4 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     program = StepProgram(
         inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, plain
     )
-    return Source(f"{_identifier(spec.name)}_step", text, ()), program
+    return Source(f"{identifier(spec.name)}_step", text, ()), program

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dsf.bind import Bound, Sizes
 from dsf.bounds import bounds
-from dsf.emit import Source
 from dsf.expr import KEY, VALUE, Expr, children_first, const
 from dsf.operator import factors_of, split_factors, split_scale, times
+from dsf.source import Source
 from dsf.spec import Row, Spec
 
 LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dsf import gpu_ratio, packing
 from dsf.bind import Bound, Sizes
-from dsf.emit import INITIAL, STARTS, VALID, Source, emit
+from dsf.emit import INITIAL, STARTS, VALID, emit
 from dsf.expr import KEY, VALUE, Expr, children_first
 from dsf.hoist import parts
+from dsf.source import Source
 from dsf.spec import Spec
 
 LARGEST = 256  # state entries a program holds

@@ -9,7 +9,7 @@ from scan_family import aligned, before, bounded, channels, leaky_peak, swinging
 
 import dsf
 from dsf import System, Value
-from dsf.emit import emit, write
+from dsf.emit import emit
 from dsf.errors import FormError
 from dsf.mixers.hgrn import hgrn
 from dsf.mixers.longhorn import longhorn
@@ -18,6 +18,7 @@ from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.rwkv4 import rwkv4
 from dsf.mixers.s6 import s6, s6_negative
+from dsf.source import write
 
 NORMALISED = [weighted, bounded, rwkv4]
 RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, channels, twice]

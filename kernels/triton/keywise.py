@@ -172,12 +172,6 @@ def _store_scores(
 
 
 @triton.jit
-def row_of(x, local, row):
-    """One row of x [L, BN] as [BN]."""
-    return tl.sum(tl.where((local == row)[:, None], x, 0.0), axis=0)
-
-
-@triton.jit
 def store_chunk(base, x, local, keys, N: tl.constexpr, BN: tl.constexpr):
     """Write x [L, BN] as the rows of one chunk, without gaps."""
     at = base + local[:, None] * N + keys[None, :]

@@ -3,7 +3,7 @@
 A program of one warp owns BP channels of one head and one segment of time. L tokens lie in registers, a tuple of
 tiles [1, 1, BP]; a loop over the state entries walks them forward and backward, so that states never leave the
 registers, and what has no Key axis is computed once for all entries. Besides `setup`, `step` and `finish`
-(dsf.kernels.triton.scan) the printed holes are (the first three with _back after their names)
+(dsf.kernels.triton.scan) the printed holes are (the first two with _back after their names)
 
     plain(args, at) -> tokens' inputs without a Key axis     runs(args, at, L) -> L tokens of one entry (fn.load_lanes)
     whole(args, tokens, at) -> a token's inputs of both axes     merge(keyed, loose) -> what is held, in order
@@ -20,6 +20,7 @@ import triton.language as tl
 
 from dsf.kernels.triton.functions import fixed, in_order, run_of, tile_of, tokens_of
 from dsf.kernels.triton.scan import _program, packed_ends
+from dsf.kernels.triton.scan_forward import token
 
 
 @triton.jit
@@ -64,19 +65,9 @@ def _together(tokens):
 
 
 @triton.jit
-def _token(plain_tokens, run, args, at, i: tl.constexpr, whole: tl.constexpr):
-    """Token i as `step` knows it."""
-    tokens = plain_tokens[i]
-    for j in tl.static_range(len(run)):
-        tokens = tokens + (run[j][i],)  # noqa: RUF005
-    return tokens + whole(args, plain_tokens[i], at)
-
-
-@triton.jit
 def advance(
     args, tile, t0, end, now, pace, then, lane, setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr,
     whole: tl.constexpr, step: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr,
-
 ):  # fmt: skip
     """From the states before L tokens, at `now`, `pace` numbers an entry, to those after them, at `then` [N, BP]."""
     tokens = _apart(plain(args, _all_at(tile, t0, end, N, L, BP, False)), L)
@@ -90,7 +81,7 @@ def advance(
         run = _spread(run, L)
         for i in tl.static_range(L):
             here = _at(tile, t0, end, i, n, N, BP, False)
-            a, b, c, e, d = step(_token(tokens, run, args, here, i, whole), held, here)
+            a, b, c, e, d = step(token(args, tokens, run, here, i, whole), held, here)
             state = a * state + b
         tl.store(in_order(then + n * BP + lane), tl.broadcast_to(state, (1, 1, BP)))
     tl.debug_barrier()
@@ -148,10 +139,8 @@ def _entry_ahead(
 def pull_run(
     args, grads, dy, ends, arriving, tile, t0, end, now, pace, spot, totals, lane, sink, loose,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    entry: tl.constexpr, keys: tl.constexpr, after: tl.constexpr,
-    puts: tl.constexpr, blank: tl.constexpr,
-    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr,
-    MASKED: tl.constexpr,
+    entry: tl.constexpr, keys: tl.constexpr, after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """L tokens backwards, from the states before them at `now`; at `spot` the cotangents after them become earlier."""
     i_b, i_h, p, p_ok, place, T, H, P = tile
@@ -175,7 +164,7 @@ def pull_run(
         steps = ()
         for i in tl.static_range(L):
             here = _at(tile, t0, end, i, n, N, BP, MASKED)
-            a, b, c, e, d = step(_token(tokens, run, args, here, i, whole), held, here)
+            a, b, c, e, d = step(token(args, tokens, run, here, i, whole), held, here)
             if MASKED:
                 a = tl.where(here[6], a, 1.0)
                 b = tl.where(here[6], b, 0.0)
@@ -203,7 +192,7 @@ def pull_run(
             if MASKED:
                 g = tl.where(here[6], g, 0.0)
             terms, value, sums = entry(
-                _token(tokens, run, args, here, i, whole), held, grads, g * states[i], g, seen * scaled,
+                token(args, tokens, run, here, i, whole), held, grads, g * states[i], g, seen * scaled,
                 a * g * states[i], here,
             )  # fmt: skip
             adds = (_plus(found[i], terms),) + adds  # type: ignore[assignment]  # noqa: RUF005

@@ -25,7 +25,7 @@ from dsf.kernels.triton.scan_ops import (
 
 SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
 ENTRY_HOLES = ("setup", "plain", "runs", "whole", "step", "merge", "entry", "keys", "after", "puts", "blank", "finish")
-TWINS = {name: f"{name}_back" for name in ("plain", "runs", "whole")}  # what forward passes read otherwise
+TWINS = {name: f"{name}_back" for name in ("plain", "runs")}  # what forward passes read otherwise
 
 
 def fused_scan_adjoint(
@@ -72,7 +72,7 @@ def fused_scan_adjoint(
             torch.sum(parts, 0, out=found.narrow(axis, low * go.tile.chunk, count))
     for i, found in gathered.items():
         o, x, _ = trios[i]
-        trios[i] = o, x, found.flatten(_axis(o, go) - 1, _axis(o, go))[None].narrow(_axis(o, go), 0, sizes.tokens)
+        trios[i] = o, x, found.flatten(_axis(o, go) - 1, _axis(o, go))[None]
     return [_whole(o, x, _by_token(o, g, go)) for o, x, g in trios], _initial(cotangents, ends)
 
 
@@ -109,10 +109,9 @@ def _pull(
     given = (args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch, *go.scalars, *chunks, *rows)
     if go.by_entry:
         holes = {name: getattr(f, TWINS.get(name, name)) for name in ENTRY_HOLES}
-        shape = {name: value for name, value in go.shape.items() if name not in ("K", "NB")}
         start(
-            entry_gradients, go.grid, *given, **holes, BEFORE=hole.before, L=t.K, M=t.M, KEYED=hole.keyed,
-            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0, **shape,
+            entry_gradients, go.grid, *given, **holes, BEFORE=hole.before, M=t.M, KEYED=hole.keyed,
+            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0, **go.entry,
         )  # fmt: skip
     else:
         start(
@@ -162,11 +161,8 @@ def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
         return g
     if not o.value:
         g = g.sum(0) if g.shape[0] > 1 else g[0]
-    if not o.time:
-        g = g.flatten(0, 1).sum(0)
+    g = g[:, : x.shape[1]] if o.time else g.flatten(0, 1).sum(0)
     heads = 2 if o.time else 0
-    if o.time:
-        g = g[:, : x.shape[1]]
     if g.shape[heads] != x.shape[heads]:
         g = g.unflatten(heads, (x.shape[heads], -1)).sum(heads + 1)
     return g.to(x.dtype).contiguous()

@@ -73,9 +73,9 @@ class Hole:
     cheap: bool
     keyed: int = 0
 
-    def entries(self, s: Sizes) -> bool:
-        """True where the adjoint takes one state entry after the other, whose inputs it finds by 32-bit offsets."""
-        return s.n > 1 and hasattr(self.functions, "entry") and s.n * (s.tokens + ALIGNED) < 1 << 31
+    def by_entry(self, s: Sizes) -> bool:
+        """True where kernels may take one state entry after the other, whose inputs they find by 32-bit offsets."""
+        return self.separable and s.n > 1 and s.n * (s.tokens + ALIGNED) < 1 << 31
 
 
 HOLES: dict[str, Hole] = {}
@@ -150,11 +150,6 @@ class Launch:
         return (self.blocks * self.segments * self.sizes.rows,)
 
     @property
-    def parts(self) -> int:
-        """Blocks of state entries that a program takes one after the other."""
-        return -(-self.sizes.n // self.tile.NB)
-
-    @property
     def by_entry(self) -> bool:
         """True where a program takes single state entries one after the other."""
         return self.tile.NB == 1 and self.sizes.n > 1
@@ -185,8 +180,12 @@ class Launch:
     @property
     def entry(self) -> dict[str, Any]:
         """The tile arguments of what takes one state entry after the other."""
-        shape = {"L" if name == "K" else name: x for name, x in self.shape.items() if name != "NB"}
-        return shape | {"NEAR": self.sizes.n <= BLOCK}
+        return {"L" if name == "K" else name: x for name, x in self.shape.items() if name != "NB"}
+
+    @property
+    def near(self) -> bool:
+        """True where the L1 has room for what such a kernel loads next."""
+        return self.sizes.n <= BLOCK
 
     @property
     def runs(self) -> dict[str, int]:
@@ -210,13 +209,8 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
         t = by_entry(s.p)
     else:
         t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
-        t = backward(t) if adjoint and hole.entries(s) else t
+        t = backward(t) if adjoint and hole.by_entry(s) else t
     return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
-
-
-def _apart(hole: Hole, s: Sizes) -> bool:
-    """True where kernels may take one state entry after the other."""
-    return hole.separable and s.n > 1
 
 
 def _outputs_by_entry(hole: Hole, s: Sizes, device: torch.device) -> bool:
@@ -225,8 +219,8 @@ def _outputs_by_entry(hole: Hole, s: Sizes, device: torch.device) -> bool:
     With BLOCK entries that is where an entry needs no function, for the others too few warps hide what one takes. With
     many it is where sequences alone fill the GPU, with so few warps.
     """
-    if not _apart(hole, s) or s.n <= BLOCK:
-        return _apart(hole, s) and hole.cheap
+    if not hole.by_entry(s) or s.n <= BLOCK:
+        return hole.by_entry(s) and hole.cheap
     t = by_entry(s.p)
     return s.n > 2 * BLOCK and segments(s.tokens, -(-s.p // t.BP) * s.rows, t, device)[0] == 1
 
@@ -247,7 +241,7 @@ def _entering(
 
     Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's.
     """
-    if _apart(hole, go.sizes):
+    if hole.by_entry(go.sizes):
         return _entering_by_entry(go, hole, args, dy, first, like, ends, arriving)
     if go.tile.G * go.tile.stages > 1:  # wide, and without runs, for which this would need a scan more
         t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
@@ -279,7 +273,7 @@ def _entering_by_entry(
     start(
         summaries_by_entry, (go.blocks * go.sizes.rows * (count - 1),),
         args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
-        BEFORE=hole.before, **_functions(hole), **go.entry,
+        BEFORE=hole.before, NEAR=go.near, **_functions(hole), **go.entry,
     )  # fmt: skip
     return _combined(go, local, products, first, dy is not None)[:, :, ::fine].contiguous()
 
@@ -311,25 +305,24 @@ def fused_scan(
     sizes = sizes_of(spec, operands)
     first = _timed(spec, operands)
     go = launch(spec, sizes, False, first.device)
-    apart = _outputs_by_entry(spec, sizes, first.device)
-    args = _arguments(spec, operands, sizes.heads, apart)
+    args = _arguments(spec, operands, sizes.heads, go.by_entry)
     starts = None if state is None else state.contiguous()
     if go.segments > 1:
-        rows = args if apart or not _apart(spec, sizes) else _arguments(spec, operands, sizes.heads, True)
+        rows = args if go.by_entry == spec.by_entry(sizes) else _arguments(spec, operands, sizes.heads, True)
         starts = _entering(go, spec, rows, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
     final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)
     step = tile_of(spec, sizes, True, first.device).M if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
     f = spec.functions
-    if apart:
+    if go.by_entry:
         if starts is None:
             states = go.states(first, 1).zero_()
         else:
             states = starts if go.segments > 1 else starts.unsqueeze(2).clone()
         start(
             outputs_by_entry, go.grid, args, y, states, final, saved if keep else None, ends, *go.scalars,
-            BEFORE=spec.before, M=step, U=2 - sizes.n % 2, **_functions(spec), **go.entry,
+            BEFORE=spec.before, M=step, U=2 - sizes.n % 2, NEAR=go.near, **_functions(spec), **go.entry,
         )  # fmt: skip
         return y, states[:, :, -1].contiguous() if ends is None else final, saved
     start(
