@@ -14,18 +14,19 @@ pytest.importorskip("triton")
 NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
 NAMES += ["delta_product", "gated_delta_product", "gla", "kda", "rwkv6", "rwkv7"]
 ALL = UNSEEN + [get(name).recurrence for name in NAMES]
+DEVICE = "cuda"  # tests/test_triton_random.py has it on the CPU
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1.5e-2}
 
 
 def draw(recurrence, tokens, n, p, dtype, batch=2, heads=2, groups=None, seed=0):
     """Leaves by name, rounded to dtype."""
-    g = torch.Generator("cuda").manual_seed(seed)
+    g = torch.Generator(DEVICE).manual_seed(seed)
     out = {}
     for i in recurrence.spec.inputs:
         mine = groups if groups and i.kind.time and i.kind.axes == {"key"} else heads
         lead = [batch, tokens, *([i.kind.steps] if i.kind.steps else []), mine] if i.kind.time else [heads]
         shape = [*lead, *({"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes)]
-        x = RANGES.get(i.name, lambda x: x)(torch.randn(shape, generator=g, device="cuda", dtype=torch.float64))
+        x = RANGES.get(i.name, lambda x: x)(torch.randn(shape, generator=g, device=DEVICE, dtype=torch.float64))
         if i.kind.axes == {"key"} and i.name not in RANGES:
             x = x / n**0.5
         out[i.name] = x.to(dtype).requires_grad_()
@@ -35,7 +36,7 @@ def draw(recurrence, tokens, n, p, dtype, batch=2, heads=2, groups=None, seed=0)
 def state_of(recurrence, n, p, batch=2, heads=2):
     """A random first state."""
     keys = n if recurrence.spec.has_key else 1
-    state = torch.randn(batch, heads, *recurrence.state_shape(N=keys, P=p), device="cuda")
+    state = torch.randn(batch, heads, *recurrence.state_shape(N=keys, P=p), device=DEVICE)
     if recurrence.spec.is_stabilised:
         state[..., -1] = state[:, :, :1, -1]
     return state
@@ -47,11 +48,11 @@ def outcome(recurrence, given, dtype, state=None, ends=True, **how):
     start = None if state is None else state.to(torch.float64 if dtype == torch.float64 else torch.float32)
     start = None if start is None else start.requires_grad_()
     y, final = recurrence(**leaves, initial_state=start, return_state=True, **how)
-    g = torch.Generator("cuda").manual_seed(1)
-    dy = torch.randn(y.shape, generator=g, device="cuda").to(torch.bfloat16).to(y.dtype)
+    g = torch.Generator(DEVICE).manual_seed(1)
+    dy = torch.randn(y.shape, generator=g, device=DEVICE).to(torch.bfloat16).to(y.dtype)
     loss = (y.double() * dy.double()).sum()
     if ends and not recurrence.spec.is_stabilised:
-        loss = loss + (final.double() * torch.randn(final.shape, generator=g, device="cuda").double()).sum()
+        loss = loss + (final.double() * torch.randn(final.shape, generator=g, device=DEVICE).double()).sum()
     wanted = leaves if start is None else leaves | {"state": start}
     grads = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True)
     true = recurrence.true_state(final, y.shape[-1])

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import test_gpu_matrix
 import torch
 from test_gpu_matrix import outcome, worst
 from test_random_systems import CORRECTIONS, DECAYS, GAINS, WRITES, X, declare, system_of
@@ -29,7 +30,9 @@ def declared(seed):
     pick = random.Random(seed).choice
     recurrence = declare(system_of(pick) if seed % 4 == 0 else system_of(pick, **MINE))
     sizes = Sizes(2, 64, 2, 16, 16, 16)
-    if recurrence is None or refusal(recurrence.spec, sizes, torch.float32, "auto", torch.device("cuda"), True):
+    if recurrence is None or refusal(
+        recurrence.spec, sizes, torch.float32, "auto", torch.device(test_gpu_matrix.DEVICE), True
+    ):
         return None
     return recurrence, pick
 
@@ -40,7 +43,8 @@ def leaves_of(recurrence, dtype, tokens, n, p, pick, batch):
     for i in recurrence.spec.inputs:
         sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
         heads = 2 if i is recurrence.spec.inputs[-1] else pick([1, 2, 2])
-        x = torch.randn([batch, tokens, heads, *sizes] if i.kind.time else [2, *sizes], device="cuda")
+        shape = [batch, tokens, heads, *sizes] if i.kind.time else [2, *sizes]
+        x = torch.randn(shape, device=test_gpu_matrix.DEVICE)
         if i.kind.axes == {"key"} and i.kind.time:
             x = torch.nn.functional.normalize(x, dim=-1)
         if pick([False, False, True]) and len(sizes) and i.kind.time:  # a view
@@ -49,8 +53,8 @@ def leaves_of(recurrence, dtype, tokens, n, p, pick, batch):
     return found
 
 
-@pytest.mark.parametrize("seed", range(256))
-def test_a_random_declaration_errs_as_its_inputs_rounding_does(seed):
+def assert_errs_as_its_inputs_rounding_does(seed):
+    """The kernels' errors for the declaration of a seed beside what moving every input by its rounding changes."""
     found = declared(seed)
     if found is None:
         pytest.skip("no declaration, or none that the kernels take")
@@ -80,3 +84,8 @@ def test_a_random_declaration_errs_as_its_inputs_rounding_does(seed):
     errors = {name: worst(ours[name], exact[name]) for name in known}
     beyond = {name: (errors[name], own[name]) for name in known if not errors[name] < limit + 20 * own[name]}
     assert not beyond, f"{beyond}\n{recurrence}\n{dtype}, N={n}, P={p}, T={tokens}, {sorted(how)}"
+
+
+@pytest.mark.parametrize("seed", range(256))
+def test_a_random_declaration_errs_as_its_inputs_rounding_does(seed):
+    assert_errs_as_its_inputs_rounding_does(seed)
