@@ -2,6 +2,7 @@
 
 python benchmarks/gpu_accuracy.py [--json benchmarks/results/gpu_accuracy.json]
 python benchmarks/gpu_accuracy.py --page benchmarks/results/gpu_accuracy.json --into docs/performance.md
+TRITON_INTERPRET=1 PYTHONPATH=tests python benchmarks/gpu_accuracy.py --only rwkv7 --tokens 512 --heads 2 (no GPU)
 
 Both are fed the same bfloat16 inputs and compared with float64: the error of a head's block of 64 tokens, relative to
 the block's norm (at least 5% of the largest one's), and of these the worst. A table of worst errors and their ratio,
@@ -10,6 +11,7 @@ and the same of fla, where it is installed (`--peers`; its gates, which it takes
 
 import argparse
 import json
+import os
 
 import torch
 from gpu_matrix import draw
@@ -18,14 +20,16 @@ from gpu_peers import operator
 
 from dsf.mixers import get
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 NAMES = ("unnormalized_linear_attention", "retnet", "deltanet", "gated_deltanet", "gla", "kda")
-SHAPES = ((4, 128, 128), (4, 64, 64))
+SIZES = ((128, 128), (64, 64))
 
 
 def cotangent(y):
     """The same dy for everyone."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    return torch.randn(y.shape, generator=generator, device="cuda").to(torch.bfloat16).to(y.dtype)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    return torch.randn(y.shape, generator=generator, device=DEVICE).to(torch.bfloat16).to(y.dtype)
 
 
 def of_peer(name, given):
@@ -62,7 +66,7 @@ def page(data):
         cells = {
             r["of"]: f"{r['ratio']:.2f} ({r['ours']:.1e})" + (f" / {r['fla']:.2f}" if "fla" in r else "") for r in mine
         }
-        main = [cells.pop(x) for x in ("y", "q", "k", "v")]
+        main = [cells.pop(x, "") for x in ("y", "q", "k", "v")]
         rest = ", ".join(f"{x} {cell}" for x, cell in cells.items())
         lines.append(f"| {name} | {' x '.join(map(str, shape))} | {' | '.join(main)} | {rest} |")
     return "\n".join(lines)
@@ -71,18 +75,24 @@ def page(data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=NAMES)
     parser.add_argument("--peers", action="store_true")
     add_options(parser)
     options = parser.parse_args()
     if shows(options, page):
         return
+    if INTERPRETED:
+        import strict
+
+        strict.install()
     rows = []
     for name in options.only:
         recurrence = get(name).recurrence
-        for heads, n, p in SHAPES:
-            torch.manual_seed(0)
-            given = draw(recurrence, 1, options.tokens, heads, n, p)
+        for n, p in SIZES:
+            torch.manual_seed(options.seed)
+            given = draw(recurrence, 1, options.tokens, options.heads, n, p, device=DEVICE)
             exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
             ours = outcome(recurrence, given, torch.bfloat16, backend="triton")
             plain = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
@@ -92,8 +102,9 @@ def main():
                 error = worst(ours[x], exact[x])
                 found = {"ours": error, "ratio": error / least}
                 found |= {"fla": worst(peer[x], exact[x]) / least} if x in peer else {}
-                rows.append({"name": name, "shape": (heads, n, p), "of": x} | found)
-    data = {"gpu": torch.cuda.get_device_name(), "commit": options.commit, "tokens": options.tokens, "rows": rows}
+                rows.append({"name": name, "shape": (options.heads, n, p), "of": x} | found)
+    gpu = "none: Triton's interpreter" if INTERPRETED else torch.cuda.get_device_name()
+    data = {"gpu": gpu, "commit": options.commit, "tokens": options.tokens, "rows": rows}
     print(page(data))
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -74,13 +74,13 @@ def recurrence_of(name):
     return scalar_decay if name == "scalar_decay" else get(name).recurrence
 
 
-def draw(recurrence, batch, tokens, heads, n, p, shared=()):
+def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda"):
     """Inputs in the ranges of a trained model, keys of unit length; leaves."""
     out = {}
     for i in recurrence.spec.inputs:
         sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
         mine = 1 if i.name in shared else heads
-        x = torch.randn([batch, tokens, mine, *sizes] if i.kind.time else [mine, *sizes], device="cuda")
+        x = torch.randn([batch, tokens, mine, *sizes] if i.kind.time else [mine, *sizes], device=device)
         if i.name in ("k", "b", "kappa") and sizes:
             x = torch.nn.functional.normalize(x, dim=-1)
         if i.name in ("alpha", "beta"):

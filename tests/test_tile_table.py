@@ -13,7 +13,7 @@ from dsf.gpu_matrix import kernel_of
 from dsf.mixers import get
 
 pytest.importorskip("triton")
-from dsf.kernels.triton import scan_table, table
+from dsf.kernels.triton import scan_ops, scan_table, table
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -89,3 +89,12 @@ def test_the_tuner_joins_what_made_a_row_faster_and_drops_what_was_wrong(tuner, 
     base, tried, chosen = tuner.tune("scalar+delta", 128, 128, "bfloat16", 1)
     assert chosen == replace(base, walk_stages=2, gradient_warps=8)
     assert all("both" not in answer for row, answer in tried if row.walk_warps == 8)
+
+
+@pytest.mark.parametrize(("n", "tokens", "single"), [(16, 4096, True), (16, 1 << 26, True), (16, 1 << 27, False)])
+@pytest.mark.parametrize("cheap", [True, False])
+def test_single_entries_are_taken_where_32_bits_find_their_inputs_in_both_directions(n, tokens, single, cheap):
+    hole = scan_ops.Hole(None, (), False, False, sums=1, separable=True, cheap=cheap)
+    forward, adjoint = (scan_ops.launch(hole, scan_ops.Sizes(1, tokens, 1, n, 64), back, CPU) for back in (False, True))
+    assert hole.by_entry(forward.sizes) == adjoint.by_entry == single
+    assert forward.by_entry == (single and cheap)
