@@ -11,6 +11,9 @@ products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} -
     W = T b̃, Q = q̃ + QA W, M = QK + QA T BK, K = k̂ + (T BK)ᵀ â
     y = Q S_0 + M v,   S_L = exp(G_L) S_0 + âᵀ W S_0 + Kᵀ v
 
+Of operands rounded to bfloat16 QK and M make most of y's error. So with KEY_TERMS 2 QK is a product in tf32, and what
+M's diagonal, its largest entries, leaves when it is rounded is kept beside it, a number a row.
+
 No exponent is above zero: rows meet in the binary blocks of keywise.py. Only where the decays of a whole chunk are
 known never to fall below what float32 holds do its rows meet AT_ONCE, as they are at the chunk's start (not at a later
 row: what is read must not depend on later decays, not even by its rounding).
@@ -21,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.keywise import REACH, last_running, load_chunk, store_chunk
+from dsf.kernels.triton.keywise import REACH, last_running, load_chunk, rounded, store_chunk
 from dsf.kernels.triton.packed import place_of_chunk, place_of_segment
 from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
 from dsf.kernels.triton.transform import unit_lower_inverse
@@ -62,16 +65,17 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def rank_one_chunk(
-    q, b, a, k, g, running, mixed, reads, inner, writes, outer, table,
+    q, b, a, k, g, running, mixed, rest, reads, inner, writes, outer, table,
     tokens, heads, length,
     q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
     g_b, g_t, g_h, g_group,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
-    KEEP: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log decays -> G, and Q, W, K, â, all chunk by chunk without gaps, and M | T BK [B, T, H, PARTS · L].
 
-    KEEP: T | QA T beside them, for the gradients.
+    KEEP: T | QA T beside them, for the gradients. rest: what rounding leaves of M's diagonal (KEY_TERMS 2).
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
@@ -86,7 +90,7 @@ def rank_one_chunk(
     block = (lane * length + chunk * L) * N
     running += block
     ba, bk = _scores(
-        b, b_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+        b, b_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, KIND, PRECISION
     )  # fmt: skip
     wide = heads * PARTS * L
     mixed += (batch * tokens * heads + head) * PARTS * L
@@ -94,11 +98,16 @@ def rank_one_chunk(
     inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
     store_rows(mixed + L, wide, rows, end, local, L, L, tl.dot(inverse, bk, input_precision=PRECISION))
     tl.debug_barrier()  # G is read again, by other threads
+    DIRECT: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
     qa, qk = _scores(
-        q, q_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, KIND, PRECISION
+        q, q_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, DIRECT, KIND, PRECISION
     )  # fmt: skip
     through = tl.dot(qa.to(KIND), inverse, input_precision=PRECISION).to(KIND)
-    store_rows(mixed, wide, rows, end, local, L, L, tl.dot(through, bk, qk, input_precision=PRECISION))
+    direct = tl.dot(through, bk, qk, input_precision=PRECISION)
+    store_rows(mixed, wide, rows, end, local, L, L, direct)
+    if KEY_TERMS == 2:
+        left = tl.where(local[:, None] == local[None, :], direct - direct.to(KIND).to(tl.float32), 0.0)
+        tl.store(rest + lane * length + chunk * L + local, tl.sum(left, axis=1))
     if KEEP:
         store_rows(mixed + 2 * L, wide, rows, end, local, L, L, inverse)
         store_rows(mixed + 3 * L, wide, rows, end, local, L, L, through)
@@ -126,9 +135,12 @@ def rank_one_chunk(
 def _scores(
     x, x_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, DISTANCE: tl.constexpr,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G."""
+    """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G.
+
+    DIRECT: what products with k are made of.
+    """
     with_a = tl.zeros([L, L], tl.float32)
     with_k = tl.zeros([L, L], tl.float32)
     for first in tl.range(0, N, BK, num_stages=1):
@@ -150,7 +162,7 @@ def _scores(
         rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
         if AT_ONCE:
             read, source = factor(at, True), factor(-own, True)
-            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, KIND, PRECISION)
+            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, DIRECT, KIND, PRECISION)
         else:
             if DISTANCE == 0:  # the row's own, which no decay touches
                 same, wide = local[:, None] == local[None, :], rows_x.to(tl.float32)
@@ -161,7 +173,7 @@ def _scores(
                 read, source = factor(at - middle, False), factor(middle - own, False)
                 none = tl.zeros([L, L], tl.float32)
                 meet = meeting(local, level, 1, False)
-                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, KIND, PRECISION)
+                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, DIRECT, KIND, PRECISION)
                 with_a += tl.where(meet, of_a, 0.0)
                 with_k += tl.where(meet, of_k, 0.0)
     if AT_ONCE:
@@ -172,23 +184,24 @@ def _scores(
 
 @triton.jit
 def _products(
-    with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, KIND: tl.constexpr, PRECISION: tl.constexpr
-):
+    with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, DIRECT: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """with_a, with_k [L, L] plus the products of one kind of reads with both kinds of writes."""
-    reads = (reads.to(tl.float32) * read_factor).to(KIND)
+    reads = reads.to(tl.float32) * read_factor
     writes = tl.trans((rows_a.to(tl.float32) * write_factor).to(KIND))
-    with_a = tl.dot(reads, writes, with_a, input_precision=PRECISION)
-    writes = tl.trans((rows_k.to(tl.float32) * write_factor).to(KIND))
-    return with_a, tl.dot(reads, writes, with_k, input_precision=PRECISION)
+    with_a = tl.dot(reads.to(KIND), writes, with_a, input_precision=PRECISION)
+    writes = tl.trans(rounded(rows_k.to(tl.float32) * write_factor, DIRECT, PRECISION))
+    return with_a, tl.dot(rounded(reads, DIRECT, PRECISION), writes, with_k, input_precision=PRECISION)
 
 
 @triton.jit
 def rank_one_walk(
-    outer, inner, writes, reads, mixed, x, running, y, states, start, final, table,
+    outer, inner, writes, reads, mixed, rest, x, running, y, states, start, final, table,
     tokens, heads, length, x_b, x_t, x_h, x_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     REVERSE: tl.constexpr, START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
-    PARTS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """S ← exp(G_L) S + outerᵀ (inner S) + writesᵀ x, from chunk to chunk, in either direction.
 
@@ -224,6 +237,8 @@ def rank_one_walk(
             out = tl.dot(load_rows(reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
             direct = load_rows(mixed + at * PARTS * L, heads * PARTS * L, rows, end, local, L, L, KIND)
             out = tl.dot(direct, given, out, input_precision=PRECISION)
+            if KEY_TERMS == 2:
+                out += tl.load(rest + lane * length + chunk * L + local)[:, None] * given.to(tl.float32)
             store_rows(y + at * P, heads * P, rows, end, columns, P, BP, out)
         state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         rows_w = load_rows(writes + block, N, local, L, keys, N, BN, KIND)

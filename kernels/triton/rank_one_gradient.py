@@ -25,12 +25,16 @@ from dsf.kernels.triton.tiles import load_rows, store_rows
 
 @triton.jit
 def rank_one_entries(
-    outer, inner, writes, mixed, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, table,
+    outer, inner, writes, mixed, rest, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, table,
     tokens, heads, length, v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L]."""
+    """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L].
+
+    KEY_TERMS 2: behind them what rounding leaves of QK's.
+    """
+    WIDTH: tl.constexpr = (3 + KEY_TERMS) * L
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     keys, local = tl.arange(0, BN), tl.arange(0, L)
@@ -64,6 +68,8 @@ def rank_one_entries(
         out = tl.dot(load_rows(writes + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
         direct = tl.trans(load_rows(mixed, wide, rows, end, local, L, L, KIND))
         out = tl.dot(direct, given, out, input_precision=PRECISION)
+        if KEY_TERMS == 2:
+            out += tl.load(rest + lane * length + chunk * L + local)[:, None] * given.to(tl.float32)
         store_rows(dv + at * P, row, rows, end, columns, P, BP, out)
     qa = tl.zeros([L, L], tl.float32)
     qk = tl.zeros([L, L], tl.float32)
@@ -83,11 +89,13 @@ def rank_one_entries(
     down, across = local[:, None], local[None, :]
     qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
     ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
-    weights += at * 4 * L
-    store_rows(weights, wide, rows, end, local, L, L, qa)
-    store_rows(weights + L, wide, rows, end, local, L, L, qk)
-    store_rows(weights + 2 * L, wide, rows, end, local, L, L, ba)
-    store_rows(weights + 3 * L, wide, rows, end, local, L, L, bk)
+    weights += at * WIDTH
+    store_rows(weights, heads * WIDTH, rows, end, local, L, L, qa)
+    store_rows(weights + L, heads * WIDTH, rows, end, local, L, L, qk)
+    store_rows(weights + 2 * L, heads * WIDTH, rows, end, local, L, L, ba)
+    store_rows(weights + 3 * L, heads * WIDTH, rows, end, local, L, L, bk)
+    if KEY_TERMS == 2:
+        store_rows(weights + 4 * L, heads * WIDTH, rows, end, local, L, L, qk - qk.to(KIND).to(tl.float32))
 
 
 @triton.jit
@@ -97,7 +105,7 @@ def rank_one_gradient(
     q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
     v_b, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk."""
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
@@ -110,7 +118,7 @@ def rank_one_gradient(
     k += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
     at = batch * tokens * heads + head
-    weights += at * 4 * L
+    weights += at * (3 + KEY_TERMS) * L
     to_state = (lane * (length // L) + chunk) * N * P
     states += to_state
     adjoints += to_state
@@ -128,7 +136,7 @@ def rank_one_gradient(
     of_a, at_end = _of_a_vector(
         entries + at * P, row, adjoints, weights, a, a_t, q, q_t, b, b_t, da + at * N, running,
         last, rows, end, heads, keys, local, 0, False,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
     log = -of_a
@@ -136,7 +144,7 @@ def rank_one_gradient(
     of_k, at_end = _of_a_vector(
         v, v_t, adjoints, weights, k, k_t, q, q_t, b, b_t, dk + at * N, running,
         last, rows, end, heads, keys, local, 1, False,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
     log -= of_k
@@ -144,14 +152,14 @@ def rank_one_gradient(
     of_q, at_end = _of_a_vector(
         dy + at * P, row, states, weights, q, q_t, a, a_t, k, k_t, dq + at * N, running,
         last, rows, end, heads, keys, local, 0, True,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
     of_b, at_end = _of_a_vector(
         adjoint_entries + at * P, row, states, weights, b, b_t, a, a_t, k, k_t, db + at * N, running,
         last, rows, end, heads, keys, local, 1, True,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KIND, PRECISION,
+        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
     store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
@@ -162,28 +170,31 @@ def _of_a_vector(
     field, field_t, state_of, weights, x, x_t, first, first_t, second, second_t, out, running,
     last, rows, end, heads, keys, local, turn: tl.constexpr, READS: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the vector x of every row: field meets the state, weights the vectors first and second of other rows.
 
     READS: x reads first and second, else first and second read x. turn: 1 for the second of both kinds; where that is
     b, it reads what was before its row. AT_ONCE: products that no decay touches cancel in what the log
-    decays are given. Returns what each row of x gives the decays up to it, or takes from them [L, BK], and what it
-    gives all of them [BK].
+    decays are given. KEY_TERMS 2: what q and k give each other in tf32. Returns what each row of x gives the decays up
+    to it, or takes from them [L, BK], and what it gives all of them [BK].
     """
+    EXACT_ONE: tl.constexpr = KEY_TERMS == 2 and turn == 1 and not READS
+    EXACT_TWO: tl.constexpr = KEY_TERMS == 2 and turn == 0 and READS
+    LOG: tl.constexpr = tl.float32 if EXACT_ONE or EXACT_TWO else KIND
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)
         given = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
         state = load_state(state_of, keys, columns, N, P, KIND)
         grad = tl.dot(given, tl.trans(state), grad, input_precision=PRECISION)
-    wide = heads * 4 * L
+    wide = heads * (3 + KEY_TERMS) * L
     if READS:
         at_one, at_two, to_one, to_two = 2 * turn, 2 * turn + 1, turn, turn
     else:
         at_one, at_two, to_one, to_two = turn, 2 + turn, 0, 1
-    with_one = load_rows(weights + at_one * L, wide, rows, end, local, L, L, KIND)
-    with_two = load_rows(weights + at_two * L, wide, rows, end, local, L, L, KIND)
+    with_one = _load_weights(weights, at_one, wide, rows, end, local, L, EXACT_ONE, KIND, PRECISION)
+    with_two = _load_weights(weights, at_two, wide, rows, end, local, L, EXACT_TWO, KIND, PRECISION)
     if not READS:
         with_one, with_two = tl.trans(with_one), tl.trans(with_two)
     rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
@@ -199,11 +210,11 @@ def _of_a_vector(
             mine, theirs, others = tl.exp2(before), source, source
         else:
             mine, theirs, others = source, tl.exp2(own), tl.exp2(before)
-        to_log = rounded(rows_x.to(tl.float32) * mine, KIND, PRECISION).to(tl.float32)
+        to_log = rounded(rows_x.to(tl.float32) * mine, LOG, PRECISION).to(tl.float32)
         if not READS:
             grad *= tl.exp2(last)[None, :]
             carried = tl.sum(grad * to_log, axis=0)
-        grad = _meet(grad, nothing, with_one, with_two, rows_1, rows_2, theirs, others, KIND, PRECISION)
+        grad = _meet(grad, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PRECISION)
         of_rows = grad * to_log
         grad *= mine
     else:
@@ -226,10 +237,10 @@ def _of_a_vector(
                 meet_one, meet_two = tl.trans(meet_one), tl.trans(meet_two)
             met = _meet(
                 nothing, nothing, tl.where(meet_one, with_one, 0.0), tl.where(meet_two, with_two, 0.0),
-                rows_1, rows_2, there, beside, KIND, PRECISION,
+                rows_1, rows_2, there, beside, PRECISION,
             )  # fmt: skip
             grad += met * here
-            of_rows += met * rounded(rows_x.to(tl.float32) * here, KIND, PRECISION).to(tl.float32)
+            of_rows += met * rounded(rows_x.to(tl.float32) * here, LOG, PRECISION).to(tl.float32)
         # what no decay touches: the row's own, or the neighbour's that b reads
         gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
         near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
@@ -241,17 +252,28 @@ def _of_a_vector(
 
 
 @triton.jit
-def _meet(
-    start, nothing, with_one, with_two, rows_1, rows_2, theirs, others, KIND: tl.constexpr, PRECISION: tl.constexpr
-):
-    """start plus the products of the weights with first and second rows [L, BK].
+def _load_weights(
+    weights, place, wide, rows, end, local, L: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one kind of products between rows [L, L]. EXACT: with what rounding left of it, for tf32."""
+    found = load_rows(weights + place * L, wide, rows, end, local, L, L, KIND)
+    if EXACT:
+        rest = load_rows(weights + 4 * L, wide, rows, end, local, L, L, tl.float32)
+        found = rounded(found.to(tl.float32) + rest, tl.float32, PRECISION)
+    return found
+
+
+@triton.jit
+def _meet(start, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PRECISION: tl.constexpr):
+    """start plus the products of the weights with first and second rows [L, BK], rounded as the weights are.
 
     nothing: zeros that the compiler does not know to be; it would make one product start from the other one's result,
     which gets its warps in another order.
     """
-    scaled = rounded(rows_1.to(tl.float32) * theirs, KIND, PRECISION)
+    scaled = rounded(rows_1.to(tl.float32) * theirs, with_one.dtype, PRECISION)
     out = tl.dot(with_one, scaled, start, input_precision=PRECISION)
-    scaled = rounded(rows_2.to(tl.float32) * others, KIND, PRECISION)
+    scaled = rounded(rows_2.to(tl.float32) * others, with_two.dtype, PRECISION)
     return out + tl.dot(with_two, scaled, nothing, input_precision=PRECISION)
 
 

@@ -30,6 +30,7 @@ class Kept:
 
     running: Tensor
     mixed: Tensor
+    rest: Tensor
     reads: Tensor
     inner: Tensor
     writes: Tensor
@@ -65,7 +66,9 @@ class _Call:
         self.at_once = -floor * self.chunk <= SPAN
         if real:
             kind, precision = matrix._arithmetic(q.dtype)
-            self.common = {"N": self.n, "L": self.chunk, "KIND": kind, "PRECISION": precision}
+            self.common = {
+                "N": self.n, "L": self.chunk, "KEY_TERMS": self.tiles.key_terms, "KIND": kind, "PRECISION": precision,
+            }  # fmt: skip
             self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -90,7 +93,8 @@ class _Call:
         mixed = self.empty(self.batch, self.tokens, self.heads, (4 if states else 2) * self.chunk)
         reads, inner, writes, outer = (self.empty(*block) for _ in range(4))
         starts = self.states(self.chunks if states else 0)
-        return Kept(self.empty(*block, dtype=torch.float32), mixed, reads, inner, writes, outer, starts)
+        rest = self.empty(self.lanes, self.length if self.tiles.key_terms == 2 else 0, dtype=torch.float32)
+        return Kept(self.empty(*block, dtype=torch.float32), mixed, rest, reads, inner, writes, outer, starts)
 
     def parts(self, kept: Kept) -> int:
         """How many matrices of a chunk's rows `mixed` holds."""
@@ -107,7 +111,7 @@ class _Call:
             outer, inner, writes, reads = inner, outer, reads, writes
         launch(
             rank_one_walk, (-(-self.p // t.piece), self.lanes, self.sequences),
-            outer, inner, writes, reads, kept.mixed, x, kept.running, unused if y is None else y,
+            outer, inner, writes, reads, kept.mixed, kept.rest, x, kept.running, unused if y is None else y,
             unused if states is None else states, unused if start is None else start,
             unused if final is None else final, self.segment_table,
             self.tokens, self.heads, self.length, *self.strides(x),
@@ -129,8 +133,8 @@ def forward(
         t = call.tiles
         launch(
             rank_one_chunk, (call.chunks, call.lanes),
-            q, right, left, k, decay, kept.running, kept.mixed, kept.reads, kept.inner, kept.writes, kept.outer,
-            call.chunk_table, call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
+            q, right, left, k, decay, kept.running, kept.mixed, kept.rest, kept.reads, kept.inner, kept.writes,
+            kept.outer, call.chunk_table, call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
             BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
             TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers,
             **call.common,
@@ -167,13 +171,13 @@ def _gradients(
     t = call.tiles
     lead = (call.batch, call.tokens, call.heads)
     entries, adjoint_entries = (call.empty(*lead, call.p) for _ in range(2))
-    weights = call.empty(*lead, 4 * call.chunk)
+    weights = call.empty(*lead, (3 + t.key_terms) * call.chunk)
     sizes: dict[str, Any] = {"P": call.p, "num_stages": 2, **call.common}
     launch(
         rank_one_entries, (call.chunks, call.lanes),
-        kept.outer, kept.inner, kept.writes, kept.mixed, v, dy, kept.states, adjoints, entries, adjoint_entries,
-        found["value"], weights, call.chunk_table, call.tokens, call.heads, call.length, *call.strides(v),
-        BN=t.keys, BP=t.entry_piece or t.piece, num_warps=t.entry_warps, **sizes,
+        kept.outer, kept.inner, kept.writes, kept.mixed, kept.rest, v, dy, kept.states, adjoints, entries,
+        adjoint_entries, found["value"], weights, call.chunk_table, call.tokens, call.heads, call.length,
+        *call.strides(v), BN=t.keys, BP=t.entry_piece or t.piece, num_warps=t.entry_warps, **sizes,
     )  # fmt: skip
     xs = (*vectors, v)
     launch(

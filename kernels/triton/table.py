@@ -36,7 +36,8 @@ class Tiles:
     delta rule of e, its adjoint and scores, too; state_terms: of a delta rule's states, right sides and their inverse;
     right_terms: of the latter two at most, but where e is made to be kept;
     key_terms: where decays differ by key, of scores and of e and its adjoint as they are kept (delta rules), or of the
-    rows that are written into states and the states that are read; 2: the products between rows of gradients in tf32;
+    rows that are written into states and the states that are read; 2: the products between rows of gradients in tf32
+    (where transitions are diagonal plus rank one, of queries with keys, and what these give each other);
     read_terms: there, of e as it is read; wide_states: states are kept in float32 for the backward pass;
     saved_stages: at most, of the forward walk when it leaves states and entries;
     ahead: walks keep a chunk's values in registers from one chunk before, which shared memory has no third place for;
@@ -123,7 +124,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         registers = None if keys > 64 else 168
         return Tiles(
             64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8, transform_registers=registers,
-            entry_warps=4, entry_piece=wide,
+            entry_warps=4, entry_piece=wide, key_terms=2,
         )  # fmt: skip
     stages = 3
     reverse = 2 if decay != "none" and delta and keys > 64 else stages
