@@ -11,8 +11,9 @@ products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} -
     W = T b̃, Q = q̃ + QA W, M = QK + QA T BK, K = k̂ + (T BK)ᵀ â
     y = Q S_0 + M v,   S_L = exp(G_L) S_0 + âᵀ W S_0 + Kᵀ v
 
-Of operands rounded to bfloat16 QK and M make most of y's error. So with KEY_TERMS 2 QK is a product in tf32, and what
-M's diagonal, its largest entries, leaves when it is rounded is kept beside it, a number a row.
+Of operands rounded to bfloat16 those of QK and M make most of y's error. So with KEY_TERMS 2 QA and QK are products in
+tf32 (both, or q would be there twice), and what M's diagonal, its largest entries, leaves when it is rounded is kept
+beside it, a number a row.
 
 No exponent is above zero: rows meet in the binary blocks of keywise.py. Only where the decays of a whole chunk are
 known never to fall below what float32 holds do its rows meet AT_ONCE, as they are at the chunk's start (not at a later
@@ -139,7 +140,7 @@ def _scores(
 ):  # fmt: skip
     """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G.
 
-    DIRECT: what products with k are made of.
+    DIRECT: what the products are made of.
     """
     with_a = tl.zeros([L, L], tl.float32)
     with_k = tl.zeros([L, L], tl.float32)
@@ -162,7 +163,7 @@ def _scores(
         rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
         if AT_ONCE:
             read, source = factor(at, True), factor(-own, True)
-            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, DIRECT, KIND, PRECISION)
+            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, DIRECT, PRECISION)
         else:
             if DISTANCE == 0:  # the row's own, which no decay touches
                 same, wide = local[:, None] == local[None, :], rows_x.to(tl.float32)
@@ -173,7 +174,7 @@ def _scores(
                 read, source = factor(at - middle, False), factor(middle - own, False)
                 none = tl.zeros([L, L], tl.float32)
                 meet = meeting(local, level, 1, False)
-                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, DIRECT, KIND, PRECISION)
+                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, DIRECT, PRECISION)
                 with_a += tl.where(meet, of_a, 0.0)
                 with_k += tl.where(meet, of_k, 0.0)
     if AT_ONCE:
@@ -184,15 +185,15 @@ def _scores(
 
 @triton.jit
 def _products(
-    with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, DIRECT: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+    with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, DIRECT: tl.constexpr, PRECISION: tl.constexpr
+):
     """with_a, with_k [L, L] plus the products of one kind of reads with both kinds of writes."""
     reads = reads.to(tl.float32) * read_factor
-    writes = tl.trans((rows_a.to(tl.float32) * write_factor).to(KIND))
-    with_a = tl.dot(reads.to(KIND), writes, with_a, input_precision=PRECISION)
+    reads = rounded(reads, DIRECT, PRECISION)
+    writes = tl.trans(rounded(rows_a.to(tl.float32) * write_factor, DIRECT, PRECISION))
+    with_a = tl.dot(reads, writes, with_a, input_precision=PRECISION)
     writes = tl.trans(rounded(rows_k.to(tl.float32) * write_factor, DIRECT, PRECISION))
-    return with_a, tl.dot(rounded(reads, DIRECT, PRECISION), writes, with_k, input_precision=PRECISION)
+    return with_a, tl.dot(reads, writes, with_k, input_precision=PRECISION)
 
 
 @triton.jit
