@@ -11,19 +11,42 @@ and the same of fla, where it is installed (`--peers`; its gates, which it takes
 
 import argparse
 import json
+import math
 import os
+from dataclasses import replace
 
 import torch
-from gpu_matrix import draw
+from gpu_matrix import ROWS, draw
 from gpu_page import add_options, shows
 from gpu_peers import operator
 
+from dsf import Recurrence
 from dsf.mixers import get
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-NAMES = ("unnormalized_linear_attention", "retnet", "deltanet", "gated_deltanet", "gla", "kda")
-SIZES = ((128, 128), (64, 64))
+NAMES = (
+    "unnormalized_linear_attention", "retnet", "mlstm", "ssd", "deltanet", "gated_deltanet", "gla", "rwkv6", "kda",
+    "rwkv7",
+)  # fmt: skip
+SHAPES = {"ssd": ((4, 128, 64), (32, 128, 64))}  # the latter with b and c that all heads share, several a program
+PLAIN = ((4, 128, 128), (4, 64, 64))
+STEP = (1e-3, 0.1)  # of SSD's steps at initialisation
+
+
+def given_to(name, tokens, heads, n, p):
+    """Inputs as benchmarks/gpu_matrix.py draws them; gates that it draws for speed alone as their modules begin."""
+    shared = ROWS[name].shared if name in ROWS and heads > PLAIN[0][0] else ()
+    drawn = draw(get(name).recurrence, 1, tokens, heads, n, p, shared, device=DEVICE)
+    given = {x: v.detach() for x, v in drawn.items()}
+    if name == "ssd":
+        given["A_log"] = torch.empty(heads, device=DEVICE).uniform_(1, 16).log()
+        step = torch.empty(heads, device=DEVICE).uniform_(*map(math.log, STEP)).exp()
+        given["dt_bias"] = step + torch.log(-torch.expm1(-step))
+    if name in ("rwkv6", "rwkv7"):
+        given["w"] = given["w"] - 3
+        given["u"] = torch.randn_like(given["u"]) / 2
+    return {x: v.to(torch.bfloat16) for x, v in given.items()}
 
 
 def cotangent(y):
@@ -58,6 +81,29 @@ def worst(found, expected):
     return (blocks[0] / blocks[1].clamp(min=0.05 * blocks[1].max())).max().item()
 
 
+def roundings(recurrence, given):
+    """Of each Param's gradient Σ_t g_t: the root of what rounding every token's g_t, and the sum, once adds up to.
+
+    The sum's own rounding is no measure of what a sum of products in bfloat16 can keep: it is chance for a few heads,
+    and knows nothing of how much the tokens cancel. g_t: found with a Param of its own for every token.
+    """
+    params = {i.name for i in recurrence.spec.inputs if not i.kind.time}
+    if not params:
+        return {}
+    timed = [replace(i, kind=replace(i.kind, time=True)) for i in recurrence.spec.inputs]
+    apart = Recurrence(replace(recurrence.spec, inputs=tuple(timed)))
+    tokens = next(x.shape[1] for name, x in given.items() if name not in params)
+    rows = {name: x.expand(1, tokens, *x.shape) if name in params else x for name, x in given.items()}
+    leaves = {name: x.detach().double().requires_grad_() for name, x in rows.items()}
+    y = apart(**leaves, form="chunk", backend="torch")
+    each = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), cotangent(y)), strict=True))
+    found = {}
+    for name in params:
+        terms = torch.cat([each[name][0], each[name][0].sum(0, keepdim=True)])
+        found[name] = (terms.bfloat16() - terms).norm(dim=0)
+    return found
+
+
 def page(data):
     """The table: ratios of worst errors, in brackets our error, and after a stroke fla's ratio."""
     lines = ["| recurrence | heads x N x P | y | dq | dk | dv | other inputs |", "|---" * 7 + "|"]
@@ -75,7 +121,7 @@ def page(data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--heads", type=int, help="instead of 4 (SSD: also 32, which share b and c)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=NAMES)
     parser.add_argument("--peers", action="store_true")
@@ -90,19 +136,20 @@ def main():
     rows = []
     for name in options.only:
         recurrence = get(name).recurrence
-        for n, p in SIZES:
+        for heads, n, p in dict.fromkeys((options.heads or h, n, p) for h, n, p in SHAPES.get(name, PLAIN)):
             torch.manual_seed(options.seed)
-            given = draw(recurrence, 1, options.tokens, options.heads, n, p, device=DEVICE)
+            given = given_to(name, options.tokens, heads, n, p)
             exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
             ours = outcome(recurrence, given, torch.bfloat16, backend="triton")
             plain = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
             peer = of_peer(name, given) if options.peers else {}
+            once = {x: r.norm().item() / exact[x].norm().item() for x, r in roundings(recurrence, given).items()}
             for x in exact:
-                least = worst(plain[x], exact[x])
+                least = once[x] if x in once else worst(plain[x], exact[x])
                 error = worst(ours[x], exact[x])
                 found = {"ours": error, "ratio": error / least}
                 found |= {"fla": worst(peer[x], exact[x]) / least} if x in peer else {}
-                rows.append({"name": name, "shape": (options.heads, n, p), "of": x} | found)
+                rows.append({"name": name, "shape": (heads, n, p), "of": x} | found)
     gpu = "none: Triton's interpreter" if INTERPRETED else torch.cuda.get_device_name()
     data = {"gpu": gpu, "commit": options.commit, "tokens": options.tokens, "rows": rows}
     print(page(data))

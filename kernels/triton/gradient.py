@@ -49,7 +49,7 @@ def chunk_gradient(
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,
     LOADS: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr,
+    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
 
@@ -59,6 +59,7 @@ def chunk_gradient(
     H], to be summed over the slices. With two ROLES a chunk has two programs, one for what reads give and one for what
     writes give (dg [2 · slices, ...]): neighbours, so that the second finds its operands in the cache; in one program
     they would not fit in registers.
+    PAIR_TERMS: bfloat16 terms of the products between rows as they meet the next ones.
     SKIP: the printed adjoint of what y has beside what is read, given what LOADS finds at `extra`: its part of dv, and
     that of an input without time, d_skip [slices, B, chunks, H].
     """
@@ -115,13 +116,13 @@ def chunk_gradient(
             rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
             dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
-            TERMS, STATE_TERMS,
+            TERMS, STATE_TERMS, PAIR_TERMS,
         )  # fmt: skip
         grad += _of_writes(
             q, q_t, dy + flat * P, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
             dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-            TERMS, STATE_TERMS, False,
+            TERMS, STATE_TERMS, PAIR_TERMS, False,
         )  # fmt: skip
     else:
         if role == 0:
@@ -132,7 +133,7 @@ def chunk_gradient(
                 rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
                 dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
-                TERMS, STATE_TERMS,
+                TERMS, STATE_TERMS, PAIR_TERMS,
             )  # fmt: skip
         else:
             grad = _of_writes(
@@ -140,7 +141,7 @@ def chunk_gradient(
                 adjoints,
                 dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-                TERMS, STATE_TERMS, EARLY,
+                TERMS, STATE_TERMS, PAIR_TERMS, EARLY,
             )  # fmt: skip
     if DECAY:
         grad = decay_gradient(grad, g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, rows, end, DECAY)
@@ -155,21 +156,22 @@ def _of_reads(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     READ_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr,
+    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
     rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
-    state = tl.load(state_of + place, mask=inside, other=0.0).to(KIND)
     grad = tl.zeros([L], tl.float32)
     drive, slope, weight, weight_adjoint = beside
-    if DECAY:  # S carried through the chunk
-        adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0)
-        carried = tl.sum(state.to(tl.float32) * adjoint.to(tl.float32))
-        if NORMAL:
-            carried += tl.sum(weight * weight_adjoint)
-        grad += carried * total_of(scalars, plane, begin)
+    # beside both terms of pairs shared memory has no room for the state, of two programs a processor
+    LATER: tl.constexpr = PAIR_TERMS == 2 and not DELTA
+    if not LATER:
+        state, carried = _carried(
+            state_of + place, adjoint_of + place, inside, weight, weight_adjoint, scalars, plane, begin,
+            DECAY, NORMAL, KIND,
+        )  # fmt: skip
+        grad += carried
     yx = product((given, given), turn(written), 1, TERMS, PRECISION)
     if NORMAL:
         yx += slope[:, None] * drive[None, :]
@@ -186,7 +188,13 @@ def _of_reads(
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
             pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
-        grad += spanning(pairs, local, False, KIND, PRECISION, TERMS)
+        grad += spanning(pairs, local, False, KIND, PRECISION, PAIR_TERMS)
+    if LATER:
+        state, carried = _carried(
+            state_of + place, adjoint_of + place, inside, weight, weight_adjoint, scalars, plane, begin,
+            DECAY, NORMAL, KIND,
+        )  # fmt: skip
+        grad += carried
     grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
     if NORMAL:
         grad_q += slope[:, None] * weight[None, :]
@@ -195,7 +203,7 @@ def _of_reads(
         reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         if READ_SCALED:
             reads *= tl.load(scalars + READ * plane + rows)
-    grad_q = product(split(yx, TERMS, KIND), (rows_k, rows_k), TERMS, 1, PRECISION, grad_q)
+    grad_q = product(split(yx, PAIR_TERMS, KIND), (rows_k, rows_k), PAIR_TERMS, 1, PRECISION, grad_q)
     if READ_WANTED:
         of_read = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
         tl.store(dc + at, turned(of_read, scalars, plane, rows, DECAY), mask=rows < end)
@@ -208,13 +216,30 @@ def _of_reads(
 
 
 @triton.jit
+def _carried(
+    state_at, adjoint_at, inside, weight, weight_adjoint, scalars, plane, begin,
+    DECAY: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """S, and what the gradients of all decays of the chunk have of S carried through it, the normaliser's added."""
+    state, carried = tl.load(state_at, mask=inside, other=0.0).to(KIND), 0.0
+    if DECAY:
+        adjoint = tl.load(adjoint_at, mask=inside, other=0.0)
+        carried = tl.sum(state.to(tl.float32) * adjoint.to(tl.float32))
+        if NORMAL:
+            carried += tl.sum(weight * weight_adjoint)
+        carried *= total_of(scalars, plane, begin)
+    return state, carried
+
+
+@triton.jit
 def _of_writes(
     q, q_t, dy, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
     dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, ds, db, that of `ones` and d_skip.
 
@@ -272,7 +297,7 @@ def _of_writes(
     xy = _weigh(xy, scalars, rows, before, True, DECAY)
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
-    z = product(split(xy, TERMS, KIND), (rows_q, rows_q), TERMS, 1, PRECISION, z)
+    z = product(split(xy, PAIR_TERMS, KIND), (rows_q, rows_q), PAIR_TERMS, 1, PRECISION, z)
     if DELTA and not EARLY:
         xf = _of_erasing(written, f, scalars, plane, rows, local, DECAY, PRECISION, STATE_TERMS)
         z = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, z)
@@ -303,7 +328,7 @@ def _of_writes(
             if SCALED:
                 of_drive *= tl.load(scalars + SOURCE * plane + rows)
             tl.store(d_ones + rows, of_drive, mask=(rows < end) & (tl.program_id(2) == 0))
-        grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
+        grad_v = product(split(scores, PAIR_TERMS, KIND), (given, given), PAIR_TERMS, 1, PRECISION, grad_v)
         if SCALED:
             grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     store_rows(dk, heads * N, rows, end, keys, N, BN, z)
@@ -387,9 +412,7 @@ def turned(x, scalars, plane, rows, DECAY: tl.constexpr):
 
 
 @triton.jit
-def spanning(
-    pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr = 1
-):
+def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
     """[t]: the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, whose product of decays contains row t's."""
     later, upto = local[:, None] > local[None, :], local[:, None] <= local[None, :]
     if transposed:

@@ -195,6 +195,18 @@ class _Call:
         return min(self.tiles.right_terms, self.tiles.state_terms)
 
     @property
+    def score_terms(self) -> int:
+        """Terms of the products between a chunk's rows, of decays alone."""
+        if self.delta or self.keywise:
+            return 1
+        return self.tiles.score_terms if self.normal is None else self.tiles.normal_terms
+
+    @property
+    def pair_terms(self) -> int:
+        """The same in the gradients' kernels, of delta rules, too."""
+        return self.kept_terms if self.delta else self.score_terms
+
+    @property
     def whole(self) -> bool:
         """True where walks need no masks for rows beyond the tokens: of delta rules, where they are worth a kernel."""
         packed = self.chunk_table is not None
@@ -368,11 +380,12 @@ def _chunk_matrix_backward(
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
     kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
+    exact: tuple[bool, bool, bool] = (False,) * 3,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
     read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
-    forward pass, if it did.
+    forward pass, if it did. exact: those of q, k, v that are differentiated further, and so in float32.
     """
     call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, positive, True)
     t, lead = call.tiles, (call.batch, call.tokens, heads)
@@ -396,9 +409,14 @@ def _chunk_matrix_backward(
     parts = (pieces, *lead)
     summed &= packed is None and not call.keywise and min(q.shape[2], k.shape[2]) < heads
     together = sharing(in_turn(call), call.chunks * call.lanes, t.gradient_heads) if summed else 1
-    kind = q.dtype if pieces == 1 else torch.float32
-    dq, dk = (x.new_empty(x.shape) if summed else call.empty(*parts, call.n, dtype=kind) for x in (q, k))
-    dv = call.empty(*lead, call.p, dtype=q.dtype)
+    kinds = [torch.float32 if wide else q.dtype for wide in exact]
+    dq, dk = (
+        x.new_empty(x.shape, dtype=kind)
+        if summed
+        else call.empty(*parts, call.n, dtype=kind if pieces == 1 else torch.float32)
+        for x, kind in zip((q, k), kinds[:2], strict=True)
+    )
+    dv = call.empty(*lead, call.p, dtype=kinds[2])
     scalars = [
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
         for x in (decay, source, erase, read if read_wanted else None)
@@ -437,7 +455,7 @@ def _chunk_matrix_backward(
                 source is not None, read_wanted, skip,
             )  # fmt: skip
     if not summed:
-        dq, dk = (sum_pieces(x, q.dtype) for x in (dq, dk))
+        dq, dk = (sum_pieces(x, kind) for x, kind in zip((dq, dk), kinds[:2], strict=True))
     ends = [sum_pieces(x, _decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
     first = call.empty(0, dtype=torch.float32)
     if state is not None and found.last is not None:
@@ -450,6 +468,7 @@ def _chunk_matrix_backward_shapes(
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
     kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
+    exact: tuple[bool, bool, bool] = (False,) * 3,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p, ends = v.shape[-1], batch if packed is None else packed.count
@@ -468,8 +487,10 @@ def _chunk_matrix_backward_shapes(
         return q.new_empty(shape, dtype=_decay_gradient(x, heads))
 
     first = q.new_empty((0,) if state is None else (ends, heads, n, p), dtype=torch.float32)
+    kinds = [torch.float32 if wide else q.dtype for wide in exact]
     return (
-        q.new_empty(batch, tokens, q.shape[2] if summed else heads, n),
-        k.new_empty(batch, tokens, k.shape[2] if summed else heads, n),
-        q.new_empty(batch, tokens, heads, p), scalar(decay), scalar(source), scalar(erase), scalar(read), first,
+        q.new_empty(batch, tokens, q.shape[2] if summed else heads, n, dtype=kinds[0]),
+        k.new_empty(batch, tokens, k.shape[2] if summed else heads, n, dtype=kinds[1]),
+        q.new_empty(batch, tokens, heads, p, dtype=kinds[2]),
+        scalar(decay), scalar(source), scalar(erase), scalar(read), first,
     )  # fmt: skip

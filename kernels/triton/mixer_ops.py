@@ -216,12 +216,12 @@ def _unchunk(
     if call.program.skip is not None:
         f = call.program.functions
         skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
+    names, direct = ("query", "key", "value", "decay", "source", "erase", "read"), {*call.program.direct.values()}
     *found, first = kernels(
         **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
-        summed={"query", "key"} <= {*call.program.direct.values()} and not call.program.before, skip=skip,
-        kept=kept[1 if normal is None else 2 :],
+        summed={"query", "key"} <= direct and not call.program.before, skip=skip,
+        kept=kept[1 if normal is None else 2 :], exact=tuple(name not in direct for name in names[:3]),
     )  # fmt: skip
-    names = ("query", "key", "value", "decay", "source", "erase", "read")
     by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}
     if skip is not None and skip.sums is not None:
         by_name["skip"] = skip.sums

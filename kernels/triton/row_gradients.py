@@ -96,8 +96,7 @@ def row_gradients(
     if summed:
         outs = stretches_of(
             found.base, found.chunks, call.stretch(SHARED_STRETCHES), t.chunk, call.tokens,
-            (pieces, call.batch, call.heads // together, call.n), (dq, dk),
-            call.q.dtype if pieces == 1 else torch.float32,
+            (pieces, call.batch, call.heads // together, call.n), (dq, dk), torch.float32,
         )  # fmt: skip
     common: dict[str, Any] = {
         "BP": t.gradient_piece, "DECAY": call.decay, "SCALED": call.scaled, "READ_SCALED": call.read,
@@ -119,7 +118,7 @@ def row_gradients(
                 shared_gradient, (3 * out.chunks, call.lanes // together, pieces),
                 call.q, call.k, call.v, dy, g, call.scalars, states, found.states,
                 out.dq, out.dk, dv, scalars[0], scalars[1], scalars[3], *beyond, *where,
-                HEADS=together, STAGES=t.gradient_stages, **common,
+                HEADS=together, STAGES=t.gradient_stages, PAIR_TERMS=call.pair_terms, **common,
             )  # fmt: skip
         else:
             launch(
@@ -127,7 +126,7 @@ def row_gradients(
                 call.q, call.k, call.v, dy, g, call.scalars, entries, found.entries, states, found.states,
                 out.dq, out.dk, dv, *scalars, *call.given(*beside), *beyond, call.chunk_table, *where,
                 DELTA=call.delta, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
-                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, **common,
+                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms, **common,
             )  # fmt: skip
 
 

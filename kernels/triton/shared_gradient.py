@@ -19,7 +19,9 @@ from dsf.kernels.triton.tiles import (
     between,
     load_rows,
     prefix_of,
+    product,
     read_scale,
+    split,
     store_rows,
     suffix_of,
     written_scale,
@@ -35,7 +37,7 @@ def shared_gradient(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, LOADS: tl.constexpr, SKIP: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of HEADS consecutive heads of a chunk; arguments as chunk_gradient's.
 
@@ -61,11 +63,13 @@ def shared_gradient(
             chunk, head, heads, tokens, length, plane, piece, held * N * P, count * N * P,
             q_t, k_t, v_t, v_h, v_group, g_t, g_h,
             N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION, STAGES,
+            PAIR_TERMS,
         )  # fmt: skip
     elif role == 1:
         _of_writes(
             q, v, dy, scalars, adjoints, dk + at_row, chunk, head, heads, tokens, length, plane, piece, count * N * P,
             q_t, v_t, v_h, v_group, N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, KIND, PRECISION, STAGES,
+            PAIR_TERMS,
         )  # fmt: skip
     else:
         part += tl.num_programs(2).to(tl.int64) * batches * tokens * heads
@@ -77,7 +81,7 @@ def shared_gradient(
             batch, chunk, head, heads, tokens, length, plane, piece, count * N * P,
             q_t, k_t, v_t, v_h, v_group, g_t, g_h,
             N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, LOADS, SKIP,
-            KIND, PRECISION, STAGES,
+            KIND, PRECISION, STAGES, PAIR_TERMS,
         )  # fmt: skip
 
 
@@ -88,7 +92,7 @@ def _of_reads(
     q_t, k_t, v_t, v_h, v_group, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, READ_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dq of all heads, and of each what the gradients of decays and read scales have of S."""
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
@@ -117,7 +121,7 @@ def _of_reads(
             DECAY, READ_SCALED, SCALED, False, KIND, PRECISION,
         )  # fmt: skip
     rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-    sums = tl.dot(weights.to(KIND), rows_k, sums, input_precision=PRECISION)
+    sums = product(split(weights, PAIR_TERMS, KIND), (rows_k, rows_k), PAIR_TERMS, 1, PRECISION, sums)
     store_rows(dq, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
     if DECAY:  # S carried through the chunk, and what later rows read of it
         each = tl.arange(0, HEADS)
@@ -141,7 +145,7 @@ def _of_writes(
     chunk, head, heads, tokens, length, plane, piece, next_adjoint, q_t, v_t, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dk of all heads."""
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
@@ -158,7 +162,7 @@ def _of_writes(
             DECAY, SCALED, READ_SCALED, True, KIND, PRECISION,
         )  # fmt: skip
     rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-    sums = tl.dot(weights.to(KIND), rows_q, sums, input_precision=PRECISION)
+    sums = product(split(weights, PAIR_TERMS, KIND), (rows_q, rows_q), PAIR_TERMS, 1, PRECISION, sums)
     store_rows(dk, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
 
 
@@ -170,7 +174,7 @@ def _of_values(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, LOADS: tl.constexpr, SKIP: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
 ):  # fmt: skip
     """What every head has of its own: dv, ds, a skip's, and what the other gradients of scalars have of writes."""
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
@@ -189,7 +193,7 @@ def _of_values(
         grad_v, grad = _of_head(
             rows_q, rows_k, again, given, written, adjoint, scalars + i * length, ds + at, dc + at,
             tokens, plane, rows, local,
-            L, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION,
+            L, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION, PAIR_TERMS,
         )  # fmt: skip
         if SKIP is not None:
             tile = (
@@ -241,40 +245,43 @@ def _of_head(
     rows_q, rows_k, again, given, written, adjoint, scalars, ds, dc, tokens, plane, rows, local,
     L: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PAIR_TERMS: tl.constexpr,
 ):  # fmt: skip
     """ds and pairs' dc; returns dv and dlog decay [L]. Products between rows have sources down and reads across."""
     grad = tl.zeros([L], tl.float32)
-    grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
     seen = local[:, None] <= local[None, :]
-    products = tl.dot(rows_k, tl.trans(rows_q), tl.full([L, L], 1.0, tl.float32) * again, input_precision=PRECISION)
+    scores = tl.dot(rows_k, tl.trans(rows_q), tl.full([L, L], 1.0, tl.float32) * again, input_precision=PRECISION)
     if DECAY:
-        grad_v *= suffix_of(scalars, plane, rows)[:, None]
-        writes = tl.sum(grad_v * written.to(tl.float32), axis=1)
-        scores = products * between(scalars, rows, seen, True)
+        scores *= between(scalars, rows, seen, True)
     else:
-        scores = tl.where(seen, products, 0.0)
+        scores = tl.where(seen, scores, 0.0)
+    if READ_SCALED:
+        read = tl.load(scalars + READ * plane + rows)
     if DECAY or READ_WANTED:
         pairs = tl.dot(written, tl.trans(given), input_precision=PRECISION) * scores
         if SCALED:
             pairs *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         if READ_WANTED:
             tl.store(dc, turned(tl.sum(pairs, axis=0), scalars, plane, rows, DECAY), mask=rows < tokens)
+        if READ_SCALED:
+            pairs *= read[None, :]
+        if DECAY:  # before there is dv, which would have no room in registers beside its terms
+            grad += spanning(pairs, local, True, KIND, PRECISION, PAIR_TERMS)
     if READ_SCALED:
-        read = tl.load(scalars + READ * plane + rows)
         scores *= read[None, :]
-    grad_v = tl.dot(scores.to(KIND), given, grad_v, input_precision=PRECISION)
+    grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
+    if DECAY:
+        grad_v *= suffix_of(scalars, plane, rows)[:, None]
+        writes = tl.sum(grad_v * written.to(tl.float32), axis=1)
+        if SCALED:
+            writes *= tl.load(scalars + SOURCE * plane + rows)
+        grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
+    grad_v = product(split(scores, PAIR_TERMS, KIND), (given, given), PAIR_TERMS, 1, PRECISION, grad_v)
     if SOURCE_WANTED:
         of_source = tl.sum(grad_v * written.to(tl.float32), axis=1)
         tl.store(ds, turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
     if SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    if DECAY:
-        if READ_SCALED:
-            pairs *= read[None, :]
-        if SCALED:
-            writes *= tl.load(scalars + SOURCE * plane + rows)
-        grad += spanning(pairs, local, True, KIND, PRECISION)
-        grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad_v, grad
 
 

@@ -46,6 +46,7 @@ class Tiles:
     programs, whose loads are gradient_stages apart;
     late: a chunk's y is stored while the next one's rows are on their way, which 2 stages ask for at a chunk's end,
     where there are programs enough for two a processor;
+    score_terms: of decays alone, of the products between a chunk's rows, normal_terms: where there is a normaliser;
     sum_stages: of sums of pieces of T.
     """
 
@@ -81,6 +82,8 @@ class Tiles:
     entry_piece: int | None = None
     late: bool = False
     sum_stages: int = 2
+    score_terms: int = 1
+    normal_terms: int = 1
 
 
 def padded(size: int) -> int:
@@ -143,6 +146,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         read_terms=2 if exact and keys <= 64 else 1, wide_states=exact and not delta, ahead=exact,
         saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
+        score_terms=2 if decay == "scalar" and wide <= 64 < keys else 1, normal_terms=2,
     )  # fmt: skip
 
 

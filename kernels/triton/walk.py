@@ -10,7 +10,7 @@ of scores, and of e and its adjoint as they are kept, too. STATE_TERMS: with the
 right sides and their inverse.
 KEY_TERMS, where KEYWISE: of scores (DELTA), with e and its adjoint as they are kept; else of the rows that are written
 into states and the states that are read. What rounding left of scores or rows is in `rest_of`. READ_TERMS: of e as y
-reads it (KEYWISE).
+reads it (KEYWISE). SCORE_TERMS: of scores, of decays alone that are numbers a head.
 AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used; forwards
 scores, too, of which shared memory has no room for what rounding left in three stages.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
@@ -64,7 +64,7 @@ def forward_walk(
     START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, SUMMARY: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, KEY_TERMS: tl.constexpr, READ_TERMS: tl.constexpr, LATE: tl.constexpr,
-    RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
+    RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr, SCORE_TERMS: tl.constexpr,
 ):  # fmt: skip
     """y (OUTPUT), e and every chunk's first state (STATES), the last state (FINAL; of packed ones of each segment).
 
@@ -212,16 +212,19 @@ def forward_walk(
             if SCALED and not DELTA and SCALED != 2:
                 scores *= tl.load(scalars + SOURCE * plane + rows)[None, :]
             if NORMAL:  # of the very weights that the values have
-                seen_rows = scores.to(KIND).to(tl.float32)
+                seen_rows = scores
+                if SCORE_TERMS == 1:
+                    seen_rows = scores.to(KIND).to(tl.float32)
                 if NORMAL == 2:
                     seen_rows *= drive[None, :]
                 den += tl.sum(seen_rows, axis=1)
                 if READ_SCALED and not DECAY:
                     den *= tl.load(scalars + READ * plane + rows)
                 tl.store(weights + lane * tokens + rows, den, mask=(rows < end) & (piece == 0))
+            WEIGHT_TERMS: tl.constexpr = ROW_TERMS if DELTA else SCORE_TERMS
             if not (SCORED and DELTA):
-                weights_of = split(scores, ROW_TERMS, KIND)
-            out = product(weights_of, written, ROW_TERMS, ENTRY_TERMS, PRECISION, out)
+                weights_of = split(scores, WEIGHT_TERMS, KIND)
+            out = product(weights_of, written, WEIGHT_TERMS, ENTRY_TERMS, PRECISION, out)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
@@ -436,5 +439,5 @@ def both_walks(
             *forward, tokens, heads, pieces, per_piece, base, limit, pieces, length, plane, *forward_rows,
             N, P, BN, BP, L, DECAY, False, False, SCALED, READ_SCALED, False, PITCH, 0, None, None,
             1, False, True, False, False, KIND, PRECISION, TERMS, 1, STAGES,
-            False, 1, 1, False, 1, False,
+            False, 1, 1, False, 1, False, 1,
         )  # fmt: skip

@@ -108,6 +108,7 @@ def forward_launch(
         FINAL=final is not None, SUMMARY=passed is not None,
         RIGHT_TERMS=t.state_terms if back else call.right_terms, WHOLE=call.whole,
         STAGES=stages, KEY_TERMS=t.key_terms, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=late,
+        SCORE_TERMS=call.score_terms,
         num_warps=t.walk_warps, num_stages=stages, **call.terms, **call.sizes,
     )  # fmt: skip
 
