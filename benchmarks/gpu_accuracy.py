@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from gpu_matrix import ROWS, draw
 from gpu_page import add_options, shows
-from gpu_peers import operator
+from gpu_peers import Unfit, operator
 
 from dsf import Recurrence
 from dsf.mixers import get
@@ -29,7 +29,8 @@ NAMES = (
     "unnormalized_linear_attention", "retnet", "mlstm", "ssd", "deltanet", "gated_deltanet", "gla", "rwkv6", "kda",
     "rwkv7",
 )  # fmt: skip
-SHAPES = {"ssd": ((4, 128, 64), (32, 128, 64))}  # the latter with b and c that all heads share, several a program
+SHAPES = {"ssd": ((4, 128, 64), (160, 128, 64))}  # of the latter all share b and c, and a program takes several
+ROWS_OF = {"ssd": "cbx", "rwkv6": "rkv", "rwkv7": "rkv"}  # what is q, k and v of the others
 PLAIN = ((4, 128, 128), (4, 64, 64))
 STEP = (1e-3, 0.1)  # of SSD's steps at initialisation
 
@@ -56,10 +57,13 @@ def cotangent(y):
 
 
 def of_peer(name, given):
-    """y and the gradients of q, k and v by fla's operator."""
+    """y and the gradients of q, k and v by fla's operator; nothing where it has none for these inputs."""
     gates = {x: given[x].detach().float() for x in ("alpha", "g") if x in given}
-    call, leaves = operator("fla", name, given | gates)
-    y = call()
+    try:
+        call, leaves = operator("fla", name, given | gates)
+        y = call()
+    except (Unfit, KeyError):
+        return {}
     return dict(zip("yqkv", (y, *torch.autograd.grad(y, leaves[:3], cotangent(y))), strict=True))
 
 
@@ -112,7 +116,7 @@ def page(data):
         cells = {
             r["of"]: f"{r['ratio']:.2f} ({r['ours']:.1e})" + (f" / {r['fla']:.2f}" if "fla" in r else "") for r in mine
         }
-        main = [cells.pop(x, "") for x in ("y", "q", "k", "v")]
+        main = [cells.pop(x, "") for x in ("y", *ROWS_OF.get(name, "qkv"))]
         rest = ", ".join(f"{x} {cell}" for x, cell in cells.items())
         lines.append(f"| {name} | {' x '.join(map(str, shape))} | {' | '.join(main)} | {rest} |")
     return "\n".join(lines)
