@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from gpu_matrix import ROWS, draw
 from gpu_page import add_options, shows
-from gpu_peers import Unfit, operator
+from gpu_peers import operator, peers_of
 
 from dsf import Recurrence
 from dsf.mixers import get
@@ -57,13 +57,12 @@ def cotangent(y):
 
 
 def of_peer(name, given):
-    """y and the gradients of q, k and v by fla's operator; nothing where it has none for these inputs."""
-    gates = {x: given[x].detach().float() for x in ("alpha", "g") if x in given}
-    try:
-        call, leaves = operator("fla", name, given | gates)
-        y = call()
-    except (Unfit, KeyError):
+    """y and the gradients of q, k and v by fla's operator; nothing where it has none, or none that takes a bonus u."""
+    if "fla" not in peers_of(name) or "u" in given:
         return {}
+    gates = {x: given[x].detach().float() for x in ("alpha", "g") if x in given}
+    call, leaves = operator("fla", name, given | gates)
+    y = call()
     return dict(zip("yqkv", (y, *torch.autograd.grad(y, leaves[:3], cotangent(y))), strict=True))
 
 
@@ -125,7 +124,7 @@ def page(data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--heads", type=int, help="instead of 4 (SSD: also 32, which share b and c)")
+    parser.add_argument("--heads", type=int, help="instead of 4 (SSD: also 160); more than 4 share b and c")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=NAMES)
     parser.add_argument("--peers", action="store_true")

@@ -188,8 +188,7 @@ def _products(
     with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, DIRECT: tl.constexpr, PRECISION: tl.constexpr
 ):
     """with_a, with_k [L, L] plus the products of one kind of reads with both kinds of writes."""
-    reads = reads.to(tl.float32) * read_factor
-    reads = rounded(reads, DIRECT, PRECISION)
+    reads = rounded(reads.to(tl.float32) * read_factor, DIRECT, PRECISION)
     writes = tl.trans(rounded(rows_a.to(tl.float32) * write_factor, DIRECT, PRECISION))
     with_a = tl.dot(reads, writes, with_a, input_precision=PRECISION)
     writes = tl.trans(rounded(rows_k.to(tl.float32) * write_factor, DIRECT, PRECISION))

@@ -181,7 +181,7 @@ def _of_a_vector(
     """
     EXACT_ONE: tl.constexpr = KEY_TERMS == 2 and turn == 1 and not READS
     EXACT_TWO: tl.constexpr = KEY_TERMS == 2 and turn == 0 and READS
-    LOG: tl.constexpr = tl.float32 if EXACT_ONE or EXACT_TWO else KIND
+    LOG: tl.constexpr = tl.float32 if EXACT_ONE or EXACT_TWO else KIND  # as x meets q or k, most of what must cancel
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)

@@ -52,18 +52,17 @@ class Stretch(NamedTuple):
 
 def stretches_of(
     first: int, count: int, span: int, chunk: int, tokens: int, parts: tuple[int, ...], sums: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
 ) -> Iterator[Stretch]:  # fmt: skip
-    """`span` chunks at a time of `count`; what is written to each is summed, in float32, into sums [B, T, heads, N].
+    """`span` chunks at a time of `count`; what is written to each is summed into sums [B, T, heads, N].
 
-    parts: slices, B, H, N of what the kernel writes, in `dtype`.
+    parts: slices, B, H, N of what the kernel writes, in float32, so that sums alone are rounded.
     """
     slices, batch, heads, n = parts
     for begin in range(first, first + count, span):
         here = min(span, first + count - begin)
         shift = begin * chunk
         rows = min(here * chunk, tokens - shift)
-        apart = [torch.empty(slices, batch, rows, heads, n, dtype=dtype, device=sums[0].device) for _ in range(2)]
+        apart = [torch.empty(slices, batch, rows, heads, n, dtype=torch.float32, device=x.device) for x in sums]
         yield Stretch(begin, here, shift, rows, *apart)
         for x, total in zip(apart, sums, strict=True):
             out = total[:, shift : shift + rows]
@@ -96,7 +95,7 @@ def row_gradients(
     if summed:
         outs = stretches_of(
             found.base, found.chunks, call.stretch(SHARED_STRETCHES), t.chunk, call.tokens,
-            (pieces, call.batch, call.heads // together, call.n), (dq, dk), torch.float32,
+            (pieces, call.batch, call.heads // together, call.n), (dq, dk),
         )  # fmt: skip
     common: dict[str, Any] = {
         "BP": t.gradient_piece, "DECAY": call.decay, "SCALED": call.scaled, "READ_SCALED": call.read,
