@@ -23,7 +23,7 @@ from matrix_family import (
 from mixer_inputs import sample
 
 import dsf
-from dsf import I, Key, Scalar, System, Value, outer
+from dsf import I, Key, Scalar, System, Value, outer, sigmoid, tanh
 from dsf.kernels.triton import matrix as matrix_kernels
 from dsf.kernels.triton import tape
 from dsf.mixers import get
@@ -73,13 +73,32 @@ def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
 @pytest.mark.parametrize("tokens", [48, 37])  # whole chunks, and a last one in part
 @pytest.mark.parametrize("name, states", [("deltanet", 2), ("gated_deltanet", 1)])
 def test_operands_in_two_terms_are_added_up(name, states, tokens, monkeypatch):
-    table, terms = matrix_kernels.tiles, {"walk_terms": 2, "state_terms": states, "right_terms": 1}
+    terms = {"walk_terms": 2, "state_terms": states, "right_terms": 1}
+    assert_split(get(name).recurrence, tokens, terms, monkeypatch)
+
+
+@dsf.recurrence
+def turning_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
+    """A delta rule whose decays have any sign, and whose values no scale."""
+    return System(A=tanh(a) * (I - sigmoid(b) * outer(k, k)), B=k * v, C=q)
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize("tokens", [48, 37])
+@pytest.mark.parametrize("recurrence", [forgetful_delta, erasing_ratio, turning_delta], ids=lambda r: r.name)
+def test_what_errs_most_in_two_terms_is_added_up(recurrence, tokens, cut, monkeypatch):
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
+    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: cut)
+    assert_split(recurrence, tokens, {"fine": True, "stretches": cut}, monkeypatch)
+
+
+def assert_split(recurrence, tokens, terms, monkeypatch):
+    """What operands in several terms make is exact, but for the product of second terms, which is left out."""
+    table = matrix_kernels.tiles
     monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), gradient_roles=2, **terms))
-    recurrence = get(name).recurrence
     given = sample(recurrence, tokens=tokens)
     found = outcome(recurrence, given, None, torch.float32, backend="triton")
-    expected = outcome(recurrence, given, None, torch.float64, form="naive")
-    assert_same(found, expected, 2e-4)  # the product of second terms is left out
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"), 2e-4)
 
 
 @pytest.mark.parametrize("recurrence", [gated, late_gate], ids=lambda r: r.name)

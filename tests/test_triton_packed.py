@@ -92,6 +92,15 @@ def test_sequences_cut_into_segments(recurrence, monkeypatch):
     assert_packed_is_one_by_one(recurrence, given, states(recurrence, 3), bounds)
 
 
+@pytest.mark.parametrize("cut", [1, 4])
+def test_delta_rules_in_two_terms(cut, monkeypatch):
+    table = matrix_kernels.tiles
+    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), fine=True))
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
+    given = sample(forgetful_delta, batch=1, tokens=BOUNDS[-1])
+    assert_packed_is_one_by_one(forgetful_delta, given, states(forgetful_delta, len(BOUNDS) - 1), tolerance=2e-4)
+
+
 @pytest.mark.parametrize("segments", [1, 4])
 @pytest.mark.parametrize("recurrence", [swinging, get("ssd").recurrence, get("mlstm").recurrence], ids=lambda r: r.name)
 def test_outputs_stored_a_chunk_late(recurrence, segments, monkeypatch):

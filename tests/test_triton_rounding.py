@@ -4,6 +4,8 @@ Both are compared with float64 on the same inputs: the norm of the error of a he
 block's, and of these the worst. What rounds where is docs/performance.md's table of roundings.
 """
 
+from typing import Any
+
 import mixer_inputs
 import pytest
 import torch
@@ -22,7 +24,7 @@ TIMES = 1.5  # the error of one rounding at the end
 MOVED = {"gla": ("g", 3.0), "mlstm": ("f", 3.0), "rwkv6": ("w", -3.0)}  # gates as trained models have them
 
 
-def outcome(recurrence: Recurrence, given: dict[str, Tensor], dtype: torch.dtype, **how: str) -> dict[str, Tensor]:
+def outcome(recurrence: Recurrence, given: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
     """y and the gradients by input, rounded to bfloat16 unless they are the exact ones."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
     y = recurrence(**leaves, **how)
@@ -50,6 +52,7 @@ def worst(found: Tensor, exact: Tensor) -> float:
         ("deltanet", 64, 64),
         ("deltanet", 128, 128),
         ("gated_deltanet", 64, 64),
+        ("gated_deltanet", 128, 128),
         ("gla", 64, 64),
         ("gla", 128, 128),
         ("rwkv6", 64, 64),
@@ -75,6 +78,24 @@ def test_errors_are_of_the_size_of_one_rounding(
     if name == "rwkv7":  # what these two are multiplied with takes more than second terms of the rest
         del times["kappa"], times["a"]
     assert max(times.values()) < TIMES, times
+
+
+def gated_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[Recurrence, dict[str, Tensor]]:
+    """Gated DeltaNet and inputs of 128 keys and channels."""
+    recurrence = get("gated_deltanet").recurrence
+    for axis in ("key", "value"):
+        monkeypatch.setitem(mixer_inputs.SIZE, axis, 128)
+    monkeypatch.setitem(mixer_inputs.RANGES, "alpha", lambda x: torch.sigmoid(x + 3.0))
+    return recurrence, {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=128).items()}
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_gradients_of_delta_rules_have_the_range_of_bfloat16(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    recurrence, given = gated_rows(monkeypatch)
+    given |= {"v": given["v"] * size, "q": given["q"] * (1 / size)}
+    exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
+    found = outcome(recurrence, given, torch.bfloat16, backend="triton")
+    assert max(worst(found[x], exact[x]) for x in exact) < 0.01
 
 
 def test_sums_over_heads_that_share_keys_round_once(monkeypatch: pytest.MonkeyPatch) -> None:

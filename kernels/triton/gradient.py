@@ -23,7 +23,6 @@ from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.tiles import (
     ERASE,
     READ,
-    SIGN,
     SOURCE,
     TINY,
     between,
@@ -36,6 +35,7 @@ from dsf.kernels.triton.tiles import (
     suffix_of,
     total_of,
     turn,
+    turned,
 )
 
 
@@ -49,7 +49,7 @@ def chunk_gradient(
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,
     LOADS: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr,
+    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
 
@@ -59,7 +59,8 @@ def chunk_gradient(
     H], to be summed over the slices. With two ROLES a chunk has two programs, one for what reads give and one for what
     writes give (dg [2 · slices, ...]): neighbours, so that the second finds its operands in the cache; in one program
     they would not fit in registers.
-    PAIR_TERMS: bfloat16 terms of the products between rows as they meet the next ones.
+    TERMS: bfloat16 terms of e, ADJOINT_TERMS: of f; where these are fewer, the reverse walk made dv and ds, of f before
+    it was rounded. PAIR_TERMS: of the products between rows as they meet the next ones.
     SKIP: the printed adjoint of what y has beside what is read, given what LOADS finds at `extra`: its part of dv, and
     that of an input without time, d_skip [slices, B, chunks, H].
     """
@@ -79,7 +80,7 @@ def chunk_gradient(
     dk += at_row
     states += (lane * held + chunk - since) * N * P
     adjoints += (lane * count + chunk - base) * N * P
-    adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * TERMS
+    adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * ADJOINT_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = begin + local
     EARLY: tl.constexpr = DELTA and not DECAY and ROLES == 2 and SKIP is None
@@ -116,13 +117,13 @@ def chunk_gradient(
             rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
             dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
-            TERMS, STATE_TERMS, PAIR_TERMS,
+            TERMS, PAIR_TERMS, ADJOINT_TERMS,
         )  # fmt: skip
         grad += _of_writes(
             q, q_t, dy + flat * P, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
             dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
             N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-            TERMS, STATE_TERMS, PAIR_TERMS, False,
+            TERMS, STATE_TERMS, PAIR_TERMS, ADJOINT_TERMS, False,
         )  # fmt: skip
     else:
         if role == 0:
@@ -133,7 +134,7 @@ def chunk_gradient(
                 rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
                 dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
-                TERMS, STATE_TERMS, PAIR_TERMS,
+                TERMS, PAIR_TERMS, ADJOINT_TERMS,
             )  # fmt: skip
         else:
             grad = _of_writes(
@@ -141,7 +142,7 @@ def chunk_gradient(
                 adjoints,
                 dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-                TERMS, STATE_TERMS, PAIR_TERMS, EARLY,
+                TERMS, STATE_TERMS, PAIR_TERMS, ADJOINT_TERMS, EARLY,
             )  # fmt: skip
     if DECAY:
         grad = decay_gradient(grad, g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, rows, end, DECAY)
@@ -156,7 +157,7 @@ def _of_reads(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     READ_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr,
+    TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
     rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
@@ -164,8 +165,8 @@ def _of_reads(
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     grad = tl.zeros([L], tl.float32)
     drive, slope, weight, weight_adjoint = beside
-    # beside both terms of pairs shared memory has no room for the state, of two programs a processor
-    LATER: tl.constexpr = PAIR_TERMS == 2 and not DELTA
+    # beside both terms of pairs, or of e, shared memory has no room for the state, of two programs a processor
+    LATER: tl.constexpr = PAIR_TERMS == 2 and (TERMS > ADJOINT_TERMS or not DELTA)
     if not LATER:
         state, carried = _carried(
             state_of + place, adjoint_of + place, inside, weight, weight_adjoint, scalars, plane, begin,
@@ -183,8 +184,8 @@ def _of_reads(
         if READ_SCALED:
             pairs *= tl.load(scalars + READ * plane + rows)[:, None]
         if DELTA:
-            f = load_terms(adjoint_entries, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS)
-            fx = product(f, turn(written), TERMS, TERMS, PRECISION)
+            f = load_terms(adjoint_entries, heads * P * ADJOINT_TERMS, rows, end, columns, P, BP, KIND, ADJOINT_TERMS)
+            fx = product(f, turn(written), ADJOINT_TERMS, ADJOINT_TERMS, PRECISION)
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
             pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
@@ -239,7 +240,7 @@ def _of_writes(
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr,
     PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr,
-    EARLY: tl.constexpr,
+    ADJOINT_TERMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, ds, db, that of `ones` and d_skip.
 
@@ -251,25 +252,21 @@ def _of_writes(
     place = keys[:, None] * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     grad = tl.zeros([L], tl.float32)
-    if DELTA:  # d, what the erasing of each row read: S_{t-1} decayed, times f; db
-        f = load_terms(adjoint_entries, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS)
-        state = tl.trans(tl.load(state_of + place, mask=inside, other=0.0).to(KIND))
+    WALKED: tl.constexpr = DELTA and TERMS > ADJOINT_TERMS  # f enters when e's second term has left shared memory
+    if DELTA and not WALKED:
+        f, state = _of_later(
+            adjoint_entries, state_of + place, inside, rows, end, heads, columns, P, BP, KIND, ADJOINT_TERMS
+        )  # fmt: skip
         if EARLY:
             grad_v = _of_values(
                 f, v, v_t, scalars, ds + at, rows, end, columns, plane,
-                P, BP, DECAY, SCALED, SOURCE_WANTED, TERMS,
+                P, BP, DECAY, SCALED, SOURCE_WANTED, ADJOINT_TERMS,
             )  # fmt: skip
             store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
             xf = _of_erasing(written, f, scalars, plane, rows, local, DECAY, PRECISION, STATE_TERMS)
-        fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
-        fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
-        d = product(f, (state, state), STATE_TERMS, 1, PRECISION)
-        if DECAY:
-            d *= prefix_of(scalars, rows)[:, None]
-            reads = tl.sum(d * rows_k.to(tl.float32), axis=1)
-        d = product(split(fx, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, d)
-        tl.store(db + at, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < end)
-        d *= -tl.load(scalars + ERASE * plane + rows)[:, None]
+        d, reads = _of_erased(
+            f, written, rows_k, state, scalars, db + at, rows, end, plane, local, DECAY, KIND, PRECISION, STATE_TERMS
+        )  # fmt: skip
 
     if EARLY:
         d = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, d)
@@ -298,15 +295,23 @@ def _of_writes(
     if READ_SCALED:
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
     z = product(split(xy, PAIR_TERMS, KIND), (rows_q, rows_q), PAIR_TERMS, 1, PRECISION, z)
+    if WALKED:
+        f, state = _of_later(
+            adjoint_entries, state_of + place, inside, rows, end, heads, columns, P, BP, KIND, ADJOINT_TERMS
+        )  # fmt: skip
+        d, reads = _of_erased(
+            f, written, rows_k, state, scalars, db + at, rows, end, plane, local, DECAY, KIND, PRECISION, STATE_TERMS
+        )  # fmt: skip
     if DELTA and not EARLY:
         xf = _of_erasing(written, f, scalars, plane, rows, local, DECAY, PRECISION, STATE_TERMS)
         z = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, z)
         if DECAY:
             z += d
-        grad_v = _of_values(
-            f, v, v_t, scalars, ds + at, rows, end, columns, plane,
-            P, BP, DECAY, SCALED, SOURCE_WANTED, TERMS,
-        )  # fmt: skip
+        if not WALKED:
+            grad_v = _of_values(
+                f, v, v_t, scalars, ds + at, rows, end, columns, plane,
+                P, BP, DECAY, SCALED, SOURCE_WANTED, ADJOINT_TERMS,
+            )  # fmt: skip
     elif not DELTA:
         if SOURCE_WANTED:
             of_source = tl.sum(z * rows_k.to(tl.float32), axis=1)
@@ -335,9 +340,11 @@ def _of_writes(
     if SKIP is not None:
         loaded, d_skip = skip
         of_value, of_skip = SKIP(loaded, given.to(tl.float32), written[0].to(tl.float32))
+        if WALKED:
+            grad_v = load_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, tl.float32)
         grad_v += of_value
         tl.store(d_skip, tl.sum(tl.sum(of_skip, axis=1), axis=0))
-    if not EARLY:
+    if not EARLY and not (WALKED and SKIP is None):
         store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
 
     if DECAY:  # last, when registers are free
@@ -346,6 +353,33 @@ def _of_writes(
             grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad
+
+
+@triton.jit
+def _of_later(
+    adjoint_entries, state_at, inside, rows, end, heads, columns,
+    P: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
+):  # fmt: skip
+    """f, and the transpose of S."""
+    f = load_terms(adjoint_entries, heads * P * ADJOINT_TERMS, rows, end, columns, P, BP, KIND, ADJOINT_TERMS)
+    return f, tl.trans(tl.load(state_at, mask=inside, other=0.0).to(KIND))
+
+
+@triton.jit
+def _of_erased(
+    f, written, rows_k, state, scalars, db, rows, end, plane, local,
+    DECAY: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, STATE_TERMS: tl.constexpr,
+):  # fmt: skip
+    """-b d, d what the erasing of each row read: S_{t-1} decayed, times f; k·(S_0 f) decayed, of decays; stores db."""
+    fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
+    fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
+    d, reads = product(f, (state, state), STATE_TERMS, 1, PRECISION), rows
+    if DECAY:
+        d *= prefix_of(scalars, rows)[:, None]
+        reads = tl.sum(d * rows_k.to(tl.float32), axis=1)
+    d = product(split(fx, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, d)
+    tl.store(db, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < end)
+    return d * -tl.load(scalars + ERASE * plane + rows)[:, None], reads
 
 
 @triton.jit
@@ -401,14 +435,6 @@ def decay_gradient(grad, decays, rows, tokens, DECAY: tl.constexpr):
         decay = tl.load(decays, mask=rows < tokens, other=1.0)
         grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
     return grad
-
-
-@triton.jit
-def turned(x, scalars, plane, rows, DECAY: tl.constexpr):
-    """The gradient of a scale that carries the sign of decays."""
-    if DECAY == 2:
-        x *= tl.load(scalars + SIGN * plane + rows)
-    return x
 
 
 @triton.jit

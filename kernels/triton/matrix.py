@@ -22,10 +22,9 @@ from dsf.kernels.triton.key_rows import KeyRows, key_gradients, key_scalars, pre
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.row_gradients import Skip, in_turn, row_gradients, sum_pieces
-from dsf.kernels.triton.table import Tiles, finer, limits, segments, sharing, stretches, tiles
+from dsf.kernels.triton.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, prepare
-from dsf.kernels.triton.transform import delta_transform
-from dsf.kernels.triton.walks import both, forward, forward_launch, reverse
+from dsf.kernels.triton.walks import both, forward, forward_launch, reverse, transform
 from dsf.kernels.triton.weights import Normaliser, between_chunks, by_lane
 
 Finish = tuple[Any, Any, tuple[Any, ...]]  # printed: what loads, what makes y of that and of what is read; pointers
@@ -72,7 +71,7 @@ class _Call:
         if positive and s is not None and self.decay == 1 and not self.delta:  # between rows they go into exponents
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
-        self.pitch = _pitch(self.tiles, self.scored)
+        self.pitch = pitch(self.tiles, self.scored)
         kind, precision = _arithmetic(q.dtype)
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
@@ -185,25 +184,32 @@ class _Call:
         return tuple(self.q if x is None else x for x in xs)
 
     @property
-    def terms(self) -> dict[str, int]:
-        """The walks' and the gradient kernel's TERMS and STATE_TERMS."""
-        return {"TERMS": self.tiles.walk_terms, "STATE_TERMS": self.tiles.state_terms}
-
-    @property
     def right_terms(self) -> int:
         """The walks' RIGHT_TERMS where entries are not made to be kept."""
         return min(self.tiles.right_terms, self.tiles.state_terms)
 
     @property
+    def row_terms(self) -> int:
+        """Terms of rows that are scaled before the walks write them into states, and of what else TERMS says there."""
+        return self.kept_terms if self.scored and self.back else self.tiles.walk_terms
+
+    @property
     def score_terms(self) -> int:
-        """Terms of the products between a chunk's rows, of decays alone."""
-        if self.delta or self.keywise:
+        """Terms of the products between a chunk's rows that y has."""
+        if self.delta:
+            return self.tiles.key_terms if self.keywise else score_terms(self.tiles)
+        if self.keywise:
             return 1
         return self.tiles.score_terms if self.normal is None else self.tiles.normal_terms
 
     @property
+    def read_terms(self) -> int:
+        """Terms of a delta rule's entries as y reads them."""
+        return self.tiles.read_terms if self.keywise else self.score_terms
+
+    @property
     def pair_terms(self) -> int:
-        """The same in the gradients' kernels, of delta rules, too."""
+        """Terms of the products between a chunk's rows that gradients have, where decays are numbers a head."""
         return self.kept_terms if self.delta else self.score_terms
 
     @property
@@ -214,7 +220,12 @@ class _Call:
 
     @property
     def kept_terms(self) -> int:
-        """Terms in which the backward pass keeps a delta rule's entries and their gradients."""
+        """Terms in which the backward pass keeps a delta rule's entries."""
+        return 2 if self.scored and self.tiles.fine else self.adjoint_terms
+
+    @property
+    def adjoint_terms(self) -> int:
+        """Terms in which it keeps their gradients; where these are fewer, the reverse walk makes those of values."""
         if not self.delta:
             return 1
         return self.tiles.key_terms if self.keywise else self.tiles.walk_terms
@@ -255,11 +266,6 @@ def _cut(
     return -(-chunks // span), span, pieces
 
 
-def _pitch(found: Tiles, scored: bool) -> int:
-    """Entries a row of what the transform writes."""
-    return found.chunk * (found.state_terms + (found.walk_terms if scored else 0))
-
-
 def _marks(
     found: Tiles, most: int, lanes: int, chunks: int, p: int, kind: str, q: Tensor
 ) -> tuple[int, int] | None:  # fmt: skip
@@ -293,23 +299,6 @@ def _arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
     return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
 
 
-def _transform(call: _Call) -> Tensor:
-    """The delta rule's triangular inverses [B, T, H, L], with scalar decays beside the scores [B, T, H, 2L]."""
-    t = call.tiles
-    solve = call.empty(call.batch, call.tokens, call.heads, call.pitch)
-    sizes = {name: x for name, x in call.sizes.items() if name != "P"}
-    launch(
-        delta_transform, (call.chunks, call.lanes),
-        call.q, call.k, call.scalars, call.system, solve, call.chunk_table,
-        call.tokens, call.heads, call.length, call.plane,
-        *call.rows(call.q), *call.rows(call.k),
-        LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
-        TERMS=t.transform_terms, ROW_TERMS=t.walk_terms, STATE_TERMS=t.state_terms, num_warps=t.transform_warps,
-        maxnreg=t.transform_registers, **sizes,
-    )  # fmt: skip
-    return solve
-
-
 def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
@@ -326,7 +315,7 @@ def _chunk_matrix(
         assert normal.added is not None
         normal.states, normal.final = between_chunks(call, normal.added, normal.state, False)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
-    solve = _transform(call) if erase is not None else call.empty(0)
+    solve = transform(call) if erase is not None else call.empty(0)
     saved = None if kept is None or call.made is None else (call.made.entries, call.made.states)
     marks = kept if call.marks is not None else None
     last, passed = forward(call, solve, state, y, final, saved, marks)
@@ -367,7 +356,7 @@ def _chunk_matrix_shapes(
         normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
         normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
         normal.states = q.new_empty(batch * heads, chunks, n, dtype=torch.float32)
-    solve = (0,) if erase is None else (batch, tokens, heads, _pitch(found, _kind(decay) == "scalar"))
+    solve = (0,) if erase is None else (batch, tokens, heads, pitch(found, _kind(decay) == "scalar"))
     return (
         q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),
         q.new_empty(shape, dtype=torch.float32),
@@ -425,6 +414,11 @@ def _chunk_matrix_backward(
     read_wanted &= read is not None
     if skip is not None:
         skip.sums = call.empty(pieces * call.batch * call.chunks, heads, dtype=torch.float32)
+    values = None
+    if call.kept_terms > call.adjoint_terms:
+        if source is not None:
+            scalars[1] = call.empty(-(-call.p // t.piece), *lead, dtype=torch.float32)
+        values = dv, None if source is None else scalars[1]
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if together > 1 and read is not None and read_wanted:
@@ -443,7 +437,7 @@ def _chunk_matrix_backward(
     if kept and call.made is None and call.beside:
         walked = both(call, dy, start, kept[0], kept[-1])
     else:
-        walked = reverse(call, dy, solve, start, passed, states, state is not None)
+        walked = reverse(call, dy, solve, start, passed, states, state is not None, values)
     for found in walked:
         if call.keywise:
             key_gradients(

@@ -125,7 +125,8 @@ def row_gradients(
                 call.q, call.k, call.v, dy, g, call.scalars, entries, found.entries, states, found.states,
                 out.dq, out.dk, dv, *scalars, *call.given(*beside), *beyond, call.chunk_table, *where,
                 DELTA=call.delta, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
-                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms, **common,
+                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms,
+                ADJOINT_TERMS=call.adjoint_terms, **common,
             )  # fmt: skip
 
 

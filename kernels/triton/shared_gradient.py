@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.gradient import decay_gradient, spanning, turned
+from dsf.kernels.triton.gradient import decay_gradient, spanning
 from dsf.kernels.triton.tiles import (
     READ,
     SOURCE,
@@ -24,6 +24,7 @@ from dsf.kernels.triton.tiles import (
     split,
     store_rows,
     suffix_of,
+    turned,
     written_scale,
 )
 

@@ -46,6 +46,9 @@ class Tiles:
     programs, whose loads are gradient_stages apart;
     late: a chunk's y is stored while the next one's rows are on their way, which 2 stages ask for at a chunk's end,
     where there are programs enough for two a processor;
+    fine: of a delta rule with scalar decays whose walk_terms are 1, two of what errs most: of scores, of e as y reads
+    it and as it is kept, of the products between rows of gradients and of rows that the backward pass writes into
+    states; dv and ds are made of e's adjoint before it is rounded;
     score_terms: of decays alone, of the products between a chunk's rows, normal_terms: where there is a normaliser;
     sum_stages: of sums of pieces of T.
     """
@@ -84,6 +87,7 @@ class Tiles:
     sum_stages: int = 2
     score_terms: int = 1
     normal_terms: int = 1
+    fine: bool = False
 
 
 def padded(size: int) -> int:
@@ -110,7 +114,7 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: t
         piece = min(64, found.gradient_piece)
         return replace(
             found, chunk=32, walk_stages=2, reverse_stages=2, gradient_piece=piece, gradient_roles=1,
-            walk_terms=1 if delta else found.walk_terms, state_terms=1, sum_stages=2,
+            walk_terms=1 if delta else found.walk_terms, state_terms=1, fine=False, sum_stages=2,
         )  # fmt: skip
     if found.keys > 128:
         return replace(found, chunk=16, piece=16, gradient_piece=min(32, found.gradient_piece))
@@ -147,6 +151,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
         score_terms=2 if decay == "scalar" and wide <= 64 < keys else 1, normal_terms=2,
+        fine=decay == "scalar" and delta and keys > 64,
     )  # fmt: skip
 
 
@@ -179,3 +184,13 @@ def sharing(heads: int, chunks: int, most: int, processors: int = PROCESSORS) ->
 def stretches(chunks: int, most: int) -> int:
     """In how many stretches of T the backward pass uses its adjoint states, of `chunks` in all heads and sequences."""
     return max(1, min(most, chunks // STRETCH_CHUNKS))
+
+
+def score_terms(found: Tiles) -> int:
+    """Terms of a delta rule's scores as y has them, where decays do not differ by key."""
+    return 2 if found.fine else found.walk_terms
+
+
+def pitch(found: Tiles, scored: bool) -> int:
+    """Entries a row of what the transform writes."""
+    return found.chunk * (found.state_terms + (score_terms(found) if scored else 0))

@@ -287,3 +287,11 @@ def between(scalars, rows, seen, transposed: tl.constexpr, plane=0, LOWER: tl.co
         source = tl.load(scalars + LOWERED * plane + rows)
     gap = running[None, :] - source[:, None] if transposed else running[:, None] - source[None, :]
     return tl.where(seen, tl.exp2(gap), 0.0)
+
+
+@triton.jit
+def turned(x, scalars, plane, rows, DECAY: tl.constexpr):
+    """The gradient of a scale that carries the sign of decays."""
+    if DECAY == 2:
+        x *= tl.load(scalars + SIGN * plane + rows)
+    return x

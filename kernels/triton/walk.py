@@ -6,11 +6,11 @@ with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s 
 I + `solve`, made by the transform: so a row's own right side is not rounded before it is e.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
 TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written; with the delta rule
-of scores, and of e and its adjoint as they are kept, too. STATE_TERMS: with the delta rule of states; RIGHT_TERMS: of
-right sides and their inverse.
+of e as it is kept, and of scores backwards, too. STATE_TERMS: with the delta rule of states; RIGHT_TERMS: of right
+sides and their inverse; SCORE_TERMS: of scores forwards; READ_TERMS: of a delta rule's e as y reads it; ADJOINT_TERMS:
+of e's adjoint as it is written, and kept.
 KEY_TERMS, where KEYWISE: of scores (DELTA), with e and its adjoint as they are kept; else of the rows that are written
-into states and the states that are read. What rounding left of scores or rows is in `rest_of`. READ_TERMS: of e as y
-reads it (KEYWISE). SCORE_TERMS: of scores, of decays alone that are numbers a head.
+into states and the states that are read. What rounding left of scores or rows is in `rest_of`.
 AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used; forwards
 scores, too, of which shared memory has no room for what rounding left in three stages.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
@@ -45,6 +45,7 @@ from dsf.kernels.triton.tiles import (
     suffix_of,
     total_of,
     turn,
+    turned,
     written_scale,
 )
 
@@ -91,7 +92,8 @@ def forward_walk(
     flat = (batch * tokens * heads + head) * P
     y += flat
     ROW_TERMS: tl.constexpr = (KEY_TERMS if KEYWISE else TERMS) if DELTA else 1
-    ENTRY_TERMS: tl.constexpr = READ_TERMS if KEYWISE and DELTA else ROW_TERMS
+    ENTRY_TERMS: tl.constexpr = READ_TERMS if DELTA else 1
+    SPLIT_TERMS: tl.constexpr = ENTRY_TERMS if OUTPUT and ENTRY_TERMS > ROW_TERMS else ROW_TERMS
     WRITE_TERMS: tl.constexpr = TERMS if DELTA or DECAY or SCALED else 1
     entries += flat * ROW_TERMS
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, SUMMARY)
@@ -180,7 +182,7 @@ def forward_walk(
             inverse = load_terms(solve, heads * PITCH, rows, within, local, L, L, KIND, RIGHT_TERMS)
             right = split(known, RIGHT_TERMS, KIND)
             entry = product(inverse, right, RIGHT_TERMS, RIGHT_TERMS, PRECISION, known)
-            written = split(entry, ROW_TERMS, KIND, STATE_TERMS == 1)
+            written = split(entry, SPLIT_TERMS, KIND, STATE_TERMS == 1 and (STATES or not DECAY))
             write = written[0]
             if STATES:
                 store_terms(entries, heads * P * ROW_TERMS, rows, within, columns, P, BP, written, ROW_TERMS)
@@ -190,7 +192,7 @@ def forward_walk(
                 tl.static_assert(AHEAD)
                 weights_of = scores, rest
             elif SCORED:
-                weights_of = load_terms(scores_of, heads * PITCH, rows, within, local, L, L, KIND, ROW_TERMS)
+                weights_of = load_terms(scores_of, heads * PITCH, rows, within, local, L, L, KIND, SCORE_TERMS)
                 scores = weights_of[0]
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
@@ -221,10 +223,9 @@ def forward_walk(
                 if READ_SCALED and not DECAY:
                     den *= tl.load(scalars + READ * plane + rows)
                 tl.store(weights + lane * tokens + rows, den, mask=(rows < end) & (piece == 0))
-            WEIGHT_TERMS: tl.constexpr = ROW_TERMS if DELTA else SCORE_TERMS
             if not (SCORED and DELTA):
-                weights_of = split(scores, WEIGHT_TERMS, KIND)
-            out = product(weights_of, written, WEIGHT_TERMS, ENTRY_TERMS, PRECISION, out)
+                weights_of = split(scores, SCORE_TERMS, KIND)
+            out = product(weights_of, written, SCORE_TERMS, ENTRY_TERMS, PRECISION, out)
             if READ_SCALED and not DECAY:
                 out *= tl.load(scalars + READ * plane + rows)[:, None]
             if FINISH is not None:
@@ -288,18 +289,22 @@ def forward_walk(
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
 def reverse_walk(
-    q, k, erased, dy, scalars, running, scores_of, rest_of, solve, adjoint_entries, adjoints, start, final, table,
+    q, k, erased, dy, scalars, running, scores_of, rest_of, solve, adjoint_entries, adjoints, start, final,
+    values, table,
     tokens, heads, segments, per_segment, base, limit, length, plane,
     q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
+    DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, KEY_TERMS: tl.constexpr, RIGHT_TERMS: tl.constexpr, WHOLE: tl.constexpr,
+    ADJOINT_TERMS: tl.constexpr, SOURCE_WANTED: tl.constexpr,
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
     adjoints [B, H, limit - base, N, P] and adjoint_entries [B, (limit - base) L, H, P] have room for the walked chunks.
+    values (DELTA): v, dv [B, T, H, P], ds [slices, B, T, H] and v's strides; of e's adjoint before it is rounded dv is
+    made, and (SOURCE_WANTED) ds.
     """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
@@ -321,9 +326,15 @@ def reverse_walk(
     if WHOLE:
         within = None
     rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * q_b + head // q_group * q_h
+    if values is not None:
+        v, dv, ds, v_b, v_t, v_h, v_group = values
+        v += batch * v_b + head // v_group * v_h
+        dv += flat
+        ds += (piece.to(tl.int64) * (tl.num_programs(1) // heads) + batch) * tokens * heads + head
     ROW_TERMS: tl.constexpr = (KEY_TERMS if KEYWISE else TERMS) if DELTA else 1
+    KEPT_TERMS: tl.constexpr = ROW_TERMS if KEYWISE else ADJOINT_TERMS
     GIVEN_TERMS: tl.constexpr = TERMS if READ_SCALED or DECAY else 1
-    adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P * ROW_TERMS
+    adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P * KEPT_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] <= local[None, :]  # sources down, rows across
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
@@ -378,9 +389,18 @@ def reverse_walk(
             inverse = turn(load_terms(solve, heads * PITCH, rows, within, local, L, L, KIND, RIGHT_TERMS))
             right = split(carried, RIGHT_TERMS, KIND)
             adjoint = product(inverse, right, RIGHT_TERMS, RIGHT_TERMS, PRECISION, carried)
+            if values is not None:
+                grad_v = adjoint
+                if SOURCE_WANTED:
+                    of_source = tl.sum(adjoint * load_rows(v, v_t, rows, within, columns, P, BP, tl.float32), axis=1)
+                    of_source = turned(of_source, scalars, plane, rows, DECAY)
+                    tl.store(ds + rows.to(tl.int64) * heads, of_source, mask=rows < end)
+                if SCALED:
+                    grad_v = adjoint * tl.load(scalars + SOURCE * plane + rows)[:, None]
+                store_rows(dv, heads * P, rows, within, columns, P, BP, grad_v)
             if STATES:
-                kept = split(adjoint, ROW_TERMS, KIND, STATE_TERMS == 1)
-                store_terms(adjoint_entries, heads * P * ROW_TERMS, rows, within, columns, P, BP, kept, ROW_TERMS)
+                kept = split(adjoint, KEPT_TERMS, KIND, STATE_TERMS == 1)
+                store_terms(adjoint_entries, heads * P * KEPT_TERMS, rows, within, columns, P, BP, kept, KEPT_TERMS)
             adjoint *= -tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
         read = given, given
         if READ_SCALED or DECAY:
@@ -409,8 +429,8 @@ def reverse_walk(
                 state += tl.dot(rows_q, (exact - main).to(KIND), input_precision=PRECISION)
         if DELTA:
             rows_k = tl.trans(rows_k)
-            erasing = split(adjoint, TERMS, KIND)
-            state = product((rows_k, rows_k), erasing, 1, TERMS, PRECISION, state)
+            erasing = split(adjoint, ADJOINT_TERMS, KIND)
+            state = product((rows_k, rows_k), erasing, 1, ADJOINT_TERMS, PRECISION, state)
     if FINAL:
         tl.store(final + ends + place, state, mask=inside)
 
@@ -431,8 +451,8 @@ def both_walks(
     if tl.program_id(2) < pieces:
         reverse_walk(
             *reverse, tokens, heads, pieces, per_piece, base, limit, length, plane, *reverse_rows,
-            N, P, BN, BP, L, DECAY, False, False, READ_SCALED, False, PITCH, START, True, True,
-            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False, 1, 1, False,
+            N, P, BN, BP, L, DECAY, False, False, False, READ_SCALED, False, PITCH, START, True, True,
+            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False, 1, 1, False, 1, False,
         )  # fmt: skip
     else:
         forward_walk(

@@ -1,5 +1,6 @@
 """Launches of the walks: forwards with outputs, or with states of all chunks, and backwards with adjoint states.
 
+Before them of a delta rule's transform.
 In segments where whole sequences would leave the GPU idle; backwards a stretch of T at a time where that saves memory.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sums import combine_moves, combine_segments, sum_piece
 from dsf.kernels.triton.table import limits
+from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import both_walks, forward_walk, reverse_walk
 from dsf.kernels.triton.weights import by_lane, kind_of
 
@@ -33,6 +35,23 @@ class Adjoints(NamedTuple):
     states: Tensor
     last: Tensor | None
     known: tuple[Tensor, int, int]
+
+
+def transform(call: _Call) -> Tensor:
+    """The delta rule's triangular inverses [B, T, H, L], in their terms; with scalar decays scores lie beside them."""
+    t = call.tiles
+    solve = call.empty(call.batch, call.tokens, call.heads, call.pitch)
+    sizes = {name: x for name, x in call.sizes.items() if name != "P"}
+    launch(
+        delta_transform, (call.chunks, call.lanes),
+        call.q, call.k, call.scalars, call.system, solve, call.chunk_table,
+        call.tokens, call.heads, call.length, call.plane,
+        *call.rows(call.q), *call.rows(call.k),
+        LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
+        TERMS=t.transform_terms, ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, num_warps=t.transform_warps,
+        maxnreg=t.transform_registers, **sizes,
+    )  # fmt: skip
+    return solve
 
 
 def forward(
@@ -107,30 +126,31 @@ def forward_launch(
         START=0 if start is None else every, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
         RIGHT_TERMS=t.state_terms if back else call.right_terms, WHOLE=call.whole,
-        STAGES=stages, KEY_TERMS=t.key_terms, READ_TERMS=t.read_terms, AHEAD=t.ahead, LATE=late,
-        SCORE_TERMS=call.score_terms,
-        num_warps=t.walk_warps, num_stages=stages, **call.terms, **call.sizes,
+        TERMS=call.row_terms, STATE_TERMS=t.state_terms, SCORE_TERMS=call.score_terms, READ_TERMS=call.read_terms,
+        STAGES=stages, KEY_TERMS=t.key_terms, AHEAD=t.ahead, LATE=late,
+        num_warps=t.walk_warps, num_stages=stages, **call.sizes,
     )  # fmt: skip
 
 
 def reverse(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, first: bool
-) -> Iterator[Adjoints]:
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, first: bool,
+    values: tuple[Tensor, Tensor | None] | None,
+) -> Iterator[Adjoints]:  # fmt: skip
     """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next.
 
-    states: the first ones of all chunks. first: the gradient of S_0 is wanted.
+    states: the first ones of all chunks. first: the gradient of S_0 is wanted. values: dv and ds to fill.
     """
     if call.is_cut:
         start = _adjoint_starts(call, dy, solve, start, passed, call.finer)
     stretch = call.walked
     entries = call.q
     if call.delta:
-        entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p * call.kept_terms)
+        entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p * call.adjoint_terms)
     adjoints = call.states(stretch)
     for base in reversed(range(0, call.chunks, stretch)):
         limit = min(base + stretch, call.chunks)
         last = call.segments() if first or base > 0 else None
-        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, (base, limit))
+        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, (base, limit), values)
         yield Adjoints(base, limit - base, entries, adjoints, last, (states, 0, call.chunks))
         start = last
 
@@ -155,7 +175,7 @@ def both(call: _Call, dy: Tensor, start: Tensor | None, marks: Tensor, passed: T
             call.q, call.k, call.k, call.v, *scales, unused, unused, unused, states, marks[at],
             *(unused,) * 6, None,
         )  # fmt: skip
-        reverse = call.q, call.k, call.k, dy, *scales, unused, unused, adjoints, *call.given(known), last, None
+        reverse = call.q, call.k, call.k, dy, *scales, unused, unused, adjoints, *call.given(known), last, None, None
         launch(
             both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
             forward, (*call.rows(call.q), *call.rows(call.k), *call.rows(call.v)),
@@ -202,7 +222,7 @@ def _sum_pieces(
 
 def _reverse_launch(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
-    final: Tensor | None, chunks: tuple[int, int],
+    final: Tensor | None, chunks: tuple[int, int], values: tuple[Tensor, Tensor | None] | None = None,
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     entries, adjoints = saved or (unused, unused)
@@ -211,14 +231,18 @@ def _reverse_launch(
         reverse_walk, (-(-call.p // t.piece), call.lanes, count),
         call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve),
         call.rest_of_reads, solve, entries, adjoints, unused if start is None else start,
-        unused if final is None else final, call.segment_table,
+        unused if final is None else final,
+        None if values is None else (call.v, *call.given(*values), *call.rows(call.v)),
+        call.segment_table,
         call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes),
-        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, READ_SCALED=call.read,
+        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
         SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
         FINAL=final is not None, RIGHT_TERMS=call.right_terms, WHOLE=call.whole,
+        TERMS=call.row_terms, STATE_TERMS=t.state_terms, ADJOINT_TERMS=t.walk_terms,
+        SOURCE_WANTED=values is not None and values[1] is not None,
         STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, KEY_TERMS=t.key_terms,
-        num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.terms, **call.sizes,
+        num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
     )  # fmt: skip
 
 
