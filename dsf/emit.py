@@ -33,7 +33,7 @@ from dsf.printer import (
     symbol,
     unpacked,
 )
-from dsf.regroup import collect, regroup
+from dsf.regroup import collect, inward, regroup
 from dsf.source import Source, file_of
 from dsf.spec import Input, Spec
 
@@ -75,16 +75,17 @@ class _Emission:
             whole = packed(whole, spec.system.read == "before", *added)
         inputs = (*inputs, *(Input(x.attrs[0], Kind(x.axes)) for x in added))
         self.kinds |= {x.attrs[0]: Kind(x.axes) for x in added}
-        nodes = inputs_of(*whole.roots)
+        roots = (inward(whole.A), *whole.roots[1:])
+        nodes = inputs_of(*roots)
         self.tokens = sorted(
             (x for x in nodes if self.kinds[x.attrs[0]].time),
             key=lambda x: (x.attrs[0] != STARTS, KEY in x.axes, (VALUE in x.axes) == (KEY in x.axes)),
         )
         self.params = [x for x in nodes if not self.kinds[x.attrs[0]].time]
         self.names = {x: name_of(x) for x in nodes}
-        self.invariants = self._invariants(whole.roots)
+        self.invariants = self._invariants(roots)
         self.held = {x: symbol(self._held_name(i, x), x.axes) for i, x in enumerate(self.invariants)}
-        self.roots = tuple(substitute(r, self.held) for r in whole.roots)
+        self.roots = tuple(substitute(r, self.held) for r in roots)
         self.operands = self._operands(inputs)
 
     def _held_name(self, index: int, node: Expr) -> str:
@@ -144,7 +145,23 @@ class _Emission:
         if not self.spec.has_key or not self._separable:
             return []
         held, scope = list(self.held.values()), self._scope()
-        return Entries(self.tokens, held, self.slopes, self.operands, scope, self.roots[0], self.rough).functions()
+        decay = self.roots[0]
+        found = Entries(
+            self.tokens, held, self.slopes, self.operands, scope, decay, self.made, self.rough, self.near
+        )  # fmt: skip
+        return found.functions()
+
+    @cached_property
+    def near(self) -> set[Expr]:
+        """Decays that are a tanh and nothing else is made of: what they multiply is large where they are small."""
+        found, stack = set(), [self.roots[0]]
+        while stack:
+            x = stack.pop()
+            if x.op == "tanh":
+                found.add(x)
+            elif x.op == "where":
+                stack += x.args[1:]
+        return found - set(children_first(*self.roots[1:]))
 
     @cached_property
     def _separable(self) -> bool:
@@ -185,7 +202,7 @@ class _Emission:
         return lines
 
     def _step(self) -> list[str]:
-        printer = Printer(self._scope(), RESERVED, self.rough)
+        printer = Printer(self._scope(), RESERVED, self.rough, self.near)
         values = printer.print(self.roots)
         names = ["A", "B", "C", "E", "D"]
         if self.roots[4].is_constant and self.roots[4].value == 0:  # adding it costs nothing, unlike +0
@@ -228,7 +245,7 @@ class _Emission:
 
     def _pull(self) -> list[str]:
         scope = {**self._scope(), **{c: c.attrs[0] for c in COTANGENTS}}
-        printer = Printer(scope, {*RESERVED, *NAMES}, self.rough)
+        printer = Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near)
         late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(self.tokens, self.slopes, strict=False)]
         late += self._over_channels()
         values = printer.print(x.args[0] if open_ else x for x, open_ in zip(self.slopes, late, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 from dsf.emit_operand import Operand
@@ -17,12 +17,13 @@ class Entries:
     """The holes of one spec whose entries need nothing of each other but sums after the last (`Source.separable`).
 
     tokens, held: input nodes in the order in which `step` reads them, with their slopes in `slopes`; operands: how each
-    input is loaded and stored; scope: what the nodes are called.
+    input is loaded and stored; scope: what the nodes are called; made: those that come from a kernel before this one.
     """
 
     def __init__(
         self, tokens: Sequence[Expr], held: Sequence[Expr], slopes: Sequence[Expr], operands: Mapping[Expr, Operand],
-        scope: Mapping[Expr, str], decay: Expr, rough: bool,
+        scope: Mapping[Expr, str], decay: Expr, made: Collection[Expr], rough: bool,
+        near: Collection[Expr],
     ) -> None:  # fmt: skip
         shared = {times(COTANGENTS[0], decay): LOGARITHM}
         self.slope = {x: substitute(slope, shared) for x, slope in zip([*tokens, *held], slopes, strict=True)}
@@ -34,13 +35,14 @@ class Entries:
         self.loose = [x for x in held if KEY not in x.axes]
         self.operands = operands
         self.scope = {**scope, **{c: c.attrs[0] for c in (*COTANGENTS, LOGARITHM)}}
-        self.rough = rough
+        self.made = made
+        self.rough, self.near = rough, near
 
     def functions(self) -> list[list[str]]:
         """Their lines."""
         return [
-            *self._plain(), *self._runs(), self._whole(), self._ahead(), self._merge(), self._entry(), self._after(),
-            self._puts(), self._keys(), self._blank(),
+            *self._plain(), *self._runs(), self._spread(), self._whole(), self._ahead(), self._parted(), self._merge(),
+            self._entry(), self._after(), self._puts(), self._keys(), self._blank(),
         ]  # fmt: skip
 
     @cached_property
@@ -57,7 +59,7 @@ class Entries:
         return list(found)
 
     def _printer(self, scope: Mapping[Expr, str]) -> Printer:
-        return Printer(scope, {*RESERVED, *NAMES}, self.rough)
+        return Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near)
 
     def _named(self, nodes: Sequence[Expr], source: str) -> list[str]:
         return [unpacked([self.scope[x] for x in nodes], source)] if nodes else []
@@ -90,6 +92,19 @@ class Entries:
         body = [AT, *(self.operands[x].prefetch() for x in [*self.plain, *self.runs] if x.axes), "pass"]
         return ["def ahead(args, at, L: tl.constexpr, BP: tl.constexpr):", *indented(body)]
 
+    def _spread(self) -> list[str]:
+        found = [f"lanes.run_of(run[{i}], L, {self._is_short(x)})" for i, x in enumerate(self.runs)]
+        return ["def spread(run, L: tl.constexpr):", *indented([f"return {grouped(found)}"])]
+
+    def _is_short(self, x: Expr) -> bool:
+        """True for inputs of 16 bits: what is made of them before the scan has more."""
+        return self.rough and x not in self.made
+
+    def _parted(self) -> list[str]:
+        places = {x: f"held[{i}]" for i, x in enumerate(self.held)}
+        groups = (grouped([places[x] for x in found]) for found in (self.keyed, self.loose))
+        return ["def parted(held):", *indented([f"return {', '.join(groups)}"])]
+
     def _merge(self) -> list[str]:
         places = {x: f"{kind}[{i}]" for kind in ("keyed", "loose") for i, x in enumerate(getattr(self, kind))}
         return ["def merge(keyed, loose):", *indented([f"return {grouped([places[x] for x in self.held])}"])]
@@ -112,21 +127,34 @@ class Entries:
     def _after(self) -> list[str]:
         found = {x: symbol(f"found{i}", x.axes) for i, x in enumerate(self.sums)}
         scope = self.scope | {x: f"found[{i}]" for i, x in enumerate(found.values())}
-        roots = [self.slope[x] for x in self.plain] + [_open(self.slope[x]) for x in self.loose]
+        roots = [_open(self.slope[x]) if self._is_summed(x) else self.slope[x] for x in self.plain]
+        roots += [_open(self.slope[x]) for x in self.loose]
         printer = self._printer(scope)
         texts = printer.print(substitute(x, found) for x in roots)
         names = [*self._named(self.plain, "tokens"), *self._named(self.held, "held")]
         groups = f"return {grouped(texts[: len(self.plain)])}, {grouped(texts[len(self.plain) :])}"
         return ["def after(tokens, held, found, dE, dD, at):", *indented([AT, *names, *printer.lines, groups])]
 
+    def _is_summed(self, x: Expr) -> bool:
+        """True where all that is left of the gradient of a number is a sum over the channels."""
+        return not x.axes and self.slope[x].op == "sum_value"
+
     def _puts(self) -> list[str]:
-        stores = [x for i, node in enumerate(self.plain) for x in self.operands[node].store(f"values[{i}]", fixed=True)]
+        stores = []
+        for i, x in enumerate(self.plain):
+            value = f"values[{i}]"
+            summed = self._is_summed(x)
+            found = self.operands[x]
+            stores += found.store_tokens(value, self.rough) if summed else found.store(value, fixed=True)
         return ["def puts(grads, values, at, sink):", *indented([AT, SINK, "first = p == edge", *stores])]
 
     def _keys(self) -> list[str]:
-        stores = [
-            line for i, x in enumerate(self.runs) for line in self.operands[x].store_run(f"values[{i}]", self.rough)
-        ]
+        found = [self.operands[x] for x in self.runs]
+        stores = []
+        for i in range(0, len(found) - 1, 2):
+            stores += found[i].store_runs(found[i + 1], f"values[{i}]", f"values[{i + 1}]", self.rough)
+        if len(found) % 2:
+            stores += found[-1].store_run(f"values[{len(found) - 1}]", self.rough)
         return ["def keys(grads, values, at, sink):", *indented([AT, SINK, *stores])]
 
     def _blank(self) -> list[str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from dsf.expr import KEY, VALUE
 
+ALONG = "(((place * grads[0] + batch) * H + head) * N + n) * rows + t0 + shift"  # tokens of an entry, in a gradient
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -65,7 +67,7 @@ class Operand:
 
     def load_lanes(self) -> str:
         """The expression that loads L tokens of one entry, a token a lane (dsf.kernels.triton.scan_ops)."""
-        return f"fn.load_lanes({self._run()}, p, L)"
+        return f"lanes.load_lanes({self._run()}, p, L)"
 
     def store(self, value: str, summed: bool = False, fixed: bool = False) -> list[str]:
         """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
@@ -104,8 +106,27 @@ class Operand:
     def store_run(self, values: str, rough: bool) -> list[str]:
         """The lines that sum the gradient of L tokens and one entry over the channels and store it along time."""
         pointer = f"grads[{self.index}]"
-        row = "(((place * grads[0] + batch) * H + head) * N + n) * rows + t0 + shift"
-        return [f"if {pointer} is not None:", f"    fn.store_run({pointer} + {row}, {values}, p, p_ok, edge, {rough})"]
+        return [
+            f"if {pointer} is not None:",
+            f"    lanes.store_run({pointer} + {ALONG}, {values}, p, p_ok, edge, {rough})",
+        ]
+
+    def store_tokens(self, tile: str, rough: bool) -> list[str]:
+        """The lines that sum the gradient of L tokens, each a number, over the channels and store it."""
+        pointer = f"grads[{self.index}]"
+        place = f"{pointer} + ((place * grads[0] + batch) * rows + t0 + shift) * H + head"
+        return [f"if {pointer} is not None:", f"    lanes.store_tokens({place}, H, {tile}, p, p_ok, edge, {rough})"]
+
+    def store_runs(self, other: Operand, values: str, others: str, rough: bool) -> list[str]:
+        """The same with another's, at once where both are wanted."""
+        first, second = f"grads[{self.index}]", f"grads[{other.index}]"
+        places = f"{first} + {ALONG}, {second} + {ALONG}"
+        return [
+            f"if {first} is not None and {second} is not None:",
+            f"    lanes.store_runs({places}, {values}, {others}, p, p_ok, edge, {rough})",
+            "else:",
+            *(f"    {line}" for line in (*self.store_run(values, rough), *other.store_run(others, rough))),
+        ]
 
 
 @dataclass(frozen=True)

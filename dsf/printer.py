@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const
 from dsf.operator import times
@@ -20,7 +20,7 @@ RESERVED = {
     "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton", "sink", "found", "keyed", "loose", "values",
     "setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP", "rate", "kept",
     "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "keys", "blank", "L", "dA_A",
-    "plain_back", "runs_back",
+    "plain_back", "runs_back", "spread", "parted", "run", "lanes",
 }  # fmt: skip
 # Functions made of a power of two, and what their argument is multiplied with first.
 POWERS = {
@@ -28,7 +28,12 @@ POWERS = {
     "sigmoid": ("fn.sigmoid2", "-fn.LOG2E"),
     "tanh": ("fn.tanh2", "(2.0 * fn.LOG2E)"),
 }
-ROUGH = {"fn.tanh": "fn.rough_tanh", "fn.tanh2": "fn.rough_tanh2"}  # where 16-bit inputs say less than float32
+ROUGH = {
+    "fn.tanh": "fn.rough_tanh", "fn.tanh2": "fn.rough_tanh2", "fn.softplus": "fn.rough_softplus",
+    "fn.logsigmoid": "fn.rough_logsigmoid",
+}  # where 16-bit inputs say less than float32  # fmt: skip
+NEAR = {"fn.tanh": "fn.near_tanh", "fn.tanh2": "fn.near_tanh2"}  # where it is next to 1 that they must not err
+FAR = 1e-20  # a sum with a constant that is larger is 0, or no denormal number
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -41,10 +46,15 @@ COTANGENTS = [symbol(name, BOTH if name in ("dA", "dB", "dC") else frozenset({VA
 
 
 class Printer:
-    """Prints nodes as assignments and expressions. names: what each input node is called; rough: ROUGH functions."""
+    """Prints nodes as assignments and expressions.
 
-    def __init__(self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False) -> None:
-        self.rough = rough
+    names: what each input node is called; rough: ROUGH functions; near: nodes for which NEAR ones do then.
+    """
+
+    def __init__(
+        self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False, near: Collection[Expr] = ()
+    ) -> None:
+        self.rough, self.near = rough, near
         self.text = dict(names)
         self.taken = {*taken, *names.values()}
         self.lines: list[str] = []
@@ -97,13 +107,14 @@ class Printer:
             return "tl.full((1, 1, 1), N, tl.float32)" if node.attrs[0] == KEY else "(P * 1.0)"
         if node.op in POWERS and node.args[0] in self.scaled and (parts := key_and_rest(node.args[0])):
             function, scale = POWERS[node.op]
-            return f"{self._rough(function)}({self.text[parts[0]]} * ({self.text[parts[1]]} * {scale}))"
+            return f"{self._rough(function, node)}({self.text[parts[0]]} * ({self.text[parts[1]]} * {scale}))"
         args = [self.text[a] for a in node.args]
         if node in self.squares:
             return f"fn.expm1_of({args[0]}, {self.text[self.squares[node]]})"
         if node.op == "pow":
             return _power(args[0], args[1], node.args[1])
-        if node.op == "div" and node.args[1].op == "sqrt":  # too small and too large numbers have none like these
+        if node.op == "div" and (node.args[1].op == "sqrt" or (self.rough and _is_far(node.args[1]))):
+            # too small and too large numbers have no roots like these
             return f"({args[0]} * fn.reciprocal({args[1]}))"
         if node.op in OPERATORS:
             return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
@@ -112,10 +123,10 @@ class Printer:
         if node.op in REDUCTIONS:
             mask = "n_ok" if node.op == "sum_key" else "p_ok"
             return f"fn.{node.op}({args[0]}, {mask})"
-        return f"{self._rough(f'fn.{node.op}')}({', '.join(args)})"
+        return f"{self._rough(f'fn.{node.op}', node)}({', '.join(args)})"
 
-    def _rough(self, function: str) -> str:
-        return ROUGH.get(function, function) if self.rough else function
+    def _rough(self, function: str, node: Expr) -> str:
+        return ((NEAR if node in self.near else {}) or ROUGH).get(function, function) if self.rough else function
 
 
 def _root(node: Expr) -> Expr:
@@ -125,6 +136,11 @@ def _root(node: Expr) -> Expr:
             if number.is_constant and number.value == 2:
                 return exp(x)
     return node
+
+
+def _is_far(node: Expr) -> bool:
+    """True for what is 0 or not near 0, so that its reciprocal is right (0 beyond 2^126)."""
+    return node.op == "add" and any(x.is_constant and abs(x.value) > FAR for x in node.args)
 
 
 def key_and_rest(node: Expr) -> tuple[Expr, Expr] | None:

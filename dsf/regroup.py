@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from dsf.expr import KEY, Expr, children_first, const, inputs_of, rebuild
 from dsf.operator import times
-from dsf.primitives import sum_key
+from dsf.primitives import sum_key, where
 from dsf.spec import summands
 
 Sides = tuple["Expr | None", "Expr | None"]  # the factors with a Key axis, and those without
@@ -78,6 +78,27 @@ def collect(x: Expr) -> Expr:
         where = "others" if common not in factors else "key" if KEY in part.axes else "rest"
         sums[where] = sums[where] + part
     return sums["others"] + common * (sums["key"] + sums["rest"])
+
+
+def inward(x: Expr) -> Expr:
+    """where(c, 0, tanh(k · a)), if it is that, as tanh(k · where(c, 0, a)): a choice a token, not one an entry.
+
+    c and a have no Key axis. What is not finite in k is no longer left out.
+    """
+    if x.op != "where" or KEY in x.args[0].axes:
+        return x
+    condition, *branches = x.args[0], inward(x.args[1]), inward(x.args[2])
+    for i, zero in enumerate(branches):
+        other = branches[1 - i]
+        if not (zero.is_constant and zero.value == 0) or other.op != "tanh":
+            continue
+        factors = _factors(other.args[0])
+        place = next((j for j, f in enumerate(factors) if KEY not in f.axes), None)
+        if place is not None:
+            kept = [zero, factors[place]] if i == 0 else [factors[place], zero]
+            factors[place] = where(condition, *kept)
+            return rebuild(other, (functools.reduce(times, factors),))
+    return x
 
 
 def _factors(x: Expr) -> list[Expr]:

@@ -14,6 +14,7 @@ from dsf import (
     l2norm,
     maximum,
     sigmoid,
+    silu,
     softplus,
     tanh,
     where,
@@ -85,3 +86,10 @@ def crowded(q: Key, k: Steps[Key, 2], v: Value, s: Scalar, w: Param[Key]) -> Sys
         D=dot(q, k[1]) * v,
         read="before",
     )
+
+
+@dsf.recurrence
+def gated(x: Value, dt: Value, z: Value, b: Key, c: Key, A_log: Param[Key, Value], D: Param[Value]) -> System:
+    """S6 and the output gate of its block."""
+    delta, gate = softplus(dt), silu(z)
+    return System(A=exp(-exp(A_log) * delta), B=b * (delta * x), C=c * gate, D=D * x * gate)

@@ -9,6 +9,7 @@ import triton.language as tl
 from interpreted import INTERPRETED
 
 from dsf.kernels.triton import functions as fn
+from dsf.kernels.triton import lanes
 
 BLOCK = 1 << 13
 EXACT = 5e-7  # as near to the true value as float32's arguments and powers of two allow
@@ -19,6 +20,8 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, tuple[
     "sigmoid": (torch.sigmoid, EXACT, (-4.0, 3e38)),
     "softplus": (lambda x: torch.logaddexp(x, x.new_zeros(())), EXACT, (-4.0, 3e38)),
     "logsigmoid": (lambda x: -torch.logaddexp(-x, x.new_zeros(())), EXACT, (-3e38, 4.0)),
+    "rough_softplus": (lambda x: torch.logaddexp(x, x.new_zeros(())), 2e-5, (-4.0, 3e38)),
+    "rough_logsigmoid": (lambda x: -torch.logaddexp(-x, x.new_zeros(())), 2e-5, (-3e38, 4.0)),
     "expm1": (torch.expm1, 2e-6, (-3e38, 4.0)),
     "expm1_from_root": (torch.expm1, 3e-6, (-3e38, 4.0)),
     "rsqrt": (torch.rsqrt, EXACT, (1e-37, 3e38)),
@@ -80,3 +83,37 @@ def test_functions_at_zero_infinity_and_nan(name: str, device: str) -> None:
     y = apply(name, x)[:4].cpu()
     torch.testing.assert_close(y[:3], torch.tensor(EDGES[name]), rtol=EXACT, atol=0.0)
     assert bool(y[3].isnan())
+
+
+@pytest.mark.parametrize("device", on_a_device)
+def test_a_tanh_for_decays_errs_by_rounding_of_1_and_is_0_at_0(device: str) -> None:
+    x = arguments(-3e38, 3e38).to(device)
+    assert float((apply("near_tanh", x).double() - torch.tanh(x.double())).abs().max()) < 4e-7
+    x = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan], device=device).repeat(BLOCK // 4)
+    y = apply("near_tanh", x)[:4].tolist()
+    assert y[:3] == [0.0, 1.0, -1.0] and y[3] != y[3]
+
+
+@triton.jit
+def _run(x, y, z, SHORT: tl.constexpr):
+    lane = tl.arange(0, 32)[None, None, :]
+    found = lanes.run_of(lanes.load_lanes(x, lane, 8), 8, SHORT)
+    for i in tl.static_range(8):
+        tl.store(y + i * 32 + lane, tl.broadcast_to(found[i], (1, 1, 32)))
+    tile = tl.load(fn.in_order(x + tl.arange(0, 8)[:, None, None] * 32 + lane))
+    values = fn.tokens_of(tile)
+    lanes.store_runs(z, z + 8, values, values, lane, lane < 20, 0, True)
+    lanes.store_tokens(z + 16, 2, tile, lane, lane < 20, 0, True)
+
+
+@pytest.mark.parametrize("device", on_a_device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_handed_to_lanes_and_sums_over_them(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, device=device).to(dtype).float()
+    y, z = x.new_empty(8, 32), x.new_zeros(32)
+    _run[(1,)](x, y, z, True, num_warps=1)
+    assert torch.equal(y, x[:8, None].expand(8, 32))
+    sums = x.view(8, 32)[:, :20].sum(1)
+    for found in (z[:8], z[8:16], z[16::2]):
+        torch.testing.assert_close(found, sums, rtol=2e-3, atol=2e-3)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import interpreted
-from scan_family import swinging
+from scan_family import leaky_peak, swinging
 from test_random_systems import X, declare
 from test_triton_scan import close, draw, gradients
 
@@ -12,7 +12,9 @@ import dsf
 from dsf import Expr, System, gpu_scan, maximum, minimum, sigmoid, softplus, tanh, where
 from dsf.emit import emit
 from dsf.gpu_scan import _hole
+from dsf.mixers.longhorn import longhorn
 from dsf.mixers.rg_lru import rg_lru
+from dsf.mixers.s6 import s6
 
 UNARY = [sigmoid, softplus, tanh, dsf.silu, dsf.log1p, dsf.expm1, dsf.exp, dsf.sqrt, dsf.rsqrt, dsf.log, dsf.abs]
 POSITIVE = {dsf.log1p, dsf.sqrt, dsf.rsqrt, dsf.log}  # their arguments are made so
@@ -46,11 +48,18 @@ def systems(draw: st.DrawFn) -> System:
 
 
 def test_constants_of_functions_stand_beside_what_has_no_key_axis() -> None:
-    rough = emit(swinging.spec, rough=True).text
-    assert (
-        "fn.tanh2(s * (v * (2.0 * fn.LOG2E)))" in emit(swinging.spec).text and "rough" not in emit(swinging.spec).text
-    )
-    assert "fn.rough_tanh2(s * (v * (2.0 * fn.LOG2E)))" in rough and "fn.tanh" not in rough
+    exact, rough = emit(swinging.spec).text, emit(swinging.spec, rough=True).text
+    argument = "(s * (tl.where((stop > 0.5), 0.0, v) * (2.0 * fn.LOG2E)))"  # the choice, too: one a token
+    assert f"fn.tanh2{argument}" in exact and "rough" not in exact
+    assert f"fn.near_tanh2{argument}" in rough and "fn.tanh" not in rough
+
+
+def test_functions_of_16_bit_inputs() -> None:
+    """A tanh that is no decay keeps its digits near 0; quotients by sums with 1 take no care of denormal numbers."""
+    assert "fn.rough_tanh" in emit(leaky_peak.spec, rough=True).text
+    assert "near_tanh" not in emit(leaky_peak.spec, rough=True).text
+    assert "fn.rough_softplus(" in emit(s6.spec, rough=True).text and "rough" not in emit(s6.spec).text
+    assert "fn.reciprocal(" in emit(longhorn.spec, rough=True).text and "fn.reciprocal(" not in emit(longhorn.spec).text
 
 
 def test_what_is_there_anyway_is_used() -> None:
@@ -67,7 +76,7 @@ def test_a_plan_shows_the_source_that_runs(monkeypatch) -> None:
         swinging(**x, backend="triton")
         source = gpu_scan.source_of(*ran[-1]).text
         assert swinging.plan(**x, backend="triton").source == source
-        assert ("fn.rough_tanh2(" in source) == (dtype == torch.float16)
+        assert ("fn.near_tanh2(" in source) == (dtype == torch.float16)
 
 
 @interpreted

@@ -1,4 +1,4 @@
-"""The matrix kernels fed bfloat16, in the interpreter, beside a float32 recurrence that is rounded once at the end.
+"""The kernels fed bfloat16, in the interpreter, beside a float32 recurrence that is rounded once at the end.
 
 Both are compared with float64 on the same inputs: the norm of the error of a head's block of 64 tokens beside the
 block's, and of these the worst. What rounds where is docs/performance.md's table of roundings.
@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as F
 from interpreted import interpreted
 from mixer_inputs import sample
+from scan_family import aligned, gated, swinging
 from torch import Tensor
 
 from dsf import Recurrence
 from dsf.kernels.triton import matrix
 from dsf.mixers import get
+from dsf.mixers.longhorn import longhorn
 
 pytestmark = interpreted
 TOKENS, BLOCK = 256, 64
+UNUSED = {"allow_unused": True, "materialize_grads": True}
 TIMES = 1.5  # the error of one rounding at the end
 MOVED = {"gla": ("g", 3.0), "mlstm": ("f", 3.0), "rwkv6": ("w", -3.0)}  # gates as trained models have them
 
@@ -30,7 +33,7 @@ def outcome(recurrence: Recurrence, given: dict[str, Tensor], dtype: torch.dtype
     y = recurrence(**leaves, **how)
     torch.manual_seed(1)
     dy = torch.randn(y.shape).bfloat16().to(y.dtype)
-    found = {"y": y} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    found = {"y": y} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy, **UNUSED), strict=True))
     return found if dtype == torch.float64 else {name: x.bfloat16() for name, x in found.items()}
 
 
@@ -115,3 +118,25 @@ def ratios(recurrence: Recurrence, given: dict[str, Tensor]) -> dict[str, float]
     once = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
     found = outcome(recurrence, given, torch.bfloat16, backend="triton")
     return {x: worst(found[x], exact[x]) / worst(once[x], exact[x]) for x in exact if exact[x].dim() > 2}
+
+
+@pytest.mark.parametrize("recurrence", [gated, longhorn, aligned, swinging], ids=lambda r: r.name)
+def test_errors_of_scans_are_of_the_size_of_one_rounding(
+    recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole tiles and the sums that tensor cores make; a segment that forgets what enters it before it ends."""
+    from dsf.kernels.triton import scan_ops
+
+    monkeypatch.setattr(scan_ops, "segments", lambda *_: (2, 64))
+    torch.manual_seed(0)
+    sizes, given = {"key": 2, "value": 40}, {}
+    for i in recurrence.spec.inputs:
+        shape = [sizes[a] for a in ("key", "value") if a in i.kind.axes]
+        x = torch.randn([1, 2 * BLOCK, 1, *shape] if i.kind.time else [1, *shape])
+        given[i.name] = (x.sigmoid() if i.name == "beta" else (x > 2.0).float() if i.name == "stop" else x).bfloat16()
+    exact = outcome(recurrence, given, torch.float64, form="recurrent", backend="torch")
+    once = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
+    found = outcome(recurrence, given, torch.bfloat16, backend="triton")
+    timed = [x for x in exact if exact[x].shape[:2] == (1, 2 * BLOCK) and x != "stop"]
+    times = {x: worst(found[x], exact[x]) / worst(once[x], exact[x]) for x in timed}
+    assert max(times.values()) < TIMES, times

@@ -67,7 +67,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(table, light, (2, 4, 4, 1, 4, 1, 64, 0))
     monkeypatch.setattr(scan_table, "LANES", 4)
     monkeypatch.setattr(scan_table, "ENTRIES", (2, 1, 4, 4, 64, 0))
-    monkeypatch.setattr(scan_table, "BACKWARD", (2, 4, 4, 0))
+    monkeypatch.setattr(scan_table, "BACKWARD", (2, 4, 4, 0, 1))
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
         for size in list(table):
             monkeypatch.delitem(table, size)

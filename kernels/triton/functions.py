@@ -107,6 +107,26 @@ def logsigmoid(x):
 
 
 @triton.jit
+def rough_log1p_power(x):
+    """log1p_power to 9e-6 of the value, by a polynomial of degree 5."""
+    z = tl.exp2(x)
+    p = -0.21004179 + z * (0.10121538 + z * -0.023866645)
+    return z * (0.9999916 + z * (-0.49936083 + z * (0.32520366 + z * p)))
+
+
+@triton.jit
+def rough_softplus(x):
+    """softplus to 9e-6 of its value, for what was computed from 16-bit numbers."""
+    return tl.maximum(x, 0.0) + rough_log1p_power(tl.abs(x) * -LOG2E)
+
+
+@triton.jit
+def rough_logsigmoid(x):
+    """logsigmoid, as rough_softplus is."""
+    return tl.minimum(x, 0.0) - rough_log1p_power(tl.abs(x) * -LOG2E)
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent."""
     return tanh2(x * (2.0 * LOG2E))
@@ -130,6 +150,18 @@ def rough_tanh(x):
 def rough_tanh2(x):
     """tanh2, as rough_tanh is."""
     return tl.where(tl.abs(x) < 0.026, x * 0.3465689, 1.0 - 2.0 * sigmoid2(x))
+
+
+@triton.jit
+def near_tanh(x):
+    """tanh to 2e-7 of 1, 0 at 0, for decays that were computed from 16-bit numbers."""
+    return near_tanh2(x * (2.0 * LOG2E))
+
+
+@triton.jit
+def near_tanh2(x):
+    """tanh2, as near_tanh is."""
+    return 1.0 - 2.0 * sigmoid2(x)
 
 
 @triton.jit
@@ -361,94 +393,3 @@ def in_order(pointers):
     The hints are about layout only: lanes lie along the channels, then come entries and tokens.
     """
     return tl.max_contiguous(tl.multiple_of(pointers, [1, 1, 1]), [1, 2, 4])
-
-
-@triton.jit
-def load_lanes(pointer, p, L: tl.constexpr):
-    """L numbers side by side, one a lane: so all wait in one register until run_of hands them out."""
-    lane = tl.arange(0, p.shape[2])[None, None, :]
-    return tl.load(in_order(pointer + lane % L))
-
-
-@triton.jit
-def run_of(x, L: tl.constexpr):
-    """What load_lanes found as L tiles [1, 1, channels], each one number."""
-    lane = tl.arange(0, x.shape[2])[None, None, :]
-    found = ()
-    for i in tl.static_range(L):
-        found = found + (tl.gather(x, lane * 0 + i, 2),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def sum_lanes(values, lane, steps: tl.constexpr = 5):
-    """n sums over the lanes, in n shuffles: of every 32 / n neighbouring lanes each has one, or one lane n / 32.
-
-    Every step halves the values: lanes with the bit go on with the second half, the others with the first.
-    """
-    for i in tl.static_range(steps):
-        if (16 >> i) < lane.shape[2]:
-            upper = (lane & (16 >> i)) != 0
-            kept = ()
-            if len(values) > 1:
-                for j in tl.static_range(len(values) // 2):
-                    low = values[j]
-                    high = values[len(values) // 2 + j]
-                    given = swap(tl.where(upper, low, high), lane, 16 >> i)
-                    kept = kept + (tl.where(upper, high, low) + given,)  # type: ignore[assignment]  # noqa: RUF005
-            else:
-                kept = (values[0] + swap(values[0], lane, 16 >> i),)  # type: ignore[assignment]
-            values = kept
-    return values
-
-
-@triton.jit
-def sum_quads(values, lane):
-    """Sums of up to 16 values over eight groups of lanes, of values 4 (i % 4) to 4 (i % 4) + 3 in lane i.
-
-    By tensor cores, which round the values to 11 bits: four values are a matrix [16, 8], and what it is multiplied with
-    brings each to a column of its own.
-    """
-    zero = tl.zeros(lane.shape, tl.float32)
-    sums = (zero, zero, zero, zero)
-    for j in tl.static_range(len(values) // 4):
-        sums = tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-            "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-            [values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3],
-             tl.where(lane // 4 == 2 * j, 1.0, 0.0), tl.where(lane // 4 == 2 * j + 1, 1.0, 0.0),
-             sums[0], sums[1], sums[2], sums[3]],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    return sums
-
-
-@triton.jit
-def store_run(pointer, values, p, p_ok, edge, ROUGH: tl.constexpr):
-    """Store the sums over the channels p of a tuple of tiles [1, 1, channels] at neighbouring places.
-
-    ROUGH: with values rounded to 11 bits.
-    """
-    BP: tl.constexpr = p.shape[2]
-    LANES: tl.constexpr = min(BP, 32)
-    L: tl.constexpr = len(values)
-    found = ()
-    for i in tl.static_range(L):
-        ok = p_ok if values[i].shape[2] > 1 else p == edge
-        x = tl.where(ok, values[i], 0.0)
-        if BP > LANES:
-            x = tl.sum(tl.reshape(x, (1, 1, LANES, BP // LANES)), 3)
-        found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
-    lane = tl.arange(0, LANES)[None, None, :]
-    if ROUGH and not INTERPRETED and LANES == 32 and L % 4 == 0 and L <= 16:
-        sums = sum_lanes(sum_quads(found, lane), lane, 3)
-        place = in_order(pointer + lane % 4 * 4 + lane // 8)
-        # cutting bits off took 0.00035 of a value on average
-        tl.store(place, (sums[0] * 1.00035).to(place.dtype.element_ty), mask=(lane % 4 * 4 < L) & (lane & 4 == 0))
-    else:
-        found = sum_lanes(found, lane)
-        same: tl.constexpr = LANES * len(found) // L
-        for i in tl.static_range(len(found)):
-            place = in_order(pointer + lane // same * len(found) + i)
-            tl.store(place, found[i].to(place.dtype.element_ty), mask=lane % same == 0)

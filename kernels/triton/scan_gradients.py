@@ -24,7 +24,10 @@ from dsf.kernels.triton.scan_ops import (
 )
 
 SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
-ENTRY_HOLES = ("setup", "plain", "runs", "whole", "step", "merge", "entry", "keys", "after", "puts", "blank", "finish")
+ENTRY_HOLES = (
+    "setup", "plain", "runs", "spread", "whole", "step", "parted", "merge", "entry", "keys", "after", "puts", "blank",
+    "finish",
+)  # fmt: skip
 TWINS = {name: f"{name}_back" for name in ("plain", "runs")}  # what forward passes read otherwise
 
 
@@ -104,14 +107,16 @@ def _pull(
 ) -> None:  # fmt: skip
     """One launch of the adjoint, over these chunks of every segment. outer: dy, ends, arriving."""
     t, f = go.tile, hole.functions
-    states = (t.M // t.K - 1) * go.sizes.n if go.by_entry else t.M // (t.U * t.K) * t.NB
+    row = 2 * hole.keyed + 1 + t.M // t.K  # of what an entry needs
+    states = row * (go.sizes.n + 1) if go.by_entry else t.M // (t.U * t.K) * t.NB
     scratch = torch.empty(go.grid[0] * states * t.BP, dtype=torch.float32, device=saved.device)
     given = (args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch, *go.scalars, *chunks, *rows)
     if go.by_entry:
         holes = {name: getattr(f, TWINS.get(name, name)) for name in ENTRY_HOLES}
         start(
             entry_gradients, go.grid, *given, **holes, BEFORE=hole.before, M=t.M, KEYED=hole.keyed,
-            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0, **go.entry,
+            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0,
+            UNROLL=t.U if go.sizes.n % t.U == 0 else 1, **go.entry,
         )  # fmt: skip
     else:
         start(

@@ -70,8 +70,8 @@ ADJOINT: dict[int, Row] = {
 
 # Forward passes that take one state entry after the other: (K, V, M, span, busy, registers).
 ENTRIES = (16, 2, 32, 128, 8, 0)
-# The adjoint where no entry waits for another's: (K, M, busy, registers), a program of one warp.
-BACKWARD = (8, 64, 16, 128)
+# The adjoint where no entry waits for another's: (K, M, busy, registers, entries written out), a program of one warp.
+BACKWARD = (8, 64, 16, 128, 1)
 
 # A vector state's tiles in programs of one warp: (tokens, tiles of them under way), by whether a step computes next to
 # nothing.
@@ -109,8 +109,8 @@ def by_entry(p: int) -> Tile:
 
 def backward(t: Tile) -> Tile:
     """A tile of the adjoint that takes single state entries one after the other, tokens in registers."""
-    K, M, busy, registers = BACKWARD
-    return replace(t, K=K, NB=1, BP=min(t.BP, LANES), V=1, warps=1, M=M, U=1, busy=busy, registers=registers, skim=1)
+    K, M, busy, registers, U = BACKWARD
+    return replace(t, K=K, NB=1, BP=min(t.BP, LANES), V=1, warps=1, M=M, U=U, busy=busy, registers=registers, skim=1)
 
 
 def narrow(t: Tile, light: bool) -> Tile:

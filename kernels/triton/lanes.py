@@ -1,0 +1,173 @@
+"""Tiles [1, 1, channels] with a channel a lane: numbers handed out to all lanes, and sums over them.
+
+What kernels need that take one state entry after the other (dsf.kernels.triton.scan_entries), in programs of one warp.
+"""
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.functions import INTERPRETED, in_order, swap, tokens_of
+
+CUT = tl.constexpr(1.00035)  # sums of values cut to 11 bits, which took 0.00035 of a value on average, are too small by
+
+
+@triton.jit
+def swap_lanes(x, lane, bit: tl.constexpr):
+    """`swap` of a tile [1, 1, channels] with a channel a lane, whose partner needs no register."""
+    if INTERPRETED or x.shape[2] < 32:
+        found = swap(x, lane, bit)
+    else:
+        found = tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, lane * 0 + bit], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def load_lanes(pointer, p, L: tl.constexpr):
+    """L numbers side by side, one a lane: so all wait in one register until run_of hands them out."""
+    lane = tl.arange(0, p.shape[2])[None, None, :]
+    return tl.load(in_order(pointer + lane % L))
+
+
+@triton.jit
+def run_of(x, L: tl.constexpr, SHORT: tl.constexpr):
+    """What load_lanes found as L tiles [1, 1, channels], each one number.
+
+    SHORT: numbers of 11 bits at most, which tensor cores hand out as they are: the lanes' numbers are a matrix [4, 8],
+    whose even columns hold the first four tokens, the others the second four. Four tokens a product, and no shuffle.
+    """
+    lane = tl.arange(0, x.shape[2])[None, None, :]
+    if SHORT and not INTERPRETED and L == 8 and x.shape[2] == 32:
+        zero = tl.zeros(x.shape, tl.float32)
+        t0, t4, t1, t5 = _four_of(x, lane, zero, 0)
+        t2, t6, t3, t7 = _four_of(x, lane, zero, 2)
+        found = (t0, t1, t2, t3, t4, t5, t6, t7)
+    else:
+        found = ()  # type: ignore[assignment]
+        for i in tl.static_range(L):
+            found = found + (tl.gather(x, lane * 0 + i, 2),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _four_of(x, lane, zero, i: tl.constexpr):
+    """Tokens i, i + 4, i + 1, i + 5 of run_of, as rows that pick out one (first eight), the next one (others)."""
+    return tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $7, $7, $7};",
+        "=r,=r,=r,=r,r,r,r,r", [tl.where(lane % 4 == i, 1.0, 0.0), tl.where(lane % 4 == i + 1, 1.0, 0.0), x, zero],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def sum_lanes(values, lane, steps: tl.constexpr = 5):
+    """n sums over the lanes, in n shuffles: of every 32 / n neighbouring lanes each has one, or one lane n / 32.
+
+    Every step halves the values: lanes with the bit go on with the second half, the others with the first.
+    """
+    for i in tl.static_range(steps):
+        if (16 >> i) < lane.shape[2]:
+            upper = (lane & (16 >> i)) != 0
+            kept = ()
+            if len(values) > 1:
+                for j in tl.static_range(len(values) // 2):
+                    low = values[j]
+                    high = values[len(values) // 2 + j]
+                    given = swap_lanes(tl.where(upper, low, high), lane, 16 >> i)
+                    kept = kept + (tl.where(upper, high, low) + given,)  # type: ignore[assignment]  # noqa: RUF005
+            else:
+                kept = (values[0] + swap_lanes(values[0], lane, 16 >> i),)  # type: ignore[assignment]
+            values = kept
+    return values
+
+
+@triton.jit
+def sum_quads(values, lane):
+    """Sums of up to 16 values over eight groups of lanes, of values 4 (i % 4) to 4 (i % 4) + 3 in lane i.
+
+    By tensor cores, which round the values to 11 bits: four values are a matrix [16, 8], and what it is multiplied with
+    brings each to a column of its own.
+    """
+    zero = tl.zeros(lane.shape, tl.float32)
+    sums = (zero, zero, zero, zero)
+    for j in tl.static_range(len(values) // 4):
+        if INTERPRETED:
+            added = ()
+            for i in tl.static_range(4):
+                x = (values[4 * j + i].to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+                x += swap(x, lane, 1)
+                added = added + (tl.where(lane % 4 == j, x + swap(x, lane, 2), sums[i]),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = added  # type: ignore[assignment]
+        else:
+            sums = tl.inline_asm_elementwise(
+                "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                "{$0, $1, $2, $3}, {$4, $6, $5, $7}, {$8, $9}, {$10, $11, $12, $13};",
+                "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+                [values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3],
+                 tl.where(lane // 4 == 2 * j, 1.0, 0.0), tl.where(lane // 4 == 2 * j + 1, 1.0, 0.0),
+                 sums[0], sums[1], sums[2], sums[3]],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+            )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _addends(values, p, p_ok, edge):
+    """A tuple of tiles [1, 1, channels] to be summed, as tiles of as many channels as there are lanes."""
+    BP: tl.constexpr = p.shape[2]
+    LANES: tl.constexpr = min(BP, 32)
+    found = ()
+    for i in tl.static_range(len(values)):
+        ok = p_ok if values[i].shape[2] > 1 else p == edge
+        x = tl.where(ok, values[i], 0.0)
+        if BP > LANES:
+            x = tl.sum(tl.reshape(x, (1, 1, LANES, BP // LANES)), 3)
+        found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def store_run(pointer, values, p, p_ok, edge, ROUGH: tl.constexpr, stride=1):
+    """Store the sums over the channels p of a tuple of tiles [1, 1, channels] at places `stride` apart.
+
+    ROUGH: with values rounded to 11 bits.
+    """
+    LANES: tl.constexpr = min(p.shape[2], 32)
+    L: tl.constexpr = len(values)
+    found = _addends(values, p, p_ok, edge)
+    lane = tl.arange(0, LANES)[None, None, :]
+    if ROUGH and LANES == 32 and L % 4 == 0 and L <= 16:
+        sums = sum_lanes(sum_quads(found, lane), lane, 3)
+        place = in_order(pointer + (lane % 4 * 4 + lane // 8) * stride)
+        tl.store(place, (sums[0] * CUT).to(place.dtype.element_ty), mask=(lane % 4 * 4 < L) & (lane & 4 == 0))
+    else:
+        found = sum_lanes(found, lane)
+        same: tl.constexpr = LANES * len(found) // L
+        for i in tl.static_range(len(found)):
+            place = in_order(pointer + (lane // same * len(found) + i) * stride)
+            tl.store(place, found[i].to(place.dtype.element_ty), mask=lane % same == 0)
+
+
+@triton.jit
+def store_runs(first, second, values, others, p, p_ok, edge, ROUGH: tl.constexpr):
+    """Two of store_run with pointers of one type, as one sum of twice as many values."""
+    LANES: tl.constexpr = min(p.shape[2], 32)
+    L: tl.constexpr = len(values)
+    if ROUGH and LANES == 32 and L % 4 == 0 and L <= 8:
+        lane = tl.arange(0, LANES)[None, None, :]
+        found = _addends(values, p, p_ok, edge) + _addends(others, p, p_ok, edge)
+        sums = sum_lanes(sum_quads(found, lane), lane, 3)
+        index = lane % 4 * 4 + lane // 8
+        place = in_order(tl.where(index < L, first + index, second + (index - L)))
+        tl.store(place, (sums[0] * CUT).to(place.dtype.element_ty), mask=(index < 2 * L) & (lane & 4 == 0))
+    else:
+        store_run(first, values, p, p_ok, edge, ROUGH)
+        store_run(second, others, p, p_ok, edge, ROUGH)
+
+
+@triton.jit
+def store_tokens(pointer, stride, tile, p, p_ok, edge, ROUGH: tl.constexpr):
+    """store_run of a tile [L, 1, channels], at places `stride` apart."""
+    store_run(pointer, tokens_of(tile), p, p_ok, edge, ROUGH, stride)
