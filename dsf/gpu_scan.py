@@ -117,11 +117,12 @@ def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
 
     source = source_of(spec, tokens, rough)
     operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
-    name = f"{source.name}_{source.digest}"
+    fades = rough and spec.rule is None  # a quotient may be one of two sums that all but vanished
+    name = f"{source.name}_{source.digest}{'_fades' if fades else ''}"
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
     before = spec.system.read == "before"
     flags = source.sums, source.separable, source.cheap, source.keyed
-    HOLES[name] = Hole(source.module(), operands, before, light, *flags)
+    HOLES[name] = Hole(source.module(), operands, before, light, *flags, fades)
     return name
 
 

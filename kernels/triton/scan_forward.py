@@ -18,11 +18,11 @@ from dsf.kernels.triton.scan import _program, state_offset
 
 
 @triton.jit
-def place_of(tile, t0, n, N: tl.constexpr, BP: tl.constexpr):
-    """What the holes know of token t0 and entry n."""
+def place_of(tile, t0, n, N: tl.constexpr, BP: tl.constexpr, k: tl.constexpr = 0):
+    """What the holes know of token t0 + k and entry n."""
     i_b, i_h, p, p_ok, place, T, H, P = tile
     zero = tl.zeros((1, 1, 1), tl.int32)
-    return (i_b, i_h, t0, zero, n + zero, p, zero == 0, zero == 0, p_ok, place, place * BP, T, H, P, N)
+    return (i_b, i_h, t0, zero.to(tl.int64) + k, n + zero, p, zero == 0, zero == 0, p_ok, place, place * BP, T, H, P, N)
 
 
 @triton.jit
@@ -34,11 +34,14 @@ def tile_at(place, i_b, i_h, T, H, P, BP: tl.constexpr, V: tl.constexpr, EVEN: t
 
 
 @triton.jit
-def plain_tokens(args, tile, c0, plain: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr):
-    """What has no Key axis, of L tokens."""
+def plain_tokens(
+    args, tile, c0, plain: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, KEPT: tl.constexpr
+):
+    """What has no Key axis, of L tokens. KEPT: their distances from the first stay in (uniform) registers."""
     found = ()
     for k in tl.static_range(L):
-        found = found + (plain(args, place_of(tile, c0 + k, 0, N, BP)),)  # type: ignore[assignment]  # noqa: RUF005
+        at = place_of(tile, c0, 0, N, BP, k) if KEPT else place_of(tile, c0 + k, 0, N, BP)
+        found = found + (plain(args, at),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -89,7 +92,7 @@ def forward(
     i_b, i_h, p, p_ok, place, T, H, P = tile
     if saved is not None:
         saved += ((i_b * H + i_h) * tl.cdiv(T, M) + c0 // M) * (N * P)
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)
+    tokens = plain_tokens(args, tile, c0, plain, N, L, BP, False)
     alike = setup(args, place_of(tile, c0, 0, N, BP))
     sums = ()
     for _ in tl.static_range(L):
@@ -115,7 +118,7 @@ def forward(
                 added = added + (tl.fma(c, before if BEFORE else state, sums[k]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = added
             tl.store(states + n * P + p, state, mask=p_ok)
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)  # again: few registers hold them through all entries
+    tokens = plain_tokens(args, tile, c0, plain, N, L, BP, False)  # again: few registers hold them through all entries
     for k in tl.static_range(L):
         at = place_of(tile, c0 + k, 0, N, BP)
         a, b, c, e, d = step(token(args, tokens, run, at, k, whole), alike, at)
@@ -186,11 +189,11 @@ def outputs_by_entry(
 def absorb(
     args, dy, ends, arriving, local, products, tile, c0,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """What L tokens from c0 on add to a summary; how many products of A were not yet zero before them."""
+    """What L tokens from c0 on add to a summary; how many products of A were not yet down to LOW before them."""
     i_b, i_h, p, p_ok, place, T, H, P = tile
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)
+    tokens = plain_tokens(args, tile, c0, plain, N, L, BP, True)
     given = ()
     if dy is not None:
         for k in tl.static_range(L):
@@ -203,13 +206,13 @@ def absorb(
         then = tl.minimum(n + 1, N - 1) * P + p
         next_product = tl.load(products + then, mask=p_ok, other=0.0)
         next_state = tl.load(local + then, mask=p_ok, other=0.0)
-        some = tl.sum((product != 0.0).to(tl.int32))
+        some = tl.sum((~(tl.abs(product) <= LOW)).to(tl.int32))  # NaN is more
         for _ in range(tl.minimum(some, 1)):  # a loop, not a branch, out of which nothing would be moved
             at = place_of(tile, c0, n, N, BP)
             held = setup(args, at)
             run = runs(args, at, L)
             for k in tl.static_range(L - 1 if dy is None else 0, -1 if dy is None else L, -1 if dy is None else 1):
-                at = place_of(tile, c0 + k, n, N, BP)
+                at = place_of(tile, c0, n, N, BP, k)
                 a, b, c, e, d = step(token(args, tokens, run, at, k, whole), held, at)
                 if dy is None:
                     state = tl.fma(product, b, state)
@@ -238,14 +241,15 @@ def summaries_by_entry(
     args, dy, ends, arriving, local, products, T, H, P, segments, span, origin,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
     ahead: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
-    BEFORE: tl.constexpr, NEAR: tl.constexpr,
+    BEFORE: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """What a segment of `span` tokens does to the state that enters it: multiplies by `products`, adds `local`.
 
     With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P], ones and
     zeros at first; segments begin at origin + segment span, and all but the last (with dy, the first) have a program.
     Tokens come in the order in which what enters would meet them last, and no more of them than it takes to bring all
-    products to zero: what lies beyond does not reach the other end. arriving: as in dsf.kernels.triton.scan.summaries.
+    products down to LOW: at zero, what lies beyond does not reach the other end. arriving: as in
+    dsf.kernels.triton.scan.summaries.
     """
     place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
     if dy is not None:
@@ -266,12 +270,12 @@ def summaries_by_entry(
             ahead(args, place_of(tile, row * 0 + (end - (j + 1) * L if dy is None else begin + j * L), 0, N, BP), L, BP)
         alive = absorb(
             args, dy, ends, arriving, local, products, tile, row * 0 + c0, setup, plain, runs, whole, step, N, L, BP,
-            BEFORE,
+            BEFORE, LOW,
         )  # fmt: skip
         i += 1
     if dy is not None:  # of states, no segment but the last ends otherwise, and that one's reaches no other
         for c0 in range(begin + count * L, end):
             absorb(
                 args, dy, ends, arriving, local, products, tile, row * 0 + c0, setup, plain, runs, whole, step, N, 1,
-                BP, BEFORE,
+                BP, BEFORE, LOW,
             )  # fmt: skip

@@ -21,6 +21,7 @@ from dsf.kernels.triton.scan_table import (
     ADJOINT,
     BLOCK,
     ENOUGH,
+    FORGOTTEN,
     FORWARD,
     SUMMARIES,
     Tile,
@@ -61,7 +62,8 @@ class Operand:
 class Hole:
     """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
 
-    light: a step computes next to nothing. sums, separable, cheap, keyed: as in the printed source.
+    light: a step computes next to nothing. fades: a state of which next to nothing is left may be taken for forgotten.
+    sums, separable, cheap, keyed: as in the printed source.
     """
 
     functions: ModuleType
@@ -72,6 +74,7 @@ class Hole:
     separable: bool
     cheap: bool
     keyed: int = 0
+    fades: bool = False
 
     def by_entry(self, s: Sizes) -> bool:
         """True where kernels may take one state entry after the other, whose inputs they find by 32-bit offsets."""
@@ -273,7 +276,7 @@ def _entering_by_entry(
     start(
         summaries_by_entry, (go.blocks * go.sizes.rows * (count - 1),),
         args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
-        BEFORE=hole.before, NEAR=go.near, **_functions(hole), **go.entry,
+        BEFORE=hole.before, NEAR=go.near, LOW=FORGOTTEN if hole.fades else 0.0, **_functions(hole), **go.entry,
     )  # fmt: skip
     return _combined(go, local, products, first, dy is not None)[:, :, ::fine].contiguous()
 

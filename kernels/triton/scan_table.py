@@ -72,6 +72,8 @@ ADJOINT: dict[int, Row] = {
 ENTRIES = (16, 2, 32, 128, 8, 0)
 # The adjoint where no entry waits for another's: (K, M, busy, registers, entries written out), a program of one warp.
 BACKWARD = (8, 64, 16, 128, 1)
+# What is left of a state at which summaries by entry of 16-bit inputs take it for forgotten. Others wait for zero.
+FORGOTTEN = 2.0**-48
 
 # A vector state's tiles in programs of one warp: (tokens, tiles of them under way), by whether a step computes next to
 # nothing.
