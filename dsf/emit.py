@@ -202,7 +202,7 @@ class _Emission:
         return lines
 
     def _step(self) -> list[str]:
-        printer = Printer(self._scope(), RESERVED, self.rough, self.near)
+        printer = Printer(self._scope(), RESERVED, self.rough, self.near, self.held.values())
         values = printer.print(self.roots)
         names = ["A", "B", "C", "E", "D"]
         if self.roots[4].is_constant and self.roots[4].value == 0:  # adding it costs nothing, unlike +0
@@ -245,7 +245,7 @@ class _Emission:
 
     def _pull(self) -> list[str]:
         scope = {**self._scope(), **{c: c.attrs[0] for c in COTANGENTS}}
-        printer = Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near)
+        printer = Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near, self.held.values())
         late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(self.tokens, self.slopes, strict=False)]
         late += self._over_channels()
         values = printer.print(x.args[0] if open_ else x for x, open_ in zip(self.slopes, late, strict=True))

@@ -59,7 +59,7 @@ class Entries:
         return list(found)
 
     def _printer(self, scope: Mapping[Expr, str]) -> Printer:
-        return Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near)
+        return Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near, self.held)
 
     def _named(self, nodes: Sequence[Expr], source: str) -> list[str]:
         return [unpacked([self.scope[x] for x in nodes], source)] if nodes else []

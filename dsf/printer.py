@@ -48,13 +48,15 @@ COTANGENTS = [symbol(name, BOTH if name in ("dA", "dB", "dC") else frozenset({VA
 class Printer:
     """Prints nodes as assignments and expressions.
 
-    names: what each input node is called; rough: ROUGH functions; near: nodes for which NEAR ones do then.
+    names: what each input node is called; rough: ROUGH functions; near: nodes for which NEAR ones do then; still:
+    input nodes that are the same for all tokens.
     """
 
     def __init__(
-        self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False, near: Collection[Expr] = ()
-    ) -> None:
-        self.rough, self.near = rough, near
+        self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False, near: Collection[Expr] = (),
+        still: Collection[Expr] = (),
+    ) -> None:  # fmt: skip
+        self.rough, self.near, self.still = rough, near, still
         self.text = dict(names)
         self.taken = {*taken, *names.values()}
         self.lines: list[str] = []
@@ -107,7 +109,10 @@ class Printer:
             return "tl.full((1, 1, 1), N, tl.float32)" if node.attrs[0] == KEY else "(P * 1.0)"
         if node.op in POWERS and node.args[0] in self.scaled and (parts := key_and_rest(node.args[0])):
             function, scale = POWERS[node.op]
-            return f"{self._rough(function, node)}({self.text[parts[0]]} * ({self.text[parts[1]]} * {scale}))"
+            key, rest = (self.text[x] for x in parts)
+            if parts[0] in self.still:  # once for all tokens, and the rest is not kept twice
+                return f"{self._rough(function, node)}(({key} * {scale}) * {rest})"
+            return f"{self._rough(function, node)}({key} * ({rest} * {scale}))"
         args = [self.text[a] for a in node.args]
         if node in self.squares:
             return f"fn.expm1_of({args[0]}, {self.text[self.squares[node]]})"

@@ -67,7 +67,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(table, light, (2, 4, 4, 1, 4, 1, 64, 0))
     monkeypatch.setattr(scan_table, "LANES", 4)
     monkeypatch.setattr(scan_table, "ENTRIES", (2, 1, 4, 4, 64, 0))
-    monkeypatch.setattr(scan_table, "BACKWARD", (2, 4, 4, 0, 1))
+    monkeypatch.setattr(scan_table, "BACKWARD", (2, 4, 4, 0))
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
         for size in list(table):
             monkeypatch.delitem(table, size)
@@ -78,11 +78,29 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 @pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda r: r.name)
 def test_equals_the_oracle_forward_and_backward(recurrence: dsf.Recurrence, small_tiles: None) -> None:
-    x = draw(recurrence, tokens=7)
+    equals_the_oracle(recurrence, tokens=7)
+
+
+def equals_the_oracle(recurrence: dsf.Recurrence, tokens: int) -> None:
+    x = draw(recurrence, tokens=tokens)
     state = torch.randn(1, 2, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5))
     ours = gradients(recurrence, x, state, backend="triton")
     wide = {k: v.double() for k, v in x.items()}
     close(ours, gradients(recurrence, wide, state.double(), form="naive"))
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [16, 29], ids=["whole", "part"])
+@pytest.mark.parametrize("recurrence", [s6, longhorn, swinging], ids=lambda r: r.name)
+def test_states_are_kept_for_a_few_runs_at_a_time(
+    recurrence: dsf.Recurrence, tokens: int, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in shared memory that has no room for a group's eight."""
+    from dsf.kernels.triton import scan_gradients, scan_table
+
+    monkeypatch.setattr(scan_table, "BACKWARD", (2, 16, 4, 0))
+    monkeypatch.setattr(scan_gradients, "shared_states", lambda *_: 3)
+    equals_the_oracle(recurrence, tokens)
 
 
 @dsf.recurrence

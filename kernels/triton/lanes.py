@@ -171,3 +171,59 @@ def store_runs(first, second, values, others, p, p_ok, edge, ROUGH: tl.constexpr
 def store_tokens(pointer, stride, tile, p, p_ok, edge, ROUGH: tl.constexpr):
     """store_run of a tile [L, 1, channels], at places `stride` apart."""
     store_run(pointer, tokens_of(tile), p, p_ok, edge, ROUGH, stride)
+
+
+@triton.jit
+def claim(zero, NUMBERS: tl.constexpr):
+    """The address of shared memory for so many float32, a program's own for as long as it runs. zero: a scalar.
+
+    Triton has none that a loop can index; a variable that PTX declares is as good, and nothing else knows of it. Called
+    with a tile instead of a scalar it would be declared once for every layout the tile is wanted in.
+    """
+    return tl.inline_asm_elementwise(
+        f"{{ .shared .align 16 .b8 dsf_rows[{4 * NUMBERS}]; mov.u32 $0, dsf_rows; }}", "=r,r", [zero], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def behind(row, numbers, SHARED: tl.constexpr):
+    """A pointer, or an address in shared memory (in bytes), of what lies `numbers` float32 further on."""
+    return row + (numbers * 4 if SHARED else numbers)
+
+
+@triton.jit
+def get(row, k, BP: tl.constexpr, SHARED: tl.constexpr):
+    """Number k a channel of a row of [k, BP] in memory, or SHARED in shared memory: the lane's own, [1, 1, BP]."""
+    if SHARED:
+        found = tl.inline_asm_elementwise(
+            "ld.shared.f32 $0, [$1];", "=r,r", [row + k * (4 * BP)], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        found = tl.load(in_order(row + k * BP))
+    return found
+
+
+@triton.jit
+def put(row, k, x, BP: tl.constexpr, SHARED: tl.constexpr):
+    """Store number k a channel of a row (`get`)."""
+    x = tl.broadcast_to(x, (1, 1, BP))
+    if SHARED:
+        tl.inline_asm_elementwise(
+            "st.shared.f32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [row + k * (4 * BP), x], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(in_order(row + k * BP), x)
+
+
+@triton.jit
+def from_shelf(shelf, first, L: tl.constexpr):
+    """L numbers from `first` on in shared memory, each to all lanes, as tiles [1, 1, channels]."""
+    found = ()
+    for i in tl.static_range(L // 4):
+        found = found + tl.inline_asm_elementwise(
+            "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [shelf + (first + 4 * i) * 4],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+        )  # fmt: skip
+    return found

@@ -2,10 +2,13 @@
 
 A program of one warp owns BP channels of one head and one segment of time. L tokens lie in registers, a tuple of
 tiles [1, 1, BP]; a loop over the state entries walks them forward and backward, so that states never leave the
-registers, and what has no Key axis is computed once for all entries. Besides `setup`, `step` and `finish`
+registers, and what has no Key axis is computed once for all entries. What an entry needs of its own waits in shared
+memory where there is room (scan_table.shared_states): the L2 has none for that of all programs, and what is asked for
+an entry ahead comes too late, because ptxas moves loads down to save registers. Besides `setup`, `step` and `finish`
 (dsf.kernels.triton.scan) the printed holes are (the first two with _back after their names)
 
-    plain(args, at) -> tokens' inputs without a Key axis     runs(args, at, L) -> L tokens of one entry (fn.load_lanes)
+    plain(args, at) -> tokens' inputs without a Key axis
+    runs(args, at, L) -> L tokens of one entry (lanes.load_lanes), or of a tile of entries with a token a lane
     spread(run, L) -> these tokens apart    parted(held) -> (what has a Key axis, what has none) of what Params make
     whole(args, tokens, at) -> a token's inputs of both axes     merge(keyed, loose) -> what is held, in order
     entry(tokens, held, grads, dA, dB, dC, dA_A, at) -> a token's terms of sums over the entries, of sums over channels,
@@ -19,6 +22,7 @@ registers, and what has no Key axis is computed once for all entries. Besides `s
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton import lanes
 from dsf.kernels.triton.functions import fixed, in_order, tile_of, tokens_of
 from dsf.kernels.triton.scan import _program, packed_ends
 from dsf.kernels.triton.scan_forward import token
@@ -66,45 +70,95 @@ def _together(tokens):
 
 
 @triton.jit
-def advance(
-    args, tile, t0, end, room, place, loose, plain: tl.constexpr, runs: tl.constexpr, spread: tl.constexpr,
-    whole: tl.constexpr, merge: tl.constexpr, step: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr,
-    KEYED: tl.constexpr, ROW: tl.constexpr,
-):  # fmt: skip
-    """From the states before L tokens, `place` into every entry's row, to those after them, stored behind them."""
-    tokens = _apart(plain(args, _all_at(tile, t0, end, N, L, BP, False)), L)
-    at = _at(tile, t0, end, 0, 0, N, BP, False)
-    ahead = (_kept(room, 1 + KEYED, KEYED, BP), tl.load(in_order(room + place)), runs(args, at, L))
-    for n in tl.range(0, N, loop_unroll_factor=2 - N % 2):
-        keyed, state, run = ahead
-        held = merge(keyed, loose)
-        at = _at(tile, t0, end, 0, tl.minimum(n + 1, N - 1), N, BP, False)
-        then = room + place + BP
-        room += ROW
-        ahead = (_kept(room, 1 + KEYED, KEYED, BP), tl.load(in_order(room + place)), runs(args, at, L))
-        run = spread(run, L)
-        for i in tl.static_range(L):
-            here = _at(tile, t0, end, i, n, N, BP, False)
-            a, b, c, e, d = step(token(args, tokens, run, here, i, whole), held, here)
-            state = a * state + b
-        tl.store(in_order(then), tl.broadcast_to(state, (1, 1, BP)))
+def _shelve(args, tile, t0, end, shelf, runs: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr):
+    """Put the Key inputs of L tokens and all entries on the shelf, in order: input, entry, token."""
+    lane = tl.arange(0, BP)[None, None, :]
+    for i in tl.static_range(N * L // BP):
+        found = runs(args, _at(tile, t0, end, 0, i * (BP // L) + lane // L, N, BP, False), L)
+        for j in tl.static_range(len(found)):
+            lanes.put(lanes.behind(shelf, lane, True), j * (N * L // BP) + i, found[j], BP, True)
     tl.debug_barrier()
 
 
 @triton.jit
-def _kept(room, FIRST: tl.constexpr, COUNT: tl.constexpr, BP: tl.constexpr):
+def _numbers(row, FIRST: tl.constexpr, COUNT: tl.constexpr, BP: tl.constexpr, SHARED: tl.constexpr):
     """COUNT numbers a channel of an entry's row."""
     found = ()
     for j in tl.static_range(COUNT):
-        found = found + (tl.load(in_order(room + (FIRST + j) * BP)),)  # type: ignore[assignment]  # noqa: RUF005
+        found = found + (lanes.get(row, FIRST + j, BP, SHARED),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
 @triton.jit
-def _keep(room, values, FIRST: tl.constexpr, COUNT: tl.constexpr, BP: tl.constexpr):
-    """Store COUNT numbers a channel to an entry's row."""
-    for j in tl.static_range(COUNT):
-        tl.store(in_order(room + (FIRST + j) * BP), tl.broadcast_to(values[j], (1, 1, BP)))
+def _entry(
+    args, tile, t0, end, row, shelf, place, n, runs: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr,
+    KEYED: tl.constexpr, KEYS: tl.constexpr, SHARED: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Of entry n: what Params make, the state, L tokens of Key inputs, BACK: the cotangent and the Params' sums."""
+    run = ()
+    if SHARED:
+        for i in tl.static_range(KEYS):
+            run = run + (lanes.from_shelf(shelf, (i * N + n) * L, L),)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        run = runs(args, _at(tile, t0, end, 0, n, N, BP, False), L)
+    found = (_numbers(row, 1 + KEYED, KEYED, BP, SHARED), lanes.get(row, place, BP, SHARED), run)
+    if BACK:
+        found = found + (lanes.get(row, 0, BP, SHARED), _numbers(row, 1, KEYED, BP, SHARED))  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _entries(
+    args, tile, t0, end, row, shelf, place, n, runs: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr,
+    KEYED: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr, SHARED: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """U of _entry, from n on."""
+    found = ()
+    for u in tl.static_range(U):
+        m = tl.minimum(n + u, N - 1)
+        here = lanes.behind(row, u * ROW * BP, SHARED)
+        one = _entry(args, tile, t0, end, here, shelf, place, m, runs, N, L, BP, KEYED, KEYS, SHARED, False)
+        found = found + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def advance(
+    args, tile, t0, end, room, shelf, place, then, left, kept, loose, plain: tl.constexpr, runs: tl.constexpr,
+    spread: tl.constexpr, whole: tl.constexpr, merge: tl.constexpr, step: tl.constexpr, N: tl.constexpr,
+    L: tl.constexpr, BP: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr, SHARED: tl.constexpr,
+    U: tl.constexpr,
+):  # fmt: skip
+    """From the states before L tokens, `place` of every entry's row, to those after them, `then` of it.
+
+    Where they are to be `kept`, they are also stored to `left` [N, BP]. U entries at a time, none of which waits.
+    """
+    tokens = _apart(plain(args, _all_at(tile, t0, end, N, L, BP, False)), L)
+    if SHARED:
+        _shelve(args, tile, t0, end, shelf, runs, N, L, BP)
+    else:
+        ahead = _entries(args, tile, t0, end, room, shelf, place, 0, runs, N, L, BP, KEYED, KEYS, ROW, False, U)
+    for n in tl.range(0, N, U):
+        first = room
+        room = lanes.behind(room, U * ROW * BP, SHARED)
+        if SHARED:
+            now = _entries(args, tile, t0, end, first, shelf, place, n, runs, N, L, BP, KEYED, KEYS, ROW, True, U)
+        else:
+            now = ahead
+            ahead = _entries(args, tile, t0, end, room, shelf, place, n + U, runs, N, L, BP, KEYED, KEYS, ROW, False, U)
+        for u in tl.static_range(U):
+            keyed, state, run = now[u]
+            held = merge(keyed, loose)
+            if not SHARED:
+                run = spread(run, L)
+            for i in tl.static_range(L):
+                here = _at(tile, t0, end, i, n + u, N, BP, False)
+                a, b, c, e, d = step(token(args, tokens, run, here, i, whole), held, here)
+                state = a * state + b
+            lanes.put(lanes.behind(first, u * ROW * BP, SHARED), then, state, BP, SHARED)
+            if left is not None:
+                tl.store(in_order(left + (n + u) * BP), tl.broadcast_to(state, (1, 1, BP)), mask=kept)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -126,27 +180,28 @@ def _in_turn(terms, j: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _entry_ahead(
-    args, tile, t0, end, room, place, n, runs: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr,
-    KEYED: tl.constexpr,
+def _begin(
+    first, step, p_ok, room, place, N: tl.constexpr, U: tl.constexpr, BP: tl.constexpr, ROW: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """What entry n needs from memory, on its way while the entry before it is computed."""
-    at = _at(tile, t0, end, 0, n, N, BP, False)
-    state = tl.load(in_order(room + place))
-    cotangent = tl.load(in_order(room))
-    kept = _kept(room, 1 + KEYED, KEYED, BP)
-    return kept, state, cotangent, _kept(room, 1, KEYED, BP), runs(args, at, L)
+    """Bring every entry's state into its row; in memory they lie `step` apart."""
+    for n in range(0, N, U):
+        states = ()
+        for u in tl.static_range(U):
+            states = states + (tl.load(in_order(first + (n + u) * step), mask=p_ok, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        for u in tl.static_range(U):
+            lanes.put(lanes.behind(room, (n + u) * (ROW * BP), SHARED), place, states[u], BP, SHARED)
 
 
 @triton.jit
 def pull_run(
-    args, grads, dy, ends, arriving, tile, t0, end, room, place, sink, alone, loose,
+    args, grads, dy, ends, arriving, tile, t0, end, room, shelf, place, sink, alone, loose,
     plain: tl.constexpr, runs: tl.constexpr, spread: tl.constexpr, whole: tl.constexpr, merge: tl.constexpr,
     step: tl.constexpr, entry: tl.constexpr, keys: tl.constexpr, after: tl.constexpr, puts: tl.constexpr,
-    blank: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, KEYED: tl.constexpr, ROW: tl.constexpr,
-    BEFORE: tl.constexpr, MASKED: tl.constexpr, UNROLL: tl.constexpr,
+    blank: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr,
+    ROW: tl.constexpr, SHARED: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """L tokens backwards, from the states before them, `place` into the rows; cotangents in the rows become earlier."""
+    """L tokens backwards, from the states before them, `place` of every row; cotangents in the rows become earlier."""
     i_b, i_h, p, p_ok, block, T, H, P = tile
     all_at = _all_at(tile, t0, end, N, L, BP, MASKED)
     tokens = _apart(plain(args, all_at), L)
@@ -157,14 +212,24 @@ def pull_run(
     for _ in tl.static_range(L):
         found = found + (blank(BP)[0],)  # type: ignore[assignment]  # noqa: RUF005
         read = read + (tl.zeros((1, 1, BP), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    ahead = _entry_ahead(args, tile, t0, end, room, place, 0, runs, N, L, BP, KEYED)
-    for n in tl.range(0, N, loop_unroll_factor=UNROLL):
+    if SHARED:
+        _shelve(args, tile, t0, end, shelf, runs, N, L, BP)
+    if not SHARED:
+        ahead = _entry(args, tile, t0, end, room, shelf, place, 0, runs, N, L, BP, KEYED, KEYS, False, True)
+    for n in range(N):
         first = _at(tile, t0, end, 0, n, N, BP, False)
-        keyed, state, cotangent, summed, run = ahead
+        row = room
+        room = lanes.behind(room, ROW * BP, SHARED)
+        if SHARED:
+            keyed, state, run, cotangent, summed = _entry(
+                args, tile, t0, end, row, shelf, place, n, runs, N, L, BP, KEYED, KEYS, True, True
+            )  # fmt: skip
+        else:
+            keyed, state, run, cotangent, summed = ahead
+            later = tl.minimum(n + 1, N - 1)
+            ahead = _entry(args, tile, t0, end, room, shelf, place, later, runs, N, L, BP, KEYED, KEYS, False, True)
+            run = spread(run, L)
         held = merge(keyed, alone)
-        room += ROW
-        ahead = _entry_ahead(args, tile, t0, end, room, place, tl.minimum(n + 1, N - 1), runs, N, L, BP, KEYED)
-        run = spread(run, L)
         states = (state,)
         steps = ()
         for i in tl.static_range(L):
@@ -206,8 +271,9 @@ def pull_run(
             summed = _plus(summed, sums)
         found = adds
         read = reads
-        tl.store(in_order(room - ROW), tl.broadcast_to(cotangent, (1, 1, BP)))
-        _keep(room - ROW, summed, 1, KEYED, BP)
+        lanes.put(row, 0, cotangent, BP, SHARED)
+        for j in tl.static_range(KEYED):
+            lanes.put(row, 1 + j, summed[j], BP, SHARED)
         across = ()
         for j in tl.static_range(len(run)):
             across = across + (_in_turn(values, j, L),)  # type: ignore[assignment]  # noqa: RUF005
@@ -231,23 +297,27 @@ def entry_gradients(
     step: tl.constexpr, parted: tl.constexpr, merge: tl.constexpr, entry: tl.constexpr, keys: tl.constexpr,
     after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr, finish: tl.constexpr, N: tl.constexpr,
     L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
-    LOOSE: tl.constexpr, KEYED: tl.constexpr, MASKED: tl.constexpr, UNROLL: tl.constexpr,
+    LOOSE: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr, S: tl.constexpr, SHARED: tl.constexpr,
+    U: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens in groups `low` to `high` of M tokens of every segment; at low = 0 the Params' part.
 
     saved: the state before every M-th token, [B, H, ⌈T/M⌉, N, P]. cotangents: [B, H, segments, N, P], what reaches the
     end of group high - 1 of each segment, replaced by what reaches the start of `low`. totals: the Params' sums so far,
-    zeros at first, [programs, KEYED N + LOOSE, BP]: those with a Key axis, and those without. scratch: a row for
-    every entry of a program, and one more, so that what is loaded ahead is there: a cotangent, the Params' KEYED sums,
-    KEYED numbers made of Params, and M / L states, so that what an entry needs lies at fixed distances.
-    MASKED: T is no multiple of L. UNROLL: entries whose turns are written out, a divisor of N.
+    zeros at first, [programs, KEYED N + LOOSE, BP]: those with a Key axis, and those without. MASKED: T is no multiple
+    of L.
+
+    An entry has a row: its cotangent, the Params' KEYED sums, KEYED numbers that Params make, and S states, those
+    before runs of L tokens. Rows are SHARED in shared memory, and L tokens of all KEYS inputs of a Key axis alone on a
+    shelf behind them; or else in scratch, with U rows more, so that what is loaded ahead is there. States before all
+    other runs of a group lie in scratch: they are found in one walk through it, and fetched S at a time.
 
     Gradients of Key inputs are summed over the program's channels to buffers [blocks, B, H, N, rows], `rows` tokens a
     batch row, `each` a segment.
     """
-    ROW: tl.constexpr = (2 * KEYED + 1 + M // L) * BP
-    U: tl.constexpr = 4 if N % 4 == 0 else 1
-    STATES: tl.constexpr = (2 * KEYED + 1) * BP
+    STATES: tl.constexpr = 1 + 2 * KEYED
+    ROW: tl.constexpr = STATES + S
+    LEFT: tl.constexpr = ((M // L + S - 1) // S - 1) * S
     place, segment, i_h, i_b = _program(P, segments, H, BP)
     program = tl.program_id(0).to(tl.int64)
     lane = tl.multiple_of(tl.arange(0, BP)[None, None, :], [1, 1, V])
@@ -258,17 +328,25 @@ def entry_gradients(
     end = tl.minimum(begin + span, T)
     row = i_b * H + i_h
     spot = cotangents + (row * segments + segment) * (N * P) + p
-    room = scratch + program * ((N + 1) * ROW) + lane
+    spare = scratch + program * (((0 if SHARED else N + U) * ROW + LEFT * N) * BP) + lane
+    left = spare if LEFT > 0 else None
+    if SHARED:
+        floor = lanes.claim(tl.program_id(1), N * ROW * BP + KEYS * N * L)
+        room = floor + lane * 4
+        shelf = floor + N * ROW * BP * 4 + lane * 0
+    else:
+        room = spare + LEFT * N * BP
+        shelf = room
     totals += program * ((KEYED * N + LOOSE) * BP)
     start = program * 0 + begin
     sink = (rows, program * 0 + segment * each - begin - low * M)
     for n in range(N):
-        here = room + n * ROW
+        here = lanes.behind(room, n * (ROW * BP), SHARED)
         keyed, alone = parted(setup(args, _at(tile, start, end, 0, n, N, BP, False)))
-        tl.store(in_order(here), tl.load(in_order(spot + n * P), mask=p_ok, other=0.0))
+        lanes.put(here, 0, tl.load(in_order(spot + n * P), mask=p_ok, other=0.0), BP, SHARED)
         for k in tl.static_range(KEYED):
-            tl.store(in_order(here + (1 + k) * BP), tl.load(in_order(totals + (k * N + n) * BP + lane)))
-        _keep(here, keyed, 1 + KEYED, KEYED, BP)
+            lanes.put(here, 1 + k, tl.load(in_order(totals + (k * N + n) * BP + lane)), BP, SHARED)
+            lanes.put(here, 1 + KEYED + k, keyed[k], BP, SHARED)
     keyed, alone = parted(setup(args, _at(tile, start, end, 0, 0, N, BP, False)))
     loose = ()
     for i in tl.static_range(LOOSE):
@@ -278,36 +356,44 @@ def entry_gradients(
     for back in range(groups - low):
         c0 = begin + (groups - 1 - back) * M
         c1 = tl.minimum(c0 + M, end)
-        first = saved + (row * tl.cdiv(T, M) + c0 // M) * (N * P) + p
-        for n0 in range(0, N, U):
-            states = ()
-            for u in tl.static_range(U):
-                states = states + (tl.load(in_order(first + (n0 + u) * P), mask=p_ok, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-            for u in tl.static_range(U):
-                tl.store(in_order(room + ((n0 + u) * ROW + STATES)), states[u])
-        tl.debug_barrier()
-        count = tl.cdiv(c1 - c0, L)
         t0 = program * 0 + c0
+        count = tl.cdiv(c1 - c0, L)
+        before = saved + (row * tl.cdiv(T, M) + c0 // M) * (N * P) + p
+        skip = (tl.cdiv(count, S) - 1) * S
+        _begin(before, P, p_ok, room, STATES, N, U, BP, ROW, SHARED)
+        tl.debug_barrier()
         for j in range(count - 1):
             advance(
-                args, tile, t0 + j * L, end, room, STATES + j * BP, alone, plain, runs, spread, whole, merge, step,
-                N, L, BP, KEYED, ROW,
+                args, tile, t0 + j * L, end, room, shelf, STATES + tl.maximum(j - skip, 0),
+                STATES + tl.maximum(j + 1 - skip, 0), None if left is None else left + j * (N * BP), j + 1 < skip,
+                alone, plain, runs, spread, whole, merge, step, N, L, BP, KEYED, KEYS, ROW, SHARED, U,
             )  # fmt: skip
-        for j in range(count):
-            last = count - 1 - j
-            loose = pull_run(
-                args, grads, dy, ends, arriving, tile, t0 + last * L, end, room, STATES + last * BP, sink, alone, loose,
-                plain, runs, spread, whole, merge, step, entry, keys, after, puts, blank, N, L, BP, KEYED, ROW, BEFORE,
-                MASKED, UNROLL,
-            )  # fmt: skip
+        for turn in range(tl.cdiv(count, S)):
+            if LEFT > 0:
+                for j in range(tl.minimum(turn, 1) * S):  # none in the first turn
+                    if skip + j == S:
+                        _begin(before, P, p_ok, room, STATES, N, U, BP, ROW, SHARED)
+                    else:
+                        other = left + (skip + j - S - 1) * (N * BP)
+                        _begin(other, BP, True, room, STATES + j, N, U, BP, ROW, SHARED)
+                skip -= tl.minimum(turn, 1) * S
+                tl.debug_barrier()
+            held = tl.minimum(count - skip, S)
+            for j in range(held):
+                last = held - 1 - j
+                loose = pull_run(
+                    args, grads, dy, ends, arriving, tile, t0 + (skip + last) * L, end, room, shelf,
+                    STATES + last, sink, alone, loose, plain, runs, spread, whole, merge, step, entry, keys, after,
+                    puts, blank, N, L, BP, KEYED, KEYS, ROW, SHARED, BEFORE, MASKED,
+                )  # fmt: skip
     for i in tl.static_range(LOOSE):
         tl.store(in_order(totals + (KEYED * N + i) * BP + lane), tl.broadcast_to(loose[i], (1, 1, BP)))
     for n in range(N):
-        here = room + n * ROW
-        tl.store(in_order(spot + n * P), tl.load(in_order(here)), mask=p_ok)
-        keyed = _kept(here, 1, KEYED, BP)
+        here = lanes.behind(room, n * (ROW * BP), SHARED)
+        tl.store(in_order(spot + n * P), lanes.get(here, 0, BP, SHARED), mask=p_ok)
+        sums = _numbers(here, 1, KEYED, BP, SHARED)
         if low == 0:
-            finish(args, grads, merge(keyed, loose), segment, segments, _at(tile, start, end, 0, n, N, BP, False))
+            finish(args, grads, merge(sums, loose), segment, segments, _at(tile, start, end, 0, n, N, BP, False))
         else:
             for k in tl.static_range(KEYED):
-                tl.store(in_order(totals + (k * N + n) * BP + lane), keyed[k])
+                tl.store(in_order(totals + (k * N + n) * BP + lane), sums[k])

@@ -22,6 +22,7 @@ from dsf.kernels.triton.scan_ops import (
     launch,
     sizes_of,
 )
+from dsf.kernels.triton.scan_table import AHEAD, shared_states
 
 SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
 ENTRY_HOLES = (
@@ -107,22 +108,32 @@ def _pull(
 ) -> None:  # fmt: skip
     """One launch of the adjoint, over these chunks of every segment. outer: dy, ends, arriving."""
     t, f = go.tile, hole.functions
-    row = 2 * hole.keyed + 1 + t.M // t.K  # of what an entry needs
-    states = row * (go.sizes.n + 1) if go.by_entry else t.M // (t.U * t.K) * t.NB
+    rows_of, states = _rows(go, hole, saved.device) if go.by_entry else ({}, t.M // (t.U * t.K) * t.NB)
     scratch = torch.empty(go.grid[0] * states * t.BP, dtype=torch.float32, device=saved.device)
     given = (args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch, *go.scalars, *chunks, *rows)
     if go.by_entry:
         holes = {name: getattr(f, TWINS.get(name, name)) for name in ENTRY_HOLES}
         start(
             entry_gradients, go.grid, *given, **holes, BEFORE=hole.before, M=t.M, KEYED=hole.keyed,
-            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0,
-            UNROLL=t.U if go.sizes.n % t.U == 0 else 1, **go.entry,
+            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0, **rows_of, **go.entry,
         )  # fmt: skip
     else:
         start(
             gradients, go.grid, *given, setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros,
             finish=f.finish, BEFORE=hole.before, M=t.M, U=t.U, **go.shape, **go.runs,
         )  # fmt: skip
+
+
+def _rows(go: Launch, hole: Hole, device: torch.device) -> tuple[dict[str, Any], int]:
+    """What entry_gradients is told of an entry's row, and the numbers a channel that a program has in scratch."""
+    t, n, runs = go.tile, go.sizes.n, go.tile.M // go.tile.K
+    keys = sum(o.along for o in hole.operands)
+    found = shared_states(t, n, hole.keyed, keys, device)
+    slots, shared = found or runs, found > 0 and device.type == "cuda"
+    left = (-(-runs // slots) - 1) * slots
+    some = 1 if n % AHEAD else AHEAD
+    rows = 0 if shared else (n + some) * (1 + 2 * hole.keyed + slots)
+    return {"KEYS": keys, "S": slots, "SHARED": shared, "U": some}, rows + left * n
 
 
 def _is_shared(o: Operand) -> bool:

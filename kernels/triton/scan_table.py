@@ -70,8 +70,11 @@ ADJOINT: dict[int, Row] = {
 
 # Forward passes that take one state entry after the other: (K, V, M, span, busy, registers).
 ENTRIES = (16, 2, 32, 128, 8, 0)
-# The adjoint where no entry waits for another's: (K, M, busy, registers, entries written out), a program of one warp.
-BACKWARD = (8, 64, 16, 128, 1)
+# The adjoint where no entry waits for another's: (K, M, busy, registers), a program of one warp.
+BACKWARD = (8, 64, 16, 128)
+SYSTEM = 1024  # bytes of shared memory that every program takes besides its own
+AHEAD = 4  # entries that a walk to its states takes at a time
+MOST = 2  # states an entry that it keeps there: more leave the L1 less
 # What is left of a state at which summaries by entry of 16-bit inputs take it for forgotten. Others wait for zero.
 FORGOTTEN = 2.0**-48
 
@@ -111,8 +114,20 @@ def by_entry(p: int) -> Tile:
 
 def backward(t: Tile) -> Tile:
     """A tile of the adjoint that takes single state entries one after the other, tokens in registers."""
-    K, M, busy, registers, U = BACKWARD
-    return replace(t, K=K, NB=1, BP=min(t.BP, LANES), V=1, warps=1, M=M, U=U, busy=busy, registers=registers, skim=1)
+    K, M, busy, registers = BACKWARD
+    return replace(t, K=K, NB=1, BP=min(t.BP, LANES), V=1, warps=1, M=M, U=1, busy=busy, registers=registers, skim=1)
+
+
+def shared_states(t: Tile, n: int, keyed: int, keys: int, device: torch.device) -> int:
+    """States an entry that a program of `backward` keeps in shared memory, with all that its rows have else.
+
+    0 where there is no room. keyed: sums for Params, and numbers made of them; keys: inputs of a Key axis alone.
+    """
+    if n * t.K % t.BP:
+        return 0
+    room = _shared(device) // t.busy - SYSTEM - 4 * n * keys * t.K
+    found = min(room // (4 * n * t.BP) - 1 - 2 * keyed, t.M // t.K, MOST)
+    return max(found, 0)
 
 
 def narrow(t: Tile, light: bool) -> Tile:
@@ -157,6 +172,14 @@ def finer(count: int, span: int, programs: int, t: Tile, warps: int, device: tor
     while pieces < wanted and span % (2 * pieces * t.chunk) == 0 and span >= 2 * pieces * t.span:
         pieces *= 2
     return pieces
+
+
+@functools.cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory a processor (without a GPU, as if on an H200)."""
+    if device.type != "cuda":
+        return 228 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 @functools.cache
