@@ -46,7 +46,7 @@ def given_to(name, tokens, heads, n, p):
         given["dt_bias"] = step + torch.log(-torch.expm1(-step))
     if name in ("rwkv6", "rwkv7"):
         given["w"] = given["w"] - 3
-        given["u"] = torch.randn_like(given["u"]) / 2
+        given["u"] = torch.randn_like(given["u"]) / 2 if name == "rwkv6" else torch.zeros_like(given["u"])
     return {x: v.to(torch.bfloat16) for x, v in given.items()}
 
 

@@ -304,14 +304,15 @@ def first_call(name):
 
 
 def first_calls():
-    """first_call of each family in a process with an empty cache, all at the same time."""
-    running = []
+    """first_call of each family in a process with an empty cache, one after the other."""
+    found = []
     for name in NEW:
-        folder = tempfile.mkdtemp()
-        env = os.environ | {"TRITON_CACHE_DIR": folder, "DSF_CACHE_DIR": folder}
-        command = [sys.executable, __file__, "--first", name]
-        running.append((name, subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)))
-    return [{"name": name, "seconds": float(process.communicate()[0].split()[-1])} for name, process in running]
+        with tempfile.TemporaryDirectory() as folder:
+            env = os.environ | {"TRITON_CACHE_DIR": folder, "DSF_CACHE_DIR": folder}
+            command = [sys.executable, __file__, "--first", name]
+            text = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+        found.append({"name": name, "seconds": float(text.split()[-1])})
+    return found
 
 
 def put(rows, record):

@@ -55,6 +55,7 @@ def test_forward_and_training_step_are_captured(name):
     recurrence = mixers.get(name).recurrence
     given = draw(recurrence)
     loss, side = loss_of(recurrence), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # that is where the inputs are made
     with torch.cuda.stream(side):
         expected = gradients(loss, given)
         with torch.no_grad():

@@ -224,6 +224,7 @@ def test_packed_training_steps_are_captured_and_take_other_boundaries(recurrence
         return [y, final, *torch.autograd.grad(y.float().square().sum() + final.sum(), leaves)]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         gradients()
         gradients()
@@ -301,6 +302,7 @@ def test_packed_calls_are_captured_checkpointed_and_run_under_autocast(recurrenc
         return torch.autograd.grad(run(*given.values()).float().square().sum(), list(given.values()))
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         expected, y = gradients(), run(*given.values())
         gradients()

@@ -292,6 +292,7 @@ def test_a_training_step_is_captured_in_a_graph(recurrence: dsf.Recurrence) -> N
     x = cuda(draw(recurrence, 256, n=16, p=64))
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     leaves = {k: v.clone().requires_grad_() for k, v in x.items()}
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.autograd.grad(recurrence(**leaves, backend="triton").sum(), list(leaves.values()))
     torch.cuda.synchronize()
