@@ -218,7 +218,7 @@ def main():
 def page(data):
     """The rows as a Markdown table, each beside its byte floor, its exponentials' floor and its peer.
 
-    An asterisk: ours and the peer were measured in different runs.
+    An asterisk: what a figure is compared with was measured in another run.
     """
     rate, exponentials = data["machine"]["copy_bytes_per_second"], 132 * 16 * 1.98e9
     head = ["row", "N", "T", "forward ms", "forward+backward ms", "peak MiB", "first call s", "byte floor ms"]
@@ -240,6 +240,7 @@ def page(data):
         each = [r[x] / entries * 1e9 for x in ("forward", "both")]
         like = plain.get((r["N"], r["T"]))
         to_s6 = " / ".join(f"{r[x] / like[x]:.2f}" for x in ("forward", "both")) if like else ""
+        to_s6 += "*" if like and r["commit"] != like["commit"] else ""
         cells = [r["name"], r["N"], r["T"], f"{r['forward']:.2f}", f"{r['both']:.2f}", f"{r['peak']:.0f}"]
         cells += [f"{r['first_call_s']:.1f}", f"{r['bytes'] / rate * 1e3:.2f}", f"{floor:.2f}"]
         cells += [" / ".join(f"{x:.2f}" for x in each), to_s6, *beside]
