@@ -89,6 +89,19 @@ def equals_the_oracle(recurrence: dsf.Recurrence, tokens: int) -> None:
     close(ours, gradients(recurrence, wide, state.double(), form="naive"))
 
 
+@pytest.mark.parametrize(
+    "n, keyed, keys, states", [(16, 1, 2, 2), (16, 0, 2, 2), (20, 1, 2, 1), (24, 1, 2, 0), (6, 0, 1, 0), (64, 1, 2, 0)]
+)
+def test_shared_memory_has_room_for_rows_of_few_entries(n: int, keyed: int, keys: int, states: int) -> None:
+    """As on an H200, with sixteen programs a processor; shelves are filled 32 numbers at a time."""
+    from dsf.kernels.triton import scan_table
+
+    t = scan_table.backward(scan_table.tile(scan_table.ADJOINT, n, 4096))
+    assert scan_table.shared_states(t, n, keyed, keys, torch.device("cpu")) == states
+    taken = 4 * n * (32 * (1 + 2 * keyed + states) + keys * t.K) + scan_table.SYSTEM
+    assert not states or t.busy * taken <= 228 << 10
+
+
 @interpreted
 @pytest.mark.parametrize("tokens", [16, 29], ids=["whole", "part"])
 @pytest.mark.parametrize("recurrence", [s6, longhorn, swinging], ids=lambda r: r.name)

@@ -214,7 +214,7 @@ def pull_run(
         read = read + (tl.zeros((1, 1, BP), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     if SHARED:
         _shelve(args, tile, t0, end, shelf, runs, N, L, BP)
-    if not SHARED:
+    else:
         ahead = _entry(args, tile, t0, end, room, shelf, place, 0, runs, N, L, BP, KEYED, KEYS, False, True)
     for n in range(N):
         first = _at(tile, t0, end, 0, n, N, BP, False)
