@@ -22,23 +22,16 @@ import torch
 from gpu_page import add_options, shows
 
 import dsf
-from dsf import Key, Param, System, Value, exp, silu, softplus
+from dsf import System, Value
 from dsf.mixers.longhorn import longhorn
 from dsf.mixers.qlstm import qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from scan_family import aligned, leaky_peak, swinging  # in no library: written for the tests
+from scan_family import aligned, gated, leaky_peak, swinging  # in no library: written for the tests
 
 TOTAL, CHANNELS, LENGTHS = 32_768, 4096, (2048, 8192, 32768)
-
-
-@dsf.recurrence
-def s6_gated(x: Value, dt: Value, z: Value, b: Key, c: Key, A_log: Param[Key, Value], D: Param[Value]) -> System:
-    """S6 and the output gate silu(z) of its block, in one scan."""
-    delta, gate = softplus(dt), silu(z)
-    return System(A=exp(-exp(A_log) * delta), B=b * (delta * x), C=c * gate, D=D * x * gate)
 
 
 @dsf.recurrence
@@ -49,8 +42,8 @@ def given(a: Value, b: Value) -> System:
 
 # name: recurrence, N, the peer it is measured beside
 ROWS = {
-    "s6": (s6, 16, None), "s6_gated": (s6_gated, 16, "mamba"), "longhorn": (longhorn, 16, None),
-    "s6_64": (s6_gated, 64, "mamba"), "s6_128": (s6_gated, 128, "mamba"),
+    "s6": (s6, 16, None), "s6_gated": (gated, 16, "mamba"), "longhorn": (longhorn, 16, None),
+    "s6_64": (gated, 64, "mamba"), "s6_128": (gated, 128, "mamba"),
     "rg_lru": (rg_lru, 1, "accelerated_scan"), "qlstm": (qlstm, 1, "accelerated_scan"),
     "given": (given, 1, "accelerated_scan"), "s6_1": (s6, 1, None), "leaky_peak": (leaky_peak, 1, None),
     "aligned": (aligned, 16, None), "swinging": (swinging, 16, None),

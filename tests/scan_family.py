@@ -90,6 +90,6 @@ def crowded(q: Key, k: Steps[Key, 2], v: Value, s: Scalar, w: Param[Key]) -> Sys
 
 @dsf.recurrence
 def gated(x: Value, dt: Value, z: Value, b: Key, c: Key, A_log: Param[Key, Value], D: Param[Value]) -> System:
-    """S6 and the output gate of its block."""
+    """S6 and the output gate silu(z) of its block, in one scan."""
     delta, gate = softplus(dt), silu(z)
     return System(A=exp(-exp(A_log) * delta), B=b * (delta * x), C=c * gate, D=D * x * gate)

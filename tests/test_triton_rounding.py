@@ -4,8 +4,6 @@ Both are compared with float64 on the same inputs: the norm of the error of a he
 block's, and of these the worst. What rounds where is docs/performance.md's table of roundings.
 """
 
-from typing import Any
-
 import mixer_inputs
 import pytest
 import torch
@@ -27,7 +25,7 @@ TIMES = 1.5  # the error of one rounding at the end
 MOVED = {"gla": ("g", 3.0), "mlstm": ("f", 3.0), "rwkv6": ("w", -3.0)}  # gates as trained models have them
 
 
-def outcome(recurrence: Recurrence, given: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
+def outcome(recurrence: Recurrence, given: dict[str, Tensor], dtype: torch.dtype, **how: str) -> dict[str, Tensor]:
     """y and the gradients by input, rounded to bfloat16 unless they are the exact ones."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
     y = recurrence(**leaves, **how)
@@ -83,18 +81,13 @@ def test_errors_are_of_the_size_of_one_rounding(
     assert max(times.values()) < TIMES, times
 
 
-def gated_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[Recurrence, dict[str, Tensor]]:
-    """Gated DeltaNet and inputs of 128 keys and channels."""
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_gradients_of_delta_rules_have_the_range_of_bfloat16(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     recurrence = get("gated_deltanet").recurrence
     for axis in ("key", "value"):
         monkeypatch.setitem(mixer_inputs.SIZE, axis, 128)
     monkeypatch.setitem(mixer_inputs.RANGES, "alpha", lambda x: torch.sigmoid(x + 3.0))
-    return recurrence, {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=128).items()}
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_gradients_of_delta_rules_have_the_range_of_bfloat16(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    recurrence, given = gated_rows(monkeypatch)
+    given = {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=128).items()}
     given |= {"v": given["v"] * size, "q": given["q"] * (1 / size)}
     exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
     found = outcome(recurrence, given, torch.bfloat16, backend="triton")
@@ -112,12 +105,13 @@ def test_sums_over_heads_that_share_keys_round_once(monkeypatch: pytest.MonkeyPa
     assert max(times.values()) < 1.2, times
 
 
-def ratios(recurrence: Recurrence, given: dict[str, Tensor]) -> dict[str, float]:
-    """Of y and the gradients by input that have tokens: the worst error beside that of one rounding."""
-    exact = outcome(recurrence, given, torch.float64, form="chunk", backend="torch")
+def ratios(recurrence: Recurrence, given: dict[str, Tensor], form: str = "chunk") -> dict[str, float]:
+    """Of y and the gradients of inputs that have tokens: the worst error beside that of one rounding."""
+    exact = outcome(recurrence, given, torch.float64, form=form, backend="torch")
     once = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
     found = outcome(recurrence, given, torch.bfloat16, backend="triton")
-    return {x: worst(found[x], exact[x]) / worst(once[x], exact[x]) for x in exact if exact[x].dim() > 2}
+    timed = ["y", *(i.name for i in recurrence.spec.inputs if i.kind.time)]
+    return {x: worst(found[x], exact[x]) / worst(once[x], exact[x]) for x in timed}
 
 
 @pytest.mark.parametrize("recurrence", [gated, longhorn, aligned, swinging], ids=lambda r: r.name)
@@ -134,9 +128,6 @@ def test_errors_of_scans_are_of_the_size_of_one_rounding(
         shape = [sizes[a] for a in ("key", "value") if a in i.kind.axes]
         x = torch.randn([1, 2 * BLOCK, 1, *shape] if i.kind.time else [1, *shape])
         given[i.name] = (x.sigmoid() if i.name == "beta" else (x > 2.0).float() if i.name == "stop" else x).bfloat16()
-    exact = outcome(recurrence, given, torch.float64, form="recurrent", backend="torch")
-    once = outcome(recurrence, given, torch.float32, form="recurrent", backend="torch")
-    found = outcome(recurrence, given, torch.bfloat16, backend="triton")
-    timed = [x for x in exact if exact[x].shape[:2] == (1, 2 * BLOCK) and x != "stop"]
-    times = {x: worst(found[x], exact[x]) / worst(once[x], exact[x]) for x in timed}
+    times = ratios(recurrence, given, "recurrent")
+    times.pop("stop", None)  # it only chooses: its gradient is 0
     assert max(times.values()) < TIMES, times

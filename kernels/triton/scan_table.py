@@ -72,9 +72,9 @@ ADJOINT: dict[int, Row] = {
 ENTRIES = (16, 2, 32, 128, 8, 0)
 # The adjoint where no entry waits for another's: (K, M, busy, registers), a program of one warp.
 BACKWARD = (8, 64, 16, 128)
+AHEAD = 4  # entries that its walk to the states takes at a time
+MOST = 2  # states an entry that it keeps in shared memory: more leave the L1 less
 SYSTEM = 1024  # bytes of shared memory that every program takes besides its own
-AHEAD = 4  # entries that a walk to its states takes at a time
-MOST = 2  # states an entry that it keeps there: more leave the L1 less
 # What is left of a state at which summaries by entry of 16-bit inputs take it for forgotten. Others wait for zero.
 FORGOTTEN = 2.0**-48
 

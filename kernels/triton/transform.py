@@ -11,15 +11,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.packed import place_of_chunk
-from dsf.kernels.triton.tiles import (
-    ERASE,
-    READ,
-    between,
-    load_rows,
-    product,
-    split,
-    store_terms,
-)
+from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, product, split, store_terms
 
 
 @triton.jit

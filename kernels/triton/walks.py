@@ -1,6 +1,6 @@
-"""Launches of the walks: forwards with outputs, or with states of all chunks, and backwards with adjoint states.
+"""Launches of a delta rule's transform, and of the walks: forwards with outputs, or with states of all chunks, and
+backwards with adjoint states.
 
-Before them of a delta rule's transform.
 In segments where whole sequences would leave the GPU idle; backwards a stretch of T at a time where that saves memory.
 """
 
