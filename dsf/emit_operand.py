@@ -9,6 +9,11 @@ from dsf.expr import KEY, VALUE
 ALONG = "(((place * grads[0] + batch) * H + head) * N + n) * rows + t0 + shift"  # tokens of an entry, in a gradient
 
 
+def _row(batch: str, token: str) -> str:
+    """Where token t0 lies, by two strides."""
+    return f"fn.row_of(batch, t0, T, {batch}, {token})"
+
+
 @dataclass(frozen=True)
 class Operand:
     """One input of a kernel: where its pointer and strides begin in `args`, and its pointer in `grads`."""
@@ -32,7 +37,7 @@ class Operand:
         masks, last = [], []
         if self.time:
             batch, token = next(at), next(at)
-            terms += [f"batch * args[{batch}]", f"t0 * args[{token}]"]
+            terms.append(_row(f"args[{batch}]", f"args[{token}]"))
             last = [f"t * args[{token}]"]  # so that what is before it is the same for all tokens of a tile
             masks.append("t_ok")
         stride, group = next(at), next(at)
@@ -51,7 +56,7 @@ class Operand:
     def prefetch(self) -> str:
         """The line that asks for L tokens of it ahead of time."""
         batch, token, stride, group, *last = (f"args[{self.place + i}]" for i in range(1, 5 + len(self.axes)))
-        row = f"args[{self.place}] + batch * {batch} + t0 * {token} + head // {group} * {stride}"
+        row = f"args[{self.place}] + {_row(batch, token)} + head // {group} * {stride}"
         if self.axes == {KEY}:
             return f"fn.prefetch_run({row}, {last[0]}, N, L)"
         return f"fn.prefetch_rows({row} + edge * {last[0]}, {token}, {last[0]}, edge, P, T - t0, L, BP)"
@@ -59,7 +64,7 @@ class Operand:
     def _run(self) -> str:
         """Where L tokens of one entry of a Key input begin that lies along time."""
         batch, token, stride, group, key = (f"args[{self.place + i}]" for i in range(1, 6))
-        return f"args[{self.place}] + batch * {batch} + t0 * {token} + head // {group} * {stride} + n * {key}"
+        return f"args[{self.place}] + {_row(batch, token)} + head // {group} * {stride} + n * {key}"
 
     def load_run(self) -> str:
         """The expression that loads L tokens of one entry as float32, each the same in all lanes."""

@@ -372,6 +372,19 @@ def tile_of(found):
 
 
 @triton.jit
+def row_of(batch, t0, T, batch_stride, stride):
+    """Where token t0 lies; batch_stride None: sequences follow each other as tokens do.
+
+    What lies alike is then found alike, and its place computed once.
+    """
+    if batch_stride is None:
+        found = (batch * T + t0) * stride
+    else:
+        found = batch * batch_stride + t0 * stride
+    return found
+
+
+@triton.jit
 def fixed(pointers, offsets):
     """The pointers so much further on, for tokens that lie in registers, where the compiler is to add them up in turn.
 

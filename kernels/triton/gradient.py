@@ -43,8 +43,9 @@ from dsf.kernels.triton.tiles import (
 def chunk_gradient(
     q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
     dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones, extra, d_skip, table,
-    tokens, heads, length, plane, batches, base, count, first, shift, kept, since, held,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
+    tokens, heads: tl.constexpr, length, plane, batches, base, count, first, shift, kept, since, held,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, v_b, v_t: tl.constexpr, v_h,
+    v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,

@@ -36,8 +36,8 @@ from dsf.kernels.triton.tiles import (
 @triton.jit(do_not_specialize=["base", "count"])
 def key_pairs(
     v, dy, scalars, writes, scores_of, entries, adjoint_entries, adjoints, pairs, alone, dv, ds, table,
-    tokens, heads, length, plane, base, count,
-    v_b, v_t, v_h, v_group,
+    tokens, heads: tl.constexpr, length, plane, base, count,
+    v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
@@ -99,8 +99,8 @@ def key_pairs(
 def key_gradient(
     q, k, v, dy, scalars, running, first_levels, pairs, alone, entries, adjoint_entries, states, adjoints,
     dq, dk, dg, ds, db, dc, table,
-    tokens, heads, length, plane, base, count,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group,
+    tokens, heads: tl.constexpr, length, plane, base, count,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, ONCE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr,

@@ -31,8 +31,8 @@ REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 @triton.jit
 def prepare_keys(
     q, k, g, running, reads, erased, writes, scores, rest, rest_of_writes, system, first_levels, table,
-    tokens, heads, length,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, g_b, g_t, g_h, g_group,
+    tokens, heads: tl.constexpr, length,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, g_b, g_t: tl.constexpr, g_h, g_group,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
@@ -99,8 +99,8 @@ def prepare_keys(
 @triton.jit
 def prepare_far_keys(
     q, k, g, running, scores, rest, system, first_levels, table,
-    tokens, heads, length,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, g_b, g_t, g_h, g_group,
+    tokens, heads: tl.constexpr, length,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, g_b, g_t: tl.constexpr, g_h, g_group,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip

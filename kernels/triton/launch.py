@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -36,8 +37,22 @@ def at_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def constant(number: int) -> Any:
+    """A number that a kernel is compiled for: addresses made of it are part of instructions, and take no registers."""
+    return number if triton.knobs.runtime.interpret else tl.constexpr(number)
+
+
+def row_strides(x: Tensor) -> tuple[Any, Any]:
+    """The strides of batch and time of x [B, T, ...].
+
+    Where sequences follow each other as tokens do they are None and a constant, which no length or batch changes.
+    """
+    step = x.stride(1)
+    return (None, constant(step)) if x.stride(0) == x.shape[1] * step else (x.stride(0), step)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """kernel[grid](*args, **named): args are tensors, integers or tuples of them; named are constants and options."""
+    """kernel[grid](*args, **named): args are tensors, numbers or tuples of them; named are constants and options."""
     key = _key(kernel, args, named)
     found = None if key is None else _ready.get(key)
     run: Callable[..., Any]

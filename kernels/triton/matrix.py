@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.key_rows import KeyRows, key_gradients, key_scalars, prepared, room
-from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
@@ -154,9 +154,9 @@ class _Call:
         )  # fmt: skip
         return planes
 
-    def rows(self, x: Tensor) -> tuple[int, int, int, int]:
-        """Strides of batch, token and head, and how many heads share one of x's."""
-        return x.stride(0), x.stride(1), x.stride(2), self.heads // x.shape[2]
+    def rows(self, x: Tensor) -> tuple[int, Any, int, int]:
+        """Strides of batch, token (a constant) and head, and how many heads share one of x's."""
+        return x.stride(0), constant(x.stride(1)), x.stride(2), self.heads // x.shape[2]
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""

@@ -41,7 +41,7 @@ def place_of(i_b, i_h, t0, T, H, P, N: tl.constexpr, K: tl.constexpr, NB: tl.con
 
 @triton.jit(do_not_specialize=["T", "span", "segments"])
 def pointwise(
-    args, T, H, P, span, segments,
+    args, T, H: tl.constexpr, P: tl.constexpr, span, segments,
     body: tl.constexpr, zeros: tl.constexpr, finish: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.launch import launch, row_strides
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise import level_blocks, levels, no_finish, no_sums, pointwise
 from dsf.kernels.triton.weights import Normaliser
@@ -121,9 +121,9 @@ def arguments_of(accesses: Sequence[Access], tensors: Mapping[str, Tensor | None
             continue
         if a.step is not None:
             x = x.select(2, a.step)
-        lead = 2 if a.time else 0
-        strides = x.stride()
-        found += [x, *strides[:lead], strides[lead], heads // x.shape[lead], *strides[lead + 1 :]]
+        lead: tuple[Any, ...] = (x.stride(0), row_strides(x)[1]) if a.time else ()
+        head, *rest = x.stride()[len(lead) :]
+        found += [x, *lead, head, heads // x.shape[len(lead)], *rest]
         if a.tail:
             found.append(x.shape[-1])
     return tuple(found)

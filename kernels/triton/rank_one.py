@@ -67,9 +67,10 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 @triton.jit
 def rank_one_chunk(
     q, b, a, k, g, running, mixed, rest, reads, inner, writes, outer, table,
-    tokens, heads, length,
-    q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
-    g_b, g_t, g_h, g_group,
+    tokens, heads: tl.constexpr, length,
+    q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
+    a_group, k_b, k_t: tl.constexpr, k_h, k_group,
+    g_b, g_t: tl.constexpr, g_h, g_group,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
     KEEP: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -198,7 +199,7 @@ def _products(
 @triton.jit
 def rank_one_walk(
     outer, inner, writes, reads, mixed, rest, x, running, y, states, start, final, table,
-    tokens, heads, length, x_b, x_t, x_h, x_group,
+    tokens, heads: tl.constexpr, length, x_b, x_t: tl.constexpr, x_h, x_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     REVERSE: tl.constexpr, START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
     PARTS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,

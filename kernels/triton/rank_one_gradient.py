@@ -26,7 +26,7 @@ from dsf.kernels.triton.tiles import load_rows, store_rows
 @triton.jit
 def rank_one_entries(
     outer, inner, writes, mixed, rest, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, table,
-    tokens, heads, length, v_b, v_t, v_h, v_group,
+    tokens, heads: tl.constexpr, length, v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -101,9 +101,10 @@ def rank_one_entries(
 @triton.jit
 def rank_one_gradient(
     q, b, a, k, v, dy, adjoint_entries, entries, weights, running, states, adjoints, dq, db, da, dk, dg, table,
-    tokens, heads, length,
-    q_b, q_t, q_h, q_group, b_b, b_t, b_h, b_group, a_b, a_t, a_h, a_group, k_b, k_t, k_h, k_group,
-    v_b, v_t, v_h, v_group,
+    tokens, heads: tl.constexpr, length,
+    q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
+    a_group, k_b, k_t: tl.constexpr, k_h, k_group,
+    v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -34,14 +34,11 @@ def tile_at(place, i_b, i_h, T, H, P, BP: tl.constexpr, V: tl.constexpr, EVEN: t
 
 
 @triton.jit
-def plain_tokens(
-    args, tile, c0, plain: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, KEPT: tl.constexpr
-):
-    """What has no Key axis, of L tokens. KEPT: their distances from the first stay in (uniform) registers."""
+def plain_tokens(args, tile, c0, plain: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr):
+    """What has no Key axis, of L tokens."""
     found = ()
     for k in tl.static_range(L):
-        at = place_of(tile, c0, 0, N, BP, k) if KEPT else place_of(tile, c0 + k, 0, N, BP)
-        found = found + (plain(args, at),)  # type: ignore[assignment]  # noqa: RUF005
+        found = found + (plain(args, place_of(tile, c0, 0, N, BP, k)),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -90,9 +87,11 @@ def forward(
     ahead needs no move.
     """
     i_b, i_h, p, p_ok, place, T, H, P = tile
-    if saved is not None:
+    if saved is None:  # to their own place: no load of the next turn's is moved behind a store, to where it is used
+        saved = states
+    else:
         saved += ((i_b * H + i_h) * tl.cdiv(T, M) + c0 // M) * (N * P)
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP, False)
+    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)
     alike = setup(args, place_of(tile, c0, 0, N, BP))
     sums = ()
     for _ in tl.static_range(L):
@@ -104,11 +103,10 @@ def forward(
             n = n0 + u
             held, run, state = now
             now = turn(args, tile, c0, n + 1, states, setup, runs, N, L, BP)
-            if saved is not None:
-                tl.store(saved + n * P + p, state, mask=p_ok & (c0 % M == 0))
+            tl.store(saved + n * P + p, state, mask=p_ok & (c0 % M == 0))
             added = ()
             for k in tl.static_range(L):
-                at = place_of(tile, c0 + k, n, N, BP)
+                at = place_of(tile, c0, n, N, BP, k)
                 a, b, c, e, d = step(token(args, tokens, run, at, k, whole), held, at)
                 before = state
                 state = tl.fma(a, state, b)
@@ -118,12 +116,12 @@ def forward(
                 added = added + (tl.fma(c, before if BEFORE else state, sums[k]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = added
             tl.store(states + n * P + p, state, mask=p_ok)
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP, False)  # again: few registers hold them through all entries
+    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)  # again: few registers hold them through all entries
+    first = y + ((i_b * T + c0) * H + i_h) * P + p
     for k in tl.static_range(L):
-        at = place_of(tile, c0 + k, 0, N, BP)
+        at = place_of(tile, c0, 0, N, BP, k)
         a, b, c, e, d = step(token(args, tokens, run, at, k, whole), alike, at)
-        to = y + ((i_b * T + c0 + k) * H + i_h) * P + p
-        tl.store(to, tl.broadcast_to(e * sums[k] + d, (1, 1, BP)).to(y.dtype.element_ty), mask=p_ok)
+        tl.store(first + k * (H * P), tl.broadcast_to(e * sums[k] + d, (1, 1, BP)).to(y.dtype.element_ty), mask=p_ok)
 
 
 @triton.jit
@@ -193,12 +191,12 @@ def absorb(
 ):  # fmt: skip
     """What L tokens from c0 on add to a summary; how many products of A were not yet down to LOW before them."""
     i_b, i_h, p, p_ok, place, T, H, P = tile
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP, True)
+    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)
     given = ()
     if dy is not None:
+        first = dy + ((i_b * T + c0) * H + i_h) * P + p
         for k in tl.static_range(L):
-            to = dy + ((i_b * T + c0 + k) * H + i_h) * P + p
-            given = given + (tl.load(to, mask=p_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            given = given + (tl.load(first + k * (H * P), mask=p_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     alive = 0
     product = tl.load(products + p, mask=p_ok, other=0.0)
     state = tl.load(local + p, mask=p_ok, other=0.0)

@@ -45,7 +45,7 @@ def fused_scan_adjoint(
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
     go = launch(spec, sizes, True, dy.device)
-    args = _arguments(spec, operands, sizes.heads, go.by_entry)
+    args = _arguments(spec, operands, sizes, go.by_entry)
     dy, dfinal = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
     if go.segments > 1:

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dsf.kernels.triton.launch import constant, row_strides
 from dsf.kernels.triton.launch import launch as start
 from dsf.kernels.triton.scan import combine, outputs, summaries
 from dsf.kernels.triton.scan_forward import outputs_by_entry, summaries_by_entry
@@ -112,8 +113,11 @@ def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
     return Sizes(batch, tokens, heads, n, p, dense)
 
 
-def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int, rows: bool = False) -> tuple[Any, ...]:
-    """Pointers and strides in the order that the printed holes read them; rows: tokens of a state entry in a row."""
+def _arguments(hole: Hole, operands: Sequence[Tensor], s: Sizes, rows: bool = False) -> tuple[Any, ...]:
+    """Pointers and strides in the order that the printed holes read them; rows: tokens of a state entry in a row.
+
+    Strides of vector states are no constants: measured, that is slower.
+    """
     found: list[Any] = []
     for o, x in zip(hole.operands, operands, strict=True):
         if o.start:
@@ -122,8 +126,8 @@ def _arguments(hole: Hole, operands: Sequence[Tensor], heads: int, rows: bool = 
         if o.key and not o.value:
             # every lane reads these: converting them once is cheaper than in every program
             x = _in_rows(x) if rows and o.time else x.float()
-        lead, at = ((x.stride(0), x.stride(1)), 2) if o.time else ((), 0)
-        found += [x, *lead, x.stride(at), heads // o.heads(x), *x.stride()[at + 1 :]]
+        lead, at = (row_strides(x) if s.n > 1 else x.stride()[:2], 2) if o.time else ((), 0)
+        found += [x, *lead, x.stride(at), s.heads // o.heads(x), *x.stride()[at + 1 :]]
     return tuple(found)
 
 
@@ -168,9 +172,11 @@ class Launch:
         return -(-self.span // self.tile.chunk)
 
     @property
-    def scalars(self) -> tuple[int, ...]:
+    def scalars(self) -> tuple[Any, ...]:
         """T, H, P, segments, span."""
-        return self.sizes.tokens, self.sizes.heads, self.sizes.p, self.segments, self.span
+        s = self.sizes
+        width = (s.heads, s.p) if s.n == 1 else (constant(s.heads), constant(s.p))
+        return s.tokens, *width, self.segments, self.span
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -308,10 +314,10 @@ def fused_scan(
     sizes = sizes_of(spec, operands)
     first = _timed(spec, operands)
     go = launch(spec, sizes, False, first.device)
-    args = _arguments(spec, operands, sizes.heads, go.by_entry)
+    args = _arguments(spec, operands, sizes, go.by_entry)
     starts = None if state is None else state.contiguous()
     if go.segments > 1:
-        rows = args if go.by_entry == spec.by_entry(sizes) else _arguments(spec, operands, sizes.heads, True)
+        rows = args if go.by_entry == spec.by_entry(sizes) else _arguments(spec, operands, sizes, True)
         starts = _entering(go, spec, rows, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
     final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)

@@ -10,7 +10,7 @@ import torch
 LANES = 32
 BLOCK = 16  # state entries up to which forward passes by entry pay only where no entry needs a function
 SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
-ENOUGH = 8  # warps a processor that summaries by entry are cut into
+ENOUGH = 4  # warps a processor that summaries by entry are cut into: each walks until what entered is forgotten
 SUMMARIES = 32  # the same of other summaries, some of them after others
 FULL = 6  # one-warp programs a processor that need no segments beside them
 

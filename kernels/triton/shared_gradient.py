@@ -33,8 +33,9 @@ from dsf.kernels.triton.tiles import (
 def shared_gradient(
     q, k, v, dy, g, scalars, states, adjoints,
     dq, dk, dv, dg, ds, dc, extra, d_skip,
-    tokens, heads, length, plane, batches, base, count, first, shift, kept, since, held,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group, v_b, v_t, v_h, v_group, g_b, g_t, g_h,
+    tokens, heads: tl.constexpr, length, plane, batches, base, count, first, shift, kept, since, held,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, v_b, v_t: tl.constexpr, v_h,
+    v_group, g_b, g_t, g_h,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, LOADS: tl.constexpr, SKIP: tl.constexpr,

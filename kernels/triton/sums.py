@@ -29,8 +29,8 @@ def _times(a, b):
 @triton.jit(do_not_specialize=["per_piece", "chunks", "skipped"])
 def sum_piece(
     a, b, scalars, sums, passed, table,
-    tokens, heads, per_piece, chunks, skipped, length, plane,
-    a_b, a_t, a_h, a_group, b_b, b_t, b_h, b_group,
+    tokens, heads: tl.constexpr, per_piece, chunks, skipped, length, plane,
+    a_b, a_t: tl.constexpr, a_h, a_group, b_b, b_t: tl.constexpr, b_h, b_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, MOST: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, REVERSE: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr, EVERY: tl.constexpr,

@@ -152,8 +152,8 @@ def store_terms(
 @triton.jit
 def prepare(
     g, s, b, c, planes, table, vectors, drive, added, plane,
-    tokens, heads, length,
-    g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h, x_b, x_t, x_h, x_group,
+    tokens, heads: tl.constexpr, length,
+    g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h, x_b, x_t: tl.constexpr, x_h, x_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
     SUMMED: tl.constexpr, DRIVEN: tl.constexpr, LANES: tl.constexpr, BACK: tl.constexpr,

@@ -17,8 +17,8 @@ from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, product, s
 @triton.jit
 def delta_transform(
     q, k, scalars, system_of, solve, table,
-    tokens, heads, length, plane,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
+    tokens, heads: tl.constexpr, length, plane,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
     DECAY: tl.constexpr, READ_SCALED: tl.constexpr, SCORES: tl.constexpr, KEYWISE: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, ROW_TERMS: tl.constexpr,

@@ -291,8 +291,8 @@ def forward_walk(
 def reverse_walk(
     q, k, erased, dy, scalars, running, scores_of, rest_of, solve, adjoint_entries, adjoints, start, final,
     values, table,
-    tokens, heads, segments, per_segment, base, limit, length, plane,
-    q_b, q_t, q_h, q_group, k_b, k_t, k_h, k_group,
+    tokens, heads: tl.constexpr, segments, per_segment, base, limit, length, plane,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, KEYWISE: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
     SCORED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
@@ -438,7 +438,7 @@ def reverse_walk(
 @triton.jit(do_not_specialize=["pieces", "per_piece", "base", "limit"])
 def both_walks(
     forward, forward_rows, reverse, reverse_rows,
-    tokens, heads, pieces, per_piece, base, limit, length, plane,
+    tokens, heads: tl.constexpr, pieces, per_piece, base, limit, length, plane,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
