@@ -9,9 +9,11 @@ import torch
 from interpreted import INTERPRETED
 
 if INTERPRETED:
+    import hurried
     import strict
 
     strict.install()
+    hurried.install()
 
 # No deadline: the first call of a form compiles. CI draws the same examples on every run; elsewhere they are
 # random, and a failure prints the blob that reproduces it.

@@ -7,9 +7,6 @@ in tf32 cut off what tf32 does not hold, which is the worst that a GPU does.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import cache
-from inspect import ismodule
 from typing import Any
 
 import numpy as np
@@ -105,7 +102,6 @@ def install() -> None:
     interpreter.GridExecutor._init_args_hst = entered
     Builder.create_masked_load, Builder.create_masked_store = loaded, stored
     _compute_bfloat16()
-    _hurry()
 
 
 def _compute_bfloat16() -> None:
@@ -136,37 +132,3 @@ def _compute_bfloat16() -> None:
 
     Builder.cast_impl = converted
     Builder.binary_op, Builder.unary_op, Builder.create_dot = of_two, of_one, product
-
-
-def _hurry() -> None:
-    """Spare the interpreter what it does over and over.
-
-    A launch wraps triton.language once, not at every call of a function. Sums of int32 are not computed in int64, too:
-    tests are too small to leave int32, and those of tensors that are not (tests/test_gpu_large.py) run compiled.
-    """
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    patch, kind = interpreter._patch_lang, interpreter._get_np_dtype
-    wrapped: set[str] = set()
-    kinds: dict[str, Any] = {}
-
-    def kind_of(dtype: Any) -> Any:
-        name = dtype.scalar.name
-        if name not in kinds:
-            kinds[name] = kind(dtype)
-        return kinds[name]
-
-    @cache
-    def languages(fn: Callable[..., Any]) -> set[str]:
-        return {x.__name__ for x in fn.__globals__.values() if ismodule(x) and x in (tl, tl.core)}
-
-    def once(fn: Callable[..., Any]) -> Any:
-        if languages(fn) <= wrapped:
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        if not wrapped:  # the kernel's own
-            restore = scope.restore
-            scope.restore = lambda: (restore(), wrapped.clear())
-        wrapped.update(languages(fn))
-        return scope
-
-    interpreter._patch_lang, interpreter._get_np_dtype = once, kind_of

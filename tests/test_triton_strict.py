@@ -1,10 +1,19 @@
-"""What makes the interpreter's tests strict works: addresses, unwritten memory, bfloat16 and tf32."""
+"""What makes the interpreter strict works: addresses, unwritten memory, bfloat16, tf32; and its hurry changes nothing."""
 
+from itertools import product
+from typing import Any
+
+import hurried
+import mixer_inputs
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from interpreted import interpreted
+from triton.runtime import interpreter
+
+from dsf import mixers
 
 pytestmark = interpreted
 
@@ -74,3 +83,65 @@ def test_products_in_tf32_cut_operands_off(precision: str, low: float, high: flo
     exact = x.double() @ y.double()
     error = ((z - exact).abs() / exact).max().item()
     assert low < error < high
+
+
+DTYPES = (tl.int1, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
+SHAPES = ((), (4,), (1, 4), (2, 1), (2, 4), (2, 2, 4))
+NUMBERS = (0, 3, -2, True, 0.0, 0.1, -1e30, 2**40)
+OPERATIONS = {
+    "add": lambda s, x, y: s.add(x, y, False),
+    "sub": lambda s, x, y: s.sub(x, y, False),
+    "mul": lambda s, x, y: s.mul(x, y, False),
+    "truediv": lambda s, x, y: s.truediv(x, y),
+    "floordiv": lambda s, x, y: s.floordiv(x, y),
+    "mod": lambda s, x, y: s.mod(x, y),
+    "and": lambda s, x, y: s.and_(x, y),
+    "less": lambda s, x, y: s.less_than(x, y),
+    "maximum": lambda s, x, y: s.maximum(x, y, tl.PropagateNan.ALL),
+    "where": lambda s, x, y: s.where(operand(tl.int1, (2, 2, 4)), x, y),
+}
+
+
+def operand(dtype: tl.dtype, shape: tuple[int, ...]) -> Any:
+    kind = tl.block_type(dtype, list(shape)) if shape else dtype
+    data = np.random.default_rng(len(shape)).integers(1, 100, shape or (1,))
+    data = data.astype(interpreter._get_np_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, dtype), kind)
+
+
+def computed(name: str, x: Any, y: Any) -> Any:
+    """Type, shape, dtype and bits of a result, or what was raised."""
+    try:
+        with np.errstate(all="ignore"):
+            z = OPERATIONS[name](interpreter.interpreter_semantic, x, y)
+    except Exception as e:
+        return type(e), str(e)
+    data = z.handle.data
+    sizes = [s.value for s in z.shape]
+    return str(z.type), str(z.dtype), sizes, z.numel.value, data.shape, data.dtype, data.tobytes()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_hurried_interpreter_computes_the_same_of_any_two_operands(name: str) -> None:
+    tensors = [operand(dtype, shape) for dtype, shape in product(DTYPES, SHAPES)]
+    for x, y in [*product(tensors, [*tensors, *NUMBERS]), *product(NUMBERS, tensors)]:
+        with hurried.as_it_is():
+            expected = computed(name, x, y)
+        for _ in range(2):  # found out, and remembered
+            assert computed(name, x, y) == expected, (x.type, getattr(y, "type", y))
+
+
+@pytest.mark.parametrize("name", ["s6", "rwkv7", "mlstm"])
+def test_a_hurried_interpreter_computes_the_same_bits_of_kernels(name: str) -> None:
+    recurrence = mixers.get(name).recurrence
+    given = {n: x.bfloat16() for n, x in mixer_inputs.sample(recurrence, batch=1, tokens=5, heads=1).items()}
+
+    def found() -> list[torch.Tensor]:
+        leaves = {n: x.clone().requires_grad_() for n, x in given.items()}
+        y = recurrence(**leaves, backend="triton")
+        return [y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))]
+
+    with hurried.as_it_is():
+        expected = found()
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(found(), expected, strict=True))

@@ -1,0 +1,170 @@
+"""Triton's interpreter without what it finds out over and over: the same results in half the time.
+
+Most of its time goes to types: every result gets a new one, checked and spelled out again, and every operand is
+converted to it. Here that is done once for each pair of types. tests/test_triton_strict.py compares the results with
+those of the interpreter as it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from inspect import ismodule
+from typing import Any
+
+import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+PLAIN = {int, float, bool, str, type(None), tl.tensor}
+_swapped: list[tuple[Any, str, Any, Any]] = []
+
+
+def install() -> None:
+    """Hurry the interpreter of this process, for good."""
+    options = interpreter.interpreter_builder.options
+    # Sums of int32 are not computed in int64, too: tests are too small to leave int32, and those of tensors that are
+    # not (tests/test_gpu_large.py) run compiled.
+    _swap(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
+    _wrap_once()
+    _unwrap_at_once()
+    _share_types()
+    _remember_conversions()
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """The interpreter without any of this."""
+    for owner, name, original, _ in _swapped:
+        setattr(owner, name, original)
+    try:
+        yield
+    finally:
+        for owner, name, _, new in _swapped:
+            setattr(owner, name, new)
+
+
+def _swap(owner: Any, name: str, new: Any) -> None:
+    _swapped.append((owner, name, getattr(owner, name), new))
+    setattr(owner, name, new)
+
+
+def _wrap_once() -> None:
+    """A launch wraps triton.language once, not at every call of a function, and no wrapper has another inside."""
+    patch, kind, guard = interpreter._patch_lang, interpreter._get_np_dtype, tl.load.__code__
+    wrapped: set[str] = set()
+    kinds: dict[str, Any] = {}
+
+    def kind_of(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in kinds:
+            kinds[name] = kind(dtype)
+        return kinds[name]
+
+    @cache
+    def languages(fn: Callable[..., Any]) -> set[str]:
+        return {x.__name__ for x in fn.__globals__.values() if ismodule(x) and x in (tl, tl.core)}
+
+    def once(fn: Callable[..., Any]) -> Any:
+        if languages(fn) <= wrapped:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        if not wrapped:  # the kernel's own
+            restore = scope.restore
+            scope.restore = lambda: (restore(), wrapped.clear())
+        wrapped.update(languages(fn))
+        return scope
+
+    def attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
+
+        def called(*args: Any, _semantic: Any = None, **named: Any) -> Any:
+            return inner(*args, _semantic=interpreter.interpreter_semantic, **named)
+
+        scope.set_attr(owner, name, called)
+
+    _swap(interpreter, "_patch_lang", once)
+    _swap(interpreter, "_get_np_dtype", kind_of)
+    _swap(interpreter, "_patch_attr", attribute)
+
+
+def _unwrap_at_once() -> None:
+    unwrap = core._unwrap_if_constexpr
+
+    def unwrapped(x: Any) -> Any:
+        kind = type(x)
+        return x if kind in PLAIN else x.value if kind is tl.constexpr else unwrap(x)
+
+    _swap(core, "_unwrap_if_constexpr", unwrapped)
+
+
+def _share_types() -> None:
+    """Types of blocks that are the same share what they are made of; sizes of a tensor are its type's."""
+    make, fill, equal = tl.block_type.__init__, tl.tensor.__init__, tl.dtype.__eq__
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[str, Any] = {}
+
+    def shared(self: Any, element: Any, shape: Sequence[Any]) -> None:
+        sizes = [x.value if type(x) is tl.constexpr else x for x in shape]
+        key = (element.name, *((x, type(x)) for x in sizes))
+        if key not in types:
+            make(self, element, shape)
+            self.shape = shapes.setdefault(str(self.shape), self.shape)
+            types[key] = self.__dict__
+        self.__dict__ = types[key]
+
+    def filled(self: Any, handle: Any, kind: Any) -> None:
+        if "filled" not in kind.__dict__:
+            fill(self, None, kind)
+            kind.filled = dict(self.__dict__)
+        self.__dict__.update(kind.filled)
+        self.handle = handle
+
+    def same(self: Any, other: Any) -> bool:
+        return self is other or (self.name == other.name if isinstance(other, tl.dtype) else equal(self, other))
+
+    _swap(tl.block_type, "__init__", shared)
+    _swap(tl.tensor, "__init__", filled)
+    _swap(tl.dtype, "__eq__", same)
+
+
+def _remember_conversions() -> None:
+    """What becomes of two operands follows from their types, and from their values where they are Python's.
+
+    numpy repeats what is smaller by itself, so an operand gets the type of its repetition and keeps its data.
+    """
+    convert, spread = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    known: dict[Any, Any] = {}
+
+    def name_of(x: Any) -> Any:
+        return x.type.name if type(x) is tl.tensor else (type(x), x)
+
+    def role(before: Any, after: tl.tensor) -> Any:
+        """The type that an operand gets, or the tensor that a number becomes."""
+        if type(before) is tl.tensor:
+            return after.type
+        return tl.tensor(interpreter.TensorHandle(after.handle.data.ravel()[:1].copy(), after.dtype), after.type)
+
+    def played(self: Any, x: Any, role: Any) -> Any:
+        if type(role) is tl.tensor:
+            return role
+        if x.dtype.name != role.scalar.name:
+            x = self.cast(x, role.scalar)
+        return x if x.type.name == role.name else tl.tensor(x.handle, role)
+
+    def converted(self: Any, x: Any, y: Any, *allowed: Any, **named: Any) -> Any:
+        key = (name_of(x), name_of(y), allowed, *named.items())
+        roles = known.get(key)
+        if roles is None:
+            found = convert(self, x, y, *allowed, **named)
+            known[key] = role(x, found[0]), role(y, found[1])
+            return found
+        return played(self, x, roles[0]), played(self, y, roles[1])
+
+    def repeated(self: Any, x: Any, y: Any) -> Any:
+        shape = getattr(x.type, "shape", None)
+        return (x, y) if shape is not None and shape is getattr(y.type, "shape", None) else spread(self, x, y)
+
+    _swap(TritonSemantic, "binary_op_type_checking_impl", converted)
+    _swap(TritonSemantic, "broadcast_impl_value", repeated)
