@@ -1,4 +1,4 @@
-"""What makes the interpreter strict works: addresses, unwritten memory, bfloat16, tf32; and its hurry changes nothing."""
+"""What makes the interpreter strict works: addresses, unwritten memory, bfloat16, tf32. Its hurry changes nothing."""
 
 from itertools import product
 from typing import Any
