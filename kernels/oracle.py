@@ -14,11 +14,12 @@ def naive(
     a: one [B, T, H, P, N, N] a micro-step, an N x N matrix for every channel; b: one [B, T, H, N, P] a micro-step;
     c: [B, T, H, N, P]; d: [B, T, H, P]; state: [B, H, N, P]. Returns y [B, T, H, P] and the last state.
     """
+    a_rows, b_rows = [x.unbind(1) for x in a], [x.unbind(1) for x in b]  # not x[:, t]: its gradient has all T tokens
     outputs = []
-    for t in range(c.shape[1]):
+    for t, (c_t, d_t) in enumerate(zip(c.unbind(1), d.unbind(1), strict=True)):
         previous = state
-        for a_m, b_m in zip(a, b, strict=True):
-            state = torch.einsum("bhpnm,bhmp->bhnp", a_m[:, t], state) + b_m[:, t]
+        for a_m, b_m in zip(a_rows, b_rows, strict=True):
+            state = torch.einsum("bhpnm,bhmp->bhnp", a_m[t], state) + b_m[t]
         seen = previous if read_before else state
-        outputs.append((c[:, t] * seen).sum(-2) + d[:, t])
+        outputs.append((c_t * seen).sum(-2) + d_t)
     return torch.stack(outputs, dim=1), state
