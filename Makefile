@@ -11,14 +11,16 @@ ROOMS := kernels mixers analysis
 
 # One thread a process: the tests run in two processes, and more threads than cores only slow torch down.
 test: export OMP_NUM_THREADS := 1
+# What is imported is compiled then, and kept: at installation, 11,000 modules would be, one after another.
+test: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run test lint bench clean
 run: $(READY)  ## the main job: compare the zoo, write report/compare.html and report/compare.json
 	$(BIN)/dsf compare --out report
 
 test: lint  ## all checks, on the installed package
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/test_triton_*.py
-	$(BIN)/pytest -n 2
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist worksteal tests/test_triton_*.py
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # mypy knows packages by their place on disk, so it gets the tree as installed, made of links; sed names the real files.
 lint: $(READY)
@@ -41,7 +43,7 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation \
 	  --editable '.[cli,plots,convert,test,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps typeseg  # real weights for the tests
 	touch $@
