@@ -32,7 +32,7 @@ STRUCTURES = {
 NEIGHBOURS = {
     "chunk": (16, 32, 64, 128), "piece": (32, 64, 128), "walk_warps": (4, 8), "walk_stages": (2, 3, 4),
     "reverse_stages": (2, 3), "gradient_piece": (32, 64, 128), "gradient_warps": (4, 8), "gradient_roles": (1, 2),
-    "gradient_keys": (32, 64), "transform_warps": (2, 4, 8), "prepare_warps": (4, 8), "stretches": (1, 4),
+    "gradient_keys": (32, 64), "transform_warps": (2, 4, 8), "prepare_warps": (4, 8), "stretches": (1, 4, 6),
     "entry_warps": (4, 8),
 }  # fmt: skip
 LIMIT = {torch.bfloat16: 1.5e-2, torch.float16: 5e-3, torch.float32: 1e-4}

@@ -146,7 +146,9 @@ def test_adjoints_used_a_stretch_at_a_time():
 
 
 @pytest.mark.parametrize("heads", [8, 48])
-@pytest.mark.parametrize("recurrence", [get("mlstm").recurrence, swinging], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence", [get("mlstm").recurrence, swinging, get("gated_deltanet").recurrence], ids=lambda r: r.name
+)
 def test_states_kept_for_the_backward_pass(recurrence, heads):
     compare(recurrence, draw(recurrence, 3000 if heads == 48 else 1000, 128, 128, torch.bfloat16, heads=heads),
             torch.bfloat16)  # fmt: skip

@@ -83,13 +83,19 @@ def turning_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
     return System(A=tanh(a) * (I - sigmoid(b) * outer(k, k)), B=k * v, C=q)
 
 
-@pytest.mark.parametrize("cut", [1, 3])
+@dsf.recurrence
+def late_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
+    """A delta rule read before the update, with a gain of the readout."""
+    return System(A=sigmoid(a) * (I - sigmoid(b) * outer(k, k)), B=k * v, C=q * sigmoid(b), read="before")
+
+
+@pytest.mark.parametrize("cut, count", [(1, 1), (3, 3), (1, 3)])
 @pytest.mark.parametrize("tokens", [48, 37])
 @pytest.mark.parametrize("recurrence", [forgetful_delta, erasing_ratio, turning_delta], ids=lambda r: r.name)
-def test_what_errs_most_in_two_terms_is_added_up(recurrence, tokens, cut, monkeypatch):
+def test_what_errs_most_in_two_terms_is_added_up(recurrence, tokens, cut, count, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
-    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: cut)
-    assert_split(recurrence, tokens, {"fine": True, "stretches": cut}, monkeypatch)
+    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
+    assert_split(recurrence, tokens, {"fine": True}, monkeypatch)
 
 
 def assert_split(recurrence, tokens, terms, monkeypatch):
@@ -228,7 +234,11 @@ def test_segments_of_time_are_joined(recurrence, count, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [2, 5])
-@pytest.mark.parametrize("recurrence", [swinging, driven_ratio, forgetful_delta, fading_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence",
+    [swinging, driven_ratio, forgetful_delta, late_delta, fading_delta, get("deltanet").recurrence],
+    ids=lambda r: r.name,
+)
 def test_stretches_of_time_share_memory(recurrence, count, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
     given = sample(recurrence, tokens=70)
@@ -237,9 +247,23 @@ def test_stretches_of_time_share_memory(recurrence, count, monkeypatch):
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
+@pytest.mark.parametrize("name", ["gated_deltanet", "ssd"])
+def test_stretches_of_time_change_no_bit_and_begin_with_no_state(name, monkeypatch):
+    recurrence = get(name).recurrence
+    given = sample(recurrence, tokens=70)
+    whole = outcome(recurrence, given, None, torch.float32, backend="triton")
+    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: 3)
+    tape.forget()
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], whole[:2], strict=True))
+    assert_same(found, [x.double() for x in whole])
+
+
 @pytest.mark.parametrize("count, cut, pieces, processors", [(3, 1, 1, 132), (1, 2, 2, 132), (3, 2, 1, 1), (3, 2, 2, 1)])
 @pytest.mark.parametrize(
-    "recurrence", [swinging, driven_ratio, get("ssd").recurrence, get("mlstm").recurrence], ids=lambda r: r.name
+    "recurrence",
+    [swinging, driven_ratio, forgetful_delta, get("ssd").recurrence, get("mlstm").recurrence],
+    ids=lambda r: r.name,
 )
 def test_the_backward_pass_walks_from_kept_states(recurrence, count, cut, pieces, processors, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "finer", lambda *_: pieces)
@@ -342,3 +366,17 @@ def test_operator_passes_opcheck(recurrence):
     program = program_of(recurrence.spec)[1]
     operands = [given[i.name] for i in recurrence.spec.inputs]
     torch.library.opcheck(matrix_mixer, (operands, state, program, True))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "ssd"])
+def test_the_shapes_of_what_stretches_keep_are_known(name, monkeypatch):
+    from dsf.gpu_matrix import program_of
+    from dsf.kernels.triton.mixer_ops import _forward_real, _forward_shapes
+
+    monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: 3)
+    recurrence = get(name).recurrence
+    given = {n: x.float() for n, x in sample(recurrence, tokens=70).items()}
+    operands = [given[i.name] for i in recurrence.spec.inputs]
+    program = program_of(recurrence.spec)[1]
+    real, shapes = _forward_real((None, None, *operands), program, True), _forward_shapes(operands, None, program, True)
+    assert [(x.shape, x.dtype) for x in real[2]] == [(x.shape, x.dtype) for x in shapes[2]]

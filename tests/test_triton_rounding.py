@@ -43,6 +43,12 @@ def worst(found: Tensor, exact: Tensor) -> float:
     return (error / size.clamp(min=0.05 * size.max())).max().item()
 
 
+@pytest.mark.parametrize("keys", [64, 128])
+def test_errors_of_delta_rules_are_so_in_stretches_of_time(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "stretches", lambda *_: 2)
+    test_errors_are_of_the_size_of_one_rounding("gated_deltanet", keys, keys, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "values"),
     [

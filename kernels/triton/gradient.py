@@ -54,8 +54,8 @@ def chunk_gradient(
 ):  # fmt: skip
     """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
 
-    states [B, H, held, N, P] are those of chunks from `since` on, adjoints [B, H, count, N, P] and adjoint_entries
-    [B, count · L, H, P] of chunks from `base` on.
+    states [B, H, held, N, P] and entries [B, H, held, L, P] are those of chunks from `since` on, adjoints [B, H, count,
+    N, P] and adjoint_entries [B, H, count, L, P] of chunks from `base` on.
     dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens from `shift` on, and the scalars' [slices, B, T,
     H], to be summed over the slices. With two ROLES a chunk has two programs, one for what reads give and one for what
     writes give (dg [2 · slices, ...]): neighbours, so that the second finds its operands in the cache; in one program
@@ -81,7 +81,8 @@ def chunk_gradient(
     dk += at_row
     states += (lane * held + chunk - since) * N * P
     adjoints += (lane * count + chunk - base) * N * P
-    adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * ADJOINT_TERMS
+    entries += (lane * held + chunk - since) * L * P * TERMS
+    adjoint_entries += (lane * count + chunk - base) * L * P * ADJOINT_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = begin + local
     EARLY: tl.constexpr = DELTA and not DECAY and ROLES == 2 and SKIP is None
@@ -91,9 +92,7 @@ def chunk_gradient(
         rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
         given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
     if DELTA:
-        written = load_terms(
-            entries + flat * P * TERMS, heads * P * TERMS, rows, end, columns, P, BP, KIND, TERMS
-        )  # fmt: skip
+        written = load_terms(entries, P * TERMS, local, end - begin, columns, P, BP, KIND, TERMS)
     else:
         value = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
         written = value, value
@@ -185,7 +184,7 @@ def _of_reads(
         if READ_SCALED:
             pairs *= tl.load(scalars + READ * plane + rows)[:, None]
         if DELTA:
-            f = load_terms(adjoint_entries, heads * P * ADJOINT_TERMS, rows, end, columns, P, BP, KIND, ADJOINT_TERMS)
+            f = load_terms(adjoint_entries, P * ADJOINT_TERMS, local, None, columns, P, BP, KIND, ADJOINT_TERMS)
             fx = product(f, turn(written), ADJOINT_TERMS, ADJOINT_TERMS, PRECISION)
             fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
             fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
@@ -255,9 +254,7 @@ def _of_writes(
     grad = tl.zeros([L], tl.float32)
     WALKED: tl.constexpr = DELTA and TERMS > ADJOINT_TERMS  # f enters when e's second term has left shared memory
     if DELTA and not WALKED:
-        f, state = _of_later(
-            adjoint_entries, state_of + place, inside, rows, end, heads, columns, P, BP, KIND, ADJOINT_TERMS
-        )  # fmt: skip
+        f, state = _of_later(adjoint_entries, state_of + place, inside, local, columns, P, BP, KIND, ADJOINT_TERMS)
         if EARLY:
             grad_v = _of_values(
                 f, v, v_t, scalars, ds + at, rows, end, columns, plane,
@@ -297,9 +294,7 @@ def _of_writes(
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
     z = product(split(xy, PAIR_TERMS, KIND), (rows_q, rows_q), PAIR_TERMS, 1, PRECISION, z)
     if WALKED:
-        f, state = _of_later(
-            adjoint_entries, state_of + place, inside, rows, end, heads, columns, P, BP, KIND, ADJOINT_TERMS
-        )  # fmt: skip
+        f, state = _of_later(adjoint_entries, state_of + place, inside, local, columns, P, BP, KIND, ADJOINT_TERMS)
         d, reads = _of_erased(
             f, written, rows_k, state, scalars, db + at, rows, end, plane, local, DECAY, KIND, PRECISION, STATE_TERMS
         )  # fmt: skip
@@ -358,11 +353,11 @@ def _of_writes(
 
 @triton.jit
 def _of_later(
-    adjoint_entries, state_at, inside, rows, end, heads, columns,
+    adjoint_entries, state_at, inside, local, columns,
     P: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
 ):  # fmt: skip
     """f, and the transpose of S."""
-    f = load_terms(adjoint_entries, heads * P * ADJOINT_TERMS, rows, end, columns, P, BP, KIND, ADJOINT_TERMS)
+    f = load_terms(adjoint_entries, P * ADJOINT_TERMS, local, None, columns, P, BP, KIND, ADJOINT_TERMS)
     return f, tl.trans(tl.load(state_at, mask=inside, other=0.0).to(KIND))
 
 

@@ -5,8 +5,8 @@ q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head count
 float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32, of packed sequences (B = 1)
 [sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (where decays differ by key, the
 forward pass left them), backwards for the gradients of their last ones, then computes the gradients of all chunks in
-parallel, in long calls a stretch of T at a time, so that these gradients need less memory; of decays alone each stretch
-is walked forwards only then, from a state that the forward pass kept.
+parallel, in long calls a stretch of T at a time, so that these gradients need less memory; where decays are numbers a
+head each stretch is walked forwards only then, from a state that the forward pass kept.
 """
 
 from __future__ import annotations
@@ -104,11 +104,13 @@ class _Call:
 
     @property
     def marks(self) -> tuple[int, int] | None:
-        """(how many states, chunks between them) that the forward pass keeps for the backward pass to walk from."""
+        """(how many states, chunks between them) that the forward pass keeps for the backward pass to walk from.
+
+        Without segments S_0 is not among them.
+        """
         if self.chunk_table is not None:
             return None
-        kind = "delta" if self.delta else self.kind
-        return _marks(self.tiles, self.stretches, self.lanes, self.chunks, self.p, kind, self.q)
+        return _marks(self.tiles, self.stretches, self.lanes, self.chunks, self.p, self.kind, self.delta, self.q)
 
     @property
     def pieces(self) -> int:
@@ -165,6 +167,12 @@ class _Call:
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept."""
         return self.empty(self.batch, self.heads, chunks, self.n, self.p, dtype=self.state_dtype)
+
+    def entries(self, chunks: int, terms: int) -> Tensor:
+        """Uninitialised entries of chunks, or their gradients, in so many terms; of decays by key by token."""
+        if self.keywise:
+            return self.empty(self.batch, chunks * self.tiles.chunk, self.heads, self.p * terms)
+        return self.empty(self.batch, self.heads, chunks, self.tiles.chunk, self.p * terms)
 
     def segments(self, count: int | None = None) -> Tensor:
         """Uninitialised states of segments [segments, B, H, N, P]."""
@@ -234,8 +242,10 @@ class _Call:
     def beside(self) -> bool:
         """True where the backward pass walks both ways at once, a stretch of T after the other, from known states.
 
-        Also where the forward pass walks in segments, if two walks have programs enough.
+        Of decays alone also where the forward pass walks in segments, if two walks have programs enough.
         """
+        if self.delta:
+            return not self.keywise and self.chunk_table is None and not self.is_cut
         programs = 2 * self.lanes * -(-self.p // self.tiles.piece) * self.finer
         enough = not self.is_cut or programs >= 0.7 * limits(self.q.device)[1]
         return self.marks is not None and enough and self.stretch(self.stretches) < self.chunks
@@ -249,7 +259,7 @@ class _Call:
 
     def stretch(self, most: int) -> int:
         """Chunks of a stretch of T, when the backward pass may work in so many of them."""
-        return -(-self.chunks // stretches(self.chunks * self.lanes, most))
+        return -(-self.chunks // stretches(self.chunks * self.lanes, most, self.delta))
 
 
 def _cut(
@@ -267,16 +277,16 @@ def _cut(
 
 
 def _marks(
-    found: Tiles, most: int, lanes: int, chunks: int, p: int, kind: str, q: Tensor
+    found: Tiles, most: int, lanes: int, chunks: int, p: int, kind: str, delta: bool, q: Tensor
 ) -> tuple[int, int] | None:  # fmt: skip
-    """_Call.marks of sequences that are not packed; kind: of decays (`_kind`), or "delta"."""
-    if kind not in ("none", "scalar"):
+    """_Call.marks of sequences that are not packed; kind: of decays (`_kind`)."""
+    count, span, pieces = _cut(found, lanes, chunks, p, delta, q.device, kind == "scalar")
+    if kind == "key" or (delta and count > 1):
         return None
-    count, span, pieces = _cut(found, lanes, chunks, p, False, q.device, kind == "scalar")
     if count > 1:
         return count * pieces, span // pieces
-    every = -(-chunks // stretches(chunks * lanes, most))
-    return (-(-chunks // every), every) if every < chunks else None
+    every = -(-chunks // stretches(chunks * lanes, most, delta))
+    return (-(-chunks // every) - 1, every) if every < chunks else None
 
 
 def _kind(decay: Tensor | None) -> str:
@@ -346,8 +356,7 @@ def _chunk_matrix_shapes(
         kept += room(q, heads, p, chunks, found, erase is not None, True, parts).tensors()
     if kept is not None and packed is None:
         most = found.stretches if normal is None else found.normal_stretches
-        kind = _kind(decay) if erase is None else "delta"
-        marks = _marks(found, most, batch * heads, chunks, p, kind, q)
+        marks = _marks(found, most, batch * heads, chunks, p, _kind(decay), erase is not None, q)
         if marks is not None:
             kept.append(q.new_empty(marks[0], batch, heads, n, p, dtype=torch.float32))
             if count > 1:
@@ -356,7 +365,7 @@ def _chunk_matrix_shapes(
         normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
         normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
         normal.states = q.new_empty(batch * heads, chunks, n, dtype=torch.float32)
-    solve = (0,) if erase is None else (batch, tokens, heads, pitch(found, _kind(decay) == "scalar"))
+    solve = (0,) if erase is None else (batch, heads, chunks, pitch(found, _kind(decay) == "scalar"))
     return (
         q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),
         q.new_empty(shape, dtype=torch.float32),
@@ -381,17 +390,17 @@ def _chunk_matrix_backward(
     dy = dy.contiguous()
     delta = erase is not None
     entries = states = passed = q
+    at_once = call.made is None and call.beside and (len(kept) > 0 or call.walked == call.chunks)
     if call.made is not None:
         entries, states, passed = call.made.entries, call.made.states, call.made.passed
-    elif kept and not call.beside:
-        states, passed = call.states(call.chunks), kept[1]
-        forward_launch(
-            call, solve, kept[0], None, None, (entries, states), (0, call.chunks), None, True, call.finer
-        )  # fmt: skip
-    elif not kept:
-        entries = call.empty(*lead, call.p * call.kept_terms) if delta else q
+    elif not at_once:
         states = call.states(call.chunks)
-    if not kept:
+        if kept:
+            passed = kept[1]
+            forward_launch(call, solve, kept[0], None, None, (q, states), (0, call.chunks), None, True, call.finer)
+        elif delta:
+            entries = call.entries(call.chunks, call.kept_terms)
+    if not kept and not at_once:
         _, passed = forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
     pieces = -(-call.p // t.gradient_piece)
@@ -434,10 +443,10 @@ def _chunk_matrix_backward(
             normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         own = (by_lane(x) for x in (normal.ones, normal.slope))
         beside = (*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
-    if kept and call.made is None and call.beside:
-        walked = both(call, dy, start, kept[0], kept[-1])
+    if at_once:
+        walked = both(call, dy, solve, state, start, kept, values)
     else:
-        walked = reverse(call, dy, solve, start, passed, states, state is not None, values)
+        walked = reverse(call, dy, solve, start, passed, states, entries, state is not None, values)
     for found in walked:
         if call.keywise:
             key_gradients(
@@ -445,7 +454,7 @@ def _chunk_matrix_backward(
             )  # fmt: skip
         else:
             row_gradients(
-                call, dy, found, entries, (dq, dk, dv), scalars, decay, together, summed, beside,
+                call, dy, found, (dq, dk, dv), scalars, decay, together, summed, beside,
                 source is not None, read_wanted, skip,
             )  # fmt: skip
     if not summed:

@@ -81,7 +81,7 @@ def in_turn(call: _Call) -> int:
 
 
 def row_gradients(
-    call: _Call, dy: Tensor, found: Adjoints, entries: Tensor,
+    call: _Call, dy: Tensor, found: Adjoints,
     rows: Sequence[Tensor], scalars: Sequence[Tensor], decay: Tensor | None, together: int, summed: bool,
     beside: Sequence[Tensor | None], source_wanted: bool, read_wanted: bool, skip: Skip | None,
 ) -> None:  # fmt: skip
@@ -122,7 +122,7 @@ def row_gradients(
         else:
             launch(
                 chunk_gradient, (out.chunks * t.gradient_roles, call.lanes, pieces),
-                call.q, call.k, call.v, dy, g, call.scalars, entries, found.entries, states, found.states,
+                call.q, call.k, call.v, dy, g, call.scalars, found.written, found.entries, states, found.states,
                 out.dq, out.dk, dv, *scalars, *call.given(*beside), *beyond, call.chunk_table, *where,
                 DELTA=call.delta, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
                 TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms,

@@ -17,7 +17,7 @@ import torch
 
 SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
 PIECES, PIECE_CHUNKS = 4, 8  # of a segment that are summed up at once; fewest chunks that are worth one
-STRETCH_CHUNKS = 2048  # chunks that fill the GPU several times over
+STRETCH_CHUNKS, DELTA_STRETCH_CHUNKS = 2048, 1280  # chunks that fill the GPU several times over
 SHARED_STRETCHES = 4  # of T, of which the gradients of rows that heads share are kept apart by heads
 SHARED, ROOMY = 232_448, 160 * 1024  # bytes of shared memory a program of the H200 may have; what the rows below need
 PROCESSORS = 132  # of the H200
@@ -29,9 +29,9 @@ class Tiles:
     """chunk: rows L; keys: padded N; piece: channels a program; the rest are Triton's launch options.
 
     gradient_roles: programs that share a chunk's gradients; gradient_keys: keys at a time, where decays differ by key;
-    transform_registers: three programs a processor at 168; stretches: of T, of which one's adjoint states are kept,
-    normal_stretches: where there is a normaliser;
-    walk_registers: of a thread, so that three programs of both walks without outputs fit a processor;
+    transform_registers: three programs a processor at 168; stretches: of T, of which one's states and adjoint states
+    are kept, normal_stretches: where there is a normaliser;
+    walk_registers: of a thread, so that three programs of both walks without outputs fit a processor, of decays alone;
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states, with the
     delta rule of e, its adjoint and scores, too; state_terms: of a delta rule's states, right sides and their inverse;
     right_terms: of the latter two at most, but where e is made to be kept;
@@ -141,12 +141,12 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     exact = decay == "key" and keys >= 64
     roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
     twice = delta and keys >= 64 and (decay == "none" or (decay == "scalar" and keys == wide == 64))
-    several = (4 if delta or wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
+    several = (6 if delta else 4 if wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
     return Tiles(
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
-        right_terms=1 if keys > 64 else 2, key_terms=2 if exact else 1,
+        walk_registers=None if delta else 168, right_terms=1 if keys > 64 else 2, key_terms=2 if exact else 1,
         read_terms=2 if exact and keys <= 64 else 1, wide_states=exact and not delta, ahead=exact,
         saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
@@ -181,9 +181,9 @@ def sharing(heads: int, chunks: int, most: int, processors: int = PROCESSORS) ->
     return count
 
 
-def stretches(chunks: int, most: int) -> int:
+def stretches(chunks: int, most: int, delta: bool = False) -> int:
     """In how many stretches of T the backward pass uses its adjoint states, of `chunks` in all heads and sequences."""
-    return max(1, min(most, chunks // STRETCH_CHUNKS))
+    return max(1, min(most, chunks // (DELTA_STRETCH_CHUNKS if delta else STRETCH_CHUNKS)))
 
 
 def score_terms(found: Tiles) -> int:
@@ -191,6 +191,11 @@ def score_terms(found: Tiles) -> int:
     return 2 if found.fine else found.walk_terms
 
 
+def lower(chunk: int) -> int:
+    """Entries of a lower triangle [chunk, chunk] as the transform writes it: whole blocks of columns (tiles.py)."""
+    return chunk // 2 * (chunk + min(16, chunk // 2))
+
+
 def pitch(found: Tiles, scored: bool) -> int:
-    """Entries a row of what the transform writes."""
-    return found.chunk * (found.state_terms + (score_terms(found) if scored else 0))
+    """Entries a chunk of what the transform writes."""
+    return lower(found.chunk) * (found.state_terms + (score_terms(found) if scored else 0))

@@ -11,30 +11,30 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.packed import place_of_chunk
-from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, product, split, store_terms
+from dsf.kernels.triton.tiles import ERASE, READ, between, load_rows, product, split, store_lower
 
 
 @triton.jit
 def delta_transform(
-    q, k, scalars, system_of, solve, table,
+    q, k, scalars, system_of, solve, scores_of, table,
     tokens, heads: tl.constexpr, length, plane,
     q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group,
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
     DECAY: tl.constexpr, READ_SCALED: tl.constexpr, SCORES: tl.constexpr, KEYWISE: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, ROW_TERMS: tl.constexpr,
-    STATE_TERMS: tl.constexpr,
+    STATE_TERMS: tl.constexpr, PITCH: tl.constexpr,
 ):  # fmt: skip
-    """Write the inverse less the identity [B, T, H, L] in STATE_TERMS; rows beyond the sequence are zero.
+    """Write the inverse less the identity, in STATE_TERMS; rows beyond the sequence are zero.
 
-    SCORES: beside it, in ROW_TERMS, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P.
+    SCORES: also, in ROW_TERMS, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P. Triangles of a chunk lie
+    PITCH entries behind those of the one before.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     k += batch * k_b + head // k_group * k_h
     begin, end = place_of_chunk(table, chunk, tokens, L)
     scalars += lane * length + chunk * L - begin
-    PITCH: tl.constexpr = L * (STATE_TERMS + (ROW_TERMS if SCORES else 0))
-    solve += (batch * tokens * heads + head) * PITCH
+    at = (lane * (length // L) + chunk) * PITCH
     keys, local = tl.arange(0, BN), tl.arange(0, L)
     rows = begin + local
     if KEYWISE:
@@ -52,8 +52,7 @@ def delta_transform(
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * weights
                 if READ_SCALED:
                     scores *= tl.load(scalars + READ * plane + rows)[:, None]
-                weights_of = split(scores, ROW_TERMS, KIND)
-                store_terms(solve + L * STATE_TERMS, heads * PITCH, rows, end, local, L, L, weights_of, ROW_TERMS)
+                store_lower(scores_of + at, local, split(scores, ROW_TERMS, KIND), L, ROW_TERMS)
             system = tl.where(strict, system * weights, 0.0)
         else:
             system = tl.where(strict, system, 0.0)
@@ -62,8 +61,7 @@ def delta_transform(
     if STATE_TERMS == 2:
         inverse = refined(system, inverse, local, KIND, PRECISION)
     inverse -= tl.where(local[:, None] == local[None, :], 1.0, 0.0)
-    terms = split(inverse, STATE_TERMS, KIND, True)
-    store_terms(solve, heads * PITCH, rows, end, local, L, L, terms, STATE_TERMS)
+    store_lower(solve + at, local, split(inverse, STATE_TERMS, KIND, True), L, STATE_TERMS)
 
 
 @triton.jit

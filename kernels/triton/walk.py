@@ -35,6 +35,7 @@ from dsf.kernels.triton.tiles import (
     SOURCE,
     between,
     first_term,
+    load_lower,
     load_rows,
     load_terms,
     product,
@@ -73,10 +74,12 @@ def forward_walk(
     NORMAL: also weights [B, H, T], what is read of the normaliser driven by 1, or (2) by `ones`.
     FINISH: the printed function that makes y of what is read and of what LOADS finds with pointers and strides `extra`,
     early: whatever feeds no product is not loaded ahead.
-    STATES: states [B, H, limit - base, N, P] of the walked chunks.
+    STATES: states [B, H, limit - base, N, P] of the walked chunks, and entries [B, H, limit - base, L, P], but where
+    KEYWISE [B, T, H, P].
     heads and the strides of tokens are constants: two of three instructions that make addresses go.
     LATE: a chunk's y is stored when the next one begins, while its rows are on their way.
-    START: how many of the states in `start` there are for a segment, which begins with its first one.
+    START: how many of the states in `start` there are for a segment, which begins with its first one; -1: there is one
+    segment, which begins with zeros where `base` is 0.
     beside: programs along the grid's third axis that come before its segments.
     """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) - beside
@@ -86,16 +89,16 @@ def forward_walk(
     erased += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
     scalars += lane * length
-    solve += (batch * tokens * heads + head) * PITCH
-    scores_of += (batch * tokens * heads + head) * PITCH
-    rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * k_b + head // k_group * k_h
+    solve += lane * (length // L) * PITCH
+    scores_of += (batch * tokens * heads + head) * L if KEYWISE else lane * (length // L) * PITCH
+    rest_of += (batch * tokens * heads + head) * L if DELTA else batch * k_b + head // k_group * k_h
     flat = (batch * tokens * heads + head) * P
     y += flat
+    of_walked = lane * (limit - base) - base  # chunks kept before the first one of all
     ROW_TERMS: tl.constexpr = (KEY_TERMS if KEYWISE else TERMS) if DELTA else 1
     ENTRY_TERMS: tl.constexpr = READ_TERMS if DELTA else 1
     SPLIT_TERMS: tl.constexpr = ENTRY_TERMS if OUTPUT and ENTRY_TERMS > ROW_TERMS else ROW_TERMS
     WRITE_TERMS: tl.constexpr = TERMS if DELTA or DECAY or SCALED else 1
-    entries += flat * ROW_TERMS
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, SUMMARY)
     first, stop = first + base, tl.minimum(stop + base, limit)
     scalars -= shift
@@ -115,7 +118,10 @@ def forward_walk(
     ends = (segment * tl.num_programs(1) + lane) * N * P
     if START:
         at_start = (segment * START * tl.num_programs(1) + lane) * N * P
-        state = tl.load(start + at_start + place, mask=inside, other=0.0)
+        there = inside
+        if START < 0:
+            there &= base > 0
+        state = tl.load(start + at_start + place, mask=there, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
     if SUMMARY:
@@ -127,9 +133,9 @@ def forward_walk(
         next_rows = first * L + local + shift
         next_write = load_rows(v, v_t, next_rows, filled, columns, P, BP, KIND)
         if KEY_TERMS == 2 and DELTA:
-            next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
+            next_scores = load_rows(scores_of, heads * L, next_rows, within, local, L, L, KIND)
             if STAGES > 2:
-                next_rest = load_rows(rest_of, heads * PITCH, next_rows, within, local, L, L, KIND)
+                next_rest = load_rows(rest_of, heads * L, next_rows, within, local, L, L, KIND)
     if LATE:
         held = tl.zeros([L, BP], y.dtype.element_ty)
     for chunk in tl.range(first, stop, num_stages=STAGES):
@@ -137,7 +143,7 @@ def forward_walk(
         if LATE:
             store_rows(y, heads * P, rows - L, tl.where(chunk > first, end, NOWHERE), columns, P, BP, held)
         if STATES:  # before what is loaded is waited for
-            to = states + (lane * (limit - base) + chunk - base) * N * P + place
+            to = states + (of_walked + chunk) * N * P + place
             tl.store(to, state.to(states.dtype.element_ty), mask=inside)
         rows_of_k = chunk * L + local if KEYWISE else rows
         rows_k = load_rows(k, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
@@ -149,10 +155,10 @@ def forward_walk(
                 if STAGES > 2:
                     rest = next_rest
                 else:
-                    rest = load_rows(rest_of, heads * PITCH, rows, within, local, L, L, KIND)
-                next_scores = load_rows(scores_of, heads * PITCH, rows + L, within, local, L, L, KIND)
+                    rest = load_rows(rest_of, heads * L, rows, within, local, L, L, KIND)
+                next_scores = load_rows(scores_of, heads * L, rows + L, within, local, L, L, KIND)
                 if STAGES > 2:
-                    next_rest = load_rows(rest_of, heads * PITCH, rows + L, within, local, L, L, KIND)
+                    next_rest = load_rows(rest_of, heads * L, rows + L, within, local, L, L, KIND)
         else:
             write = load_rows(v, v_t, rows, filled, columns, P, BP, KIND)
         written = write, write
@@ -179,20 +185,27 @@ def forward_walk(
                 known = write.to(tl.float32) * source - known * erase[:, None]
             else:
                 known = write.to(tl.float32) - known * erase[:, None]
-            inverse = load_terms(solve, heads * PITCH, rows, within, local, L, L, KIND, RIGHT_TERMS)
+            inverse = load_lower(solve + chunk * PITCH, local, L, KIND, RIGHT_TERMS)
             right = split(known, RIGHT_TERMS, KIND)
             entry = product(inverse, right, RIGHT_TERMS, RIGHT_TERMS, PRECISION, known)
             written = split(entry, SPLIT_TERMS, KIND, STATE_TERMS == 1 and (STATES or not DECAY))
             write = written[0]
-            if STATES:
-                store_terms(entries, heads * P * ROW_TERMS, rows, within, columns, P, BP, written, ROW_TERMS)
+            if STATES and KEYWISE:
+                to = entries + flat * ROW_TERMS
+                store_terms(to, heads * P * ROW_TERMS, rows, within, columns, P, BP, written, ROW_TERMS)
+            elif STATES:
+                to = entries + (of_walked + chunk) * L * P * ROW_TERMS
+                store_terms(to, P * ROW_TERMS, local, None, columns, P, BP, written, ROW_TERMS)
         if OUTPUT:
             rows_q = load_rows(q, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
             if KEY_TERMS == 2 and DELTA and KEYWISE:
                 tl.static_assert(AHEAD)
                 weights_of = scores, rest
             elif SCORED:
-                weights_of = load_terms(scores_of, heads * PITCH, rows, within, local, L, L, KIND, SCORE_TERMS)
+                if KEYWISE:
+                    weights_of = load_terms(scores_of, heads * L, rows, within, local, L, L, KIND, SCORE_TERMS)
+                else:
+                    weights_of = load_lower(scores_of + chunk * PITCH, local, L, KIND, SCORE_TERMS)
                 scores = weights_of[0]
             else:
                 scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION)
@@ -302,7 +315,9 @@ def reverse_walk(
 ):  # fmt: skip
     """The gradient with respect to each chunk's last state (STATES), to e (DELTA and STATES), and to S_0 (FINAL).
 
-    adjoints [B, H, limit - base, N, P] and adjoint_entries [B, (limit - base) L, H, P] have room for the walked chunks.
+    adjoints [B, H, limit - base, N, P] and adjoint_entries [B, H, limit - base, L, P] have room for the walked chunks,
+    of KEYWISE ones the latter as [B, (limit - base) L, H, P].
+    START: -1: there is one segment, which begins with zeros where `limit` is the end. start and final may be the same.
     values (DELTA): v, dv [B, T, H, P], ds [slices, B, T, H] and v's strides; of e's adjoint before it is rounded dv is
     made, and (SOURCE_WANTED) ds.
     """
@@ -312,8 +327,8 @@ def reverse_walk(
     k += batch * k_b + head // k_group * k_h
     erased += batch * k_b + head // k_group * k_h
     scalars += lane * length
-    solve += (batch * tokens * heads + head) * PITCH
-    scores_of += (batch * tokens * heads + head) * PITCH
+    solve += lane * (length // L) * PITCH
+    scores_of += (batch * tokens * heads + head) * L if KEYWISE else lane * (length // L) * PITCH
     flat = (batch * tokens * heads + head) * P
     dy += flat
     first, stop, shift, end = place_of_segment(table, segment, per_segment, tokens, not STATES)
@@ -325,7 +340,7 @@ def reverse_walk(
     within = end
     if WHOLE:
         within = None
-    rest_of += (batch * tokens * heads + head) * PITCH if DELTA else batch * q_b + head // q_group * q_h
+    rest_of += (batch * tokens * heads + head) * L if DELTA else batch * q_b + head // q_group * q_h
     if values is not None:
         v, dv, ds, v_b, v_t, v_h, v_group = values
         v += batch * v_b + head // v_group * v_h
@@ -334,25 +349,30 @@ def reverse_walk(
     ROW_TERMS: tl.constexpr = (KEY_TERMS if KEYWISE else TERMS) if DELTA else 1
     KEPT_TERMS: tl.constexpr = ROW_TERMS if KEYWISE else ADJOINT_TERMS
     GIVEN_TERMS: tl.constexpr = TERMS if READ_SCALED or DECAY else 1
-    adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P * KEPT_TERMS
+    of_walked = lane * (limit - base) - base  # chunks kept before the first one of all
+    if KEYWISE:
+        adjoint_entries += (((batch * (limit - base) - base) * L - shift) * heads + head) * P * KEPT_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     causal = local[:, None] <= local[None, :]  # sources down, rows across
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     ends = (segment * tl.num_programs(1) + lane) * N * P
     if START:
-        state = tl.load(start + ends + place, mask=inside, other=0.0)
+        there = inside
+        if START < 0:
+            there &= limit < length // L
+        state = tl.load(start + ends + place, mask=there, other=0.0)
     else:
         state = tl.zeros([BN, BP], tl.float32)
     if AHEAD:
         next_rows = tl.maximum((stop - 1) * L + local + shift, 0)
         next_given = load_rows(dy, heads * P, next_rows, within, columns, P, BP, KIND)
-        next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
+        next_scores = load_rows(scores_of, heads * L, next_rows, within, local, L, L, KIND)
     for step in tl.range(0, stop - first, num_stages=STAGES):
         chunk = stop - 1 - step
         rows = chunk * L + local + shift
         if STATES:  # before what is loaded is waited for
-            at = adjoints + (lane * (limit - base) + chunk - base) * N * P + place
+            at = adjoints + (of_walked + chunk) * N * P + place
             tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
         rows_of_k = chunk * L + local if KEYWISE else rows
         rows_q = load_rows(q, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
@@ -360,17 +380,21 @@ def reverse_walk(
             given, scores = next_given, next_scores
             next_rows = tl.maximum(rows - L, 0)
             next_given = load_rows(dy, heads * P, next_rows, within, columns, P, BP, KIND)
-            next_scores = load_rows(scores_of, heads * PITCH, next_rows, within, local, L, L, KIND)
+            next_scores = load_rows(scores_of, heads * L, next_rows, within, local, L, L, KIND)
         else:
             given = load_rows(dy, heads * P, rows, within, columns, P, BP, KIND)
         if DELTA:
             rows_k = load_rows(k, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
             if AHEAD:
-                rest = load_rows(rest_of, heads * PITCH, rows, end, local, L, L, KIND)
+                rest = load_rows(rest_of, heads * L, rows, end, local, L, L, KIND)
                 weights_of = turn((scores, rest))
                 scores = weights_of[0]
             elif SCORED:
-                weights_of = turn(load_terms(scores_of, heads * PITCH, rows, within, local, L, L, KIND, ROW_TERMS))
+                if KEYWISE:
+                    weights_of = load_terms(scores_of, heads * L, rows, within, local, L, L, KIND, ROW_TERMS)
+                else:
+                    weights_of = load_lower(scores_of + chunk * PITCH, local, L, KIND, ROW_TERMS)
+                weights_of = turn(weights_of)
                 scores = weights_of[0]
             else:
                 scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
@@ -386,7 +410,7 @@ def reverse_walk(
             if not (SCORED and DECAY) and (READ_SCALED or not AHEAD):
                 weights_of = split(scores, ROW_TERMS, KIND)
             carried = product(weights_of, (given, given), ROW_TERMS, 1, PRECISION, carried)
-            inverse = turn(load_terms(solve, heads * PITCH, rows, within, local, L, L, KIND, RIGHT_TERMS))
+            inverse = turn(load_lower(solve + chunk * PITCH, local, L, KIND, RIGHT_TERMS))
             right = split(carried, RIGHT_TERMS, KIND)
             adjoint = product(inverse, right, RIGHT_TERMS, RIGHT_TERMS, PRECISION, carried)
             if values is not None:
@@ -400,7 +424,11 @@ def reverse_walk(
                 store_rows(dv, heads * P, rows, within, columns, P, BP, grad_v)
             if STATES:
                 kept = split(adjoint, KEPT_TERMS, KIND, STATE_TERMS == 1)
-                store_terms(adjoint_entries, heads * P * KEPT_TERMS, rows, within, columns, P, BP, kept, KEPT_TERMS)
+                if KEYWISE:
+                    store_terms(adjoint_entries, heads * P * KEPT_TERMS, rows, within, columns, P, BP, kept, KEPT_TERMS)
+                else:
+                    at = adjoint_entries + (of_walked + chunk) * L * P * KEPT_TERMS
+                    store_terms(at, P * KEPT_TERMS, local, None, columns, P, BP, kept, KEPT_TERMS)
             adjoint *= -tl.load(scalars + (PREFIX_ERASE if DECAY else ERASE) * plane + rows)[:, None]
         read = given, given
         if READ_SCALED or DECAY:
@@ -437,27 +465,31 @@ def reverse_walk(
 
 @triton.jit(do_not_specialize=["pieces", "per_piece", "base", "limit"])
 def both_walks(
-    forward, forward_rows, reverse, reverse_rows,
+    forward, forward_rows, reverse, values, reverse_rows,
     tokens, heads: tl.constexpr, pieces, per_piece, base, limit, length, plane,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr,
-    REVERSE_STAGES: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, SCORED: tl.constexpr,
+    PITCH: tl.constexpr, FIRST: tl.constexpr, START: tl.constexpr, SOURCE_WANTED: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr,
+    RIGHT_TERMS: tl.constexpr, ADJOINT_TERMS: tl.constexpr, STAGES: tl.constexpr, REVERSE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of decays alone: adjoint states of chunks base to limit, and beside them their first states from known ones.
+    """Of scalar decays or none: adjoint states of chunks base to limit, and beside them their first states from known
+    ones; with the delta rule also e and its adjoint.
 
-    In pieces of per_piece chunks. forward, reverse: pointers as the two walks take them; *_rows: strides.
+    In pieces of per_piece chunks. forward, reverse: pointers as the two walks take them; *_rows: strides. FIRST, START:
+    theirs.
     """
     if tl.program_id(2) < pieces:
         reverse_walk(
-            *reverse, tokens, heads, pieces, per_piece, base, limit, length, plane, *reverse_rows,
-            N, P, BN, BP, L, DECAY, False, False, False, READ_SCALED, False, PITCH, START, True, True,
-            KIND, PRECISION, TERMS, 1, REVERSE_STAGES, False, 1, 1, False, 1, False,
+            *reverse, values, None, tokens, heads, pieces, per_piece, base, limit, length, plane, *reverse_rows,
+            N, P, BN, BP, L, DECAY, False, DELTA, SCALED, READ_SCALED, SCORED, PITCH, START, True, True,
+            KIND, PRECISION, TERMS, STATE_TERMS, REVERSE_STAGES, False, 1, RIGHT_TERMS, WHOLE, ADJOINT_TERMS,
+            SOURCE_WANTED,
         )  # fmt: skip
     else:
         forward_walk(
             *forward, tokens, heads, pieces, per_piece, base, limit, pieces, length, plane, *forward_rows,
-            N, P, BN, BP, L, DECAY, False, False, SCALED, READ_SCALED, False, PITCH, 0, None, None,
-            1, False, True, False, False, KIND, PRECISION, TERMS, 1, STAGES,
-            False, 1, 1, False, 1, False, 1,
+            N, P, BN, BP, L, DECAY, False, DELTA, SCALED, READ_SCALED, SCORED, PITCH, 0, None, None,
+            FIRST, False, True, False, False, KIND, PRECISION, TERMS, STATE_TERMS, STAGES,
+            False, 1, 1, False, STATE_TERMS, WHOLE, 1,
         )  # fmt: skip

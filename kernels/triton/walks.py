@@ -6,15 +6,15 @@ In segments where whole sequences would leave the GPU idle; backwards a stretch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sums import combine_moves, combine_segments, sum_piece
-from dsf.kernels.triton.table import limits
+from dsf.kernels.triton.table import limits, lower
 from dsf.kernels.triton.transform import delta_transform
 from dsf.kernels.triton.walk import both_walks, forward_walk, reverse_walk
 from dsf.kernels.triton.weights import by_lane, kind_of
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from dsf.kernels.triton.matrix import _Call
 
 
+Values = tuple[Tensor, Tensor | None] | None  # dv, and ds if it is wanted, of a reverse walk that makes them
+
+
 class Adjoints(NamedTuple):
     """What the reverse walk found for `chunks` chunks from `base` on; last: the gradient of their first state.
 
-    known: first states of chunks, the one that they begin with, of how many there is room.
+    known: first states of chunks, the one that they begin with, of how many there is room; written: their entries.
     """
 
     base: int
@@ -35,20 +38,22 @@ class Adjoints(NamedTuple):
     states: Tensor
     last: Tensor | None
     known: tuple[Tensor, int, int]
+    written: Tensor
 
 
 def transform(call: _Call) -> Tensor:
-    """The delta rule's triangular inverses [B, T, H, L], in their terms; with scalar decays scores lie beside them."""
+    """The delta rule's triangular inverses [B, H, chunks, ·], in their terms; with scalar decays scores lie behind."""
     t = call.tiles
-    solve = call.empty(call.batch, call.tokens, call.heads, call.pitch)
+    solve = call.empty(call.batch, call.heads, call.chunks, call.pitch)
     sizes = {name: x for name, x in call.sizes.items() if name != "P"}
     launch(
         delta_transform, (call.chunks, call.lanes),
-        call.q, call.k, call.scalars, call.system, solve, call.chunk_table,
+        call.q, call.k, call.scalars, call.system, solve, scores_of(call, solve), call.chunk_table,
         call.tokens, call.heads, call.length, call.plane,
         *call.rows(call.q), *call.rows(call.k),
         LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
-        TERMS=t.transform_terms, ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, num_warps=t.transform_warps,
+        TERMS=t.transform_terms, ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, PITCH=call.pitch,
+        num_warps=t.transform_warps,
         maxnreg=t.transform_registers, **sizes,
     )  # fmt: skip
     return solve
@@ -59,7 +64,7 @@ def forward(
     saved: tuple[Tensor, Tensor] | None, marks: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill; marks: filled with
-    the states at call.marks and, of segments, what each does to its first state.
+    the first states of all stretches but the first one, or of pieces of segments, and what each does to its first one.
 
     Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
     """
@@ -79,28 +84,26 @@ def forward(
         if marks is not None:
             marks += [start, passed]
     last = call.segments(1 if call.segment_table is None else None) if final else None
-    walked, firsts = call.chunks, None
+    walked, firsts, held = call.chunks, None, call.finer // every
     if marks is not None and call.marks is not None and not call.is_cut:
         walked, firsts = call.marks[1], call.segments(call.marks[0])
         marks.append(firsts)
         if start is None:
-            firsts[0].zero_()
-        else:
-            firsts[0].copy_(start)
+            start, held = firsts[0], -1
     for base in range(0, call.chunks, walked):
         limit, to = min(base + walked, call.chunks), last
         if firsts is not None and limit < call.chunks:
-            to = firsts[limit // walked]
-        forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None, call.finer // every)
+            to = firsts[base // walked]
+        forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None, held)
         start = to
     return None if last is None else call.end(last, True), passed
 
 
 def forward_launch(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None, chunks: tuple[int, int], passed: Tensor | None, back: bool, every: int = 1,
+    saved: tuple[Tensor, Tensor] | None, chunks: tuple[int, int], passed: Tensor | None, back: bool, held: int = 1,
 ) -> None:  # fmt: skip
-    """Walk forwards from one chunk up to another. back: in the backward pass; every: states in `start` a segment."""
+    """Walk forwards from one chunk up to another. back: in the backward pass; held: the walk's START, of `start`."""
     t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
     entries, states = saved or (unused, unused)
     beside = (None,) * 3 if normal is None else (by_lane(normal.ones), by_lane(normal.read), normal.states)
@@ -123,7 +126,7 @@ def forward_launch(
         SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
         LOADS=None if y is None or call.finish is None else call.finish[0],
         FINISH=None if y is None or call.finish is None else call.finish[1],
-        START=0 if start is None else every, OUTPUT=y is not None, STATES=saved is not None,
+        START=0 if start is None else held, OUTPUT=y is not None, STATES=saved is not None,
         FINAL=final is not None, SUMMARY=passed is not None,
         RIGHT_TERMS=t.state_terms if back else call.right_terms, WHOLE=call.whole,
         TERMS=call.row_terms, STATE_TERMS=t.state_terms, SCORE_TERMS=call.score_terms, READ_TERMS=call.read_terms,
@@ -133,61 +136,76 @@ def forward_launch(
 
 
 def reverse(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, first: bool,
-    values: tuple[Tensor, Tensor | None] | None,
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, written: Tensor,
+    first: bool, values: Values,
 ) -> Iterator[Adjoints]:  # fmt: skip
     """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next.
 
-    states: the first ones of all chunks. first: the gradient of S_0 is wanted. values: dv and ds to fill.
+    states: the first ones of all chunks, written: their entries. first: the gradient of S_0 is wanted. values: to fill.
     """
     if call.is_cut:
         start = _adjoint_starts(call, dy, solve, start, passed, call.finer)
     stretch = call.walked
     entries = call.q
     if call.delta:
-        entries = call.empty(call.batch, stretch * call.tiles.chunk, call.heads, call.p * call.adjoint_terms)
+        entries = call.entries(stretch, call.adjoint_terms)
     adjoints = call.states(stretch)
+    last = call.segments() if first or stretch < call.chunks else None  # of every stretch in turn, in one place
     for base in reversed(range(0, call.chunks, stretch)):
-        limit = min(base + stretch, call.chunks)
-        last = call.segments() if first or base > 0 else None
-        _reverse_launch(call, dy, solve, start, (entries, adjoints), last, (base, limit), values)
-        yield Adjoints(base, limit - base, entries, adjoints, last, (states, 0, call.chunks))
-        start = last
+        limit, to = min(base + stretch, call.chunks), last if first or base > 0 else None
+        _reverse_launch(call, dy, solve, start, (entries, adjoints), to, (base, limit), values)
+        yield Adjoints(base, limit - base, entries, adjoints, to, (states, 0, call.chunks), written)
+        start = to
 
 
-def both(call: _Call, dy: Tensor, start: Tensor | None, marks: Tensor, passed: Tensor) -> Iterator[Adjoints]:
-    """The reverse walk of each stretch of T, and its first states from those that the forward pass kept.
+def both(
+    call: _Call, dy: Tensor, solve: Tensor, state: Tensor | None, start: Tensor | None, marks: Sequence[Tensor],
+    values: Values,
+) -> Iterator[Adjoints]:  # fmt: skip
+    """The reverse walk of each stretch of T, and its first states from those that the forward pass kept, or from S_0.
 
-    In pieces, if the forward pass walked in segments.
+    In pieces, if the forward pass walked in segments. marks: what `forward` filled; values: dv and ds to fill.
     """
     t, unused, stretch = call.tiles, call.q, call.walked
     adjoints, states = call.states(stretch), call.states(stretch)
-    scales = call.scalars, call.running, unused, unused
+    entries, written = (
+        call.entries(stretch, terms) if call.delta else unused for terms in (call.adjoint_terms, call.kept_terms)
+    )
     span = stretch
     if call.is_cut:
-        start, span = _adjoint_starts(call, dy, unused, start, passed, 1), call.span // call.finer
+        start, span = _adjoint_starts(call, dy, unused, start, marks[1], 1), call.span // call.finer
+    last, ended = call.segments(-(-stretch // span)), start is not None
+    stages = min(t.walk_stages, t.saved_stages)
+    scales = call.scalars, call.running, scores_of(call, solve), unused
     for base in reversed(range(0, call.chunks, stretch)):
         limit, at = min(base + stretch, call.chunks), base // span
         pieces = -(-(limit - base) // span)
-        last = call.segments(pieces)
-        known = start[at:] if call.is_cut and start is not None else start
+        known = marks[0][at] if call.is_cut else state if base == 0 else marks[0][at - 1]
+        behind = last if start is None else start[at:] if call.is_cut else start
         forward = (
-            call.q, call.k, call.k, call.v, *scales, unused, unused, unused, states, marks[at],
+            call.q, call.k, call.k, call.v, *scales, solve, unused, written, states, last if known is None else known,
             *(unused,) * 6, None,
         )  # fmt: skip
-        reverse = call.q, call.k, call.k, dy, *scales, unused, unused, adjoints, *call.given(known), last, None, None
+        reverse = call.q, call.k, call.k, dy, *scales, solve, entries, adjoints, behind, last
         launch(
             both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
             forward, (*call.rows(call.q), *call.rows(call.k), *call.rows(call.v)),
-            reverse, (*call.rows(call.q), *call.rows(call.k)),
+            reverse, _values(call, values), (*call.rows(call.q), *call.rows(call.k)),
             call.tokens, call.heads, pieces, span, base, limit, call.length, call.plane,
-            BP=t.piece, DECAY=call.decay, SCALED=call.scaled, READ_SCALED=call.read, PITCH=call.pitch,
-            START=start is not None, STAGES=t.walk_stages, REVERSE_STAGES=t.reverse_stages,
-            num_warps=t.walk_warps, num_stages=max(t.walk_stages, t.reverse_stages), maxnreg=t.walk_registers,
-            TERMS=t.walk_terms, **call.sizes,
+            BP=t.piece, DECAY=call.decay, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+            SCORED=call.scored, PITCH=call.pitch, FIRST=1 if call.is_cut or state is not None else -1,
+            START=1 if ended else -1, SOURCE_WANTED=values is not None and values[1] is not None, WHOLE=call.whole,
+            TERMS=call.row_terms, STATE_TERMS=t.state_terms, RIGHT_TERMS=call.right_terms, ADJOINT_TERMS=t.walk_terms,
+            STAGES=stages, REVERSE_STAGES=t.reverse_stages, num_warps=t.walk_warps,
+            num_stages=max(stages, t.reverse_stages), maxnreg=t.walk_registers, **call.sizes,
         )  # fmt: skip
-        yield Adjoints(base, limit - base, unused, adjoints, last, (states, base, limit - base))
+        yield Adjoints(base, limit - base, entries, adjoints, last, (states, base, limit - base), written)
         start = start if call.is_cut else last
+
+
+def _values(call: _Call, values: Values) -> tuple[Any, ...] | None:
+    """v and `values` as the reverse walk takes them."""
+    return None if values is None else (call.v, *call.given(*values), *call.rows(call.v))
 
 
 def _adjoint_starts(
@@ -222,7 +240,7 @@ def _sum_pieces(
 
 def _reverse_launch(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
-    final: Tensor | None, chunks: tuple[int, int], values: tuple[Tensor, Tensor | None] | None = None,
+    final: Tensor | None, chunks: tuple[int, int], values: Values = None,
 ) -> None:  # fmt: skip
     t, unused = call.tiles, call.q
     entries, adjoints = saved or (unused, unused)
@@ -232,7 +250,7 @@ def _reverse_launch(
         call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve),
         call.rest_of_reads, solve, entries, adjoints, unused if start is None else start,
         unused if final is None else final,
-        None if values is None else (call.v, *call.given(*values), *call.rows(call.v)),
+        _values(call, values),
         call.segment_table,
         call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes),
@@ -274,4 +292,4 @@ def _segment_starts(
 
 def scores_of(call: _Call, solve: Tensor) -> Tensor:
     """Where the walks find the products between a chunk's rows, if they were made before."""
-    return solve[..., call.tiles.chunk * call.tiles.state_terms :] if call.scored else call.scores
+    return solve[..., lower(call.tiles.chunk) * call.tiles.state_terms :] if call.scored else call.scores
