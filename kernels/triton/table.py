@@ -146,7 +146,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
-        walk_registers=None if delta else 168, right_terms=1 if keys > 64 else 2, key_terms=2 if exact else 1,
+        right_terms=1 if keys > 64 else 2, key_terms=2 if exact else 1,
         read_terms=2 if exact and keys <= 64 else 1, wide_states=exact and not delta, ahead=exact,
         saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dsf.kernels.triton.matrix import _Call
 
 
+REGISTERS = 255  # the most of a thread: unasked, ptxas gave both walks of a delta rule in float32 only 32
 Values = tuple[Tensor, Tensor | None] | None  # dv, and ds if it is wanted, of a reverse walk that makes them
 
 
@@ -197,7 +198,8 @@ def both(
             START=1 if ended else -1, SOURCE_WANTED=values is not None and values[1] is not None, WHOLE=call.whole,
             TERMS=call.row_terms, STATE_TERMS=t.state_terms, RIGHT_TERMS=call.right_terms, ADJOINT_TERMS=t.walk_terms,
             STAGES=stages, REVERSE_STAGES=t.reverse_stages, num_warps=t.walk_warps,
-            num_stages=max(stages, t.reverse_stages), maxnreg=t.walk_registers, **call.sizes,
+            num_stages=max(stages, t.reverse_stages), maxnreg=REGISTERS if call.delta else t.walk_registers,
+            **call.sizes,
         )  # fmt: skip
         yield Adjoints(base, limit - base, entries, adjoints, last, (states, base, limit - base), written)
         start = start if call.is_cut else last
