@@ -38,7 +38,7 @@ SCALAR: frozenset[str] = frozenset()
 # What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
 WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
-Y = symbol(".y", frozenset({VALUE}))
+Y, MORE = symbol(".y", frozenset({VALUE})), symbol(".more", frozenset({VALUE}))  # MORE: digits of y, if there are any
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class _Writer(Writer):
         if self.ops.gains is not None:
             found = list(dict.fromkeys([*found, *inputs_of(*self._level_exprs())]))
         self.nodes = [x for x in found if x.attrs[0] in self.kinds]
-        for x in [*found, GIVEN, Y]:
+        for x in [*found, GIVEN, Y, MORE]:
             self.call(x)
+        self.optional = frozenset({MORE})
         self.beside = self._beside()
 
     def _names(self) -> list[str]:
@@ -235,19 +236,23 @@ class _Writer(Writer):
         """Stores y, where the walk cannot, or a backward pass needs what it reads."""
         if self.y is None or (self.finish() is not None and not self.gated):
             return None
-        return self.function("readout", [(self.y, Access(".y", None, True, False, True, True))])
+        stores = [(self.y, Access(".y", None, True, False, True, True))]
+        if self.factor is not None:
+            stores.append((Expr("rest_of", (self.y,)), Access(".more", None, True, False, True, True)))
+        return self.function("readout", stores)
 
     def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores the gradients of num and of den (beside it).
 
         Of a quotient instead: what reads are times, so that y's gradient is the gradient of what was read, and the
-        gradient of den over that, by y itself: Σ dy·num = Σ dy·y / factor.
+        gradient of den over that, by y itself: Σ dy·num = Σ dy·y / factor, with more digits than y is given in: what
+        rounding left of them does not cancel.
         """
         if self.y is None or (self.spec.rule is None and not self.gated):
             return None
         if self.factor is not None:
             moved = derivatives(self.factor, UNIT, [WEIGHT])[0] / self.factor
-            slope = moved * (pairing([(GIVEN, Y)]) / self.factor)
+            slope = moved * (pairing([(GIVEN, Expr("with_rest", (Y, MORE)))]) / self.factor)
             factor, den = (Access(name, None, True, False, False, True) for name in (".factor", ".dden"))
             return self.function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
         slopes = derivatives(pairing([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])

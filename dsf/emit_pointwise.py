@@ -62,15 +62,20 @@ class Body:
             masks.append(f"(beside < args[{next(at)}])" if access.tail else "p_ok")
         return pointer, " + ".join(terms), " & ".join(masks)
 
-    def load(self, node: Expr, access: Access, spread: bool = False, convert: bool = True) -> None:
+    def load(
+        self, node: Expr, access: Access, spread: bool = False, convert: bool = True, optional: bool = False
+    ) -> None:
         """One line that makes the tile of an input, in float32 unless it is to be converted later.
 
-        spread: a Key vector is loaded by every lane of the channels.
+        spread: a Key vector is loaded by every lane of the channels. optional: zeros where there is no tensor.
         """
-        _, address, mask = self.reach(access)
+        pointer, address, mask = self.reach(access)
         address = f"fn.to_lanes({address}, p)" if spread else address
         masked = f", mask={mask}, other=0.0" if mask else ""
-        self.lines.append(f"{self.names[node]} = tl.load({address}{masked}){'.to(tl.float32)' * convert}")
+        line = f"{self.names[node]} = tl.load({address}{masked}){'.to(tl.float32)' * convert}"
+        if optional:
+            self.lines += [f"{self.names[node]} = tl.zeros((1, 1, 1), tl.float32)", f"if {pointer} is not None:"]
+        self.lines.append("    " * optional + line)
 
     def store(self, value: str, access: Access) -> None:
         """The lines that store a tile, unless nobody wants it."""
@@ -82,11 +87,15 @@ class Body:
 
 
 class Writer:
-    """Prints functions of one spec's inputs, whose kinds it knows. names: what each input node is called in them."""
+    """Prints functions of one spec's inputs, whose kinds it knows.
+
+    names: what each input node is called in them. optional: those that a launch may lack.
+    """
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
         self.kinds = dict(kinds)
         self.names: dict[Expr, str] = {}
+        self.optional: frozenset[Expr] = frozenset()
 
     def call(self, node: Expr) -> Expr:
         """Give a node a name of its own in the printed text."""
@@ -106,7 +115,7 @@ class Writer:
         """The lines of a body that loads what it needs and stores, and of its sums over tokens where it has any."""
         function = Body(self.names)
         for node in inputs_of(*(e for e, _ in stores)):
-            function.load(node, self.access(node))
+            function.load(node, self.access(node), optional=node in self.optional)
         printer = Printer(function.names, RESERVED | {"beside", "row"})
         values = printer.print([e for e, _ in stores])
         function.lines += printer.lines

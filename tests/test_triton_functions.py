@@ -117,3 +117,23 @@ def test_numbers_handed_to_lanes_and_sums_over_them(dtype: torch.dtype, device: 
     sums = x.view(8, 32)[:, :20].sum(1)
     for found in (z[:8], z[8:16], z[16::2]):
         torch.testing.assert_close(found, sums, rtol=2e-3, atol=2e-3)
+
+
+@triton.jit
+def _refined(x):
+    return fn.with_rest(x.to(tl.bfloat16).to(tl.float32), fn.rest_of(x))
+
+
+@pytest.mark.parametrize("device", on_a_device)
+def test_eight_more_digits_of_bfloat16(device: str) -> None:
+    """Of float32 numbers, and halves between two of bfloat16, to 2^-15 of themselves; all that is not finite."""
+    ties = 1.0 + (2 * torch.arange(BLOCK // 2) + 1) / 256
+    ends = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 1e-30])
+    x = torch.cat([arguments(-3.4e38, 3.4e38)[: BLOCK // 2], ties])
+    x = torch.cat([x, -x])
+    x[: len(ends)] = ends
+    y = torch.empty_like(x, device=device)
+    _apply[(x.numel() // BLOCK,)](x.to(device), y, _refined, BLOCK)
+    known = x.isfinite()
+    assert float(((y.cpu() - x).abs() - x.abs() * 2.0**-15)[known].max()) <= 0
+    assert torch.equal(y.cpu()[:4], x[:4]) and bool(y[4].isnan())

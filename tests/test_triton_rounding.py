@@ -87,6 +87,18 @@ def test_errors_are_of_the_size_of_one_rounding(
     assert max(times.values()) < TIMES, times
 
 
+@pytest.mark.parametrize("recurrence", [get("mlstm").recurrence], ids=lambda r: r.name)
+def test_quotients_of_long_keys_err_like_one_rounding(recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums cancel, so that the gradient of the denominator needs more digits of y than it is given in."""
+    for axis in ("key", "value"):
+        monkeypatch.setitem(mixer_inputs.SIZE, axis, 64)
+    monkeypatch.setitem(mixer_inputs.RANGES, "k", lambda x: F.normalize(x, dim=-1) * 8)
+    monkeypatch.setitem(mixer_inputs.RANGES, "f", lambda x: x + 3.0)
+    given = {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=128).items()}
+    times = ratios(recurrence, given)
+    assert max(times.values()) < TIMES, times
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_gradients_of_delta_rules_have_the_range_of_bfloat16(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     recurrence = get("gated_deltanet").recurrence

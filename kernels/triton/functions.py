@@ -342,6 +342,20 @@ def store(pointers, value, mask):
 
 
 @triton.jit
+def rest_of(x):
+    """Eight binary digits more than the bfloat16 nearest to x has, as an int8 number of their last place."""
+    bits = x.to(tl.int32, bitcast=True)
+    down = (bits & 0x1FFFF) == 0x8000  # half a place, to even
+    return tl.where(down, 127, bits >> 8).to(tl.int8)
+
+
+@triton.jit
+def with_rest(x, rest):
+    """What was rounded to x, a bfloat16 number in float32, from the digits that rest_of left."""
+    return (x.to(tl.int32, bitcast=True) + rest.to(tl.int32) * 256).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def tokens_of(x):
     """The tokens of a tile [L, N, P] as L tiles [1, N, P]: which registers they are in, no more."""
     found = (x,)

@@ -27,7 +27,8 @@ from dsf.kernels.triton.tiles import PLANES, prepare
 from dsf.kernels.triton.walks import both, forward, forward_launch, reverse, transform
 from dsf.kernels.triton.weights import Normaliser, between_chunks, by_lane
 
-Finish = tuple[Any, Any, tuple[Any, ...]]  # printed: what loads, what makes y of that and of what is read; pointers
+# Printed: what loads, what makes y of that and of what is read; pointers; where more digits of y go.
+Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
 
 
 class _Call:

@@ -65,6 +65,8 @@ def _run(
         saved.append(level)
     saved += call.make()
     wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
+    more = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=torch.int8) if keep and call.refined else None
+    call.tensors[".more"] = more
     y, ends, kept, den = _chunks(call, start, wide, keep)
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
@@ -84,6 +86,7 @@ def _run(
         call.launch("readout")
     elif den is not None:  # a quotient, already divided
         saved.append(den)
+    saved += [] if more is None else [more]
     if known.column:
         ends[0] = ends[0][..., : call.p + 1]
     if known.stabilised:
@@ -104,7 +107,7 @@ def _chunks(
     finish = None
     if not wide and "finish" in call.program.accesses:
         f = call.program.functions
-        finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"])
+        finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"]), call.tensors[".more"]
     rows: list[Tensor] | None = [] if keep else None
     y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows)
     normal: Normaliser | None = arguments["normal"]
@@ -247,7 +250,8 @@ def _backward(
     call.keep([rest.pop(0) for _ in known.made])
     outputs = 2 if call.inside else int(known.ones or known.gated)
     if known.quotient:
-        call.tensors |= {".den": rest[-2], ".y": rest[-1]}
+        outputs += call.refined
+        call.tensors |= {".den": rest[-outputs], ".more": rest[-2] if call.refined else None, ".y": rest[-1]}
     elif outputs:
         call.keep_output(rest[-outputs], rest[-1])
     kept = rest[: len(rest) - outputs]

@@ -393,6 +393,11 @@ class Call(Pointwise):
         """True where the chunk kernels compute a normaliser."""
         return self.program.ones and not self.program.column
 
+    @property
+    def refined(self) -> bool:
+        """True where the backward pass reads y with more digits than it is given in."""
+        return self.program.quotient and self.dtype == torch.bfloat16
+
     def split(self, state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """A state [B, H, N, P + 1] as that of the values and the normaliser [B, H, N]."""
         if state is None:

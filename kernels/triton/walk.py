@@ -26,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.keywise import last_running
 from dsf.kernels.triton.packed import place_of_segment
 from dsf.kernels.triton.tiles import (
@@ -57,7 +58,7 @@ NOWHERE = tl.constexpr(-(1 << 31))
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit", "beside"])
 def forward_walk(
     q, k, erased, v, scalars, running, scores_of, rest_of, solve, y, entries, states, start, final, passed,
-    ones, weights, weight_states, extra, table,
+    ones, weights, weight_states, extra, more, table,
     tokens, heads: tl.constexpr, segments, per_segment, base, limit, beside, length, plane,
     q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
@@ -73,7 +74,7 @@ def forward_walk(
     SUMMARY: also `passed`, what a segment does to its first state: [S, B, H, N], or (DELTA) [S, B, H, N, N].
     NORMAL: also weights [B, H, T], what is read of the normaliser driven by 1, or (2) by `ones`.
     FINISH: the printed function that makes y of what is read and of what LOADS finds with pointers and strides `extra`,
-    early: whatever feeds no product is not loaded ahead.
+    early: whatever feeds no product is not loaded ahead. more: None, or where to leave more digits of y.
     STATES: states [B, H, limit - base, N, P] of the walked chunks, and entries [B, H, limit - base, L, P], but where
     KEYWISE [B, T, H, P].
     heads and the strides of tokens are constants: two of three instructions that make addresses go.
@@ -94,6 +95,8 @@ def forward_walk(
     rest_of += (batch * tokens * heads + head) * L if DELTA else batch * k_b + head // k_group * k_h
     flat = (batch * tokens * heads + head) * P
     y += flat
+    if more is not None:
+        more += flat
     of_walked = lane * (limit - base) - base  # chunks kept before the first one of all
     ROW_TERMS: tl.constexpr = (KEY_TERMS if KEYWISE else TERMS) if DELTA else 1
     ENTRY_TERMS: tl.constexpr = READ_TERMS if DELTA else 1
@@ -137,11 +140,12 @@ def forward_walk(
             if STAGES > 2:
                 next_rest = load_rows(rest_of, heads * L, next_rows, within, local, L, L, KIND)
     if LATE:
-        held = tl.zeros([L, BP], y.dtype.element_ty)
+        held = tl.zeros([L, BP], y.dtype.element_ty if more is None else tl.float32)
     for chunk in tl.range(first, stop, num_stages=STAGES):
         rows = chunk * L + local + shift
         if LATE:
-            store_rows(y, heads * P, rows - L, tl.where(chunk > first, end, NOWHERE), columns, P, BP, held)
+            past = tl.where(chunk > first, end, NOWHERE)
+            _store_output(y, more, heads * P, rows - L, past, columns, P, BP, held)
         if STATES:  # before what is loaded is waited for
             to = states + (of_walked + chunk) * N * P + place
             tl.store(to, state.to(states.dtype.element_ty), mask=inside)
@@ -244,9 +248,9 @@ def forward_walk(
             if FINISH is not None:
                 out = FINISH(loaded, out, den[:, None] if NORMAL else out, value)
             if LATE:
-                held = out.to(y.dtype.element_ty)
+                held = out.to(held.dtype)
             else:
-                store_rows(y, heads * P, rows, within, columns, P, BP, out)
+                _store_output(y, more, heads * P, rows, within, columns, P, BP, out)
         if DECAY:
             scale = written_scale(scalars, plane, rows, DECAY, SCALED and not DELTA)
             if DELTA:
@@ -280,7 +284,7 @@ def forward_walk(
                 state += tl.dot(rows_k, (exact - kept).to(KIND), input_precision=PRECISION)
     if LATE:
         rows = (stop - 1) * L + local + shift
-        store_rows(y, heads * P, rows, tl.where(stop > first, end, NOWHERE), columns, P, BP, held)
+        _store_output(y, more, heads * P, rows, tl.where(stop > first, end, NOWHERE), columns, P, BP, held)
     if SUMMARY:
         at = segment * tl.num_programs(1) + lane
         if DELTA:
@@ -298,6 +302,13 @@ def forward_walk(
             inside &= segment == segments - 1
             ends = lane * N * P
         tl.store(final + ends + place, state, mask=inside)
+
+
+@triton.jit
+def _store_output(y, more, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x):
+    store_rows(y, row_stride, rows, tokens, columns, width, padded, x)
+    if more is not None:
+        store_rows(more, row_stride, rows, tokens, columns, width, padded, rest_of(x))
 
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])

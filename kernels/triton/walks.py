@@ -120,7 +120,8 @@ def forward_launch(
         call.reads, call.writes, call.erased, call.v, call.scalars, call.running, scores_of(call, solve),
         call.rest_of_writes, solve, unused if y is None else y, entries, states, unused if start is None else start,
         unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
-        (call.q,) if call.finish is None else (call.finish[2] or (call.q,)), call.segment_table,
+        (call.q,) if call.finish is None else (call.finish[2] or (call.q,)),
+        None if y is None or call.finish is None else call.finish[3], call.segment_table,
         call.tokens, call.heads, call.count, call.span, *chunks, 0, call.length, call.plane,
         *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
         BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
@@ -185,7 +186,7 @@ def both(
         behind = last if start is None else start[at:] if call.is_cut else start
         forward = (
             call.q, call.k, call.k, call.v, *scales, solve, unused, written, states, last if known is None else known,
-            *(unused,) * 6, None,
+            *(unused,) * 6, None, None,
         )  # fmt: skip
         reverse = call.q, call.k, call.k, dy, *scales, solve, entries, adjoints, behind, last
         launch(
