@@ -11,6 +11,7 @@ With e the entries written (e = s v without the delta rule), and f = dL/de (EQUA
     of two larger ones, so decays near zero keep their digits.
 NORMAL: the normaliser n, driven by o, adds dn_i o_j to every dy_i·e_j (dn: gradient of what was read of it), dn_i n to
 S dy_i, and o_j times its own adjoint to G x_j. The first slice of P adds them.
+States kept in float16 (dsf.kernels.triton.states) are multiplied in it, with rows that become float16 for that.
 Transposed score matrices are products of their own: no accumulator is transposed.
 """
 
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.states import load_state, place_of_state, times_slices, times_state
 from dsf.kernels.triton.tiles import (
     ERASE,
     READ,
@@ -79,8 +81,8 @@ def chunk_gradient(
     at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) * N
     dq += at_row
     dk += at_row
-    states += (lane * held + chunk - since) * N * P
-    adjoints += (lane * count + chunk - base) * N * P
+    states = place_of_state(states, lane * held + chunk - since, N * P)
+    adjoints = place_of_state(adjoints, lane * count + chunk - base, N * P)
     entries += (lane * held + chunk - since) * L * P * TERMS
     adjoint_entries += (lane * count + chunk - base) * L * P * ADJOINT_TERMS
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
@@ -169,8 +171,8 @@ def _of_reads(
     LATER: tl.constexpr = PAIR_TERMS == 2 and (TERMS > ADJOINT_TERMS or not DELTA)
     if not LATER:
         state, carried = _carried(
-            state_of + place, adjoint_of + place, inside, weight, weight_adjoint, scalars, plane, begin,
-            DECAY, NORMAL, KIND,
+            state_of, adjoint_of, place, inside, weight, weight_adjoint, scalars, plane, begin,
+            N, P, DECAY, NORMAL, KIND,
         )  # fmt: skip
         grad += carried
     yx = product((given, given), turn(written), 1, TERMS, PRECISION)
@@ -192,11 +194,11 @@ def _of_reads(
         grad += spanning(pairs, local, False, KIND, PRECISION, PAIR_TERMS)
     if LATER:
         state, carried = _carried(
-            state_of + place, adjoint_of + place, inside, weight, weight_adjoint, scalars, plane, begin,
-            DECAY, NORMAL, KIND,
+            state_of, adjoint_of, place, inside, weight, weight_adjoint, scalars, plane, begin,
+            N, P, DECAY, NORMAL, KIND,
         )  # fmt: skip
         grad += carried
-    grad_q = tl.dot(given, tl.trans(state), input_precision=PRECISION)
+    grad_q = times_state((given, given), state, 1, PRECISION)
     if NORMAL:
         grad_q += slope[:, None] * weight[None, :]
     if DECAY:
@@ -218,14 +220,18 @@ def _of_reads(
 
 @triton.jit
 def _carried(
-    state_at, adjoint_at, inside, weight, weight_adjoint, scalars, plane, begin,
-    DECAY: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr,
+    state_of, adjoint_of, place, inside, weight, weight_adjoint, scalars, plane, begin,
+    N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """S, and what the gradients of all decays of the chunk have of S carried through it, the normaliser's added."""
-    state, carried = tl.load(state_at, mask=inside, other=0.0).to(KIND), 0.0
+    piece = tl.program_id(2)
+    state, carried = load_state(state_of, place, inside, piece, N, P, KIND), 0.0
     if DECAY:
-        adjoint = tl.load(adjoint_at, mask=inside, other=0.0)
-        carried = tl.sum(state.to(tl.float32) * adjoint.to(tl.float32))
+        adjoint, factor = load_state(adjoint_of, place, inside, piece, N, P, tl.float32)
+        carried = state[0].to(tl.float32) * adjoint.to(tl.float32)
+        if adjoint.dtype == tl.float16:
+            carried = tl.sum(carried, axis=0, keep_dims=True) * state[1] * factor
+        carried = tl.sum(carried)
         if NORMAL:
             carried += tl.sum(weight * weight_adjoint)
         carried *= total_of(scalars, plane, begin)
@@ -254,7 +260,7 @@ def _of_writes(
     grad = tl.zeros([L], tl.float32)
     WALKED: tl.constexpr = DELTA and TERMS > ADJOINT_TERMS  # f enters when e's second term has left shared memory
     if DELTA and not WALKED:
-        f, state = _of_later(adjoint_entries, state_of + place, inside, local, columns, P, BP, KIND, ADJOINT_TERMS)
+        f, state = _of_later(adjoint_entries, state_of, place, inside, local, columns, N, P, BP, KIND, ADJOINT_TERMS)
         if EARLY:
             grad_v = _of_values(
                 f, v, v_t, scalars, ds + at, rows, end, columns, plane,
@@ -271,12 +277,11 @@ def _of_writes(
         rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
         given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
     # z = G x, from the last state and from the reads of later rows; dk
-    adjoint = tl.load(adjoint_of + place, mask=inside, other=0.0).to(KIND)
-    turned_adjoint = tl.trans(adjoint)
+    adjoint = load_state(adjoint_of, place, inside, tl.program_id(2), N, P, KIND)
     if DELTA and not DECAY:
-        z = product(written, (turned_adjoint, turned_adjoint), TERMS, 1, PRECISION, d)
+        z = times_state(written, adjoint, TERMS, PRECISION, d)
     else:
-        z = product(written, (turned_adjoint, turned_adjoint), TERMS, 1, PRECISION)
+        z = times_state(written, adjoint, TERMS, PRECISION)
     drive, slope, _, weight_adjoint = beside
     if NORMAL:
         z += drive[:, None] * weight_adjoint[None, :]
@@ -294,7 +299,7 @@ def _of_writes(
         xy *= tl.load(scalars + READ * plane + rows)[None, :]
     z = product(split(xy, PAIR_TERMS, KIND), (rows_q, rows_q), PAIR_TERMS, 1, PRECISION, z)
     if WALKED:
-        f, state = _of_later(adjoint_entries, state_of + place, inside, local, columns, P, BP, KIND, ADJOINT_TERMS)
+        f, state = _of_later(adjoint_entries, state_of, place, inside, local, columns, N, P, BP, KIND, ADJOINT_TERMS)
         d, reads = _of_erased(
             f, written, rows_k, state, scalars, db + at, rows, end, plane, local, DECAY, KIND, PRECISION, STATE_TERMS
         )  # fmt: skip
@@ -316,7 +321,7 @@ def _of_writes(
             z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
         scores = _weigh(scores, scalars, rows, before, True, DECAY)
-        grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
+        grad_v = times_slices(rows_k, adjoint, PRECISION)
         if DECAY:
             grad_v *= suffix_of(scalars, plane, rows)[:, None]
         if READ_SCALED:
@@ -353,12 +358,12 @@ def _of_writes(
 
 @triton.jit
 def _of_later(
-    adjoint_entries, state_at, inside, local, columns,
-    P: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
+    adjoint_entries, state_of, place, inside, local, columns,
+    N: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """f, and the transpose of S."""
+    """f, and S."""
     f = load_terms(adjoint_entries, P * ADJOINT_TERMS, local, None, columns, P, BP, KIND, ADJOINT_TERMS)
-    return f, tl.trans(tl.load(state_at, mask=inside, other=0.0).to(KIND))
+    return f, load_state(state_of, place, inside, tl.program_id(2), N, P, KIND)
 
 
 @triton.jit
@@ -369,7 +374,7 @@ def _of_erased(
     """-b d, d what the erasing of each row read: S_{t-1} decayed, times f; k·(S_0 f) decayed, of decays; stores db."""
     fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
     fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
-    d, reads = product(f, (state, state), STATE_TERMS, 1, PRECISION), rows
+    d, reads = times_state(f, state, STATE_TERMS, PRECISION), rows
     if DECAY:
         d *= prefix_of(scalars, rows)[:, None]
         reads = tl.sum(d * rows_k.to(tl.float32), axis=1)

@@ -39,6 +39,8 @@ class Tiles:
     rows that are written into states and the states that are read; 2: the products between rows of gradients in tf32
     (where transitions are diagonal plus rank one, of queries with keys, and what these give each other);
     read_terms: there, of e as it is read; wide_states: states are kept in float32 for the backward pass;
+    half_states: in float16, three binary digits more than bfloat16 in as many bytes (decays alone: where there is a
+    normaliser);
     saved_stages: at most, of the forward walk when it leaves states and entries;
     ahead: walks keep a chunk's values in registers from one chunk before, which shared memory has no third place for;
     pair_warps: of the products between a chunk's rows, for its gradients; entry_warps, entry_piece: of the gradients of
@@ -77,6 +79,7 @@ class Tiles:
     key_terms: int = 1
     read_terms: int = 1
     wide_states: bool = False
+    half_states: bool = False
     saved_stages: int = 3
     ahead: bool = False
     state_terms: int = 1
@@ -114,7 +117,8 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: t
         piece = min(64, found.gradient_piece)
         return replace(
             found, chunk=32, walk_stages=2, reverse_stages=2, gradient_piece=piece, gradient_roles=1,
-            walk_terms=1 if delta else found.walk_terms, state_terms=1, fine=False, sum_stages=2,
+            walk_terms=1 if delta else found.walk_terms, state_terms=1, fine=False, half_states=False,
+            sum_stages=2,
         )  # fmt: skip
     if found.keys > 128:
         return replace(found, chunk=16, piece=16, gradient_piece=min(32, found.gradient_piece))
@@ -151,7 +155,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
         score_terms=2 if decay == "scalar" and wide <= 64 < keys else 1, normal_terms=2,
-        fine=decay == "scalar" and delta and keys > 64,
+        fine=decay == "scalar" and delta and keys > 64, half_states=not delta or (twice and decay == "scalar"),
     )  # fmt: skip
 
 

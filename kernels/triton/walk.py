@@ -29,6 +29,7 @@ import triton.language as tl
 from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.keywise import last_running
 from dsf.kernels.triton.packed import place_of_segment
+from dsf.kernels.triton.states import place_of_state, store_state
 from dsf.kernels.triton.tiles import (
     ERASE,
     PREFIX_ERASE,
@@ -147,8 +148,8 @@ def forward_walk(
             past = tl.where(chunk > first, end, NOWHERE)
             _store_output(y, more, heads * P, rows - L, past, columns, P, BP, held)
         if STATES:  # before what is loaded is waited for
-            to = states + (of_walked + chunk) * N * P + place
-            tl.store(to, state.to(states.dtype.element_ty), mask=inside)
+            to = place_of_state(states, of_walked + chunk, N * P)
+            store_state(to, place, inside, piece, state, N * P)
         rows_of_k = chunk * L + local if KEYWISE else rows
         rows_k = load_rows(k, k_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
         if AHEAD:
@@ -383,8 +384,8 @@ def reverse_walk(
         chunk = stop - 1 - step
         rows = chunk * L + local + shift
         if STATES:  # before what is loaded is waited for
-            at = adjoints + (of_walked + chunk) * N * P + place
-            tl.store(at, state.to(adjoints.dtype.element_ty), mask=inside)
+            at = place_of_state(adjoints, of_walked + chunk, N * P)
+            store_state(at, place, inside, piece, state, N * P)
         rows_of_k = chunk * L + local if KEYWISE else rows
         rows_q = load_rows(q, q_t, rows_of_k, length if KEYWISE else within, keys, N, BN, KIND)
         if AHEAD:
