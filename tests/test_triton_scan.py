@@ -343,15 +343,20 @@ def test_packed_segments_without_a_cotangent_of_the_states(
 
 
 @interpreted
-def test_strided_inputs_need_no_copy(small_tiles: None) -> None:
-    from dsf.gpu_scan import _hole
-    from dsf.kernels.triton.scan_ops import HOLES, _arguments
+@pytest.mark.parametrize("recurrence", [qlstm, longhorn], ids=lambda r: r.name)
+def test_strided_inputs_need_no_copy(recurrence: dsf.Recurrence, small_tiles: None) -> None:
+    from dsf.gpu_scan import _hole, _make, source_of
+    from dsf.kernels.triton.scan_ops import HOLES, _arguments, sizes_of
 
-    x = draw(qlstm, tokens=5)
-    views = {k: v.transpose(1, 3).contiguous().transpose(1, 3) for k, v in x.items()}
-    assert torch.equal(qlstm(**x, backend="triton"), qlstm(**views, backend="triton"))
-    read = [a for a in _arguments(HOLES[_hole(qlstm.spec)], list(views.values()), 2) if torch.is_tensor(a)]
-    assert {a.data_ptr() for a in read} == {v.data_ptr() for v in views.values()}
+    x = draw(recurrence, tokens=5)
+    views = {k: v.transpose(1, 3).contiguous().transpose(1, 3) if v.dim() == 4 else v for k, v in x.items()}
+    assert torch.equal(recurrence(**x, backend="triton"), recurrence(**views, backend="triton"))
+    hole, made = HOLES[_hole(recurrence.spec)], _make(recurrence.spec, views)
+    operands = [
+        made[o.name, o.step] if o.name not in views else views[o.name] for o in source_of(recurrence.spec).operands
+    ]
+    read = {a.data_ptr() for a in _arguments(hole, operands, sizes_of(hole, operands)) if torch.is_tensor(a)}
+    assert read == {x.data_ptr() for x in operands}
 
 
 @interpreted

@@ -24,7 +24,7 @@ from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.states import POWERS
 from dsf.kernels.triton.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
-from dsf.kernels.triton.tiles import PLANES, prepare
+from dsf.kernels.triton.tiles import PLANES, arithmetic, prepare
 from dsf.kernels.triton.walks import both, forward, forward_launch, reverse, transform
 from dsf.kernels.triton.weights import Normaliser, between_chunks, by_lane
 
@@ -75,7 +75,7 @@ class _Call:
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
         self.pitch = pitch(self.tiles, self.scored)
-        kind, precision = _arithmetic(q.dtype)
+        kind, precision = arithmetic(q.dtype)
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
             "PRECISION": precision,
@@ -304,15 +304,6 @@ def _decay_gradient(decay: Tensor | None, heads: int) -> torch.dtype:
     """The dtype of the decays' gradient: that of log decays by key and head, else float32."""
     same = decay is not None and decay.dim() == 4 and decay.shape[2] == heads
     return decay.dtype if decay is not None and same else torch.float32
-
-
-def _arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
-    """What products are computed in: float16 as tf32, which has its digits and float32's range for the states."""
-    import triton.language as tl
-
-    if dtype == torch.bfloat16:
-        return tl.bfloat16, "tf32"
-    return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
 
 
 def _chunk_matrix(

@@ -20,6 +20,7 @@ from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.rank_one import rank_one_chunk, rank_one_walk
 from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
 from dsf.kernels.triton.table import Tiles
+from dsf.kernels.triton.tiles import arithmetic
 
 SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^60
 
@@ -65,7 +66,7 @@ class _Call:
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN
         if real:
-            kind, precision = matrix._arithmetic(q.dtype)
+            kind, precision = arithmetic(q.dtype)
             self.common = {
                 "N": self.n, "L": self.chunk, "KEY_TERMS": self.tiles.key_terms, "KIND": kind, "PRECISION": precision,
             }  # fmt: skip

@@ -143,8 +143,9 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         stages = 2  # two programs a processor, of which there are many where one slice holds all channels
     walk = 8 if decay == "key" and delta and keys > 64 else 4
     exact = decay == "key" and keys >= 64
-    roles = 2 if keys > 64 and (decay == "scalar" or (delta and decay == "none")) else 1
     twice = delta and keys >= 64 and (decay == "none" or (decay == "scalar" and keys == wide == 64))
+    half = twice and decay == "scalar"
+    roles = 2 if half or (keys > 64 and (decay == "scalar" or (delta and decay == "none"))) else 1
     several = (6 if delta else 4 if wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
     return Tiles(
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
@@ -155,7 +156,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
         score_terms=2 if decay == "scalar" and wide <= 64 < keys else 1, normal_terms=2,
-        fine=decay == "scalar" and delta and keys > 64, half_states=not delta or (twice and decay == "scalar"),
+        fine=decay == "scalar" and delta and keys > 64, half_states=not delta or half,
     )  # fmt: skip
 
 

@@ -11,9 +11,13 @@ Decays of any sign are run as their absolute values: with the running product's 
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.packed import place_of_chunk
 
 LOG_TINY = tl.constexpr(-55.262042)
@@ -33,6 +37,13 @@ SUFFIX = tl.constexpr(7)
 TOTAL = tl.constexpr(8)  # at each chunk's first row
 WRITE = tl.constexpr(5)  # or, without delta rule, SUFFIX times SOURCE
 PLANES = 9
+
+
+def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
+    """What products are computed in: float16 as tf32, which has its digits and float32's range for the states."""
+    if dtype == torch.bfloat16:
+        return tl.bfloat16, "tf32"
+    return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
 
 
 @triton.jit
@@ -68,6 +79,14 @@ def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, pad
         tl.store(at, x, mask=rows[:, None] < tokens)
     else:
         tl.store(at, x, mask=(rows[:, None] < tokens) & (columns[None, :] < width))
+
+
+@triton.jit
+def store_output(y, more, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x):
+    """Rows of y, and where they are wanted (`more`) the digits of x that y has no room for."""
+    store_rows(y, row_stride, rows, tokens, columns, width, padded, x)
+    if more is not None:
+        store_rows(more, row_stride, rows, tokens, columns, width, padded, rest_of(x))
 
 
 @triton.jit

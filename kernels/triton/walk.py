@@ -26,7 +26,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.keywise import last_running
 from dsf.kernels.triton.packed import place_of_segment
 from dsf.kernels.triton.states import place_of_state, store_state
@@ -43,6 +42,7 @@ from dsf.kernels.triton.tiles import (
     product,
     read_scale,
     split,
+    store_output,
     store_rows,
     store_terms,
     suffix_of,
@@ -146,7 +146,7 @@ def forward_walk(
         rows = chunk * L + local + shift
         if LATE:
             past = tl.where(chunk > first, end, NOWHERE)
-            _store_output(y, more, heads * P, rows - L, past, columns, P, BP, held)
+            store_output(y, more, heads * P, rows - L, past, columns, P, BP, held)
         if STATES:  # before what is loaded is waited for
             to = place_of_state(states, of_walked + chunk, N * P)
             store_state(to, place, inside, piece, state, N * P)
@@ -251,7 +251,7 @@ def forward_walk(
             if LATE:
                 held = out.to(held.dtype)
             else:
-                _store_output(y, more, heads * P, rows, within, columns, P, BP, out)
+                store_output(y, more, heads * P, rows, within, columns, P, BP, out)
         if DECAY:
             scale = written_scale(scalars, plane, rows, DECAY, SCALED and not DELTA)
             if DELTA:
@@ -285,7 +285,7 @@ def forward_walk(
                 state += tl.dot(rows_k, (exact - kept).to(KIND), input_precision=PRECISION)
     if LATE:
         rows = (stop - 1) * L + local + shift
-        _store_output(y, more, heads * P, rows, tl.where(stop > first, end, NOWHERE), columns, P, BP, held)
+        store_output(y, more, heads * P, rows, tl.where(stop > first, end, NOWHERE), columns, P, BP, held)
     if SUMMARY:
         at = segment * tl.num_programs(1) + lane
         if DELTA:
@@ -303,13 +303,6 @@ def forward_walk(
             inside &= segment == segments - 1
             ends = lane * N * P
         tl.store(final + ends + place, state, mask=inside)
-
-
-@triton.jit
-def _store_output(y, more, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x):
-    store_rows(y, row_stride, rows, tokens, columns, width, padded, x)
-    if more is not None:
-        store_rows(more, row_stride, rows, tokens, columns, width, padded, rest_of(x))
 
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
