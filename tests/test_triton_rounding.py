@@ -13,7 +13,8 @@ from mixer_inputs import sample
 from scan_family import aligned, gated, swinging
 from torch import Tensor
 
-from dsf import Recurrence
+import dsf
+from dsf import Key, Recurrence, Scalar, System, Value
 from dsf.kernels.triton import matrix
 from dsf.mixers import get
 from dsf.mixers.longhorn import longhorn
@@ -88,12 +89,28 @@ def test_errors_are_of_the_size_of_one_rounding(
     assert max(times.values()) < TIMES, times
 
 
-@pytest.mark.parametrize("recurrence", [get("mlstm").recurrence], ids=lambda r: r.name)
-def test_quotients_of_long_keys_err_like_one_rounding(recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they sum cancels: den's gradient needs more digits of y than it is given in, and all of them of states."""
+@dsf.recurrence
+def read_before(q: Key, k: Key, v: Value, i: Scalar, f: Scalar) -> System:
+    """A quotient of what the update has not reached, which no walk finishes."""
+    return System(
+        A=dsf.sigmoid(f),
+        B=dsf.exp(i) * k * v,
+        C=q,
+        read="before",
+        normalize=lambda num, den, one: num / dsf.maximum(dsf.abs(den), one),
+    )
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "length"), [(get("mlstm").recurrence, 8.0), (read_before, 1.0)], ids=lambda x: getattr(x, "name", x)
+)
+def test_quotients_err_like_one_rounding(
+    recurrence: Recurrence, length: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they sum cancels (of longer keys more): den's gradient needs more digits of y than it is given in."""
     for axis in ("key", "value"):
         monkeypatch.setitem(mixer_inputs.SIZE, axis, 64)
-    monkeypatch.setitem(mixer_inputs.RANGES, "k", lambda x: F.normalize(x, dim=-1) * 8)
+    monkeypatch.setitem(mixer_inputs.RANGES, "k", lambda x: F.normalize(x, dim=-1) * length)
     monkeypatch.setitem(mixer_inputs.RANGES, "f", lambda x: x + 3.0)
     given = {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=128).items()}
     times = ratios(recurrence, given)
