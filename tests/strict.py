@@ -1,7 +1,8 @@
 """Triton's interpreter, made strict and given bfloat16.
 
 Strict: what a kernel reads and writes lies in the tensors that its launch was given (on a GPU it would read what lies
-beside them, or corrupt it), and memory that nobody has written is NaN. bfloat16: numpy has no such numbers, and the
+beside them, or corrupt it), memory that nobody has written is NaN, and programs of a launch run in another order than
+that of their numbers, since none may need what another leaves. bfloat16: numpy has no such numbers, and the
 interpreter alone computes with their bits; here arithmetic is in float32, rounded to the nearest, as on a GPU. Products
 in tf32 cut off what tf32 does not hold, which is the worst that a GPU does.
 """
@@ -101,7 +102,25 @@ def install() -> None:
 
     interpreter.GridExecutor._init_args_hst = entered
     Builder.create_masked_load, Builder.create_masked_store = loaded, stored
+    _shuffle_programs()
     _compute_bfloat16()
+
+
+def _shuffle_programs() -> None:
+    dim, place = Builder.set_grid_dim, Builder.set_grid_idx
+
+    def known(self: Any, *sizes: int) -> None:
+        dim(self, *sizes)
+        count = int(np.prod(sizes))
+        order = np.random.default_rng(count).permutation(count)
+        self.order = order[::-1] if (order == np.arange(count)).all() else order
+
+    def placed(self: Any, *index: int) -> None:
+        sizes = self.grid_dim
+        found = np.unravel_index(self.order[np.ravel_multi_index(index, sizes)], sizes)
+        place(self, *(int(x) for x in found))
+
+    Builder.set_grid_dim, Builder.set_grid_idx = known, placed
 
 
 def _compute_bfloat16() -> None:

@@ -1,5 +1,6 @@
-"""What makes the interpreter strict works: addresses, unwritten memory, bfloat16, tf32. Its hurry changes nothing."""
+"""What makes the interpreter strict works: addresses, unwritten memory, order, bfloat16, tf32; and its hurry."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,14 @@ pytestmark = interpreted
 def copied(x, y, first, count, SIZE: tl.constexpr):
     at = first + tl.arange(0, SIZE)
     tl.store(y + at, tl.load(x + at, mask=at < count, other=0.0), mask=at < count)
+
+
+@triton.jit
+def in_turn(turns, counter):
+    here = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    turn = tl.load(counter)
+    tl.store(turns + here, turn)
+    tl.store(counter, turn + 1)
 
 
 @triton.jit
@@ -59,6 +68,14 @@ def test_unwritten_memory_is_no_number() -> None:
     y = torch.empty(8)
     copied[(1,)](torch.ones(8), y, 0, 3, SIZE=8)
     assert y[:3].eq(1).all() and y[3:].isnan().all()
+
+
+@pytest.mark.parametrize("grid", [(2,), (5,), (2, 1, 3)])
+def test_programs_run_in_another_order_than_that_of_their_numbers(grid: tuple[int, ...]) -> None:
+    count = math.prod(grid)
+    turns, counter = torch.zeros(count, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    in_turn[grid](turns, counter)
+    assert sorted(turns.tolist()) == list(range(count)) and turns.tolist() != list(range(count))
 
 
 def test_bfloat16_rounds_every_result_once() -> None:
