@@ -104,7 +104,7 @@ def test_products_in_tf32_cut_operands_off(precision: str, low: float, high: flo
 
 DTYPES = (tl.int1, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
 SHAPES = ((), (4,), (1, 4), (2, 1), (2, 4), (2, 2, 4))
-NUMBERS = (0, 3, -2, True, 0.0, 0.1, -1e30, 2**40)
+NUMBERS = (0, 3, -2, True, 0.0, -0.0, 0.1, -1e30, math.nan, 2**40)
 OPERATIONS = {
     "add": lambda s, x, y: s.add(x, y, False),
     "sub": lambda s, x, y: s.sub(x, y, False),
