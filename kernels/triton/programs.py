@@ -111,8 +111,13 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def arguments_of(accesses: Sequence[Access], tensors: Mapping[str, Tensor | None], heads: int) -> tuple[Any, ...]:
-    """Pointers and strides of tensors in the order that a printed function reads them."""
+def arguments_of(
+    accesses: Sequence[Access], tensors: Mapping[str, Tensor | None], heads: int, fixed: bool
+) -> tuple[Any, ...]:
+    """Pointers and strides of tensors in the order that a printed function reads them.
+
+    fixed: strides of time are constants where they can be, which the host has to look at in every call.
+    """
     found: list[Any] = []
     for a in accesses:
         x = tensors[a.role]
@@ -121,7 +126,7 @@ def arguments_of(accesses: Sequence[Access], tensors: Mapping[str, Tensor | None
             continue
         if a.step is not None:
             x = x.select(2, a.step)
-        lead: tuple[Any, ...] = (x.stride(0), row_strides(x)[1]) if a.time else ()
+        lead: tuple[Any, ...] = (x.stride(0), row_strides(x)[1] if fixed else x.stride(1)) if a.time else ()
         head, *rest = x.stride()[len(lead) :]
         found += [x, *lead, head, heads // x.shape[len(lead)], *rest]
         if a.tail:
@@ -204,7 +209,7 @@ class Pointwise:
 
     def arguments(self, accesses: Sequence[Access]) -> tuple[Any, ...]:
         """Pointers and strides in the order that a printed function reads them."""
-        return arguments_of(accesses, self.tensors, self.heads)
+        return arguments_of(accesses, self.tensors, self.heads, True)
 
     def room(self, a: Access, like: Tensor) -> Tensor:
         """Room for an input's gradient: all heads apart, one row a program of `adjoint` for a Param."""

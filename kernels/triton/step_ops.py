@@ -79,7 +79,7 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     parts = -(-p // channels)
     together = program.ones and new is state  # the column that all channels read: one program must own them
     blocks = parts if together else 1
-    args = arguments_of(program.accesses, tensors, heads)
+    args = arguments_of(program.accesses, tensors, heads, False)  # no tape plays steps, and one token has no stride
     step[(parts // blocks * heads * batch,)](
         args,
         heads,
