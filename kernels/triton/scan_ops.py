@@ -101,6 +101,11 @@ class Sizes:
         """States side by side."""
         return self.batch * self.heads
 
+    @property
+    def fixed(self) -> bool:
+        """True where H, P and strides are constants of the kernels, which measured slower for vector states."""
+        return self.n > 1
+
 
 def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
     """The sizes, read off the operands."""
@@ -114,10 +119,7 @@ def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
 
 
 def _arguments(hole: Hole, operands: Sequence[Tensor], s: Sizes, rows: bool = False) -> tuple[Any, ...]:
-    """Pointers and strides in the order that the printed holes read them; rows: tokens of a state entry in a row.
-
-    Strides of vector states are no constants: measured, that is slower.
-    """
+    """Pointers and strides in the order that the printed holes read them; rows: tokens of a state entry in a row."""
     found: list[Any] = []
     for o, x in zip(hole.operands, operands, strict=True):
         if o.start:
@@ -126,7 +128,7 @@ def _arguments(hole: Hole, operands: Sequence[Tensor], s: Sizes, rows: bool = Fa
         if o.key and not o.value:
             # every lane reads these: converting them once is cheaper than in every program
             x = _in_rows(x) if rows and o.time else x.float()
-        lead, at = (row_strides(x) if s.n > 1 else x.stride()[:2], 2) if o.time else ((), 0)
+        lead, at = (row_strides(x) if s.fixed else x.stride()[:2], 2) if o.time else ((), 0)
         found += [x, *lead, x.stride(at), s.heads // o.heads(x), *x.stride()[at + 1 :]]
     return tuple(found)
 
@@ -175,7 +177,7 @@ class Launch:
     def scalars(self) -> tuple[Any, ...]:
         """T, H, P, segments, span."""
         s = self.sizes
-        width = (s.heads, s.p) if s.n == 1 else (constant(s.heads), constant(s.p))
+        width = (constant(s.heads), constant(s.p)) if s.fixed else (s.heads, s.p)
         return s.tokens, *width, self.segments, self.span
 
     @property
