@@ -368,14 +368,16 @@ def test_operator_passes_opcheck(recurrence):
     torch.library.opcheck(matrix_mixer, (operands, state, program, True))
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "ssd"])
-def test_the_shapes_of_what_stretches_keep_are_known(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, dtype", [("gated_deltanet", torch.float32), ("ssd", torch.float32), ("mlstm", torch.bfloat16)]
+)
+def test_the_shapes_of_what_stretches_keep_are_known(name, dtype, monkeypatch):
     from dsf.gpu_matrix import program_of
     from dsf.kernels.triton.mixer_ops import _forward_real, _forward_shapes
 
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: 3)
     recurrence = get(name).recurrence
-    given = {n: x.float() for n, x in sample(recurrence, tokens=70).items()}
+    given = {n: x.to(dtype) for n, x in sample(recurrence, tokens=70).items()}
     operands = [given[i.name] for i in recurrence.spec.inputs]
     program = program_of(recurrence.spec)[1]
     real, shapes = _forward_real((None, None, *operands), program, True), _forward_shapes(operands, None, program, True)

@@ -126,6 +126,30 @@ def test_decays_of_short_keys_need_more_digits_of_states(monkeypatch: pytest.Mon
     assert ratios(recurrence, given)["alpha"] < 1.2
 
 
+@pytest.mark.parametrize("bounds", [[0, 1], [0, 101], [0, 1, 70, 101]], ids=["one", "odd", "packed"])
+@pytest.mark.parametrize(("name", "keys", "values"), [("mlstm", 24, 72), ("gated_deltanet", 40, 24)])
+def test_states_in_float16_are_right_at_uneven_sizes(
+    name: str, keys: int, values: int, bounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an initial state, and through the last one where it is no other's multiple."""
+    recurrence = get(name).recurrence
+    monkeypatch.setitem(mixer_inputs.SIZE, "key", keys)
+    monkeypatch.setitem(mixer_inputs.SIZE, "value", values)
+    given = {x: v.bfloat16() for x, v in sample(recurrence, batch=1, tokens=bounds[-1]).items()}
+    state = torch.randn(len(bounds) - 1, 2, *recurrence.state_shape(N=keys, P=values))
+    packed = {"cu_seqlens": torch.tensor(bounds)} if len(bounds) > 2 else {}
+
+    def found(dtype: torch.dtype, **how: str) -> list[Tensor]:
+        leaves = {x: v.to(dtype).requires_grad_() for x, v in given.items()}
+        start = state.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+        y, final = recurrence(**leaves, initial_state=start, return_state=True, **packed, **how)
+        last = 0.0 if recurrence.spec.is_stabilised else final.square().sum()
+        return [y, *torch.autograd.grad(y.square().sum() + last, [*leaves.values(), start])]
+
+    for a, b in zip(found(torch.bfloat16, backend="triton"), found(torch.float64, form="naive"), strict=True):
+        assert float((a.double() - b).abs().max()) < 0.02 * float(b.abs().max())
+
+
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_gradients_of_delta_rules_have_the_range_of_bfloat16(

@@ -1,5 +1,6 @@
 """The fused scan in Triton's interpreter: what is printed computes what was declared, forward and backward."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -357,6 +358,37 @@ def test_strided_inputs_need_no_copy(recurrence: dsf.Recurrence, small_tiles: No
     ]
     read = {a.data_ptr() for a in _arguments(hole, operands, sizes_of(hole, operands)) if torch.is_tensor(a)}
     assert read == {x.data_ptr() for x in operands}
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    """x as a part of wider rows, as a projection to several inputs leaves it."""
+    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """x with its tokens side by side."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("view", [sliced, turned])
+@pytest.mark.parametrize("recurrence", [longhorn, s6, swinging], ids=lambda r: r.name)
+def test_gradients_of_strided_inputs(
+    recurrence: dsf.Recurrence, view: Callable[..., torch.Tensor], tokens: int, small_tiles: None
+) -> None:
+    x = draw(recurrence, tokens=tokens, batch=2)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time and i.kind.axes}
+
+    def found(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        leaves = {k: v.requires_grad_() for k, v in given.items()}
+        y = recurrence(**leaves, backend="triton")
+        wanted = [v for k, v in leaves.items() if k != "stop"]
+        return [y, *torch.autograd.grad(y.square().sum(), wanted)]
+
+    plain = found({k: v.clone() for k, v in x.items()})
+    views = {k: view(v) if k in timed else v.clone() for k, v in x.items()}
+    assert all(torch.equal(a, b) for a, b in zip(found(views), plain, strict=True))
 
 
 @interpreted
