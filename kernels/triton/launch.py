@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from dsf.kernels.triton.ahead import waiting
 from dsf.kernels.triton.tape import recording
 
 _KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # constants are passed to the launcher
@@ -55,6 +56,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
     """kernel[grid](*args, **named): args are tensors, numbers or tuples of them; named are constants and options."""
     key = _key(kernel, args, named)
     found = None if key is None else _ready.get(key)
+    if waiting():
+        if found is None:
+            kernel.warmup(*args, grid=grid, **named)
+        return
     run: Callable[..., Any]
     if found is None:
         run = functools.partial(kernel[grid], **named)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dsf.kernels.triton.ahead import compiled
+
 LARGEST = 1024  # kinds of calls that are remembered
 UNSET = (
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
@@ -39,7 +41,7 @@ def played(function: Callable[..., Any], tensors: Sequence[Tensor | None], *opti
         if len(_tapes) >= LARGEST:
             forget()
         _tapes[key] = None
-        return function(tensors, *options)
+        return compiled(function, tensors, *options)
     with Tape(tensors) as tape:
         found = function(tensors, *options)
     _tapes[key] = tape.function(found)

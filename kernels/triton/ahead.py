@@ -1,0 +1,53 @@
+"""All kernels of a call compiled at once, on several threads, before any of them is needed.
+
+A first call runs up to a dozen kernels, and to compile one takes 0.3 to 3 s. Most of that is spent in LLVM and ptxas,
+which leave Python to other threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import triton
+
+THREADS = min(8, os.cpu_count() or 1)
+_Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
+_this_thread = threading.local()
+
+
+class _Ahead(_Mode or object):  # type: ignore[misc]
+    """Triton's mode for compiling on other threads, in which a launch that waits for its kernel launches nothing."""
+
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> None:
+        super().submit(key, compile_fn, finalize_fn)
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), which launches kernels and does nothing that depends on what tensors hold.
+
+    From the first kernel on that Triton has yet to compile nothing is launched; function runs again when all are ready.
+    """
+    if _Mode is None or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return function(*args)
+    # What does not compile is left to the second run, whose errors are those of a plain launch.
+    with ThreadPoolExecutor(THREADS) as threads, _Ahead(threads, ignore_errors=True) as mode:
+        _this_thread.mode = mode
+        try:
+            found = function(*args)
+        finally:
+            _this_thread.mode = None
+    if mode.raw_futures:
+        del found  # memory that nobody has written
+        found = function(*args)
+    return found
+
+
+def waiting() -> bool:
+    """Whether this thread's call waits for a kernel, so that what it launches is to be compiled and no more."""
+    mode = getattr(_this_thread, "mode", None)
+    return mode is not None and bool(mode.raw_futures)
