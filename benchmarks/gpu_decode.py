@@ -4,9 +4,8 @@ python benchmarks/gpu_decode.py [--only mlstm] [--batch 1 128 1024] [--json benc
 python benchmarks/gpu_decode.py --page benchmarks/results/gpu_decode.json --into docs/performance.md   # its table
 
 bfloat16 inputs, float32 states overwritten in place and rotated over more memory than the L2 holds. "kernel" is the
-launch alone (a CUDA graph of steps), "copy" a copy of such a state to another, timed alike, "call" a public call on
-the host's clock. Peers (gpu_peers.py) do what they do on the same inputs: fla and mlstm-kernels write a new state,
-mamba-ssm overwrites.
+launch alone (a CUDA graph of steps), "call" a public call on the host's clock. Peers (gpu_peers.py) do what they do on
+the same inputs: fla and mlstm-kernels write a new state, mamba-ssm overwrites.
 Steps are compared with float64 by tests/test_gpu_calls.py.
 """
 
@@ -33,45 +32,35 @@ L2 = 200 << 20
 
 
 def measure(step, size):
-    """ms of the kernel, of a call and of a copy of the state, and the state bytes that it reads and writes."""
+    """ms of the kernel and of a call, and the state bytes that it reads and writes."""
     bytes_ = 8 * torch.Size(size).numel()
     count = max(2, -(-L2 // (bytes_ // 2)))
     states = [torch.zeros(size, device="cuda") for _ in range(min(count, 64))]
 
-    def steps():
+    def round_():
         for state in states:
             step(state)
 
-    def copies():
-        for source, target in zip(states, [*states[1:], states[0]], strict=True):
-            target.copy_(source)
-
     with torch.no_grad():
-        steps()
+        round_()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(5):
-            steps()
+            round_()
         host = (time.perf_counter() - begin) / 5 / len(states) * 1e3
         torch.cuda.synchronize()
-        kernel, copy = (in_graph(x) / len(states) for x in (steps, copies))
-    return {"kernel": kernel, "call": host, "copy": copy, "bytes": bytes_}
-
-
-def in_graph(work):
-    """Median ms of a CUDA graph of the work."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(15):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            round_()
+        times = []
+        for _ in range(15):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / len(states))
+    return {"kernel": sorted(times)[len(times) // 2], "call": host, "bytes": bytes_}
 
 
 def draw_token(recurrence, batch, heads, n, p, shared):
@@ -105,12 +94,11 @@ def sides(name, batch):
 def page(data):
     """The rows as a Markdown table. An asterisk: a peer that was measured in an earlier run."""
     rate = data["machine"]["copy GB/s"]
-    head = "| recurrence | heads x N x P | batch | kernel ms | share of the copy ceiling | a copy of the state ms |"
-    lines = [f"{head} call ms | peer | its kernels ms | ours ÷ peer |", "|---" * 10 + "|"]
+    head = "| recurrence | heads x N x P | batch | kernel ms | share of the copy ceiling | call ms |"
+    lines = [f"{head} peer | its kernels ms | ours ÷ peer |", "|---" * 9 + "|"]
     peers = {(r["name"], r["batch"]): r for r in data["rows"] if r.get("who", "ours") != "ours"}
     for r in [r for r in data["rows"] if r.get("who", "ours") == "ours"]:
         share = r["bytes"] / r["kernel"] / 1e6 / rate
-        copy = f"{r['copy']:.4f}" if "copy" in r else ""
         other, beside = peers.get((r["name"], r["batch"])), ["", "", ""]
         if other:
             known = "kernel" in other
@@ -121,7 +109,7 @@ def page(data):
             beside.append(f"{r['kernel'] / other['kernel']:.2f}" if known else "")
         lines.append(
             f"| {r['name']} | {r['heads']} x {r['N']} x {r['P']} | {r['batch']} | {r['kernel']:.4f} | {share:.0%} | "
-            f"{copy} | {r['call']:.3f} | {' | '.join(beside)} |"
+            f"{r['call']:.3f} | {' | '.join(beside)} |"
         )
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Kernels compiled before a call runs: all at once, nothing launched meanwhile, errors where they always were."""
 
 import threading
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,6 +19,12 @@ class Kernel:
     def __init__(self, others=None, broken=False):
         self.ready, self.launches, self.compiled_by = False, [], []
         self.others, self.broken = others, broken
+
+    @property
+    def run(self):
+        """Builds the launcher, as Triton's kernels do."""
+        self.launcher_by = threading.current_thread()
+        return self
 
     def compile(self):
         self.compiled_by.append(threading.current_thread())
@@ -51,6 +58,10 @@ class Kernel:
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", device := MagicMock())
+    yield
+    assert {c.args for c in device.call_args_list} <= {(3,)}
 
 
 def call(kernels, log):
@@ -66,7 +77,7 @@ def test_all_are_compiled_at_the_same_time_and_then_launched_once(monkeypatch):
     kernels, log = [Kernel(together) for _ in range(3)], []
     assert ahead.compiled(call, kernels, log) == "found"
     assert [k.launches for k in kernels] == [[(0,)], [(1,)], [(2,)]]
-    assert all(len(k.compiled_by) == 1 and k.compiled_by[0] is not threading.current_thread() for k in kernels)
+    assert all(k.compiled_by == [k.launcher_by] != [threading.current_thread()] for k in kernels)
     assert len(log) == 2 and not ahead.waiting()
 
 

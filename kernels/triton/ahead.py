@@ -1,11 +1,12 @@
 """All kernels of a call compiled at once, on several threads, before any of them is needed.
 
-A first call runs up to a dozen kernels, and to compile one takes 0.3 to 3 s. Most of that is spent in LLVM and ptxas,
-which leave Python to other threads.
+A first call runs up to a dozen kernels, and to compile one takes 0.3 to 3 s. Most of that is spent in LLVM, ptxas and,
+for the launcher, a C compiler, which leave Python to other threads.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -24,7 +25,15 @@ class _Ahead(_Mode or object):  # type: ignore[misc]
     """Triton's mode for compiling on other threads, in which a launch that waits for its kernel launches nothing."""
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> None:
-        super().submit(key, compile_fn, finalize_fn)
+        super().submit(key, functools.partial(_loaded, compile_fn, torch.cuda.current_device()), finalize_fn)
+
+
+def _loaded(compile_fn: Callable[[], Any], device: int) -> Any:
+    """The compiled kernel, on this GPU, with its launcher, for which Triton runs a C compiler."""
+    kernel = compile_fn()
+    with torch.cuda.device(device):
+        assert kernel.run
+    return kernel
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> Any:
