@@ -218,7 +218,8 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     )
     whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
     plain = all(r.normal.decay is UNIT and not r.normal.corrections for r in spec.rows)
+    by_key = any(KEY in r.normal.decay.axes for r in spec.rows)
     program = StepProgram(
-        inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, plain
+        inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, by_key, plain
     )
     return Source(f"{identifier(spec.name)}_step", text, ()), program

@@ -138,7 +138,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
             entry_warps=4, entry_piece=wide, key_terms=2,
         )  # fmt: skip
     stages = 3
-    reverse = 2 if decay != "none" and delta and keys > 64 else stages
+    reverse = 2 if delta and decay != "none" and (keys > 64 or decay == "scalar") else stages
     if decay == "scalar" and not delta and keys > 64 and wide <= 64:
         stages = 2  # two programs a processor, of which there are many where one slice holds all channels
     walk = 8 if decay == "key" and delta and keys > 64 else 4
@@ -146,7 +146,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     twice = delta and keys >= 64 and (decay == "none" or (decay == "scalar" and keys == wide == 64))
     half = twice and decay == "scalar"
     roles = 2 if half or (keys > 64 and (decay == "scalar" or (delta and decay == "none"))) else 1
-    several = (6 if delta else 4 if wide <= 64 else 1) if decay == "scalar" and keys > 64 else 1
+    several = (6 if delta else 4 if wide <= 64 else 2) if decay == "scalar" and keys > 64 else 1
     return Tiles(
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
