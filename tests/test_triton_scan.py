@@ -214,6 +214,24 @@ def test_segments_summarised_in_pieces_by_walks_that_load_tiles_ahead(
 
 
 @interpreted
+@pytest.mark.parametrize("recurrence", [s6, longhorn], ids=lambda r: r.name)
+def test_segments_whose_entries_several_programs_summarise(
+    recurrence: dsf.Recurrence, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsf.kernels.triton import scan_ops, scan_table
+
+    for name, value in (("FEW", 2), ("CROWD", 1000)):
+        monkeypatch.setattr(scan_table, name, value)
+    monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (3, 8))
+    assert scan_table.shares(4, 1, torch.device("cpu")) == 2
+    x = draw(recurrence, tokens=21, heads=1, n=4)
+    state = torch.randn(1, 1, *recurrence.state_shape(4, 5))
+    ours = gradients(recurrence, x, state, backend="triton")
+    wide = {k: v.double() for k, v in x.items()}
+    close(ours, gradients(recurrence, wide, state.double(), form="naive"))
+
+
+@interpreted
 def test_outputs_without_a_gradient_count_as_zeros(small_tiles: None) -> None:
     x = draw(rg_lru, tokens=3)
 

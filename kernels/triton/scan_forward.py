@@ -185,11 +185,14 @@ def outputs_by_entry(
 
 @triton.jit
 def absorb(
-    args, dy, ends, arriving, local, products, tile, c0,
+    args, dy, ends, arriving, local, products, tile, c0, low, high,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
     N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """What L tokens from c0 on add to a summary; how many products of A were not yet down to LOW before them."""
+    """What L tokens from c0 on add to the summary of entries `low` to `high`.
+
+    Returns how many products of A were not yet down to LOW before them.
+    """
     i_b, i_h, p, p_ok, place, T, H, P = tile
     tokens = plain_tokens(args, tile, c0, plain, N, L, BP)
     given = ()
@@ -198,10 +201,10 @@ def absorb(
         for k in tl.static_range(L):
             given = given + (tl.load(first + k * (H * P), mask=p_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     alive = 0
-    product = tl.load(products + p, mask=p_ok, other=0.0)
-    state = tl.load(local + p, mask=p_ok, other=0.0)
-    for n in range(N):
-        then = tl.minimum(n + 1, N - 1) * P + p
+    product = tl.load(products + low * P + p, mask=p_ok, other=0.0)
+    state = tl.load(local + low * P + p, mask=p_ok, other=0.0)
+    for n in range(low, high):
+        then = tl.minimum(n + 1, high - 1) * P + p
         next_product = tl.load(products + then, mask=p_ok, other=0.0)
         next_state = tl.load(local + then, mask=p_ok, other=0.0)
         some = tl.sum((~(tl.abs(product) <= LOW)).to(tl.int32))  # NaN is more
@@ -239,7 +242,7 @@ def summaries_by_entry(
     args, dy, ends, arriving, local, products, T, H, P, segments, span, origin,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
     ahead: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
-    BEFORE: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr,
+    BEFORE: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """What a segment of `span` tokens does to the state that enters it: multiplies by `products`, adds `local`.
 
@@ -247,9 +250,11 @@ def summaries_by_entry(
     zeros at first; segments begin at origin + segment span, and all but the last (with dy, the first) have a program.
     Tokens come in the order in which what enters would meet them last, and no more of them than it takes to bring all
     products down to LOW: at zero, what lies beyond does not reach the other end. arriving: as in
-    dsf.kernels.triton.scan.summaries.
+    dsf.kernels.triton.scan.summaries. PARTS: programs that share the entries of a segment, each a stretch of them.
     """
     place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
+    low = tl.program_id(1) * (N // PARTS)
+    high = low + N // PARTS
     if dy is not None:
         segment += 1
     tile = tile_at(place, i_b, i_h, T, H, P, BP, V, EVEN)
@@ -267,13 +272,13 @@ def summaries_by_entry(
         if NEAR:
             ahead(args, place_of(tile, row * 0 + (end - (j + 1) * L if dy is None else begin + j * L), 0, N, BP), L, BP)
         alive = absorb(
-            args, dy, ends, arriving, local, products, tile, row * 0 + c0, setup, plain, runs, whole, step, N, L, BP,
-            BEFORE, LOW,
+            args, dy, ends, arriving, local, products, tile, row * 0 + c0, low, high, setup, plain, runs, whole, step,
+            N, L, BP, BEFORE, LOW,
         )  # fmt: skip
         i += 1
     if dy is not None:  # of states, no segment but the last ends otherwise, and that one's reaches no other
         for c0 in range(begin + count * L, end):
             absorb(
-                args, dy, ends, arriving, local, products, tile, row * 0 + c0, setup, plain, runs, whole, step, N, 1,
-                BP, BEFORE, LOW,
+                args, dy, ends, arriving, local, products, tile, row * 0 + c0, low, high, setup, plain, runs, whole,
+                step, N, 1, BP, BEFORE, LOW,
             )  # fmt: skip

@@ -30,6 +30,7 @@ from dsf.kernels.triton.scan_table import (
     by_entry,
     finer,
     segments,
+    shares,
     tile,
     vector,
 )
@@ -281,10 +282,13 @@ def _entering_by_entry(
     fine = finer(go.segments, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
     count, span = (go.segments - 1) * fine + 1, go.span // fine
     local, products = go.states(like, count).zero_(), go.states(like, count).fill_(1.0)
+    programs = go.blocks * go.sizes.rows * (count - 1)
+    shared = shares(go.sizes.n, programs, like.device)
     start(
-        summaries_by_entry, (go.blocks * go.sizes.rows * (count - 1),),
+        summaries_by_entry, (programs, shared),
         args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
-        BEFORE=hole.before, NEAR=go.near, LOW=FORGOTTEN if hole.fades else 0.0, **_functions(hole), **go.entry,
+        BEFORE=hole.before, NEAR=go.near, LOW=FORGOTTEN if hole.fades else 0.0, PARTS=shared, **_functions(hole),
+        **go.entry,
     )  # fmt: skip
     return _combined(go, local, products, first, dy is not None)[:, :, ::fine].contiguous()
 

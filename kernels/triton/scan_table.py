@@ -11,6 +11,8 @@ LANES = 32
 BLOCK = 16  # state entries up to which forward passes by entry pay only where no entry needs a function
 SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
 ENOUGH = 4  # warps a processor that summaries by entry are cut into: each walks until what entered is forgotten
+CROWD = 16  # most warps a processor that share entries in summaries by entry: all that registers leave room for
+FEW = 4  # entries that it takes to be worth a program, which computes again what has no Key axis
 SUMMARIES = 32  # the same of other summaries, some of them after others
 FULL = 6  # one-warp programs a processor that need no segments beside them
 
@@ -172,6 +174,17 @@ def finer(count: int, span: int, programs: int, t: Tile, warps: int, device: tor
     while pieces < wanted and span % (2 * pieces * t.chunk) == 0 and span >= 2 * pieces * t.span:
         pieces *= 2
     return pieces
+
+
+def shares(n: int, programs: int, device: torch.device) -> int:
+    """How many programs of one warp share the n entries of what `programs` of them would do, in summaries by entry.
+
+    Pieces of time are no way to have more of them: each walks until what entered is forgotten.
+    """
+    found = 1
+    while n % (2 * found) == 0 and n >= 2 * found * FEW and 2 * found * programs <= CROWD * _processors(device):
+        found *= 2
+    return found
 
 
 @functools.cache
