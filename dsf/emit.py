@@ -6,6 +6,7 @@ reads the source of what it compiles; the file is also what a person reads: it c
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
 from dsf.annotations import Kind
@@ -23,6 +24,7 @@ from dsf.printer import (
     OPERATORS,
     RESERVED,
     SINK,
+    STATE,
     Printer,
     as_comment,
     identifier,
@@ -36,6 +38,7 @@ from dsf.printer import (
 from dsf.regroup import collect, inward, regroup
 from dsf.source import Source, file_of
 from dsf.spec import Input, Spec
+from dsf.update import Update, update
 
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
@@ -144,12 +147,18 @@ class _Emission:
         """What kernels read that take one state entry after the other."""
         if not self.spec.has_key or not self._separable:
             return []
-        held, scope = list(self.held.values()), self._scope()
-        decay = self.roots[0]
-        found = Entries(
-            self.tokens, held, self.slopes, self.operands, scope, decay, self.made, self.rough, self.near
-        )  # fmt: skip
-        return found.functions()
+        held, scope, found = list(self.held.values()), self._scope(), self.motion
+        slopes = self.slopes
+        if found.factor is not None:
+            slopes = self._slopes([(found.after, COTANGENTS[1]), *self._pairs()[2:]], [found.factor])
+        return Entries(
+            self.tokens, held, slopes, self.operands, scope, self.roots[0], self.made, self.rough, self.near, found
+        ).functions()  # fmt: skip
+
+    @cached_property
+    def motion(self) -> Update:
+        """How a token moves an entry's state, where one entry is taken after the other."""
+        return update(self.roots[0], self.roots[1], STATE, COTANGENTS[1])
 
     @cached_property
     def near(self) -> set[Expr]:
@@ -235,9 +244,14 @@ class _Emission:
     @cached_property
     def slopes(self) -> list[Expr]:
         """The gradients of tokens, then of what is held, made of the coefficients' cotangents."""
-        total = pairing(zip(self.roots, COTANGENTS, strict=True))
-        found = derivatives(total, const(1), [*self.tokens, *self.held.values()], late=VALUE)
-        return regroup([collect(x) for x in found])
+        return self._slopes(self._pairs())
+
+    def _pairs(self) -> list[tuple[Expr, Expr]]:
+        return list(zip(self.roots, COTANGENTS, strict=True))
+
+    def _slopes(self, pairs: list[tuple[Expr, Expr]], kept: Collection[Expr] = ()) -> list[Expr]:
+        found = derivatives(pairing(pairs), const(1), [*self.tokens, *self.held.values()], late=VALUE)
+        return regroup([collect(x) for x in found], kept=kept)
 
     def _over_channels(self) -> list[bool]:
         """Which gradients of what is held are sums over channels: these are left for the end."""

@@ -8,7 +8,21 @@ from functools import cached_property
 from dsf.emit_operand import Operand
 from dsf.expr import KEY, VALUE, Expr, substitute
 from dsf.operator import times
-from dsf.printer import AT, BOTH, COTANGENTS, NAMES, RESERVED, SINK, Printer, grouped, indented, symbol, unpacked
+from dsf.printer import (
+    AT,
+    BOTH,
+    COTANGENTS,
+    NAMES,
+    RESERVED,
+    SINK,
+    STATE,
+    Printer,
+    grouped,
+    indented,
+    symbol,
+    unpacked,
+)
+from dsf.update import Update
 
 LOGARITHM = symbol("dA_A", BOTH)  # dA times A, the cotangent of log A
 
@@ -17,13 +31,14 @@ class Entries:
     """The holes of one spec whose entries need nothing of each other but sums after the last (`Source.separable`).
 
     tokens, held: input nodes in the order in which `step` reads them, with their slopes in `slopes`; operands: how each
-    input is loaded and stored; scope: what the nodes are called; made: those that come from a kernel before this one.
+    input is loaded and stored; scope: what the nodes are called; made: those that come from a kernel before this one;
+    update: how a token moves an entry's state.
     """
 
     def __init__(
         self, tokens: Sequence[Expr], held: Sequence[Expr], slopes: Sequence[Expr], operands: Mapping[Expr, Operand],
         scope: Mapping[Expr, str], decay: Expr, made: Collection[Expr], rough: bool,
-        near: Collection[Expr],
+        near: Collection[Expr], update: Update,
     ) -> None:  # fmt: skip
         shared = {times(COTANGENTS[0], decay): LOGARITHM}
         self.slope = {x: substitute(slope, shared) for x, slope in zip([*tokens, *held], slopes, strict=True)}
@@ -34,15 +49,15 @@ class Entries:
         self.keyed = [x for x in held if KEY in x.axes]
         self.loose = [x for x in held if KEY not in x.axes]
         self.operands = operands
-        self.scope = {**scope, **{c: c.attrs[0] for c in (*COTANGENTS, LOGARITHM)}}
+        self.scope = {**scope, **{c: c.attrs[0] for c in (*COTANGENTS, LOGARITHM)}, STATE: "state"}
         self.made = made
-        self.rough, self.near = rough, near
+        self.rough, self.near, self.update = rough, near, update
 
     def functions(self) -> list[list[str]]:
         """Their lines."""
         return [
             *self._plain(), *self._runs(), self._spread(), self._whole(), self._ahead(), self._parted(), self._merge(),
-            self._entry(), self._after(), self._puts(), self._keys(), self._blank(),
+            self._moved(), self._passed(), self._entry(), self._after(), self._puts(), self._keys(), self._blank(),
         ]  # fmt: skip
 
     @cached_property
@@ -109,6 +124,25 @@ class Entries:
         places = {x: f"{kind}[{i}]" for kind in ("keyed", "loose") for i, x in enumerate(getattr(self, kind))}
         return ["def merge(keyed, loose):", *indented([f"return {grouped([places[x] for x in self.held])}"])]
 
+    def _moved(self) -> list[str]:
+        body = ["return tl.fma(A_, state, B_)"]
+        if self.update.factor is not None:
+            body = self._inside(self.update.after)
+        return ["def moved(tokens, held, A_, B_, state, at):", *indented(body)]
+
+    def _passed(self) -> list[str]:
+        body = ["return A_ * dB"]
+        if self.update.factor is not None:
+            body = self._inside(self.update.before)
+        return ["def passed(tokens, held, A_, dB, at):", *indented(body)]
+
+    def _inside(self, x: Expr) -> list[str]:
+        """The lines that compute and return what is made of a token's inputs and what is held."""
+        printer = self._printer(self.scope)
+        (text,) = printer.print([x])
+        names = [*self._named(self.tokens, "tokens"), *self._named(self.held, "held")]
+        return [AT, *names, *printer.lines, f"return {text}"]
+
     def _entry(self) -> list[str]:
         late = [_open(self.slope[x]) for x in [*self.runs, *self.keyed]]
         printer = self._printer(self.scope)
@@ -120,7 +154,7 @@ class Entries:
         stores = [line for x, text in zip(self.whole, texts, strict=True) for line in self.operands[x].store(text)]
         body = [AT, *self._named(self.tokens, "tokens"), *self._named(self.held, "held"), *printer.lines, *stores]
         return [
-            "def entry(tokens, held, grads, dA, dB, dC, dA_A, at):",
+            "def entry(tokens, held, grads, dA, dB, dC, dA_A, state, at):",
             *indented([*body, f"return {', '.join(parts)}"]),
         ]
 

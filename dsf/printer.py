@@ -20,7 +20,7 @@ RESERVED = {
     "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton", "sink", "found", "keyed", "loose", "values",
     "setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP", "rate", "kept",
     "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "keys", "blank", "L", "dA_A",
-    "plain_back", "runs_back", "spread", "parted", "run", "lanes",
+    "plain_back", "runs_back", "spread", "parted", "run", "lanes", "moved", "passed", "state",
 }  # fmt: skip
 # Functions made of a power of two, and what their argument is multiplied with first.
 POWERS = {
@@ -43,6 +43,7 @@ def symbol(name: str, axes: frozenset[str]) -> Expr:
 
 
 COTANGENTS = [symbol(name, BOTH if name in ("dA", "dB", "dC") else frozenset({VALUE})) for name in NAMES]
+STATE = symbol(".state", BOTH)  # of an entry, before a token
 
 
 class Printer:

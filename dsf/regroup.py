@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dsf.expr import KEY, Expr, children_first, const, inputs_of, rebuild
 from dsf.operator import times
@@ -14,8 +14,8 @@ from dsf.spec import summands
 Sides = tuple["Expr | None", "Expr | None"]  # the factors with a Key axis, and those without
 
 
-def regroup(roots: Sequence[Expr], atoms: Iterable[Expr] = ()) -> list[Expr]:
-    """The same expressions; products that others use too, and expressions of `atoms` alone, stay as they are.
+def regroup(roots: Sequence[Expr], atoms: Iterable[Expr] = (), kept: Collection[Expr] = ()) -> list[Expr]:
+    """The same expressions; products that others use too, `kept` ones, and those of `atoms` alone, stay as they are.
 
     (k · a) · x is k · (a · x), and Σ_n a k_n q_n is a Σ_n k_n q_n, where a and x have no Key axis.
     """
@@ -31,7 +31,7 @@ def regroup(roots: Sequence[Expr], atoms: Iterable[Expr] = ()) -> list[Expr]:
             for a in x.args
         ]
         sides[x] = (None, same) if KEY not in x.axes else (same, None)
-        if x.op in ("mul", "div") and KEY in x.axes and not set(inputs_of(x)) <= free:
+        if x.op in ("mul", "div") and KEY in x.axes and x not in kept and not set(inputs_of(x)) <= free:
             sides[x] = _product(x, same, *given)
         elif x.op == "sum_key" and given[0][0] is not None and given[0][1] is not None:
             same = times(sum_key(given[0][0]), given[0][1])

@@ -47,6 +47,13 @@ def before(q: Key, k: Key, v: Value, g: Key) -> System:
 
 
 @dsf.recurrence
+def erasing(q: Key, k: Key, v: Value, g: Value, w: Param[Key, Value]) -> System:
+    """In no library: the delta rule entry by entry, at a rate for every one of them."""
+    rate = sigmoid(g + w)
+    return System(A=1 - rate * k**2, B=rate * k * v, C=q, read="before")
+
+
+@dsf.recurrence
 def channels(q: Key, k: Key, v: Value, g: Value) -> System:
     """In no library: a leak a channel, the same for all its entries."""
     return System(A=sigmoid(g), B=k * v, C=q)

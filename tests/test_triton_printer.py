@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import interpreted
-from scan_family import leaky_peak, swinging
+from scan_family import before, channels, erasing, leaky_peak, swinging
 from test_random_systems import X, declare
 from test_triton_scan import close, draw, gradients
 
@@ -52,6 +52,17 @@ def test_constants_of_functions_stand_beside_what_has_no_key_axis() -> None:
     argument = "(s * (tl.where((stop > 0.5), 0.0, v) * (2.0 * fn.LOG2E)))"  # the choice, too: one a token
     assert f"fn.tanh2{argument}" in exact and "rough" not in exact
     assert f"fn.near_tanh2{argument}" in rough and "fn.tanh" not in rough
+
+
+def test_what_is_written_over_is_erased_by_the_same_factor() -> None:
+    def printed(recurrence: dsf.Recurrence) -> str:
+        text = emit(recurrence.spec).text
+        return text[text.index("def moved") : text.index("def entry")]
+
+    assert "return (state + (((beta / (1.0 + (beta * made0))) * k) * (x - (k * state))))" in printed(longhorn)
+    assert "return (dB - (k * ((fn.sigmoid((g + w)) * k) * dB)))" in printed(erasing)
+    for recurrence in (s6, swinging, before, channels):  # nothing to spare
+        assert "return tl.fma(A_, state, B_)" in printed(recurrence)
 
 
 def test_functions_of_16_bit_inputs() -> None:

@@ -11,8 +11,10 @@ an entry ahead comes too late, because ptxas moves loads down to save registers.
     runs(args, at, L) -> L tokens of one entry (lanes.load_lanes), or of a tile of entries with a token a lane
     spread(run, L) -> these tokens apart    parted(held) -> (what has a Key axis, what has none) of what Params make
     whole(args, tokens, at) -> a token's inputs of both axes     merge(keyed, loose) -> what is held, in order
-    entry(tokens, held, grads, dA, dB, dC, dA_A, at) -> a token's terms of sums over the entries, of sums over channels,
-        and of Params' sums
+    moved(tokens, held, A, B, state, at) -> the state after a token; A, B: of `step`
+    passed(tokens, held, A, dB, at) -> the cotangent of the state before it; dB: of the state after it
+    entry(tokens, held, grads, dA, dB, dC, dA_A, state, at) -> a token's terms of sums over the entries, of sums over
+        channels, and of Params' sums; state: before it
     keys(grads, values, at, sink): sums L tokens' terms over channels and stores them
     after(tokens, held, found, dE, dD, at) -> gradients of a token's inputs without a Key axis, and Params' terms
     puts(grads, values, at, sink): stores L tokens' gradients
@@ -125,9 +127,9 @@ def _entries(
 @triton.jit
 def advance(
     args, tile, t0, end, room, shelf, place, then, left, kept, loose, plain: tl.constexpr, runs: tl.constexpr,
-    spread: tl.constexpr, whole: tl.constexpr, merge: tl.constexpr, step: tl.constexpr, N: tl.constexpr,
-    L: tl.constexpr, BP: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr, SHARED: tl.constexpr,
-    U: tl.constexpr,
+    spread: tl.constexpr, whole: tl.constexpr, merge: tl.constexpr, step: tl.constexpr, moved: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr,
+    SHARED: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """From the states before L tokens, `place` of every entry's row, to those after them, `then` of it.
 
@@ -153,8 +155,9 @@ def advance(
                 run = spread(run, L)
             for i in tl.static_range(L):
                 here = _at(tile, t0, end, i, n + u, N, BP, False)
-                a, b, c, e, d = step(token(args, tokens, run, here, i, whole), held, here)
-                state = a * state + b
+                one = token(args, tokens, run, here, i, whole)
+                a, b, c, e, d = step(one, held, here)
+                state = moved(one, held, a, b, state, here)
             lanes.put(lanes.behind(first, u * ROW * BP, SHARED), then, state, BP, SHARED)
             if left is not None:
                 tl.store(in_order(left + (n + u) * BP), tl.broadcast_to(state, (1, 1, BP)), mask=kept)
@@ -197,9 +200,10 @@ def _begin(
 def pull_run(
     args, grads, dy, ends, arriving, tile, t0, end, room, shelf, place, sink, alone, loose,
     plain: tl.constexpr, runs: tl.constexpr, spread: tl.constexpr, whole: tl.constexpr, merge: tl.constexpr,
-    step: tl.constexpr, entry: tl.constexpr, keys: tl.constexpr, after: tl.constexpr, puts: tl.constexpr,
-    blank: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr,
-    ROW: tl.constexpr, SHARED: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
+    step: tl.constexpr, moved: tl.constexpr, passed: tl.constexpr, entry: tl.constexpr, keys: tl.constexpr,
+    after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr,
+    KEYED: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr, SHARED: tl.constexpr, BEFORE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """L tokens backwards, from the states before them, `place` of every row; cotangents in the rows become earlier."""
     i_b, i_h, p, p_ok, block, T, H, P = tile
@@ -234,11 +238,10 @@ def pull_run(
         steps = ()
         for i in tl.static_range(L):
             here = _at(tile, t0, end, i, n, N, BP, MASKED)
-            a, b, c, e, d = step(token(args, tokens, run, here, i, whole), held, here)
-            if MASKED:
-                a = tl.where(here[6], a, 1.0)
-                b = tl.where(here[6], b, 0.0)
-            state = a * state + b
+            one = token(args, tokens, run, here, i, whole)
+            a, b, c, e, d = step(one, held, here)
+            then = moved(one, held, a, b, state, here)
+            state = tl.where(here[6], then, state) if MASKED else then
             states = states + (state,)  # type: ignore[assignment]  # noqa: RUF005
             steps = steps + ((a, c, e),)  # type: ignore[assignment]  # noqa: RUF005
         adds = ()
@@ -251,19 +254,22 @@ def pull_run(
             if arriving is not None:
                 to, last = packed_ends(ends, t0, here[3], here[6], i_h, here[4], p, H, P, N)
                 cotangent += tl.load(arriving + to, mask=last & p_ok, other=0.0)
+            one = token(args, tokens, run, here, i, whole)
             if BEFORE:
                 seen = states[i]
                 g = cotangent
-                cotangent = a * g + c * scaled
             else:
                 seen = states[i + 1]
                 g = cotangent + c * scaled
-                cotangent = a * g
+            cotangent = passed(one, held, a, g, here)
+            if MASKED:
+                cotangent = tl.where(here[6], cotangent, g)
+            if BEFORE:
+                cotangent += c * scaled
             if MASKED:
                 g = tl.where(here[6], g, 0.0)
             terms, value, sums = entry(
-                token(args, tokens, run, here, i, whole), held, grads, g * states[i], g, seen * scaled,
-                a * g * states[i], here,
+                one, held, grads, g * states[i], g, seen * scaled, a * g * states[i], states[i], here
             )  # fmt: skip
             adds = (_plus(found[i], terms),) + adds  # type: ignore[assignment]  # noqa: RUF005
             reads = (read[i] + c * seen,) + reads  # type: ignore[assignment]  # noqa: RUF005
@@ -294,11 +300,11 @@ def pull_run(
 def entry_gradients(
     args, grads, dy, ends, arriving, saved, cotangents, totals, scratch, T, H, P, segments, span, low, high, rows, each,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, spread: tl.constexpr, whole: tl.constexpr,
-    step: tl.constexpr, parted: tl.constexpr, merge: tl.constexpr, entry: tl.constexpr, keys: tl.constexpr,
-    after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr, finish: tl.constexpr, N: tl.constexpr,
-    L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
-    LOOSE: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr, S: tl.constexpr, SHARED: tl.constexpr,
-    U: tl.constexpr, MASKED: tl.constexpr,
+    step: tl.constexpr, moved: tl.constexpr, passed: tl.constexpr, parted: tl.constexpr, merge: tl.constexpr,
+    entry: tl.constexpr, keys: tl.constexpr, after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr,
+    finish: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
+    BEFORE: tl.constexpr, M: tl.constexpr, LOOSE: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr,
+    S: tl.constexpr, SHARED: tl.constexpr, U: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens in groups `low` to `high` of M tokens of every segment; at low = 0 the Params' part.
 
@@ -366,7 +372,7 @@ def entry_gradients(
             advance(
                 args, tile, t0 + j * L, end, room, shelf, STATES + tl.maximum(j - skip, 0),
                 STATES + tl.maximum(j + 1 - skip, 0), None if left is None else left + j * (N * BP), j + 1 < skip,
-                alone, plain, runs, spread, whole, merge, step, N, L, BP, KEYED, KEYS, ROW, SHARED, U,
+                alone, plain, runs, spread, whole, merge, step, moved, N, L, BP, KEYED, KEYS, ROW, SHARED, U,
             )  # fmt: skip
         for turn in range(tl.cdiv(count, S)):
             if LEFT > 0:
@@ -383,8 +389,8 @@ def entry_gradients(
                 last = held - 1 - j
                 loose = pull_run(
                     args, grads, dy, ends, arriving, tile, t0 + (skip + last) * L, end, room, shelf,
-                    STATES + last, sink, alone, loose, plain, runs, spread, whole, merge, step, entry, keys, after,
-                    puts, blank, N, L, BP, KEYED, KEYS, ROW, SHARED, BEFORE, MASKED,
+                    STATES + last, sink, alone, loose, plain, runs, spread, whole, merge, step, moved, passed, entry,
+                    keys, after, puts, blank, N, L, BP, KEYED, KEYS, ROW, SHARED, BEFORE, MASKED,
                 )  # fmt: skip
     for i in tl.static_range(LOOSE):
         tl.store(in_order(totals + (KEYED * N + i) * BP + lane), tl.broadcast_to(loose[i], (1, 1, BP)))

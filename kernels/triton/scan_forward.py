@@ -3,12 +3,13 @@
 A program of one warp owns `BP` channels of one head and one segment of time: lanes lie along the channels. It takes L
 tokens at a time into registers, as a tuple of tiles [1, 1, BP], and walks them once for every state entry. What has no
 Key axis is computed once for all entries; what has one, is the same in all lanes. An entry's state waits in memory for
-its next turn. No entry may wait for another's, and besides the holes of dsf.kernels.triton.scan this needs four:
+its next turn. No entry may wait for another's, and besides the holes of dsf.kernels.triton.scan this needs five:
 
     plain(args, at) -> a token's inputs without a Key axis
     runs(args, at, L) -> of each input with a Key axis alone, L tokens of an entry, which lie side by side
     whole(args, tokens, at) -> a token's inputs of both axes; `tokens`: those without a Key axis
     ahead(args, at, L, BP): asks for what L tokens will load
+    moved(tokens, held, A, B, state, at) -> the state after a token; A, B: of `step`
 """
 
 import triton
@@ -78,7 +79,8 @@ def endings(ends, c0, L: tl.constexpr):
 def forward(
     args, y, states, saved, numbers, final, tile, c0,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
+    moved: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr,
+    M: tl.constexpr,
 ):  # fmt: skip
     """The outputs of L tokens from c0 on, and what becomes of the states [N, P].
 
@@ -107,9 +109,10 @@ def forward(
             added = ()
             for k in tl.static_range(L):
                 at = place_of(tile, c0, n, N, BP, k)
-                a, b, c, e, d = step(token(args, tokens, run, at, k, whole), held, at)
+                one = token(args, tokens, run, at, k, whole)
+                a, b, c, e, d = step(one, held, at)
                 before = state
-                state = tl.fma(a, state, b)
+                state = moved(one, held, a, b, state, at)
                 if numbers is not None:
                     to = final + state_offset((numbers[k] - 1) * H + i_h, n, p, P, N)
                     tl.store(to, state, mask=p_ok & (numbers[k] > 0))
@@ -128,23 +131,26 @@ def forward(
 def advance(
     args, y, states, saved, ends, final, tile, c0,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
+    moved: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr,
+    M: tl.constexpr,
 ):  # fmt: skip
     """`forward`, with the final states of the packed sequences that end in it, which few stretches have."""
     if ends is None:
         forward(
-            args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, N, L, BP, U, BEFORE, M
+            args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U,
+            BEFORE, M,
         )  # fmt: skip
     else:
         numbers, some = endings(ends, c0, L)
         if some:
             forward(
-                args, y, states, saved, numbers, final, tile, c0, setup, plain, runs, whole, step, N, L, BP, U, BEFORE,
-                M,
+                args, y, states, saved, numbers, final, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U,
+                BEFORE, M,
             )  # fmt: skip
         else:
             forward(
-                args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, N, L, BP, U, BEFORE, M
+                args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U,
+            BEFORE, M,
             )  # fmt: skip
 
 
@@ -152,8 +158,8 @@ def advance(
 def outputs_by_entry(
     args, y, states, final, saved, ends, T, H, P, segments, span,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    ahead: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
-    U: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, NEAR: tl.constexpr,
+    ahead: tl.constexpr, moved: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr,
+    EVEN: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, P], walking each segment of `span` tokens from its first state.
 
@@ -173,13 +179,13 @@ def outputs_by_entry(
         if NEAR:
             ahead(args, place_of(tile, row * 0 + tl.minimum(c0 + L, whole_end - L), 0, N, BP), L, BP)
         advance(
-            args, y, states, saved, ends, final, tile, row * 0 + c0, setup, plain, runs, whole, step, N, L, BP, U,
-            BEFORE, M,
+            args, y, states, saved, ends, final, tile, row * 0 + c0, setup, plain, runs, whole, step, moved, N, L,
+            BP, U, BEFORE, M,
         )  # fmt: skip
     for c0 in range(whole_end, end):
         advance(
-            args, y, states, saved, ends, final, tile, row * 0 + c0, setup, plain, runs, whole, step, N, 1, BP, U,
-            BEFORE, M,
+            args, y, states, saved, ends, final, tile, row * 0 + c0, setup, plain, runs, whole, step, moved, N, 1,
+            BP, U, BEFORE, M,
         )  # fmt: skip
 
 

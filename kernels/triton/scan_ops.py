@@ -337,7 +337,8 @@ def fused_scan(
             states = starts if go.segments > 1 else starts.unsqueeze(2).clone()
         start(
             outputs_by_entry, go.grid, args, y, states, final, saved if keep else None, ends, *go.scalars,
-            BEFORE=spec.before, M=step, U=2 - sizes.n % 2, NEAR=go.near, **_functions(spec), **go.entry,
+            BEFORE=spec.before, M=step, U=2 - sizes.n % 2, NEAR=go.near, moved=f.moved, **_functions(spec),
+            **go.entry,
         )  # fmt: skip
         return y, states[:, :, -1].contiguous() if ends is None else final, saved
     start(
