@@ -57,7 +57,7 @@ class Entries:
         """Their lines."""
         return [
             *self._plain(), *self._runs(), self._spread(), self._whole(), self._ahead(), self._parted(), self._merge(),
-            self._moved(), self._passed(), self._entry(), self._after(), self._puts(), self._keys(), self._blank(),
+            self._moved(), self._passed(), self._entry(), self._after(), self._puts(), *self._keys(), self._blank(),
         ]  # fmt: skip
 
     @cached_property
@@ -182,14 +182,35 @@ class Entries:
             stores += found.store_tokens(value, self.rough) if summed else found.store(value, fixed=True)
         return ["def puts(grads, values, at, sink):", *indented([AT, SINK, "first = p == edge", *stores])]
 
-    def _keys(self) -> list[str]:
+    def _keys(self) -> list[list[str]]:
+        """Sums over the channels of Key inputs' gradients, two inputs at a time where both are wanted."""
         found = [self.operands[x] for x in self.runs]
-        stores = []
-        for i in range(0, len(found) - 1, 2):
-            stores += found[i].store_runs(found[i + 1], f"values[{i}]", f"values[{i + 1}]", self.rough)
-        if len(found) % 2:
-            stores += found[-1].store_run(f"values[{len(found) - 1}]", self.rough)
-        return ["def keys(grads, values, at, sink):", *indented([AT, SINK, *stores])]
+        pairs = [found[i : i + 2] for i in range(0, len(found), 2)]
+        at, added, stored = [], [], []
+        for i, pair in enumerate(pairs):
+            for word, wanted in zip(
+                ("if", "elif", "elif"), [pair, *([x] for x in pair if len(pair) > 1)], strict=False
+            ):
+                test = f"{word} {' and '.join(f'grads[{x.index}] is not None' for x in wanted)}:"
+                how = f"{len(wanted)} * L, BP, {self.rough}"
+                values = " + ".join(f"values[{found.index(x)}]" for x in wanted)
+                at += [test, f"    places{i} = {wanted[0].places(wanted[1:], self.rough)}"]
+                at += [f"    sums{i} = lanes.waiting({how})"]
+                added += [test, f"    sums{i} = lanes.begin_run({values}, p, p_ok, edge, {self.rough})"]
+                stored += [test, f"    lanes.end_run(places[{i}], sums[{i}], ok, {how})"]
+            at += ["else:", f"    places{i} = (); sums{i} = ()"]
+            added += ["else:", f"    sums{i} = ()"]
+        sums, places = (grouped([f"{x}{i}" for i in range(len(pairs))]) for x in ("sums", "places"))
+        after = grouped([f"lanes.further(places[{i}], rows)" for i in range(len(pairs))])
+        sizes = "L: tl.constexpr, BP: tl.constexpr"
+        return [
+            [f"def keys_at(grads, at, sink, {sizes}):", *indented([AT, SINK, *at, f"return {places}, {sums}"])],
+            ["def keys_added(grads, values, at):", *indented([AT, *added, f"return {sums}"])],
+            [
+                f"def keys_stored(grads, places, sums, ok, sink, {sizes}):",
+                *indented([SINK, *stored, f"return {after}"]),
+            ],
+        ]
 
     def _blank(self) -> list[str]:
         sums = ["tl.zeros((1, 1, BP), tl.float32)"] * len(self.sums)

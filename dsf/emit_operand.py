@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsf.expr import KEY, VALUE
@@ -108,30 +109,20 @@ class Operand:
         mask = " & ".join(masks)
         return [f"if {pointer} is not None:", f"    fn.store({target}, {value}, {mask})"]
 
-    def store_run(self, values: str, rough: bool) -> list[str]:
-        """The lines that sum the gradient of L tokens and one entry over the channels and store it along time."""
-        pointer = f"grads[{self.index}]"
-        return [
-            f"if {pointer} is not None:",
-            f"    lanes.store_run({pointer} + {ALONG}, {values}, p, p_ok, edge, {rough})",
-        ]
+    def places(self, others: Sequence[Operand], rough: bool) -> str:
+        """Where sums over the channels (lanes.begin_run) of L tokens and one entry lie, along time.
+
+        others: one or none, whose sums follow.
+        """
+        found = [f"grads[{x.index}] + {ALONG}" for x in (self, *others)]
+        behind = "".join(f", other={x}" for x in found[1:])
+        return f"lanes.places({found[0]}, {len(found)} * L, BP, {rough}{behind})"
 
     def store_tokens(self, tile: str, rough: bool) -> list[str]:
         """The lines that sum the gradient of L tokens, each a number, over the channels and store it."""
         pointer = f"grads[{self.index}]"
         place = f"{pointer} + ((place * grads[0] + batch) * rows + t0 + shift) * H + head"
         return [f"if {pointer} is not None:", f"    lanes.store_tokens({place}, H, {tile}, p, p_ok, edge, {rough})"]
-
-    def store_runs(self, other: Operand, values: str, others: str, rough: bool) -> list[str]:
-        """The same with another's, at once where both are wanted."""
-        first, second = f"grads[{self.index}]", f"grads[{other.index}]"
-        places = f"{first} + {ALONG}, {second} + {ALONG}"
-        return [
-            f"if {first} is not None and {second} is not None:",
-            f"    lanes.store_runs({places}, {values}, {others}, p, p_ok, edge, {rough})",
-            "else:",
-            *(f"    {line}" for line in (*self.store_run(values, rough), *other.store_run(others, rough))),
-        ]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ RESERVED = {
     *AT.replace(" = at", "").split(", "), *SINK.replace(" = sink", "").split(", "),
     "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton", "sink", "found", "keyed", "loose", "values",
     "setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP", "rate", "kept",
-    "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "keys", "blank", "L", "dA_A",
-    "plain_back", "runs_back", "spread", "parted", "run", "lanes", "moved", "passed", "state",
+    "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "blank", "L", "dA_A",
+    "plain_back", "runs_back", "spread", "parted", "run", "lanes", "moved", "passed", "state", "places", "ok",
+    "keys_at", "keys_added", "keys_stored",
 }  # fmt: skip
 # Functions made of a power of two, and what their argument is multiplied with first.
 POWERS = {

@@ -102,7 +102,8 @@ def _run(x, y, z, SHORT: tl.constexpr):
         tl.store(y + i * 32 + lane, tl.broadcast_to(found[i], (1, 1, 32)))
     tile = tl.load(fn.in_order(x + tl.arange(0, 8)[:, None, None] * 32 + lane))
     values = fn.tokens_of(tile)
-    lanes.store_runs(z, z + 8, values, values, lane, lane < 20, 0, True)
+    sums = lanes.begin_run(values + values, lane, lane < 20, 0, True)
+    lanes.end_run(lanes.places(z, 16, 32, True, other=z + 8), sums, True, 16, 32, True)
     lanes.store_tokens(z + 16, 2, tile, lane, lane < 20, 0, True)
 
 

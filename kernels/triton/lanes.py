@@ -129,42 +129,94 @@ def _addends(values, p, p_ok, edge):
 
 
 @triton.jit
+def waiting(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
+    """Zeros in the form of begin_run of COUNT tiles."""
+    LANES: tl.constexpr = min(BP, 32)
+    QUADS: tl.constexpr = ROUGH and LANES == 32 and COUNT % 4 == 0 and COUNT <= 16
+    found = ()
+    for _ in tl.static_range(4 if QUADS else max(COUNT // LANES, 1)):
+        found = found + (tl.zeros((1, 1, LANES), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def begin_run(values, p, p_ok, edge, ROUGH: tl.constexpr):
+    """The sums over the channels p of a tuple of tiles [1, 1, channels], as far as takes no waiting for other lanes.
+
+    ROUGH: of values rounded to 11 bits.
+    """
+    LANES: tl.constexpr = min(p.shape[2], 32)
+    found = _addends(values, p, p_ok, edge)
+    lane = tl.arange(0, LANES)[None, None, :]
+    if ROUGH and LANES == 32 and len(values) % 4 == 0 and len(values) <= 16:
+        found = sum_quads(found, lane)
+    else:
+        found = sum_lanes(found, lane)
+    return found
+
+
+@triton.jit
+def _index(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
+    """Which of COUNT sums over the channels every lane has of begin_run, and whether it is the one to store them."""
+    LANES: tl.constexpr = min(BP, 32)
+    QUADS: tl.constexpr = ROUGH and LANES == 32 and COUNT % 4 == 0 and COUNT <= 16
+    EACH: tl.constexpr = max(COUNT // LANES, 1)
+    SAME: tl.constexpr = LANES * EACH // COUNT
+    lane = tl.arange(0, LANES)[None, None, :]
+    if QUADS:
+        found = (lane % 4 * 4 + lane // 8,)
+        chosen = (lane % 4 * 4 < COUNT) & (lane & 4 == 0)
+    else:
+        found = ()  # type: ignore[assignment]
+        for i in tl.static_range(EACH):
+            found = found + (lane // SAME * EACH + i,)  # type: ignore[assignment]  # noqa: RUF005
+        chosen = lane % SAME == 0
+    return found, chosen
+
+
+@triton.jit
+def places(pointer, COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr, stride=1, other=None):
+    """Where end_run stores COUNT sums: `stride` apart, from half of them on behind `other`."""
+    index, _ = _index(COUNT, BP, ROUGH)
+    found = ()
+    for i in tl.static_range(len(index)):
+        place = pointer + index[i] * stride
+        if other is not None:
+            place = tl.where(index[i] < COUNT // 2, place, other + (index[i] - COUNT // 2) * stride)
+        found = found + (in_order(place),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def further(pointers, step):
+    """The same pointers, `step` further on."""
+    found = ()
+    for i in tl.static_range(len(pointers)):
+        found = found + (pointers[i] + step,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def end_run(pointers, sums, ok, COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
+    """Store what begin_run found of COUNT tiles at these `places`."""
+    _, chosen = _index(COUNT, BP, ROUGH)
+    found = sums
+    if len(sums) != len(pointers):
+        one = sum_lanes(sums, tl.arange(0, 32)[None, None, :], 3)
+        found = (one[0] * CUT,)
+    for i in tl.static_range(len(found)):
+        tl.store(pointers[i], found[i].to(pointers[i].dtype.element_ty), mask=chosen & ok)
+
+
+@triton.jit
 def store_run(pointer, values, p, p_ok, edge, ROUGH: tl.constexpr, stride=1):
     """Store the sums over the channels p of a tuple of tiles [1, 1, channels] at places `stride` apart.
 
     ROUGH: with values rounded to 11 bits.
     """
-    LANES: tl.constexpr = min(p.shape[2], 32)
-    L: tl.constexpr = len(values)
-    found = _addends(values, p, p_ok, edge)
-    lane = tl.arange(0, LANES)[None, None, :]
-    if ROUGH and LANES == 32 and L % 4 == 0 and L <= 16:
-        sums = sum_lanes(sum_quads(found, lane), lane, 3)
-        place = in_order(pointer + (lane % 4 * 4 + lane // 8) * stride)
-        tl.store(place, (sums[0] * CUT).to(place.dtype.element_ty), mask=(lane % 4 * 4 < L) & (lane & 4 == 0))
-    else:
-        found = sum_lanes(found, lane)
-        same: tl.constexpr = LANES * len(found) // L
-        for i in tl.static_range(len(found)):
-            place = in_order(pointer + (lane // same * len(found) + i) * stride)
-            tl.store(place, found[i].to(place.dtype.element_ty), mask=lane % same == 0)
-
-
-@triton.jit
-def store_runs(first, second, values, others, p, p_ok, edge, ROUGH: tl.constexpr):
-    """Two of store_run with pointers of one type, as one sum of twice as many values."""
-    LANES: tl.constexpr = min(p.shape[2], 32)
-    L: tl.constexpr = len(values)
-    if ROUGH and LANES == 32 and L % 4 == 0 and L <= 8:
-        lane = tl.arange(0, LANES)[None, None, :]
-        found = _addends(values, p, p_ok, edge) + _addends(others, p, p_ok, edge)
-        sums = sum_lanes(sum_quads(found, lane), lane, 3)
-        index = lane % 4 * 4 + lane // 8
-        place = in_order(tl.where(index < L, first + index, second + (index - L)))
-        tl.store(place, (sums[0] * CUT).to(place.dtype.element_ty), mask=(index < 2 * L) & (lane & 4 == 0))
-    else:
-        store_run(first, values, p, p_ok, edge, ROUGH)
-        store_run(second, others, p, p_ok, edge, ROUGH)
+    sums = begin_run(values, p, p_ok, edge, ROUGH)
+    there = places(pointer, len(values), p.shape[2], ROUGH, stride)
+    end_run(there, sums, True, len(values), p.shape[2], ROUGH)
 
 
 @triton.jit

@@ -15,7 +15,9 @@ an entry ahead comes too late, because ptxas moves loads down to save registers.
     passed(tokens, held, A, dB, at) -> the cotangent of the state before it; dB: of the state after it
     entry(tokens, held, grads, dA, dB, dC, dA_A, state, at) -> a token's terms of sums over the entries, of sums over
         channels, and of Params' sums; state: before it
-    keys(grads, values, at, sink): sums L tokens' terms over channels and stores them
+    keys_added(grads, values, at) -> L tokens' terms summed over the channels, as far as takes no waiting
+    keys_stored(grads, places, sums, ok, sink, L, BP): stores them -> the next entry's places
+    keys_at(grads, at, sink, L, BP) -> an entry's places, and zeros in the form of such sums
     after(tokens, held, found, dE, dD, at) -> gradients of a token's inputs without a Key axis, and Params' terms
     puts(grads, values, at, sink): stores L tokens' gradients
     blank(BP) -> zeros for the sums over entries, Params' sums of an entry, and those without
@@ -200,10 +202,10 @@ def _begin(
 def pull_run(
     args, grads, dy, ends, arriving, tile, t0, end, room, shelf, place, sink, alone, loose,
     plain: tl.constexpr, runs: tl.constexpr, spread: tl.constexpr, whole: tl.constexpr, merge: tl.constexpr,
-    step: tl.constexpr, moved: tl.constexpr, passed: tl.constexpr, entry: tl.constexpr, keys: tl.constexpr,
-    after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr,
-    KEYED: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr, SHARED: tl.constexpr, BEFORE: tl.constexpr,
-    MASKED: tl.constexpr,
+    step: tl.constexpr, moved: tl.constexpr, passed: tl.constexpr, entry: tl.constexpr, keys_at: tl.constexpr,
+    keys_added: tl.constexpr, keys_stored: tl.constexpr, after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr,
+    SHARED: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """L tokens backwards, from the states before them, `place` of every row; cotangents in the rows become earlier."""
     i_b, i_h, p, p_ok, block, T, H, P = tile
@@ -220,8 +222,9 @@ def pull_run(
         _shelve(args, tile, t0, end, shelf, runs, N, L, BP)
     else:
         ahead = _entry(args, tile, t0, end, room, shelf, place, 0, runs, N, L, BP, KEYED, KEYS, False, True)
+    places, sums = keys_at(grads, _at(tile, t0, end, 0, -1, N, BP, False), sink, L, BP)
     for n in range(N):
-        first = _at(tile, t0, end, 0, n, N, BP, False)
+        places = keys_stored(grads, places, sums, n > 0, sink, L, BP)  # of the last turn: its sums wait no more
         row = room
         room = lanes.behind(room, ROW * BP, SHARED)
         if SHARED:
@@ -283,7 +286,8 @@ def pull_run(
         across = ()
         for j in tl.static_range(len(run)):
             across = across + (_in_turn(values, j, L),)  # type: ignore[assignment]  # noqa: RUF005
-        keys(grads, across, first, sink)
+        sums = keys_added(grads, across, here)
+    keys_stored(grads, places, sums, True, sink, L, BP)
     tl.debug_barrier()
     held = merge(blank(BP)[1], alone)
     stored = ()
@@ -301,10 +305,11 @@ def entry_gradients(
     args, grads, dy, ends, arriving, saved, cotangents, totals, scratch, T, H, P, segments, span, low, high, rows, each,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, spread: tl.constexpr, whole: tl.constexpr,
     step: tl.constexpr, moved: tl.constexpr, passed: tl.constexpr, parted: tl.constexpr, merge: tl.constexpr,
-    entry: tl.constexpr, keys: tl.constexpr, after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr,
-    finish: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
-    BEFORE: tl.constexpr, M: tl.constexpr, LOOSE: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr,
-    S: tl.constexpr, SHARED: tl.constexpr, U: tl.constexpr, MASKED: tl.constexpr,
+    entry: tl.constexpr, keys_at: tl.constexpr, keys_added: tl.constexpr, keys_stored: tl.constexpr,
+    after: tl.constexpr, puts: tl.constexpr, blank: tl.constexpr, finish: tl.constexpr, N: tl.constexpr,
+    L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr,
+    LOOSE: tl.constexpr, KEYED: tl.constexpr, KEYS: tl.constexpr, S: tl.constexpr, SHARED: tl.constexpr,
+    U: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the tokens in groups `low` to `high` of M tokens of every segment; at low = 0 the Params' part.
 
@@ -390,7 +395,8 @@ def entry_gradients(
                 loose = pull_run(
                     args, grads, dy, ends, arriving, tile, t0 + (skip + last) * L, end, room, shelf,
                     STATES + last, sink, alone, loose, plain, runs, spread, whole, merge, step, moved, passed, entry,
-                    keys, after, puts, blank, N, L, BP, KEYED, KEYS, ROW, SHARED, BEFORE, MASKED,
+                    keys_at, keys_added, keys_stored, after, puts, blank, N, L, BP, KEYED, KEYS, ROW, SHARED, BEFORE,
+                    MASKED,
                 )  # fmt: skip
     for i in tl.static_range(LOOSE):
         tl.store(in_order(totals + (KEYED * N + i) * BP + lane), tl.broadcast_to(loose[i], (1, 1, BP)))

@@ -26,8 +26,8 @@ from dsf.kernels.triton.scan_table import AHEAD, shared_states
 
 SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
 ENTRY_HOLES = (
-    "setup", "plain", "runs", "spread", "whole", "step", "moved", "passed", "parted", "merge", "entry", "keys", "after",
-    "puts", "blank", "finish",
+    "setup", "plain", "runs", "spread", "whole", "step", "moved", "passed", "parted", "merge", "entry", "keys_at",
+    "keys_added", "keys_stored", "after", "puts", "blank", "finish",
 )  # fmt: skip
 TWINS = {name: f"{name}_back" for name in ("plain", "runs")}  # what forward passes read otherwise
 
