@@ -233,9 +233,19 @@ def claim(zero, NUMBERS: tl.constexpr):
     with a tile instead of a scalar it would be declared once for every layout the tile is wanted in.
     """
     return tl.inline_asm_elementwise(
-        f"{{ .shared .align 16 .b8 dsf_rows[{4 * NUMBERS}]; mov.u32 $0, dsf_rows; }}", "=r,r", [zero], dtype=tl.int32,
+        f"{{ .shared .align 128 .b8 dsf_rows[{4 * NUMBERS}]; mov.u32 $0, dsf_rows; }}", "=r,r", [zero], dtype=tl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def apart(row):
+    """The address that was claimed, of that of a lane's own number in its first 128 bytes.
+
+    ptxas does not know it to be the same in all lanes. What it knows to be, it keeps in registers that all lanes share,
+    and moves it to one of theirs at every use.
+    """
+    return row & -128
 
 
 @triton.jit

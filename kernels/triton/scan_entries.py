@@ -140,6 +140,7 @@ def advance(
     tokens = _apart(plain(args, _all_at(tile, t0, end, N, L, BP, False)), L)
     if SHARED:
         _shelve(args, tile, t0, end, shelf, runs, N, L, BP)
+        shelf = lanes.apart(room) + N * ROW * BP * 4
     else:
         ahead = _entries(args, tile, t0, end, room, shelf, place, 0, runs, N, L, BP, KEYED, KEYS, ROW, False, U)
     for n in tl.range(0, N, U):
@@ -220,6 +221,7 @@ def pull_run(
         read = read + (tl.zeros((1, 1, BP), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     if SHARED:
         _shelve(args, tile, t0, end, shelf, runs, N, L, BP)
+        shelf = lanes.apart(room) + N * ROW * BP * 4
     else:
         ahead = _entry(args, tile, t0, end, room, shelf, place, 0, runs, N, L, BP, KEYED, KEYS, False, True)
     places, sums = keys_at(grads, _at(tile, t0, end, 0, -1, N, BP, False), sink, L, BP)
