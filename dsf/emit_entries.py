@@ -88,7 +88,7 @@ class Entries:
     def _plain(self) -> list[list[str]]:
         found = [self.operands[x] for x in self.plain]
         return [
-            self._loading("plain(args, at)", self.plain, [x.load() for x in found]),
+            self._loading("plain(args, at)", self.plain, [x.load(widen=True) for x in found]),
             self._loading("plain_back(args, at)", self.plain, [x.load(fixed=True) for x in found]),
         ]
 

@@ -31,8 +31,11 @@ class Operand:
         """Numbers after the pointer: batch and token (per token), head, group size, then one an axis."""
         return (2 if self.time else 0) + 2 + len(self.axes)
 
-    def load(self, fixed: bool = False) -> str:
-        """The expression that loads this tile of it as float32. fixed: for tokens one after the other (fn.fixed)."""
+    def load(self, fixed: bool = False, widen: bool = False) -> str:
+        """The expression that loads this tile of it as float32. fixed: for tokens one after the other (fn.fixed).
+
+        widen: of one token, of so many channels that lanes have two (fn.widened).
+        """
         at = iter(range(self.place + 1, self.place + 10))
         terms: list[str] = [f"args[{self.place}]"]
         masks, last = [], []
@@ -52,7 +55,8 @@ class Operand:
         where = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
         pointers = " + ".join(terms)
         pointers = f"fn.fixed({pointers}, {last[0]})" if fixed else " + ".join([pointers, *last])
-        return f"tl.load({pointers}{where}).to(tl.float32)"
+        found = f"tl.load({pointers}{where})"
+        return f"fn.widened({found})" if widen else f"{found}.to(tl.float32)"
 
     def prefetch(self) -> str:
         """The line that asks for L tokens of it ahead of time."""
@@ -146,7 +150,7 @@ class Initial(Operand):
     def _mask(self) -> str:
         return f"t_ok & {'n_ok & ' if KEY in self.axes else ''}p_ok & ({self.number} > 0.5)"
 
-    def load(self, fixed: bool = False) -> str:
+    def load(self, fixed: bool = False, widen: bool = False) -> str:
         """The expression that loads this tile of it, zero at tokens where no sequence begins."""
         return f"tl.load({self._place(f'args[{self.place}]')}, mask={self._mask()}, other=0.0)"
 

@@ -121,6 +121,21 @@ def test_numbers_handed_to_lanes_and_sums_over_them(dtype: torch.dtype, device: 
 
 
 @triton.jit
+def _widened(x, y):
+    lane = tl.arange(0, 64)[None, None, :]
+    tl.store(y + lane, fn.widened(tl.load(x + lane)))
+
+
+@pytest.mark.parametrize("device", on_a_device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_neighbours_widened_together_stay_as_they_are(dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(64, device=device).to(dtype)
+    y = torch.empty(64, device=device)
+    _widened[(1,)](x, y, num_warps=1)
+    assert torch.equal(y, x.float())
+
+
+@triton.jit
 def _refined(x):
     return fn.with_rest(x.to(tl.bfloat16).to(tl.float32), fn.rest_of(x))
 

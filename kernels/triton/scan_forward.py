@@ -15,6 +15,7 @@ its next turn. No entry may wait for another's, and besides the holes of dsf.ker
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.functions import widened
 from dsf.kernels.triton.scan import _program, state_offset
 
 
@@ -205,7 +206,7 @@ def absorb(
     if dy is not None:
         first = dy + ((i_b * T + c0) * H + i_h) * P + p
         for k in tl.static_range(L):
-            given = given + (tl.load(first + k * (H * P), mask=p_ok, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            given = given + (widened(tl.load(first + k * (H * P), mask=p_ok, other=0.0)),)  # type: ignore[assignment]  # noqa: RUF005
     alive = 0
     product = tl.load(products + low * P + p, mask=p_ok, other=0.0)
     state = tl.load(local + low * P + p, mask=p_ok, other=0.0)
