@@ -138,8 +138,8 @@ def advance(
     """`forward`, with the final states of the packed sequences that end in it, which few stretches have."""
     if ends is None:
         forward(
-            args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U,
-            BEFORE, M,
+            args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U, BEFORE,
+            M,
         )  # fmt: skip
     else:
         numbers, some = endings(ends, c0, L)
@@ -151,7 +151,7 @@ def advance(
         else:
             forward(
                 args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U,
-            BEFORE, M,
+                BEFORE, M,
             )  # fmt: skip
 
 
