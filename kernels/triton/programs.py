@@ -254,7 +254,7 @@ class Call(Pointwise):
             rows = (m.rows,) if self.program.micro > 1 and m.name not in ("query", "read") else ()
             if m.key or m.value:
                 size = self.n if m.key else self.columns
-                kind = torch.float32 if m.name == "decay" else self.dtype
+                kind = torch.float32 if m.name in ("decay", "left") else self.dtype
                 x = self.empty(self.batch, self.tokens, *rows, self.heads_of(m.of), size, dtype=kind)
             else:  # contiguous in time, as the chunk kernels read them
                 x = self.empty(self.batch, self.heads, self.tokens, *rows)

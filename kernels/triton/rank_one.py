@@ -11,9 +11,9 @@ products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} -
     W = T b̃, Q = q̃ + QA W, M = QK + QA T BK, K = k̂ + (T BK)ᵀ â
     y = Q S_0 + M v,   S_L = exp(G_L) S_0 + âᵀ W S_0 + Kᵀ v
 
-Of operands rounded to bfloat16 those of QK and M make most of y's error. So with KEY_TERMS 2 QA and QK are products in
-tf32 (both, or q would be there twice), and what M's diagonal, its largest entries, leaves when it is rounded is kept
-beside it, a number a row.
+Gradients of a and b pass through a dozen products in a row, each of which would round an operand to bfloat16. So T is
+kept less the identity, which products of it start from in float32; and with KEY_TERMS 2 the four products between rows
+are in tf32, and matrices between rows are kept in float16 (halves.py) and multiplied in two bfloat16 terms.
 
 No exponent is above zero: rows meet in the binary blocks of keywise.py. Only where the decays of a whole chunk are
 known never to fall below what float32 holds do its rows meet AT_ONCE, as they are at the chunk's start (not at a later
@@ -25,9 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.halves import load_half, store_half
 from dsf.kernels.triton.keywise import REACH, last_running, load_chunk, rounded, store_chunk
 from dsf.kernels.triton.packed import place_of_chunk, place_of_segment
-from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, store_rows
+from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, product, split, store_rows
 from dsf.kernels.triton.transform import unit_lower_inverse
 
 
@@ -66,7 +67,7 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def rank_one_chunk(
-    q, b, a, k, g, running, mixed, rest, reads, inner, writes, outer, table,
+    q, b, a, k, g, running, mixed, factors, reads, inner, writes, outer, table,
     tokens, heads: tl.constexpr, length,
     q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
     a_group, k_b, k_t: tl.constexpr, k_h, k_group,
@@ -77,7 +78,7 @@ def rank_one_chunk(
 ):  # fmt: skip
     """Log decays -> G, and Q, W, K, â, all chunk by chunk without gaps, and M | T BK [B, T, H, PARTS · L].
 
-    KEEP: T | QA T beside them, for the gradients. rest: what rounding leaves of M's diagonal (KEY_TERMS 2).
+    KEEP: T - I | QA T beside them, for the gradients.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
@@ -91,37 +92,41 @@ def rank_one_chunk(
     rows = begin + local
     block = (lane * length + chunk * L) * N
     running += block
+    ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
     ba, bk = _scores(
-        b, b_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, KIND, KIND, PRECISION
+        b, b_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION
     )  # fmt: skip
     wide = heads * PARTS * L
     mixed += (batch * tokens * heads + head) * PARTS * L
+    factors += lane * length + chunk * L
+    plane = tl.num_programs(1).to(tl.int64) * length
+    inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS)
+    inverse = (inverse - tl.where(local[:, None] == local[None, :], 1.0, 0.0)).to(KIND)
+    known = tl.dot(inverse, bk.to(KIND), bk, input_precision=PRECISION)
+    store_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L, known)
     bk = bk.to(KIND)
-    inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
-    store_rows(mixed + L, wide, rows, end, local, L, L, tl.dot(inverse, bk, input_precision=PRECISION))
     tl.debug_barrier()  # G is read again, by other threads
-    DIRECT: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
     qa, qk = _scores(
-        q, q_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, DIRECT, KIND, PRECISION
+        q, q_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION
     )  # fmt: skip
-    through = tl.dot(qa.to(KIND), inverse, input_precision=PRECISION).to(KIND)
-    direct = tl.dot(through, bk, qk, input_precision=PRECISION)
-    store_rows(mixed, wide, rows, end, local, L, L, direct)
-    if KEY_TERMS == 2:
-        left = tl.where(local[:, None] == local[None, :], direct - direct.to(KIND).to(tl.float32), 0.0)
-        tl.store(rest + lane * length + chunk * L + local, tl.sum(left, axis=1))
+    through = tl.dot(qa.to(KIND), inverse, qa, input_precision=PRECISION)
     if KEEP:
-        store_rows(mixed + 2 * L, wide, rows, end, local, L, L, inverse)
-        store_rows(mixed + 3 * L, wide, rows, end, local, L, L, through)
+        store_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L, inverse.to(tl.float32))
+        store_half(mixed + 3 * L, wide, factors + 3 * plane, rows, end, local, local, L, L, through)
+    through = through.to(KIND)
+    direct = tl.dot(through, bk, qk, input_precision=PRECISION)
+    store_half(mixed, wide, factors, rows, end, local, local, L, L, direct)
     tl.debug_barrier()  # a product's result must not be transposed in registers: it is read again
-    solved_k = tl.trans(load_rows(mixed + L, wide, rows, end, local, L, L, KIND))
+    solved_k = tl.trans(load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L).to(KIND))
     for first in tl.range(0, N, BK, num_stages=1):
         keys = first + tl.arange(0, BK)
         own = load_chunk(running, local, keys, N, BK)
         before = load_earlier(running, local, keys, N, BK)
         last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
-        erases = (load_rows(b, b_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(before)).to(KIND)
-        store_chunk(inner + block, tl.dot(inverse, erases, input_precision=PRECISION), local, keys, N, BK)
+        erases = load_rows(b, b_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(before)
+        out = tl.dot(inverse, erases.to(KIND), erases, input_precision=PRECISION)
+        store_chunk(inner + block, out, local, keys, N, BK)
+        erases = erases.to(KIND)
         out = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(own)
         out = tl.dot(through, erases, out, input_precision=PRECISION)
         store_chunk(reads + block, out, local, keys, N, BK)
@@ -137,11 +142,11 @@ def rank_one_chunk(
 def _scores(
     x, x_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, DISTANCE: tl.constexpr,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
-    DIRECT: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G.
 
-    DIRECT: what the products are made of.
+    ROWS: what the products are made of.
     """
     with_a = tl.zeros([L, L], tl.float32)
     with_k = tl.zeros([L, L], tl.float32)
@@ -160,11 +165,11 @@ def _scores(
                 tl.debug_barrier()  # G is read again, by other threads
                 at = load_earlier(running, local, keys, N, BK)
         rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
-        rows_a = load_rows(a, a_t, rows, end, keys, N, BK, KIND)
+        rows_a = load_rows(a, a_t, rows, end, keys, N, BK, ROWS)
         rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
         if AT_ONCE:
             read, source = factor(at, True), factor(-own, True)
-            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, DIRECT, PRECISION)
+            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, ROWS, PRECISION)
         else:
             if DISTANCE == 0:  # the row's own, which no decay touches
                 same, wide = local[:, None] == local[None, :], rows_x.to(tl.float32)
@@ -175,7 +180,7 @@ def _scores(
                 read, source = factor(at - middle, False), factor(middle - own, False)
                 none = tl.zeros([L, L], tl.float32)
                 meet = meeting(local, level, 1, False)
-                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, DIRECT, PRECISION)
+                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, ROWS, PRECISION)
                 with_a += tl.where(meet, of_a, 0.0)
                 with_k += tl.where(meet, of_k, 0.0)
     if AT_ONCE:
@@ -186,19 +191,19 @@ def _scores(
 
 @triton.jit
 def _products(
-    with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, DIRECT: tl.constexpr, PRECISION: tl.constexpr
+    with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, ROWS: tl.constexpr, PRECISION: tl.constexpr
 ):
     """with_a, with_k [L, L] plus the products of one kind of reads with both kinds of writes."""
-    reads = rounded(reads.to(tl.float32) * read_factor, DIRECT, PRECISION)
-    writes = tl.trans(rounded(rows_a.to(tl.float32) * write_factor, DIRECT, PRECISION))
+    reads = rounded(reads.to(tl.float32) * read_factor, ROWS, PRECISION)
+    writes = tl.trans(rounded(rows_a.to(tl.float32) * write_factor, ROWS, PRECISION))
     with_a = tl.dot(reads, writes, with_a, input_precision=PRECISION)
-    writes = tl.trans(rounded(rows_k.to(tl.float32) * write_factor, DIRECT, PRECISION))
+    writes = tl.trans(rounded(rows_k.to(tl.float32) * write_factor, ROWS, PRECISION))
     return with_a, tl.dot(reads, writes, with_k, input_precision=PRECISION)
 
 
 @triton.jit
 def rank_one_walk(
-    outer, inner, writes, reads, mixed, rest, x, running, y, states, start, final, table,
+    outer, inner, writes, reads, mixed, factors, x, running, y, states, start, final, table,
     tokens, heads: tl.constexpr, length, x_b, x_t: tl.constexpr, x_h, x_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     REVERSE: tl.constexpr, START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
@@ -236,10 +241,10 @@ def rank_one_walk(
         given = load_rows(x, x_t, rows, end, columns, P, BP, KIND)
         if OUTPUT:
             out = tl.dot(load_rows(reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
-            direct = load_rows(mixed + at * PARTS * L, heads * PARTS * L, rows, end, local, L, L, KIND)
-            out = tl.dot(direct, given, out, input_precision=PRECISION)
-            if KEY_TERMS == 2:
-                out += tl.load(rest + lane * length + chunk * L + local)[:, None] * given.to(tl.float32)
+            factor = factors + lane * length + chunk * L
+            direct = load_half(mixed + at * PARTS * L, heads * PARTS * L, factor, rows, end, local, local, L, L)
+            direct = split(direct, KEY_TERMS, KIND)
+            out = product(direct, (given, given), KEY_TERMS, 1, PRECISION, out)
             store_rows(y + at * P, heads * P, rows, end, columns, P, BP, out)
         state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
         rows_w = load_rows(writes + block, N, local, L, keys, N, BN, KIND)

@@ -17,24 +17,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.halves import load_half, store_half
 from dsf.kernels.triton.keywise import load_chunk, rounded
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of
-from dsf.kernels.triton.tiles import load_rows, store_rows
+from dsf.kernels.triton.tiles import load_rows, product, split, store_rows, turn
 
 
 @triton.jit
 def rank_one_entries(
-    outer, inner, writes, mixed, rest, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, table,
+    outer, inner, writes, mixed, factors, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, scales, table,
     tokens, heads: tl.constexpr, length, v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L].
 
-    KEY_TERMS 2: behind them what rounding leaves of QK's.
+    factors: of `mixed` (halves.py); scales: of the weights, then of BP channels after the others of u and of f.
     """
-    WIDTH: tl.constexpr = (3 + KEY_TERMS) * L
+    PIECES: tl.constexpr = (P + BP - 1) // BP
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     keys, local = tl.arange(0, BN), tl.arange(0, L)
@@ -45,6 +46,9 @@ def rank_one_entries(
     row, wide = heads * P, heads * 4 * L
     block = (lane * length + chunk * L) * N
     to_state = (lane * (length // L) + chunk) * N * P
+    factors += lane * length + chunk * L
+    scales += lane * length + chunk * L
+    plane = tl.num_programs(1).to(tl.int64) * length
     v += batch * v_b + head // v_group * v_h
     dy += at * P
     entries += at * P
@@ -54,22 +58,21 @@ def rank_one_entries(
         values = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
         state = load_state(states + to_state, keys, columns, N, P, KIND)
         out = tl.dot(load_rows(inner + block, N, local, L, keys, N, BN, KIND), state, input_precision=PRECISION)
-        known = load_rows(mixed + L, wide, rows, end, local, L, L, KIND)
-        out = tl.dot(known, values, out, input_precision=PRECISION)
-        store_rows(entries, row, rows, end, columns, P, BP, out)
+        known = load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L)
+        out = product(split(known, KEY_TERMS, KIND), (values, values), KEY_TERMS, 1, PRECISION, out)
+        of_piece = scales + (4 + first // BP) * plane
+        store_half(entries, row, of_piece, rows, end, local, columns, P, BP, out)
         adjoint = load_state(adjoints + to_state, keys, columns, N, P, KIND)
         given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
         out = tl.dot(load_rows(outer + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
-        inverse = tl.trans(load_rows(mixed + 2 * L, wide, rows, end, local, L, L, KIND))
-        out = tl.dot(inverse, out.to(KIND), input_precision=PRECISION)
-        through = tl.trans(load_rows(mixed + 3 * L, wide, rows, end, local, L, L, KIND))
-        out = tl.dot(through, given, out, input_precision=PRECISION)
-        store_rows(adjoint_entries, row, rows, end, columns, P, BP, out)
+        inverse = load_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L).to(KIND)
+        out = tl.dot(tl.trans(inverse), out.to(KIND), out, input_precision=PRECISION)
+        through = load_half(mixed + 3 * L, wide, factors + 3 * plane, rows, end, local, local, L, L)
+        out = product(turn(split(through, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
+        store_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP, out)
         out = tl.dot(load_rows(writes + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
-        direct = tl.trans(load_rows(mixed, wide, rows, end, local, L, L, KIND))
-        out = tl.dot(direct, given, out, input_precision=PRECISION)
-        if KEY_TERMS == 2:
-            out += tl.load(rest + lane * length + chunk * L + local)[:, None] * given.to(tl.float32)
+        direct = load_half(mixed, wide, factors, rows, end, local, local, L, L)
+        out = product(turn(split(direct, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
         store_rows(dv + at * P, row, rows, end, columns, P, BP, out)
     qa = tl.zeros([L, L], tl.float32)
     qk = tl.zeros([L, L], tl.float32)
@@ -79,36 +82,40 @@ def rank_one_entries(
     for first in tl.range(0, P, BP, num_stages=2):
         columns = first + tl.arange(0, BP)
         given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
-        adjoint = load_rows(adjoint_entries, row, rows, end, columns, P, BP, KIND)
-        entry = tl.trans(load_rows(entries, row, rows, end, columns, P, BP, KIND))
+        of_piece = scales + (4 + first // BP) * plane
+        entry = load_half(entries, row, of_piece, rows, end, local, columns, P, BP)
+        entry = turn(split(entry, KEY_TERMS, KIND, True))
+        adjoint = load_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP)
+        adjoint = split(adjoint, KEY_TERMS, KIND, True)
         values = tl.trans(load_rows(v, v_t, rows, end, columns, P, BP, KIND))
-        qa = tl.dot(given, entry, qa, input_precision=PRECISION)
+        qa = product((given, given), entry, 1, KEY_TERMS, PRECISION, qa)
         qk = tl.dot(given, values, qk, input_precision=PRECISION)
-        ba = tl.dot(adjoint, entry, ba, input_precision=PRECISION)
-        bk = tl.dot(adjoint, values, bk, input_precision=PRECISION)
+        ba = tl.dot(adjoint[0], entry[0], ba, input_precision=PRECISION)
+        bk = product(adjoint, (values, values), KEY_TERMS, 1, PRECISION, bk)
     down, across = local[:, None], local[None, :]
     qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
     ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
-    weights += at * WIDTH
-    store_rows(weights, heads * WIDTH, rows, end, local, L, L, qa)
-    store_rows(weights + L, heads * WIDTH, rows, end, local, L, L, qk)
-    store_rows(weights + 2 * L, heads * WIDTH, rows, end, local, L, L, ba)
-    store_rows(weights + 3 * L, heads * WIDTH, rows, end, local, L, L, bk)
-    if KEY_TERMS == 2:
-        store_rows(weights + 4 * L, heads * WIDTH, rows, end, local, L, L, qk - qk.to(KIND).to(tl.float32))
+    weights += at * 4 * L
+    store_half(weights, wide, scales, rows, end, local, local, L, L, qa)
+    store_half(weights + L, wide, scales + plane, rows, end, local, local, L, L, qk)
+    store_half(weights + 2 * L, wide, scales + 2 * plane, rows, end, local, local, L, L, ba)
+    store_half(weights + 3 * L, wide, scales + 3 * plane, rows, end, local, local, L, L, bk)
 
 
 @triton.jit
 def rank_one_gradient(
-    q, b, a, k, v, dy, adjoint_entries, entries, weights, running, states, adjoints, dq, db, da, dk, dg, table,
+    q, b, a, k, v, dy, adjoint_entries, entries, weights, scales, running, states, adjoints, dq, db, da, dk, dg, table,
     tokens, heads: tl.constexpr, length,
     q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
     a_group, k_b, k_t: tl.constexpr, k_h, k_group,
     v_b, v_t: tl.constexpr, v_h, v_group,
-    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk."""
+    """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk.
+
+    PIECE: channels of u and of f that share scales.
+    """
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     keys, local = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, L)
@@ -119,7 +126,9 @@ def rank_one_gradient(
     k += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
     at = batch * tokens * heads + head
-    weights += at * (3 + KEY_TERMS) * L
+    weights += at * 4 * L
+    scales += lane * length + chunk * L
+    plane = tl.num_programs(1).to(tl.int64) * length
     to_state = (lane * (length // L) + chunk) * N * P
     states += to_state
     adjoints += to_state
@@ -127,6 +136,8 @@ def rank_one_gradient(
     origin, end = place_of_chunk(table, chunk, tokens, L)
     rows = origin + local
     row, narrow = heads * P, heads * N
+    PIECES: tl.constexpr = (P + PIECE - 1) // PIECE
+    of_u, of_f = scales + 4 * plane, scales + (4 + PIECES) * plane
     last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
     carried = tl.zeros([BK], tl.float32)
     for begin in tl.range(0, P, BP, num_stages=1):
@@ -135,32 +146,32 @@ def rank_one_gradient(
         carried += tl.sum(state * load_state(adjoints, keys, columns, N, P, tl.float32), axis=1)
     carried *= tl.exp2(last)
     of_a, at_end = _of_a_vector(
-        entries + at * P, row, adjoints, weights, a, a_t, q, q_t, b, b_t, da + at * N, running,
-        last, rows, end, heads, keys, local, 0, False,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        entries + at * P, row, of_u, adjoints, weights, scales, a, a_t, q, q_t, b, b_t, da + at * N, running,
+        last, rows, end, heads, keys, local, plane, 0, False,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
     log = -of_a
     tl.debug_barrier()  # or loads move up, and registers run out
     of_k, at_end = _of_a_vector(
-        v, v_t, adjoints, weights, k, k_t, q, q_t, b, b_t, dk + at * N, running,
-        last, rows, end, heads, keys, local, 1, False,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        v, v_t, None, adjoints, weights, scales, k, k_t, q, q_t, b, b_t, dk + at * N, running,
+        last, rows, end, heads, keys, local, plane, 1, False,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
     log -= of_k
     tl.debug_barrier()
     of_q, at_end = _of_a_vector(
-        dy + at * P, row, states, weights, q, q_t, a, a_t, k, k_t, dq + at * N, running,
-        last, rows, end, heads, keys, local, 0, True,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        dy + at * P, row, None, states, weights, scales, q, q_t, a, a_t, k, k_t, dq + at * N, running,
+        last, rows, end, heads, keys, local, plane, 0, True,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
     of_b, at_end = _of_a_vector(
-        adjoint_entries + at * P, row, states, weights, b, b_t, a, a_t, k, k_t, db + at * N, running,
-        last, rows, end, heads, keys, local, 1, True,
-        N, P, BK, BP, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        adjoint_entries + at * P, row, of_f, states, weights, scales, b, b_t, a, a_t, k, k_t, db + at * N, running,
+        last, rows, end, heads, keys, local, plane, 1, True,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
     store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
@@ -168,34 +179,42 @@ def rank_one_gradient(
 
 @triton.jit
 def _of_a_vector(
-    field, field_t, state_of, weights, x, x_t, first, first_t, second, second_t, out, running,
-    last, rows, end, heads, keys, local, turn: tl.constexpr, READS: tl.constexpr,
-    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    field, field_t, scales_of_field, state_of, weights, scales, x, x_t, first, first_t, second, second_t, out, running,
+    last, rows, end, heads, keys, local, plane, turn: tl.constexpr, READS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the vector x of every row: field meets the state, weights the vectors first and second of other rows.
 
     READS: x reads first and second, else first and second read x. turn: 1 for the second of both kinds; where that is
     b, it reads what was before its row. AT_ONCE: products that no decay touches cancel in what the log
-    decays are given. KEY_TERMS 2: what q and k give each other in tf32. Returns what each row of x gives the decays up
-    to it, or takes from them [L, BK], and what it gives all of them [BK].
+    decays are given. scales_of_field: if it is u or f. KEY_TERMS 2: what rows give each other in tf32. Returns what
+    each row of x gives the decays up to it, or takes from them [L, BK], and what it gives all of them [BK].
     """
-    EXACT_ONE: tl.constexpr = KEY_TERMS == 2 and turn == 1 and not READS
-    EXACT_TWO: tl.constexpr = KEY_TERMS == 2 and turn == 0 and READS
-    LOG: tl.constexpr = tl.float32 if EXACT_ONE or EXACT_TWO else KIND  # as x meets q or k, most of what must cancel
+    ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
+    TERMS: tl.constexpr = 1 if scales_of_field is None else KEY_TERMS
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)
-        given = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
-        state = load_state(state_of, keys, columns, N, P, KIND)
-        grad = tl.dot(given, tl.trans(state), grad, input_precision=PRECISION)
-    wide = heads * (3 + KEY_TERMS) * L
+        if TERMS == 2:
+            given = load_half(
+                field, field_t, scales_of_field + begin // PIECE * plane, rows, end, local, columns, P, BP
+            )
+            given = split(given, TERMS, KIND)
+        else:
+            found = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
+            given = found, found
+        state = tl.trans(load_state(state_of, keys, columns, N, P, KIND))
+        grad = product(given, (state, state), TERMS, 1, PRECISION, grad)
+    wide = heads * 4 * L
     if READS:
         at_one, at_two, to_one, to_two = 2 * turn, 2 * turn + 1, turn, turn
     else:
         at_one, at_two, to_one, to_two = turn, 2 + turn, 0, 1
-    with_one = _load_weights(weights, at_one, wide, rows, end, local, L, EXACT_ONE, KIND, PRECISION)
-    with_two = _load_weights(weights, at_two, wide, rows, end, local, L, EXACT_TWO, KIND, PRECISION)
+    with_one = load_half(weights + at_one * L, wide, scales + at_one * plane, rows, end, local, local, L, L)
+    with_one = with_one.to(ROWS)  # float16 has tf32's digits
+    with_two = load_half(weights + at_two * L, wide, scales + at_two * plane, rows, end, local, local, L, L)
+    with_two = with_two.to(ROWS)
     if not READS:
         with_one, with_two = tl.trans(with_one), tl.trans(with_two)
     rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
@@ -211,7 +230,7 @@ def _of_a_vector(
             mine, theirs, others = tl.exp2(before), source, source
         else:
             mine, theirs, others = source, tl.exp2(own), tl.exp2(before)
-        to_log = rounded(rows_x.to(tl.float32) * mine, LOG, PRECISION).to(tl.float32)
+        to_log = rounded(rows_x.to(tl.float32) * mine, ROWS, PRECISION).to(tl.float32)
         if not READS:
             grad *= tl.exp2(last)[None, :]
             carried = tl.sum(grad * to_log, axis=0)
@@ -241,7 +260,7 @@ def _of_a_vector(
                 rows_1, rows_2, there, beside, PRECISION,
             )  # fmt: skip
             grad += met * here
-            of_rows += met * rounded(rows_x.to(tl.float32) * here, LOG, PRECISION).to(tl.float32)
+            of_rows += met * rounded(rows_x.to(tl.float32) * here, ROWS, PRECISION).to(tl.float32)
         # what no decay touches: the row's own, or the neighbour's that b reads
         gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
         near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
@@ -250,19 +269,6 @@ def _of_a_vector(
         grad += near[:, None] * _neighbours(rows_2, second, second_t, rows, end, keys, turn, READS, 1, N, BK)
     store_rows(out, heads * N, rows, end, keys, N, BK, grad)
     return of_rows, carried
-
-
-@triton.jit
-def _load_weights(
-    weights, place, wide, rows, end, local, L: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one kind of products between rows [L, L]. EXACT: with what rounding left of it, for tf32."""
-    found = load_rows(weights + place * L, wide, rows, end, local, L, L, KIND)
-    if EXACT:
-        rest = load_rows(weights + 4 * L, wide, rows, end, local, L, L, tl.float32)
-        found = rounded(found.to(tl.float32) + rest, tl.float32, PRECISION)
-    return found
 
 
 @triton.jit

@@ -31,7 +31,7 @@ class Kept:
 
     running: Tensor
     mixed: Tensor
-    rest: Tensor
+    factors: Tensor
     reads: Tensor
     inner: Tensor
     writes: Tensor
@@ -63,6 +63,7 @@ class _Call:
             self.chunk_table, self.segment_table, _ = packed.tables(self.tokens, self.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.chunk
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.finer = torch.float16 if self.tiles.key_terms == 2 else self.stored  # of what halves.py keeps
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN
         if real:
@@ -91,11 +92,16 @@ class _Call:
     def kept(self, states: bool) -> Kept:
         """Room for what the forward pass leaves; states: for the backward pass, not for the walk alone."""
         block = (self.lanes, self.length, self.n)
-        mixed = self.empty(self.batch, self.tokens, self.heads, (4 if states else 2) * self.chunk)
+        parts = 4 if states else 2
+        mixed = self.empty(self.batch, self.tokens, self.heads, parts * self.chunk, dtype=self.finer)
         reads, inner, writes, outer = (self.empty(*block) for _ in range(4))
         starts = self.states(self.chunks if states else 0)
-        rest = self.empty(self.lanes, self.length if self.tiles.key_terms == 2 else 0, dtype=torch.float32)
-        return Kept(self.empty(*block, dtype=torch.float32), mixed, rest, reads, inner, writes, outer, starts)
+        running, factors = self.empty(*block, dtype=torch.float32), self.factors(parts)
+        return Kept(running, mixed, factors, reads, inner, writes, outer, starts)
+
+    def factors(self, planes: int) -> Tensor:
+        """Room for what rows in float16 are to be multiplied with."""
+        return self.empty(planes, self.lanes, self.length if self.tiles.key_terms == 2 else 0, dtype=torch.float32)
 
     def parts(self, kept: Kept) -> int:
         """How many matrices of a chunk's rows `mixed` holds."""
@@ -112,7 +118,7 @@ class _Call:
             outer, inner, writes, reads = inner, outer, reads, writes
         launch(
             rank_one_walk, (-(-self.p // t.piece), self.lanes, self.sequences),
-            outer, inner, writes, reads, kept.mixed, kept.rest, x, kept.running, unused if y is None else y,
+            outer, inner, writes, reads, kept.mixed, kept.factors, x, kept.running, unused if y is None else y,
             unused if states is None else states, unused if start is None else start,
             unused if final is None else final, self.segment_table,
             self.tokens, self.heads, self.length, *self.strides(x),
@@ -134,7 +140,7 @@ def forward(
         t = call.tiles
         launch(
             rank_one_chunk, (call.chunks, call.lanes),
-            q, right, left, k, decay, kept.running, kept.mixed, kept.rest, kept.reads, kept.inner, kept.writes,
+            q, right, left, k, decay, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner, kept.writes,
             kept.outer, call.chunk_table, call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
             BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
             TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers,
@@ -152,7 +158,10 @@ def backward(
     """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0."""
     call, kept, dy = _Call(q, v, heads, floor, packed, real), Kept(*saved), dy.contiguous()
     lead = (call.batch, call.tokens, heads)
-    found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "right", "left", "key")}
+    found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "key")}
+    found |= {
+        name: call.empty(*lead, call.n, dtype=torch.float32) for name in ("right", "left")
+    }  # rounded once they meet
     found["value"] = call.empty(*lead, call.p, dtype=q.dtype)
     found["decay"] = call.empty(*lead, call.n, dtype=torch.float32)
     first = call.end() if state is not None else call.empty(0, dtype=torch.float32)
@@ -171,21 +180,23 @@ def _gradients(
     """Fill `found`, all chunks in parallel."""
     t = call.tiles
     lead = (call.batch, call.tokens, call.heads)
-    entries, adjoint_entries = (call.empty(*lead, call.p) for _ in range(2))
-    weights = call.empty(*lead, (3 + t.key_terms) * call.chunk)
+    piece = t.entry_piece or t.piece
+    entries, adjoint_entries = (call.empty(*lead, call.p, dtype=call.finer) for _ in range(2))
+    weights = call.empty(*lead, 4 * call.chunk, dtype=call.finer)
+    scales = call.factors(4 + 2 * -(-call.p // piece))
     sizes: dict[str, Any] = {"P": call.p, "num_stages": 2, **call.common}
     launch(
         rank_one_entries, (call.chunks, call.lanes),
-        kept.outer, kept.inner, kept.writes, kept.mixed, kept.rest, v, dy, kept.states, adjoints, entries,
-        adjoint_entries, found["value"], weights, call.chunk_table, call.tokens, call.heads, call.length,
-        *call.strides(v), BN=t.keys, BP=t.entry_piece or t.piece, num_warps=t.entry_warps, **sizes,
+        kept.outer, kept.inner, kept.writes, kept.mixed, kept.factors, v, dy, kept.states, adjoints, entries,
+        adjoint_entries, found["value"], weights, scales, call.chunk_table, call.tokens, call.heads, call.length,
+        *call.strides(v), BN=t.keys, BP=piece, num_warps=t.entry_warps, **sizes,
     )  # fmt: skip
     xs = (*vectors, v)
     launch(
         rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
-        *xs, dy, adjoint_entries, entries, weights, kept.running, kept.states, adjoints,
+        *xs, dy, adjoint_entries, entries, weights, scales, kept.running, kept.states, adjoints,
         *(found[name] for name in ("query", "right", "left", "key", "decay")),
         call.chunk_table, call.tokens, call.heads, call.length, *call.strides(*xs),
-        BK=call.block, BP=t.gradient_piece, LEVELS=call.levels, AT_ONCE=call.at_once, num_warps=t.gradient_warps,
-        **sizes,
+        BK=call.block, BP=t.gradient_piece, PIECE=piece, LEVELS=call.levels, AT_ONCE=call.at_once,
+        num_warps=t.gradient_warps, **sizes,
     )  # fmt: skip

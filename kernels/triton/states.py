@@ -25,13 +25,14 @@ def place_of_state(states, index, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _power(largest):
+def power_of(largest):
     """The logarithm of what float16 numbers are times whose largest is 2^14 to 2^15."""
     return tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15) - 141
 
 
 @triton.jit
-def _power_of_two(x):
+def power_of_two(x):
+    """2^x of whole numbers in float32."""
     return ((x + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -40,9 +41,9 @@ def store_state(to, place, inside, piece, x, SIZE: tl.constexpr):
     """Keep a slice of a state."""
     if to.dtype.element_ty == tl.float16:
         tl.static_assert(x.shape[1] == SLICE)
-        power = _power(tl.max(tl.max(tl.abs(x), axis=1), axis=0))
+        power = power_of(tl.max(tl.max(tl.abs(x), axis=1), axis=0))
         tl.store(to + SIZE + piece, power.to(tl.float16))
-        x *= _power_of_two(-power)
+        x *= power_of_two(-power)
     tl.store(to + place, x.to(to.dtype.element_ty), mask=inside)
 
 
@@ -53,12 +54,12 @@ def load_state(at, place, inside, piece, N: tl.constexpr, P: tl.constexpr, KIND:
     if at.dtype.element_ty == tl.float16:
         BP: tl.constexpr = place.shape[1]
         powers = at + N * P + piece * (BP // SLICE)
-        factor = _power_of_two(tl.load(powers).to(tl.int32))
+        factor = power_of_two(tl.load(powers).to(tl.int32))
         if BP > SLICE:
             tl.static_assert(BP == 2 * SLICE)
             power = tl.load(powers + 1, mask=piece * BP + SLICE < P, other=0.0)
             second = tl.arange(0, BP)[None, :] >= SLICE
-            factor = tl.where(second, _power_of_two(power.to(tl.int32)), factor)
+            factor = tl.where(second, power_of_two(power.to(tl.int32)), factor)
         return found, factor
     else:
         return found.to(KIND), 1.0
@@ -67,8 +68,8 @@ def load_state(at, place, inside, piece, N: tl.constexpr, P: tl.constexpr, KIND:
 @triton.jit
 def _halved(x):
     """float32 x in float16 and what its rows are to be times [L, 1]."""
-    power = _power(tl.max(tl.abs(x), axis=1, keep_dims=True))
-    return (x * _power_of_two(-power)).to(tl.float16), _power_of_two(power)
+    power = power_of(tl.max(tl.abs(x), axis=1, keep_dims=True))
+    return (x * power_of_two(-power)).to(tl.float16), power_of_two(power)
 
 
 @triton.jit

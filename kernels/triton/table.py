@@ -37,7 +37,7 @@ class Tiles:
     right_terms: of the latter two at most, but where e is made to be kept;
     key_terms: where decays differ by key, of scores and of e and its adjoint as they are kept (delta rules), or of the
     rows that are written into states and the states that are read; 2: the products between rows of gradients in tf32
-    (where transitions are diagonal plus rank one, of queries with keys, and what these give each other);
+    (where transitions are diagonal plus rank one, all of them, and in two terms or float16 what they make);
     read_terms: there, of e as it is read; wide_states: states are kept in float32 for the backward pass;
     half_states: in float16, three binary digits more than bfloat16 in as many bytes (decays alone: where there is a
     normaliser);
