@@ -100,8 +100,7 @@ def rank_one_chunk(
     mixed += (batch * tokens * heads + head) * PARTS * L
     factors += lane * length + chunk * L
     plane = tl.num_programs(1).to(tl.int64) * length
-    inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS)
-    inverse = (inverse - tl.where(local[:, None] == local[None, :], 1.0, 0.0)).to(KIND)
+    inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
     known = tl.dot(inverse, bk.to(KIND), bk, input_precision=PRECISION)
     store_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L, known)
     bk = bk.to(KIND)

@@ -59,8 +59,7 @@ def delta_transform(
     system *= tl.load(scalars + ERASE * plane + rows)[:, None]
     inverse = unit_lower_inverse(system, local, LEVELS, KIND, PRECISION, TERMS)
     if STATE_TERMS == 2:
-        inverse = refined(system, inverse, local, KIND, PRECISION)
-    inverse -= tl.where(local[:, None] == local[None, :], 1.0, 0.0)
+        inverse = refined(system, inverse, KIND, PRECISION)
     store_lower(solve + at, local, split(inverse, STATE_TERMS, KIND, True), L, STATE_TERMS)
 
 
@@ -68,34 +67,35 @@ def delta_transform(
 def unit_lower_inverse(
     system, local, LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr
 ):
-    """(I + system)^-1 of a strictly lower triangular matrix [L, L], by block doubling."""
+    """(I + system)^-1 - I of a strictly lower triangular matrix [L, L], by block doubling.
+
+    Less the identity all along, so that what products start from is never rounded, and operands are but corrections.
+    """
     # blocks of size one have inverse 1, so the first doubling needs no product
-    inverse = tl.where(local[:, None] == local[None, :], 1.0, 0.0)
-    inverse -= tl.where((local[:, None] ^ local[None, :]) == 1, system, 0.0)
+    inverse = tl.where((local[:, None] ^ local[None, :]) == 1, -system, 0.0)
     for level in tl.static_range(1, LEVELS):
         block = local >> level
         below = tl.where((block[:, None] ^ block[None, :]) == 1, system, 0.0)
-        step = _product(inverse, below, KIND, PRECISION, TERMS)
-        inverse -= _product(step, inverse, KIND, PRECISION, TERMS)
+        step = _product(inverse, below, below, KIND, PRECISION, TERMS)
+        inverse -= _product(step, inverse, step, KIND, PRECISION, TERMS)
     return inverse
 
 
 @triton.jit
-def refined(system, inverse, local, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of Newton's method on an inverse of I + system that was made of rounded operands: twice their digits."""
+def refined(system, inverse, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of Newton's method on (I + system)^-1 - I that was made of rounded operands: twice their digits."""
     main = split(inverse, 2, KIND)
-    left = product(split(system, 2, KIND), main, 2, 2, PRECISION, inverse)
-    left -= tl.where(local[:, None] == local[None, :], 1.0, 0.0)
-    return inverse - tl.dot(main[0], left.to(KIND), input_precision=PRECISION)
+    left = product(split(system, 2, KIND), main, 2, 2, PRECISION, inverse + system)  # (I + system) inverse - I
+    return inverse - tl.dot(main[0], left.to(KIND), left, input_precision=PRECISION)
 
 
 @triton.jit
-def _product(a, b, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
-    """a b of float32 matrices; bfloat16 operands are split into a leading part and (TERMS 3) what it leaves."""
+def _product(a, b, out, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
+    """out + a b of float32 matrices; bfloat16 operands are split into a leading part and (TERMS 3) what it leaves."""
     if KIND == tl.float32:
-        return tl.dot(a, b, input_precision=PRECISION)
+        return tl.dot(a, b, out, input_precision=PRECISION)
     a_main, b_main = a.to(KIND), b.to(KIND)
-    out = tl.dot(a_main, b_main)
+    out = tl.dot(a_main, b_main, out)
     if TERMS == 3:
         out += tl.dot(a_main, (b - b_main.to(tl.float32)).to(KIND))
         out += tl.dot((a - a_main.to(tl.float32)).to(KIND), b_main)
