@@ -96,7 +96,8 @@ class _Writer(Writer):
             ("key", keys, frozenset({KEY})), ("left", lefts, frozenset({KEY})), ("right", rights, frozenset({KEY})),
             ("value", ops.values, frozenset({VALUE})),
             ("ones", ones, SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
-            ("erase", erases, SCALAR), ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
+            ("erase", erases, SCALAR), ("own", [] if ops.own is None else [ops.own], SCALAR),
+            ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
         ]  # fmt: skip
         for name, exprs, axes in rows:
             roots += [Root(x, name, axes, m if many else None) for m, x in enumerate(exprs)]
@@ -119,7 +120,7 @@ class _Writer(Writer):
 
     def _readout(self) -> Expr | None:
         """y of NUM, DEN and the inputs; None where what the kernels read is y."""
-        spec, skip = self.spec, self.spec.system.D
+        spec, skip = self.spec, self.spec.system.D if self.ops.own is None else ZERO
         if spec.rule is None:
             read = times(WRITTEN, self.ops.gate)
             return read + skip if skip is not ZERO else read if self.gated else None

@@ -31,8 +31,9 @@ Timed = Mapping[str, Tensor]
 class Operands:
     """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = gate · read · query' S: expressions by micro-step.
 
-    Where lefts are given: S = (a + left right') S + key value'. decays are logarithms when `log`, none of them further
-    from zero than floor; ones: value of the column driven by ones; gains: exponents of a running maximum.
+    Where lefts are given: S = (a + left right') S + key value', and y may have a row's own value beside what it reads:
+    y = query' S + own · value. decays are logarithms when `log`, none of them further from zero than floor; ones: value
+    of the column driven by ones; gains: exponents of a running maximum.
     """
 
     query: Expr
@@ -50,6 +51,7 @@ class Operands:
     lefts: tuple[Expr, ...] | None = None
     rights: tuple[Expr, ...] | None = None
     floor: float = -math.inf
+    own: Expr | None = None
 
     @property
     def column(self) -> bool:
@@ -201,10 +203,13 @@ def _rank_one(spec: Spec, found: Operands) -> Operands:
     lefts = tuple(ZERO if c is None else times(c.scale, c.left) for c in corrections)
     rights = tuple(ZERO if c is None else c.right for c in corrections)
     keys = tuple(times(s, k) for s, k in zip(found.sources, found.keys, strict=True))
+    own, core = split_value(spec.system.D)
+    alone = core is found.values[-1] and not own.axes and spec.micro == 1 and spec.system.read == "after"
+    bare = spec.rule is None and found.gate is UNIT
     return replace(
         found, query=times(found.read, found.query), read=UNIT, keys=keys, sources=(UNIT,) * len(keys), erases=None,
         decays=spec.log_decays, log=True, keywise=True, lefts=lefts, rights=rights,
-        floor=min(min(low, -high) for low, high in map(bounds, spec.log_decays)),
+        floor=min(min(low, -high) for low, high in map(bounds, spec.log_decays)), own=own if alone and bare else None,
     )  # fmt: skip
 
 

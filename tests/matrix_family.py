@@ -68,6 +68,12 @@ def moving_rows(q: Key, k: Key, v: Value, a: Key, b: Key, s: Scalar) -> System:
 
 
 @dsf.recurrence
+def sure_rows(q: Key, k: Key, v: Value, a: Key, b: Key, g: Key, s: Scalar, d: Scalar) -> System:
+    """What lies along one key is moved to another, and a row's own value has a scale of its own."""
+    return System(A=diag(sigmoid(g)) + sigmoid(s) * outer(a, b), B=k * v, C=q, D=d * v)
+
+
+@dsf.recurrence
 def gated(q: Key, k: Key, v: Value, a: Scalar, o: Value, w: Param[Value]) -> System:
     """Channels read with gates of their own, and a skip beside them."""
     return System(A=sigmoid(a), B=k * v, C=q * (sigmoid(a) * sigmoid(o)), D=w * v)
@@ -86,4 +92,4 @@ def single_steps(q: Steps[Key, 1], k: Steps[Key, 1], v: Steps[Value, 1], beta: S
 
 
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
-UNSEEN += [leaning_rows, moving_rows, gated, late_gate, single_steps]
+UNSEEN += [leaning_rows, moving_rows, sure_rows, gated, late_gate, single_steps]

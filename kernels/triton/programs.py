@@ -343,7 +343,7 @@ class Call(Pointwise):
         found: dict[str, Any] = {"q": self.reading("query"), "k": self.operand("key"), "v": self.operand("value")}
         found["packed"] = self.packed
         if self.program.floor is not None:
-            found |= {name: self.operand(name) for name in ("decay", "left", "right")}
+            found |= {name: self.operand(name) for name in ("decay", "left", "right", "own")}
             return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
         found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}

@@ -11,6 +11,8 @@ products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} -
     W = T b̃, Q = q̃ + QA W, M = QK + QA T BK, K = k̂ + (T BK)ᵀ â
     y = Q S_0 + M v,   S_L = exp(G_L) S_0 + âᵀ W S_0 + Kᵀ v
 
+What y has of a row's own value beside that (own) is added to M's diagonal.
+
 Gradients of a and b pass through a dozen products in a row, each of which would round an operand to bfloat16. So T is
 kept less the identity, which products of it start from in float32; and with KEY_TERMS 2 the four products between rows
 are in tf32, and matrices between rows are kept in float16 (halves.py) and multiplied in two bfloat16 terms.
@@ -67,11 +69,11 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def rank_one_chunk(
-    q, b, a, k, g, running, mixed, factors, reads, inner, writes, outer, table,
+    q, b, a, k, g, own, running, mixed, factors, reads, inner, writes, outer, table,
     tokens, heads: tl.constexpr, length,
     q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
     a_group, k_b, k_t: tl.constexpr, k_h, k_group,
-    g_b, g_t: tl.constexpr, g_h, g_group,
+    g_b, g_t: tl.constexpr, g_h, g_group, own_b, own_t, own_h,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
     KEEP: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -108,6 +110,10 @@ def rank_one_chunk(
     qa, qk = _scores(
         q, q_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION
     )  # fmt: skip
+    if own is not None:
+        at = own + batch * own_b + rows.to(tl.int64) * own_t + head * own_h
+        beside = tl.load(at, mask=rows < end, other=0.0).to(tl.float32)
+        qk += tl.where(local[:, None] == local[None, :], beside[:, None], 0.0)
     through = tl.dot(qa.to(KIND), inverse, qa, input_precision=PRECISION)
     if KEEP:
         store_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L, inverse.to(tl.float32))
@@ -119,17 +125,17 @@ def rank_one_chunk(
     solved_k = tl.trans(load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L).to(KIND))
     for first in tl.range(0, N, BK, num_stages=1):
         keys = first + tl.arange(0, BK)
-        own = load_chunk(running, local, keys, N, BK)
+        total = load_chunk(running, local, keys, N, BK)
         before = load_earlier(running, local, keys, N, BK)
         last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
         erases = load_rows(b, b_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(before)
         out = tl.dot(inverse, erases.to(KIND), erases, input_precision=PRECISION)
         store_chunk(inner + block, out, local, keys, N, BK)
         erases = erases.to(KIND)
-        out = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(own)
+        out = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(total)
         out = tl.dot(through, erases, out, input_precision=PRECISION)
         store_chunk(reads + block, out, local, keys, N, BK)
-        to_end = tl.exp2(last[None, :] - own)
+        to_end = tl.exp2(last[None, :] - total)
         ends = (load_rows(a, a_t, rows, end, keys, N, BK, tl.float32) * to_end).to(KIND)
         store_chunk(outer + block, ends, local, keys, N, BK)
         out = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32) * to_end

@@ -26,7 +26,8 @@ from dsf.kernels.triton.tiles import load_rows, product, split, store_rows, turn
 
 @triton.jit
 def rank_one_entries(
-    outer, inner, writes, mixed, factors, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, scales, table,
+    outer, inner, writes, mixed, factors, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, scales,
+    d_own, table,
     tokens, heads: tl.constexpr, length, v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
     KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -34,6 +35,7 @@ def rank_one_entries(
     """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L].
 
     factors: of `mixed` (halves.py); scales: of the weights, then of BP channels after the others of u and of f.
+    d_own [B, H, T]: the gradient of what y has of a row's own value.
     """
     PIECES: tl.constexpr = (P + BP - 1) // BP
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -93,6 +95,8 @@ def rank_one_entries(
         ba = tl.dot(adjoint[0], entry[0], ba, input_precision=PRECISION)
         bk = product(adjoint, (values, values), KEY_TERMS, 1, PRECISION, bk)
     down, across = local[:, None], local[None, :]
+    if d_own is not None:
+        tl.store(d_own + lane * tokens + rows, tl.sum(tl.where(down == across, qk, 0.0), axis=1), mask=rows < end)
     qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
     ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
     weights += at * 4 * L

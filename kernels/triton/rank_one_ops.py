@@ -1,9 +1,10 @@
 """Launches of the diagonal-plus-rank-one kernels: one call forwards, one backwards, with or without real memory.
 
 S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t. q, k, left a, right b [B, T, H', N] and v
-[B, T, H', P] in one dtype, decay log w [B, T, H', N], head counts divisors of H; states [B, H, N, P] float32. floor:
-what no log decay is further from zero than. What the forward pass made of a chunk's rows, and the chunks' first states,
-are kept for the backward pass.
+[B, T, H', P] in one dtype, but left in float32 where it has digits for that; decay log w [B, T, H', N], head counts
+divisors of H; own [B, T, H], where y_t has own_t · v_t beside what is read; states [B, H, N, P] float32. floor: what no
+log decay is further from zero than. What the forward pass made of a chunk's rows, and the chunks' first states, are
+kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class _Call:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor, right: Tensor, state: Tensor | None, heads: int,
-    floor: float, wide: bool, keep: bool, real: bool, packed: Sequences | None = None,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor, right: Tensor, own: Tensor | None,
+    state: Tensor | None, heads: int, floor: float, wide: bool, keep: bool, real: bool, packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
     call = _Call(q, v, heads, floor, packed, real)
@@ -140,8 +141,9 @@ def forward(
         t = call.tiles
         launch(
             rank_one_chunk, (call.chunks, call.lanes),
-            q, right, left, k, decay, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner, kept.writes,
+            q, right, left, k, decay, own, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner, kept.writes,
             kept.outer, call.chunk_table, call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
+            *((0, 0, 0) if own is None else own.stride()),
             BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
             TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers,
             **call.common,
@@ -152,8 +154,8 @@ def forward(
 
 def backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor,
-    right: Tensor, state: Tensor | None, heads: int, floor: float, saved: list[Tensor], real: bool,
-    packed: Sequences | None = None,
+    right: Tensor, own: Tensor | None, state: Tensor | None, heads: int, floor: float, saved: list[Tensor],
+    real: bool, packed: Sequences | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0."""
     call, kept, dy = _Call(q, v, heads, floor, packed, real), Kept(*saved), dy.contiguous()
@@ -164,6 +166,8 @@ def backward(
     }  # rounded once they meet
     found["value"] = call.empty(*lead, call.p, dtype=q.dtype)
     found["decay"] = call.empty(*lead, call.n, dtype=torch.float32)
+    if own is not None:
+        found["own"] = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
     first = call.end() if state is not None else call.empty(0, dtype=torch.float32)
     if real:
         adjoints = call.states(call.chunks)
@@ -188,8 +192,8 @@ def _gradients(
     launch(
         rank_one_entries, (call.chunks, call.lanes),
         kept.outer, kept.inner, kept.writes, kept.mixed, kept.factors, v, dy, kept.states, adjoints, entries,
-        adjoint_entries, found["value"], weights, scales, call.chunk_table, call.tokens, call.heads, call.length,
-        *call.strides(v), BN=t.keys, BP=piece, num_warps=t.entry_warps, **sizes,
+        adjoint_entries, found["value"], weights, scales, found.get("own"), call.chunk_table, call.tokens,
+        call.heads, call.length, *call.strides(v), BN=t.keys, BP=piece, num_warps=t.entry_warps, **sizes,
     )  # fmt: skip
     xs = (*vectors, v)
     launch(
