@@ -8,6 +8,7 @@ One file a spec, with functions of the pointwise skeleton (dsf.kernels.triton.po
     skip_adjoint      the gradients of values and a Param in a skip; called by them
     readout           the same as a kernel of its own, where they cannot
     readout_adjoint   the gradient of what was read
+    vectors_adjoint   gradients of the inputs that only transitions are made of; called by the chunk kernels
     adjoint           gradients of the inputs from those of all operands and of y
 """
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 ZERO, UNIT = const(0), const(1)
 SCALAR: frozenset[str] = frozenset()
+TURNED = ("left", "right", "decay")  # what transitions are made of that are diagonal plus rank one
+LAST = ("vectors_adjoint", "adjoint")
 # What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
 WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
@@ -70,6 +73,7 @@ class _Writer(Writer):
             self.call(x)
         self.optional = frozenset({MORE})
         self.beside = self._beside()
+        self.vectors = self._vectors()
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys(r.name for r in self.roots))
@@ -158,6 +162,18 @@ class _Writer(Writer):
 
     def _made(self) -> list[Root]:
         return [r for r in self.roots if r.name not in self.bare]
+
+    def _vectors(self) -> list[Expr]:
+        """The inputs of TURNED, where they are keys a token, in nothing else, and met key by key."""
+        if not self.ops.lefts:
+            return []
+        own = [r.expr for r in self.roots if r.name in TURNED]
+        found = inputs_of(*own)
+        others = [*(r.expr for r in self.roots if r.name not in TURNED), *([] if self.y is None else [self.y])]
+        keyed = all(x.axes == {KEY} and x in self.nodes and self.kinds[x.attrs[0]].time for x in found)
+        apart = not {x.attrs[0] for x in found} & {x.attrs[0] for x in inputs_of(*others)}
+        summed = any(x.op in {*REDUCTIONS, "size"} for x in children_first(*own))
+        return found if keyed and apart and not summed and self.spec.micro == 1 else []
 
     def _is_column(self, name: str) -> bool:
         """True for what drives the normaliser where it is a column beside the values."""
@@ -273,7 +289,8 @@ class _Writer(Writer):
                 uses.setdefault(x.attrs[0], set()).add(r.name)
         for x in inputs_of(self.y) if self.y is not None and self.beside is None else []:
             uses.setdefault(x.attrs[0], set()).add("y")
-        found = {entry: name for name, entry in self.bare.items() if uses[entry] == {name}}
+        pulled = {x.attrs[0] for x in self.vectors}
+        found = {entry: name for name, entry in self.bare.items() if uses[entry] == {name} and entry not in pulled}
         return {entry: name for entry, name in found.items() if name in VECTORS or self._keywise(name)}
 
     def _keywise(self, name: str) -> bool:
@@ -282,14 +299,35 @@ class _Writer(Writer):
     def adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores the gradients of every input that is not direct."""
         skipped = {*self.direct(), *([] if self.beside is None else [self.beside[1].attrs[0]])}
+        skipped |= {x.attrs[0] for x in self.vectors}
         wanted = [x for x in self.nodes if x.attrs[0] not in skipped]
-        varied = [r for r in self.roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
+        roots = [r for r in self.roots if not (self.vectors and r.name in TURNED)]
+        varied = [r for r in roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
         pairs = [(r.expr, self.call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in varied]
         if self.y is not None and self.beside is None:
             pairs.append((self.y, GIVEN))
         if not wanted:
             return None
         return self.pulled(pairs, wanted)
+
+    def vectors_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores gradients from tiles of those of TURNED [L, N]."""
+        if not self.vectors:
+            return None
+        given = {r.name: self.call(symbol(f".d{r.name}", frozenset({KEY}))) for r in self.roots if r.name in TURNED}
+        pairs = [(r.expr, given[r.name]) for r in self.roots if r.name in TURNED]
+        slopes = derivatives(pairing(pairs), UNIT, self.vectors)
+        function = Body(self.names)
+        for node in inputs_of(*slopes):
+            if node not in given.values():
+                function.load(node, self.access(node))
+        printer = Printer(function.names, RESERVED)
+        values = printer.print(slopes)
+        function.lines += printer.lines
+        for node, value in zip(self.vectors, values, strict=True):
+            function.store(value, Access(f".grad_{node.attrs[0]}", None, True, True, False, True))
+        arguments = ", ".join(self.names[given[name]] for name in TURNED)
+        return [f"def vectors_adjoint(args, at, {arguments}):", *indented(function.lines)], tuple(function.accesses)
 
     def levels(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Returns (log decay, gain)."""
@@ -307,7 +345,7 @@ class _Writer(Writer):
     def program(self) -> tuple[Source, Program]:
         """The printed file and what the operator knows of it."""
         parts, accesses = [], {}
-        for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint", "adjoint"):
+        for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint", *LAST):
             printed = getattr(self, name)()
             if printed is not None:
                 parts.append(printed[0])
@@ -342,7 +380,7 @@ class _Writer(Writer):
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
             self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.gated, self.factor is not None,
             None if self.beside is None else self.beside[1].attrs[0], self.ops.gains is not None,
-            self.ops.floor if self.ops.lefts else None, dict(accesses),
+            self.ops.floor if self.ops.lefts else None, tuple(x.attrs[0] for x in self.vectors), dict(accesses),
         )  # fmt: skip
 
 

@@ -68,6 +68,12 @@ def moving_rows(q: Key, k: Key, v: Value, a: Key, b: Key, s: Scalar) -> System:
 
 
 @dsf.recurrence
+def plain_rows(q: Key, k: Key, v: Value, a: Key, b: Key, g: Key) -> System:
+    """Transitions made of bare inputs, a decay for each key among them."""
+    return System(A=diag(exp(g)) + outer(a, b), B=k * v, C=q)
+
+
+@dsf.recurrence
 def sure_rows(q: Key, k: Key, v: Value, a: Key, b: Key, g: Key, s: Scalar, d: Scalar) -> System:
     """What lies along one key is moved to another, and a row's own value has a scale of its own."""
     return System(A=diag(sigmoid(g)) + sigmoid(s) * outer(a, b), B=k * v, C=q, D=d * v)

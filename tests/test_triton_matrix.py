@@ -17,6 +17,7 @@ from matrix_family import (
     late_gate,
     late_ratio,
     leaning_rows,
+    plain_rows,
     swinging,
     turning,
 )
@@ -32,7 +33,7 @@ pytestmark = interpreted
 
 NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
 NAMES += ["delta_product", "gated_delta_product", "normalized_attention_exp", "gla", "rwkv6", "kda", "rwkv7"]
-ALL = UNSEEN + [get(name).recurrence for name in NAMES]
+ALL = [*UNSEEN, plain_rows, *(get(name).recurrence for name in NAMES)]
 
 
 @pytest.fixture(autouse=True)

@@ -209,7 +209,10 @@ def _unchunk(
     """Gradients of the operands row by row, and of S_0, by the chunk kernels."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
-        return rank_one_ops.backward(**arguments, dy=dy, final_gradient=dfinal, saved=kept, real=call.real)
+        pull = None
+        if call.program.vectors:
+            pull = call.program.functions.vectors_adjoint, call.arguments(call.program.accesses["vectors_adjoint"])
+        return rank_one_ops.backward(**arguments, dy=dy, final_gradient=dfinal, saved=kept, real=call.real, pull=pull)
     kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
     normal: Normaliser | None = arguments["normal"]
     if normal is not None:
@@ -255,12 +258,16 @@ def _backward(
     elif outputs:
         call.keep_output(rest[-outputs], rest[-1])
     kept = rest[: len(rest) - outputs]
+    wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
+    for a in known.inputs:
+        own = a.role in wanted and a.role in known.vectors
+        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if own else None
     found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, kept)
     call.tensors |= {f".d{name}": x for name, x in found.items()}
-    wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
-    pulled = [a for a in known.inputs if a.role in wanted and a.role not in {*known.direct, known.skip}]
-    for a in known.inputs:
-        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if a in pulled else None
+    made = {*known.direct, known.skip, *known.vectors}
+    pulled = [a for a in known.inputs if a.role in wanted and a.role not in made]
+    for a in pulled:
+        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role])
     if pulled:
         call.launch("adjoint")
     out = []
@@ -268,9 +275,9 @@ def _backward(
         if a.role not in wanted:
             continue
         like = wanted[a.role]
-        made = "skip" if a.role == known.skip else known.direct.get(a.role)
-        x = call.need(f".grad_{a.role}") if made is None else found[made]
-        if made is not None and a.step == 1:  # the kernels' rows are its micro-steps: they have no axis for one
+        operand = "skip" if a.role == known.skip else known.direct.get(a.role)
+        x = call.need(f".grad_{a.role}") if operand is None else found[operand]
+        if operand is not None and a.step == 1:  # the kernels' rows are its micro-steps: they have no axis for one
             x = x.unsqueeze(2)
         out.append(gathered(a, x, like))
     if state is None:

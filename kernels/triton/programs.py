@@ -87,7 +87,8 @@ class Program:
     gated: channels are read with gains of their own, whose gradients need what was read;
     quotient: y is what was read times a factor that the normaliser makes; skip: the Param in what is added to it, where
     the chunk kernels make its gradient; floor: what no log decay is further from
-    zero than, given where transitions are diagonal plus rank one; the rest is as the declaration has it."""
+    zero than, given where transitions are diagonal plus rank one; vectors: inputs whose gradients the chunk kernels
+    make there, of those of left, right and decay; the rest is as the declaration has it."""
 
     inputs: tuple[Access, ...]
     roles: Mapping[str, Role]
@@ -104,6 +105,7 @@ class Program:
     skip: str | None
     stabilised: bool
     floor: float | None
+    vectors: tuple[str, ...]
     accesses: Mapping[str, tuple[Access, ...]]
     functions: Any = field(default=None, compare=False)
 

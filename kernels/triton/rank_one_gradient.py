@@ -108,17 +108,20 @@ def rank_one_entries(
 
 @triton.jit
 def rank_one_gradient(
-    q, b, a, k, v, dy, adjoint_entries, entries, weights, scales, running, states, adjoints, dq, db, da, dk, dg, table,
+    q, b, a, k, v, dy, adjoint_entries, entries, weights, scales, running, states, adjoints, dq, db, da, dk, dg,
+    extra, table,
     tokens, heads: tl.constexpr, length,
     q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
     a_group, k_b, k_t: tl.constexpr, k_h, k_group,
     v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PULL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk.
 
-    PIECE: channels of u and of f that share scales.
+    PIECE: channels of u and of f that share scales. PULL: the printed function that takes those of a, b and the decays
+    instead of memory, and stores what they give, with pointers and strides `extra`.
     """
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
@@ -149,36 +152,46 @@ def rank_one_gradient(
         state = load_state(states, keys, columns, N, P, tl.float32)
         carried += tl.sum(state * load_state(adjoints, keys, columns, N, P, tl.float32), axis=1)
     carried *= tl.exp2(last)
-    of_a, at_end = _of_a_vector(
-        entries + at * P, row, of_u, adjoints, weights, scales, a, a_t, q, q_t, b, b_t, da + at * N, running,
-        last, rows, end, heads, keys, local, plane, 0, False,
-        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
-    )  # fmt: skip
-    carried += at_end
-    log = -of_a
-    tl.debug_barrier()  # or loads move up, and registers run out
-    of_k, at_end = _of_a_vector(
+    if PULL is None:
+        da += at * N
+        db += at * N
+    _, of_k, at_end = _of_a_vector(
         v, v_t, None, adjoints, weights, scales, k, k_t, q, q_t, b, b_t, dk + at * N, running,
         last, rows, end, heads, keys, local, plane, 1, False,
         N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
-    log -= of_k
-    tl.debug_barrier()
-    of_q, at_end = _of_a_vector(
+    log = -of_k
+    tl.debug_barrier()  # or loads move up, and registers run out
+    _, of_q, at_end = _of_a_vector(
         dy + at * P, row, None, states, weights, scales, q, q_t, a, a_t, k, k_t, dq + at * N, running,
         last, rows, end, heads, keys, local, plane, 0, True,
         N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
-    of_b, at_end = _of_a_vector(
-        adjoint_entries + at * P, row, of_f, states, weights, scales, b, b_t, a, a_t, k, k_t, db + at * N, running,
+    dleft, of_a, at_end = _of_a_vector(
+        entries + at * P, row, of_u, adjoints, weights, scales, a, a_t, q, q_t, b, b_t, da, running,
+        last, rows, end, heads, keys, local, plane, 0, False,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+    )  # fmt: skip
+    carried += at_end
+    log -= of_a
+    tl.debug_barrier()
+    dright, of_b, at_end = _of_a_vector(
+        adjoint_entries + at * P, row, of_f, states, weights, scales, b, b_t, a, a_t, k, k_t, db, running,
         last, rows, end, heads, keys, local, plane, 1, True,
         N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
-    store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
+    if PULL is None:
+        store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
+    else:
+        at = (
+            batch, head, lane * 0 + origin, local[:, None], keys[None, :], 0, (rows < end)[:, None],
+            (keys < N)[None, :], True, 0, 0, tokens, heads, P, N,
+        )  # fmt: skip
+        PULL(extra, at, dleft, dright, log)
 
 
 @triton.jit
@@ -192,8 +205,8 @@ def _of_a_vector(
 
     READS: x reads first and second, else first and second read x. turn: 1 for the second of both kinds; where that is
     b, it reads what was before its row. AT_ONCE: products that no decay touches cancel in what the log
-    decays are given. scales_of_field: if it is u or f. KEY_TERMS 2: what rows give each other in tf32. Returns what
-    each row of x gives the decays up to it, or takes from them [L, BK], and what it gives all of them [BK].
+    decays are given. scales_of_field: if it is u or f. KEY_TERMS 2: what rows give each other in tf32. Returns the
+    gradient, what each row of x gives the decays up to it, or takes from them [L, BK], and all of them [BK].
     """
     ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
     TERMS: tl.constexpr = 1 if scales_of_field is None else KEY_TERMS
@@ -271,8 +284,9 @@ def _of_a_vector(
         grad += near[:, None] * _neighbours(rows_1, first, first_t, rows, end, keys, turn, READS, 0, N, BK)
         near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
         grad += near[:, None] * _neighbours(rows_2, second, second_t, rows, end, keys, turn, READS, 1, N, BK)
-    store_rows(out, heads * N, rows, end, keys, N, BK, grad)
-    return of_rows, carried
+    if out is not None:
+        store_rows(out, heads * N, rows, end, keys, N, BK, grad)
+    return grad, of_rows, carried
 
 
 @triton.jit

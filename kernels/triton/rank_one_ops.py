@@ -155,17 +155,19 @@ def forward(
 def backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor,
     right: Tensor, own: Tensor | None, state: Tensor | None, heads: int, floor: float, saved: list[Tensor],
-    real: bool, packed: Sequences | None = None,
+    real: bool, packed: Sequences | None = None, pull: tuple[Any, tuple[Any, ...]] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0."""
+    """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0.
+
+    pull: the printed function that stores what those of left, right and decay give, instead of these, and its pointers
+    and strides.
+    """
     call, kept, dy = _Call(q, v, heads, floor, packed, real), Kept(*saved), dy.contiguous()
     lead = (call.batch, call.tokens, heads)
     found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "key")}
-    found |= {
-        name: call.empty(*lead, call.n, dtype=torch.float32) for name in ("right", "left")
-    }  # rounded once they meet
+    if pull is None:  # rounded once they meet
+        found |= {x: call.empty(*lead, call.n, dtype=torch.float32) for x in ("right", "left", "decay")}
     found["value"] = call.empty(*lead, call.p, dtype=q.dtype)
-    found["decay"] = call.empty(*lead, call.n, dtype=torch.float32)
     if own is not None:
         found["own"] = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
     first = call.end() if state is not None else call.empty(0, dtype=torch.float32)
@@ -173,13 +175,13 @@ def backward(
         adjoints = call.states(call.chunks)
         start = None if final_gradient is None else final_gradient.contiguous()
         call.walk(kept, dy, start, None, adjoints, first if state is not None else None, True)
-        _gradients(call, kept, dy, (q, right, left, k), v, adjoints, found)
+        _gradients(call, kept, dy, (q, right, left, k), v, adjoints, found, pull)
     return found, first
 
 
 def _gradients(
     call: _Call, kept: Kept, dy: Tensor, vectors: tuple[Tensor, ...], v: Tensor, adjoints: Tensor,
-    found: dict[str, Tensor],
+    found: dict[str, Tensor], pull: tuple[Any, tuple[Any, ...]] | None,
 ) -> None:  # fmt: skip
     """Fill `found`, all chunks in parallel."""
     t = call.tiles
@@ -199,8 +201,9 @@ def _gradients(
     launch(
         rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
         *xs, dy, adjoint_entries, entries, weights, scales, kept.running, kept.states, adjoints,
-        *(found[name] for name in ("query", "right", "left", "key", "decay")),
-        call.chunk_table, call.tokens, call.heads, call.length, *call.strides(*xs),
+        *(found.get(name) for name in ("query", "right", "left", "key", "decay")),
+        (call.q,) if pull is None else pull[1], call.chunk_table, call.tokens, call.heads, call.length,
+        *call.strides(*xs),
         BK=call.block, BP=t.gradient_piece, PIECE=piece, LEVELS=call.levels, AT_ONCE=call.at_once,
-        num_warps=t.gradient_warps, **sizes,
+        PULL=None if pull is None else pull[0], num_warps=t.gradient_warps, **sizes,
     )  # fmt: skip
