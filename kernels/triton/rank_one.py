@@ -30,6 +30,7 @@ import triton.language as tl
 from dsf.kernels.triton.halves import load_half, store_half
 from dsf.kernels.triton.keywise import REACH, last_running, load_chunk, rounded, store_chunk
 from dsf.kernels.triton.packed import place_of_chunk, place_of_segment
+from dsf.kernels.triton.states import place_of_state, store_state
 from dsf.kernels.triton.tiles import LOG2E, LOG_TINY, load_rows, product, split, store_rows
 from dsf.kernels.triton.transform import unit_lower_inverse
 
@@ -238,7 +239,7 @@ def rank_one_walk(
         rows = chunk * L + local + shift
         block = (lane * length + chunk * L) * N
         if STATES:
-            tl.store(states + (lane * chunks + chunk) * N * P + place, state.to(states.dtype.element_ty), mask=inside)
+            store_state(place_of_state(states, lane * chunks + chunk, N * P), place, inside, piece, state, N * P)
         seen = state.to(KIND)
         entry = tl.dot(
             load_rows(inner + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION

@@ -21,6 +21,7 @@ from dsf.kernels.triton.halves import load_half, store_half
 from dsf.kernels.triton.keywise import load_chunk, rounded
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of
+from dsf.kernels.triton.states import load_state, place_of_state
 from dsf.kernels.triton.tiles import load_rows, product, split, store_rows, turn
 
 
@@ -47,7 +48,8 @@ def rank_one_entries(
     mixed += at * 4 * L
     row, wide = heads * P, heads * 4 * L
     block = (lane * length + chunk * L) * N
-    to_state = (lane * (length // L) + chunk) * N * P
+    states = place_of_state(states, lane * (length // L) + chunk, N * P)
+    adjoints = place_of_state(adjoints, lane * (length // L) + chunk, N * P)
     factors += lane * length + chunk * L
     scales += lane * length + chunk * L
     plane = tl.num_programs(1).to(tl.int64) * length
@@ -58,13 +60,13 @@ def rank_one_entries(
     for first in tl.range(0, P, BP, num_stages=1):
         columns = first + tl.arange(0, BP)
         values = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
-        state = load_state(states + to_state, keys, columns, N, P, KIND)
+        state = load_whole(states, keys, first // BP, BP, N, P, KIND)
         out = tl.dot(load_rows(inner + block, N, local, L, keys, N, BN, KIND), state, input_precision=PRECISION)
         known = load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L)
         out = product(split(known, KEY_TERMS, KIND), (values, values), KEY_TERMS, 1, PRECISION, out)
         of_piece = scales + (4 + first // BP) * plane
         store_half(entries, row, of_piece, rows, end, local, columns, P, BP, out)
-        adjoint = load_state(adjoints + to_state, keys, columns, N, P, KIND)
+        adjoint = load_whole(adjoints, keys, first // BP, BP, N, P, KIND)
         given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
         out = tl.dot(load_rows(outer + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
         inverse = load_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L).to(KIND)
@@ -136,9 +138,8 @@ def rank_one_gradient(
     weights += at * 4 * L
     scales += lane * length + chunk * L
     plane = tl.num_programs(1).to(tl.int64) * length
-    to_state = (lane * (length // L) + chunk) * N * P
-    states += to_state
-    adjoints += to_state
+    states = place_of_state(states, lane * (length // L) + chunk, N * P)
+    adjoints = place_of_state(adjoints, lane * (length // L) + chunk, N * P)
     running += (lane * length + chunk * L) * N
     origin, end = place_of_chunk(table, chunk, tokens, L)
     rows = origin + local
@@ -148,9 +149,8 @@ def rank_one_gradient(
     last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
     carried = tl.zeros([BK], tl.float32)
     for begin in tl.range(0, P, BP, num_stages=1):
-        columns = begin + tl.arange(0, BP)
-        state = load_state(states, keys, columns, N, P, tl.float32)
-        carried += tl.sum(state * load_state(adjoints, keys, columns, N, P, tl.float32), axis=1)
+        state = load_whole(states, keys, begin // BP, BP, N, P, tl.float32)
+        carried += tl.sum(state * load_whole(adjoints, keys, begin // BP, BP, N, P, tl.float32), axis=1)
     carried *= tl.exp2(last)
     if PULL is None:
         da += at * N
@@ -209,20 +209,21 @@ def _of_a_vector(
     gradient, what each row of x gives the decays up to it, or takes from them [L, BK], and all of them [BK].
     """
     ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
-    TERMS: tl.constexpr = 1 if scales_of_field is None else KEY_TERMS
+    HALF: tl.constexpr = KEY_TERMS == 2 and scales_of_field is not None
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)
-        if TERMS == 2:
-            given = load_half(
-                field, field_t, scales_of_field + begin // PIECE * plane, rows, end, local, columns, P, BP
-            )
-            given = split(given, TERMS, KIND)
+        if HALF:  # both u or f and the state are kept in float16
+            place = keys[:, None] * P + columns[None, :]
+            inside = (keys[:, None] < N) & (columns[None, :] < P)
+            state, scale = load_state(state_of, place, inside, begin // BP, N, P, KIND)
+            given = load_rows(field, field_t, rows, end, columns, P, BP, tl.float16)
+            scale *= tl.load(scales_of_field + begin // PIECE * plane + local)[:, None]
+            grad += tl.dot(given, tl.trans(state)) * scale
         else:
-            found = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
-            given = found, found
-        state = tl.trans(load_state(state_of, keys, columns, N, P, KIND))
-        grad = product(given, (state, state), TERMS, 1, PRECISION, grad)
+            given = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
+            state = load_whole(state_of, keys, begin // BP, BP, N, P, KIND)
+            grad = tl.dot(given, tl.trans(state), grad, input_precision=PRECISION)
     wide = heads * 4 * L
     if READS:
         at_one, at_two, to_one, to_two = 2 * turn, 2 * turn + 1, turn, turn
@@ -316,7 +317,9 @@ def _neighbours(
 
 
 @triton.jit
-def load_state(base, keys, columns, N: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr):
-    """A tile of a state [N, P]."""
+def load_whole(base, keys, piece, BP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr):
+    """A piece of a kept state [N, P] in KIND."""
+    columns = piece * BP + tl.arange(0, BP)
     inside = (keys[:, None] < N) & (columns[None, :] < P)
-    return tl.load(base + keys[:, None] * P + columns[None, :], mask=inside, other=0.0).to(KIND)
+    found, scale = load_state(base, keys[:, None] * P + columns[None, :], inside, piece, N, P, KIND)
+    return (found.to(tl.float32) * scale).to(KIND)

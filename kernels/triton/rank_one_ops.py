@@ -20,6 +20,7 @@ from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.rank_one import rank_one_chunk, rank_one_walk
 from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
+from dsf.kernels.triton.states import POWERS
 from dsf.kernels.triton.table import Tiles
 from dsf.kernels.triton.tiles import arithmetic
 
@@ -79,7 +80,10 @@ class _Call:
         return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
 
     def states(self, chunks: int) -> Tensor:
-        """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept."""
+        """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
+        if self.finer == torch.float16:
+            size = self.n * self.p + POWERS.value
+            return self.empty(self.batch, self.heads, chunks, size, dtype=self.finer)
         return self.empty(self.batch, self.heads, chunks, self.n, self.p)
 
     def end(self) -> Tensor:
