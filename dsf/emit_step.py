@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dsf.emit_pointwise import Body
 from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.gpu_matrix import is_delta
 from dsf.kernels.triton.programs import Access
 from dsf.kernels.triton.step_ops import StepProgram
 from dsf.lower import FLOOR
@@ -218,8 +219,8 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     )
     whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
     plain = all(r.normal.decay is UNIT and not r.normal.corrections for r in spec.rows)
-    by_key = any(KEY in r.normal.decay.axes for r in spec.rows)
+    general = not all(is_delta(r) for r in spec.rows)
     program = StepProgram(
-        inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, by_key, plain
+        inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, general, plain
     )
     return Source(f"{identifier(spec.name)}_step", text, ()), program

@@ -123,7 +123,7 @@ def operands_of(spec: Spec) -> Operands:
     if keywise and logs is None:
         raise _Unfit("the matrix kernels take key-diagonal decays made of exp and sigmoid, whose logarithm is derived")
     plain = all(r.normal.decay is UNIT for r in spec.rows) and not spec.is_stabilised
-    general = spec.rank == 1 and not all(_is_delta(r) for r in spec.rows)
+    general = spec.rank == 1 and not all(is_delta(r) for r in spec.rows)
     rows = [_row(r, general) for r in spec.rows]
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
     gate, core = spec.gated_read
@@ -190,7 +190,7 @@ def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
     return row.normal.corrections[0].left, source, value, erase
 
 
-def _is_delta(row: Row) -> bool:
+def is_delta(row: Row) -> bool:
     """True where the state decays, then the key that is written is erased, if anything is."""
     return not row.normal.corrections or _erase(row) is not None
 

@@ -20,8 +20,8 @@ from dsf.kernels.triton.programs import EMPTY, Access, arguments_of
 @dataclass(frozen=True)
 class StepProgram:
     """What the operators know of a spec. ones: the state has a column driven by ones, stabilised: and one of running
-    maxima; whole: a sum over all channels needs them in one program; corrected: A sums over the Key axis; by_key: its
-    decays differ by key; plain: it is the identity."""
+    maxima; whole: a sum over all channels needs them in one program; corrected: A sums over the Key axis; general:
+    more than delta rules do; plain: it is the identity."""
 
     inputs: tuple[Access, ...]
     accesses: tuple[Access, ...]
@@ -29,7 +29,7 @@ class StepProgram:
     stabilised: bool
     whole: bool
     corrected: bool
-    by_key: bool
+    general: bool
     plain: bool
     functions: Any = field(default=None, compare=False)
 
@@ -52,18 +52,17 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
     """Padded N, channels at a time and warps of a program.
 
     Sums over many keys are best kept inside one warp where the new state waits for them; beside a normaliser's column
-    a program has several blocks to walk, and as many numbers under way as registers allow. Where A is the identity, or
-    corrects 128 keys with decays of their own, 8 warps were found faster than 4.
+    a program has several blocks to walk, and as many numbers under way as registers allow. Where A is the identity 8
+    warps were found faster than 4.
     """
     keys, channels = (1 << (x - 1).bit_length() for x in (n, p))
     numbers, own = 4096, 1024
     if keys == 1:
         numbers, own = 1024, 256
-    rows = program.corrected and program.by_key
-    if keys >= 128 and (program.plain or rows) and not program.ones:
-        own = 512
-    elif (keys >= 128 and (program.corrected or program.ones)) or (keys == 64 and rows):
+    if (keys >= 128 and (program.corrected or program.ones)) or (keys == 64 and program.general):
         numbers, own = (2048 if program.corrected else 8192), 2048
+    elif keys >= 128 and program.plain:
+        own = 512
     if not program.whole:
         channels = max(min(channels, 16), min(channels, numbers // keys))
     return keys, channels, max(1, min(16, keys * channels // own))

@@ -132,10 +132,8 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":
-        registers = None if keys > 64 else 168
         return Tiles(
-            64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8, transform_registers=registers,
-            entry_warps=4, entry_piece=wide, key_terms=2,
+            64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8, entry_warps=4, entry_piece=wide, key_terms=2,
         )  # fmt: skip
     stages = 3
     reverse = 2 if delta and decay != "none" and (keys > 64 or decay == "scalar") else stages
