@@ -10,6 +10,7 @@ from interpreted import INTERPRETED
 
 if INTERPRETED:
     import hurried
+    import rehearsal
     import strict
 
     strict.install()
@@ -45,6 +46,13 @@ def no_tapes() -> None:
     """No test plays calls that were written down under another's tile sizes."""
     if "dsf.kernels.triton.tape" in sys.modules:
         sys.modules["dsf.kernels.triton.tape"].forget()
+
+
+@pytest.fixture(autouse=True)
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, every first call of a kind runs as it does where its kernels have yet to be compiled."""
+    if INTERPRETED:
+        rehearsal.install(monkeypatch)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

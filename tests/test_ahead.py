@@ -118,3 +118,25 @@ def test_inside_a_captured_graph_kernels_are_compiled_as_they_are_met(monkeypatc
     kernel = Kernel()
     ahead.compiled(call, [kernel], [])
     assert kernel.compiled_by == [threading.current_thread()] and len(kernel.launches) == 1
+
+
+def test_torch_finds_sizes_and_computes_nothing_of_what_is_not_written():
+    def steps(x):
+        room = torch.empty(4, 6)
+        launch(missing, (1,), room)
+        table = torch.full((3,), 99)
+        rows = x.index_select(0, table)  # beyond its end, as memory that no kernel has written may be
+        view = room.unflatten(1, (2, 3)).transpose(0, 1)
+        view.copy_(rows.new_zeros(2, 4, 3))
+        total = torch.add(rows, 1.0, out=torch.empty_like(rows, dtype=torch.float64))
+        first, *_ = view.to(torch.float16).contiguous().split(1)
+        launch(late, (1,), rows, view, total, first, *view.unbind(0), table.sum(0))
+
+    seen, missing, late = [], Kernel(), Kernel()
+    late.warmup = lambda *args, grid: seen.extend(args)
+    with pytest.raises(IndexError):  # when all is ready, and steps runs again
+        ahead.compiled(steps, torch.ones(5, 3))
+    rows, view = torch.ones(3, 3), torch.ones(4, 6).unflatten(1, (2, 3)).transpose(0, 1)
+    expected = [rows, view, rows.double(), torch.ones(1, 4, 3).half(), *view.unbind(0), torch.tensor(1)]
+    for x, like in zip(seen, expected, strict=True):
+        assert (x.shape, x.stride(), x.dtype, x.device) == (like.shape, like.stride(), like.dtype, like.device)
