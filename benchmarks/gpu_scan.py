@@ -9,6 +9,7 @@ of CUDA-event timings with a cold L2. Peers need `selective_scan_cuda` (built fr
 """
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -102,6 +103,7 @@ def measure(forward, both):
     both()
     torch.cuda.synchronize()
     first = time.perf_counter() - start
+    gc.collect()  # what an earlier row left must not be freed while this one's peak is watched
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     both()
