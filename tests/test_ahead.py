@@ -1,10 +1,12 @@
 """Kernels compiled before a call runs: all at once, nothing launched meanwhile, errors where they always were."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+import triton
 from triton.runtime._async_compile import active_mode
 
 from dsf.kernels.triton import ahead
@@ -118,6 +120,13 @@ def test_inside_a_captured_graph_kernels_are_compiled_as_they_are_met(monkeypatc
     kernel = Kernel()
     ahead.compiled(call, [kernel], [])
     assert kernel.compiled_by == [threading.current_thread()] and len(kernel.launches) == 1
+
+
+def test_a_caller_that_compiles_ahead_itself_is_left_alone():
+    kernels, log = [Kernel(), Kernel()], []
+    with ThreadPoolExecutor(2) as threads, triton.AsyncCompileMode(threads):
+        assert ahead.compiled(call, kernels, log) == "found"
+    assert len(log) == 1 and not ahead.waiting() and all(k.ready for k in kernels)
 
 
 def test_torch_finds_sizes_and_computes_nothing_of_what_is_not_written():

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -73,23 +74,31 @@ def compiled(function: Callable[..., Any], *args: Any) -> Any:
     """
     if _Mode is None or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return function(*args)
-    # What goes wrong meanwhile is left to the second run, whose errors are those of a plain launch.
-    with ThreadPoolExecutor(THREADS) as threads, _Ahead(threads, ignore_errors=True) as mode:
-        _this_thread.mode = mode
+    with ThreadPoolExecutor(THREADS) as threads, ExitStack() as modes:
+        mode = _Ahead(threads, ignore_errors=True)
         try:
-            found = function(*args)
-        except Exception:
-            if not mode.raw_futures:
-                raise
-            found = None
-        finally:
-            _this_thread.mode = None
-            if mode.unwritten is not None:
-                mode.unwritten.__exit__(None, None, None)
+            modes.enter_context(mode)
+        except RuntimeError:  # the caller is in such a mode
+            return function(*args)
+        found = _rehearsed(mode, function, args)
     if mode.raw_futures:
         del found  # memory that nobody has written
         found = function(*args)
     return found
+
+
+def _rehearsed(mode: _Ahead, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """function(*args), with what is missing handed to `mode`, and then nothing launched or computed any more."""
+    _this_thread.mode = mode
+    try:
+        return function(*args)
+    except Exception:  # left to the second run, whose errors are those of a plain launch
+        if not mode.raw_futures:
+            raise
+    finally:
+        _this_thread.mode = None
+        if mode.unwritten is not None:
+            mode.unwritten.__exit__(None, None, None)
 
 
 def waiting() -> bool:
