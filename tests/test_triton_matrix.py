@@ -17,7 +17,9 @@ from matrix_family import (
     late_gate,
     late_ratio,
     leaning_rows,
+    moving_rows,
     plain_rows,
+    sure_rows,
     swinging,
     turning,
 )
@@ -69,6 +71,22 @@ def test_kernels_equal_the_oracle_forward_and_backward(recurrence):
     given = sample(recurrence, tokens=37)
     found = outcome(recurrence, given, None, torch.float32, backend="triton")
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize(
+    "recurrence",
+    [get("rwkv7").recurrence, sure_rows, leaning_rows, moving_rows, fading_delta, get("ssd").recurrence],
+    ids=lambda r: r.name,
+)
+def test_a_gradient_asked_for_alone_is_the_same(recurrence):
+    given = {name: x.float() for name, x in sample(recurrence, tokens=21).items()}
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+    together = torch.autograd.grad(recurrence(**leaves, backend="triton").square().sum(), list(leaves.values()))
+    for name, expected in zip(given, together, strict=True):
+        x = given[name].clone().requires_grad_()
+        y = recurrence(**{**given, name: x}, backend="triton")
+        (alone,) = torch.autograd.grad(y.square().sum(), [x])
+        assert torch.equal(alone, expected), name
 
 
 @pytest.mark.parametrize("tokens", [48, 37])  # whole chunks, and a last one in part

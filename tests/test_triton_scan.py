@@ -90,6 +90,19 @@ def equals_the_oracle(recurrence: dsf.Recurrence, tokens: int) -> None:
     close(ours, gradients(recurrence, wide, state.double(), form="naive"))
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recurrence", [s6, longhorn, erasing, aligned], ids=lambda r: r.name)
+def test_a_gradient_asked_for_alone_is_the_same(recurrence: dsf.Recurrence, dtype: torch.dtype) -> None:
+    given = {name: x.to(dtype) for name, x in draw(recurrence, tokens=11, n=4, p=40).items()}
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+    together = torch.autograd.grad(recurrence(**leaves, backend="triton").square().sum(), list(leaves.values()))
+    for name, expected in zip(given, together, strict=True):
+        x = given[name].clone().requires_grad_()
+        (alone,) = torch.autograd.grad(recurrence(**{**given, name: x}, backend="triton").square().sum(), [x])
+        assert torch.equal(alone, expected), name
+
+
 @pytest.mark.parametrize(
     "n, keyed, keys, states", [(16, 1, 2, 2), (16, 0, 2, 2), (20, 1, 2, 1), (24, 1, 2, 0), (6, 0, 1, 0), (64, 1, 2, 0)]
 )
