@@ -20,13 +20,12 @@ from dsf.lower import FLOOR
 from dsf.operator import times
 from dsf.primitives import abs as absolute
 from dsf.primitives import exp, log, log_of, maximum, minimum, sum_key
-from dsf.printer import AT, RESERVED, Printer, as_comment, identifier, indented, name_of, symbol
+from dsf.printer import AT, RESERVED, STATE, Printer, as_comment, identifier, indented, name_of, symbol
 from dsf.source import Source, file_of
 from dsf.spec import Row, Spec
 from dsf.system import DEN, NUM, ONE
 
-BOTH = frozenset({KEY, VALUE})
-STATE, COLUMN, LEVEL = symbol(".state", BOTH), symbol(".column", frozenset({KEY})), symbol(".level", frozenset({KEY}))
+COLUMN, LEVEL = symbol(".column", frozenset({KEY})), symbol(".level", frozenset({KEY}))  # and STATE: parts of a state
 ZERO, UNIT = const(0), const(1)
 LANES = ".lanes"  # suffix of a Key input as every lane of the channels loads it
 

@@ -22,7 +22,7 @@ from dsf.kernels.triton.key_rows import KeyRows, key_gradients, key_scalars, pre
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.row_gradients import Skip, in_turn, row_gradients, sum_pieces
-from dsf.kernels.triton.states import POWERS
+from dsf.kernels.triton.states import sizes_of_state
 from dsf.kernels.triton.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
 from dsf.kernels.triton.tiles import PLANES, arithmetic, prepare
 from dsf.kernels.triton.walks import both, forward, forward_launch, reverse, transform
@@ -68,7 +68,8 @@ class _Call:
         self.plane = self.lanes * self.length
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.state_dtype = torch.float32 if self.tiles.wide_states else self.stored
-        self.half = self.tiles.half_states and (self.delta or normal is not None)
+        if self.tiles.half_states and (self.delta or normal is not None):
+            self.state_dtype = torch.float16
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
         if positive and s is not None and self.decay == 1 and not self.delta:  # between rows they go into exponents
@@ -169,10 +170,8 @@ class _Call:
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
-        if self.half:
-            size = self.n * self.p + POWERS.value
-            return self.empty(self.batch, self.heads, chunks, size, dtype=torch.float16)
-        return self.empty(self.batch, self.heads, chunks, self.n, self.p, dtype=self.state_dtype)
+        size = sizes_of_state(self.n, self.p, self.state_dtype)
+        return self.empty(self.batch, self.heads, chunks, *size, dtype=self.state_dtype)
 
     def entries(self, chunks: int, terms: int) -> Tensor:
         """Uninitialised entries of chunks, or their gradients, in so many terms; of decays by key by token."""

@@ -20,7 +20,7 @@ from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.rank_one import rank_one_chunk, rank_one_walk
 from dsf.kernels.triton.rank_one_gradient import rank_one_entries, rank_one_gradient
-from dsf.kernels.triton.states import POWERS
+from dsf.kernels.triton.states import sizes_of_state
 from dsf.kernels.triton.table import Tiles
 from dsf.kernels.triton.tiles import arithmetic
 
@@ -81,10 +81,8 @@ class _Call:
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
-        if self.finer == torch.float16:
-            size = self.n * self.p + POWERS.value
-            return self.empty(self.batch, self.heads, chunks, size, dtype=self.finer)
-        return self.empty(self.batch, self.heads, chunks, self.n, self.p)
+        size = sizes_of_state(self.n, self.p, self.finer)
+        return self.empty(self.batch, self.heads, chunks, *size, dtype=self.finer)
 
     def end(self) -> Tensor:
         """Uninitialised first or last states [B or sequences, H, N, P]."""

@@ -6,6 +6,7 @@ whose logarithms lie behind the entries. What they are multiplied with becomes f
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -13,6 +14,11 @@ from dsf.kernels.triton.tiles import product, whole
 
 SLICE = tl.constexpr(64)
 POWERS = tl.constexpr(16)
+
+
+def sizes_of_state(n: int, p: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The sizes of one kept state [N, P]."""
+    return (n * p + POWERS.value,) if dtype == torch.float16 else (n, p)
 
 
 @triton.jit
