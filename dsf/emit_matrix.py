@@ -8,7 +8,8 @@ One file a spec, with functions of the pointwise skeleton (dsf.kernels.triton.po
     skip_adjoint      the gradients of values and a Param in a skip; called by them
     readout           the same as a kernel of its own, where they cannot
     readout_adjoint   the gradient of what was read
-    vectors_adjoint   gradients of the inputs that only transitions are made of; called by the chunk kernels
+    made_left, made_decay, made_own   operands that are made where they are used; called by the chunk kernels
+    vectors_adjoint   gradients of the inputs that only transitions are made of; called by them
     adjoint           gradients of the inputs from those of all operands and of y
 """
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 ZERO, UNIT = const(0), const(1)
 SCALAR: frozenset[str] = frozenset()
 TURNED = ("left", "right", "decay")  # what transitions are made of that are diagonal plus rank one
+MADE_THERE = ("left", "decay", "own")  # of these what the chunk kernels can make themselves
 LAST = ("vectors_adjoint", "adjoint")
 # What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
@@ -74,6 +76,7 @@ class _Writer(Writer):
         self.optional = frozenset({MORE})
         self.beside = self._beside()
         self.vectors = self._vectors()
+        self.there = {name: made for name in MADE_THERE if (made := self._made_there(name)) is not None}
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys(r.name for r in self.roots))
@@ -161,7 +164,7 @@ class _Writer(Writer):
         return drift, self.ops.gains[0]
 
     def _made(self) -> list[Root]:
-        return [r for r in self.roots if r.name not in self.bare]
+        return [r for r in self.roots if r.name not in self.bare and r.name not in self.there]
 
     def _vectors(self) -> list[Expr]:
         """The inputs of TURNED, where they are keys a token, in nothing else, and met key by key."""
@@ -174,6 +177,18 @@ class _Writer(Writer):
         apart = not {x.attrs[0] for x in found} & {x.attrs[0] for x in inputs_of(*others)}
         summed = any(x.op in {*REDUCTIONS, "size"} for x in children_first(*own))
         return found if keyed and apart and not summed and self.spec.micro == 1 else []
+
+    def _made_there(self, name: str) -> Expr | None:
+        """What the chunk kernels make of an operand key by key: all of it, or what is summed over keys."""
+        found = [r.expr for r in self.roots if r.name == name]
+        if not self.vectors or not found or name in self.bare:
+            return None
+        if name != "own":
+            return found[0]
+        (expr,) = found
+        if expr.op != "sum_key" or any(x.op in {*REDUCTIONS, "size"} for x in children_first(expr.args[0])):
+            return None
+        return expr.args[0]
 
     def _is_column(self, name: str) -> bool:
         """True for what drives the normaliser where it is a column beside the values."""
@@ -331,16 +346,17 @@ class _Writer(Writer):
 
     def levels(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Returns (log decay, gain)."""
-        if self.ops.gains is None:
-            return None
+        return None if self.ops.gains is None else self._returning("levels", self._level_exprs())
+
+    def _returning(self, name: str, exprs: Sequence[Expr]) -> tuple[list[str], tuple[Access, ...]]:
+        """A function that returns tiles of what its inputs make."""
         function = Body(self.names)
-        exprs = self._level_exprs()
         for node in inputs_of(*exprs):
             function.load(node, self.access(node))
         printer = Printer(function.names, RESERVED)
         values = printer.print(exprs)
-        body = [*function.lines, *printer.lines, f"return ({', '.join(values)})"]
-        return ["def levels(args, at):", *indented(body)], tuple(function.accesses)
+        body = [*function.lines, *printer.lines, f"return {', '.join(values)}"]
+        return [f"def {name}(args, at):", *indented(body)], tuple(function.accesses)
 
     def program(self) -> tuple[Source, Program]:
         """The printed file and what the operator knows of it."""
@@ -350,6 +366,9 @@ class _Writer(Writer):
             if printed is not None:
                 parts.append(printed[0])
                 accesses[name] = printed[1]
+        for name, expr in self.there.items():
+            text, accesses[f"made_{name}"] = self._returning(f"made_{name}", [expr])
+            parts.append(text)
         about = [
             as_comment(str(self.spec)),
             "",
@@ -365,7 +384,7 @@ class _Writer(Writer):
             mine = [r for r in self.roots if r.name == name]
             positive = all(bounds(r.expr)[0] >= 0 for r in mine)
             roles[name] = Role(self.bare.get(name), any(inputs_of(r.expr) for r in mine), positive)
-            if name in self.bare or self._is_column(name):
+            if name in self.bare or name in self.there or self._is_column(name):
                 continue
             used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()
             if name == "value" and self.column and self.ops.ones is not None:

@@ -80,6 +80,12 @@ def sure_rows(q: Key, k: Key, v: Value, a: Key, b: Key, g: Key, s: Scalar, d: Sc
 
 
 @dsf.recurrence
+def skipping_rows(q: Key, k: Key, v: Value, a: Key, b: Key, g: Key, d: Scalar) -> System:
+    """Rows that decay without bound, what is erased differs by key, and a gate for a row's own value."""
+    return System(A=diag(exp(-softplus(g))) - outer(sigmoid(a) * b, b), B=k * v, C=q, D=sigmoid(d) * v)
+
+
+@dsf.recurrence
 def gated(q: Key, k: Key, v: Value, a: Scalar, o: Value, w: Param[Value]) -> System:
     """Channels read with gates of their own, and a skip beside them."""
     return System(A=sigmoid(a), B=k * v, C=q * (sigmoid(a) * sigmoid(o)), D=w * v)
@@ -98,4 +104,4 @@ def single_steps(q: Steps[Key, 1], k: Steps[Key, 1], v: Steps[Value, 1], beta: S
 
 
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
-UNSEEN += [leaning_rows, moving_rows, sure_rows, gated, late_gate, single_steps]
+UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix_family import UNSEEN, forgetful_delta, leaning_rows, moving_rows, swinging
+from matrix_family import UNSEEN, forgetful_delta, leaning_rows, moving_rows, skipping_rows, swinging
 from mixer_inputs import RANGES
 from torch.utils.checkpoint import checkpoint
 
@@ -190,6 +190,15 @@ def test_segments_of_long_sequences(name, dtype):
     given = draw(recurrence, 4 * SEGMENT, 64, 64, dtype, batch=1)
     state = torch.randn(1, 2, 64, 64, device="cuda")
     compare(recurrence, given, dtype, state=state)
+
+
+@pytest.mark.parametrize("tokens", [256, 300])
+@pytest.mark.parametrize("n, p", [(128, 128), (64, 64), (40, 24)])
+@pytest.mark.parametrize("recurrence", [get("rwkv7").recurrence, skipping_rows], ids=lambda r: r.name)
+def test_rows_are_read_alike_with_and_without_gradients(recurrence, n, p, tokens):
+    given = draw(recurrence, tokens, n, p, torch.bfloat16)
+    kept = recurrence(**given, backend="triton")
+    assert torch.equal(recurrence(**{x: y.detach() for x, y in given.items()}, backend="triton"), kept)
 
 
 PIECES = [("ssd", 32, 128, 64), ("retnet", 6, 128, 128), ("retnet", 2, 256, 40), ("retnet", 2, 24, 16)]

@@ -19,6 +19,7 @@ from matrix_family import (
     leaning_rows,
     moving_rows,
     plain_rows,
+    skipping_rows,
     sure_rows,
     swinging,
     turning,
@@ -364,6 +365,34 @@ def test_bare_inputs_are_passed_on_and_gates_are_printed():
     assert not plain.made and not plain.accesses and set(plain.direct) == {"q", "k", "v"}
     source, name = program_of(get("gla").recurrence.spec)
     assert [m.name for m in PROGRAMS[name].made] == ["decay"] and "fn.logsigmoid(g)" in source.text
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "there", "before"),
+    [
+        (get("rwkv7").recurrence, {"made_left", "made_decay", "made_own"}, []),
+        (skipping_rows, {"made_left", "made_decay"}, ["own"]),
+        (plain_rows, set(), []),
+        (leaning_rows, set(), ["query", "key", "left"]),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_what_chunk_kernels_can_make_of_rows_is_made_there(recurrence, there, before):
+    from dsf.gpu_matrix import program_of
+    from dsf.kernels.triton.programs import PROGRAMS
+
+    program = PROGRAMS[program_of(recurrence.spec)[1]]
+    assert {x for x in program.accesses if x.startswith("made_")} == there
+    assert [m.name for m in program.made] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tokens", [20, 32])
+@pytest.mark.parametrize("recurrence", [get("rwkv7").recurrence, skipping_rows], ids=lambda r: r.name)
+def test_rows_are_read_alike_with_and_without_gradients(recurrence, tokens, dtype):
+    given = {n: x.to(dtype) for n, x in sample(recurrence, tokens=tokens).items()}
+    kept = recurrence(**{n: x.clone().requires_grad_() for n, x in given.items()}, backend="triton")
+    assert torch.equal(recurrence(**given, backend="triton"), kept)
 
 
 def test_the_plan_shows_the_printed_source():

@@ -209,9 +209,7 @@ def _unchunk(
     """Gradients of the operands row by row, and of S_0, by the chunk kernels."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
-        pull = None
-        if call.program.vectors:
-            pull = call.program.functions.vectors_adjoint, call.arguments(call.program.accesses["vectors_adjoint"])
+        pull = call.printed_with("vectors_adjoint")
         return rank_one_ops.backward(**arguments, dy=dy, final_gradient=dfinal, saved=kept, real=call.real, pull=pull)
     kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
     normal: Normaliser | None = arguments["normal"]

@@ -280,7 +280,7 @@ class Call(Pointwise):
         role = self.program.roles.get(name)
         if name == "read" and ".factor" in self.tensors:
             return self.tensors[".factor"]
-        if role is None:
+        if role is None or f"made_{name}" in self.program.accesses:
             return None
         if role.bare is not None:
             x = self.need(role.bare)
@@ -346,6 +346,7 @@ class Call(Pointwise):
         found["packed"] = self.packed
         if self.program.floor is not None:
             found |= {name: self.operand(name) for name in ("decay", "left", "right", "own")}
+            found["made"] = {name: self.printed_with(f"made_{name}") for name in ("decay", "left", "own")}
             return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
         found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
@@ -355,6 +356,11 @@ class Call(Pointwise):
             start, column = self.split(start)
             normal = Normaliser(self.operand("ones"), column)
         return found | {"state": start, "normal": normal}
+
+    def printed_with(self, name: str) -> tuple[Any, tuple[Any, ...]] | None:
+        """A printed function that chunk kernels call, and its pointers and strides; None where there is none."""
+        accesses = self.program.accesses.get(name)
+        return None if accesses is None else (getattr(self.program.functions, name), self.arguments(accesses))
 
     @property
     def ends(self) -> int:

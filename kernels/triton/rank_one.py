@@ -36,6 +36,41 @@ from dsf.kernels.triton.transform import unit_lower_inverse
 
 
 @triton.jit
+def rows_of(
+    base, stride, MAKE: tl.constexpr, inputs, rows, end, keys, N: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr
+):
+    """Rows of a vector [L, BK], zeros beyond the last: from memory, or as a printed function makes them.
+
+    inputs: its pointers and strides, batch, head, tokens, heads.
+    """
+    if MAKE is None:
+        return load_rows(base, stride, rows, end, keys, N, BK, KIND)
+    else:
+        args, batch, head, tokens, heads = inputs
+        there, known = (rows < end)[:, None], (keys < N)[None, :]
+        at = batch, head, 0, rows[:, None].to(tl.int64), keys[None, :], 0, there, known, True, 0, 0, tokens, heads, 1, N
+        return tl.where(there & known, MAKE(args, at), 0.0).to(KIND)
+
+
+@triton.jit
+def store_whole(high, low, x, local, keys, N: tl.constexpr, BK: tl.constexpr):
+    """Write float32 x [L, BK] as rows of a chunk, its digits split between two places if one has no room for them."""
+    main = x.to(high.dtype.element_ty)
+    store_chunk(high, main, local, keys, N, BK)
+    if high.dtype.element_ty != tl.float32:
+        store_chunk(low, x - main.to(tl.float32), local, keys, N, BK)
+
+
+@triton.jit
+def load_whole(high, low, local, keys, N: tl.constexpr, BK: tl.constexpr):
+    """What store_whole wrote."""
+    x = load_chunk(high, local, keys, N, BK)
+    if high.dtype.element_ty != tl.float32:
+        x += load_chunk(low, local, keys, N, BK)
+    return x
+
+
+@triton.jit
 def load_earlier(running, local, keys, N: tl.constexpr, BK: tl.constexpr):
     """G_{i - 1} of every row of a chunk [L, BK], zero in front of the first."""
     at = running + (local[:, None] - 1) * N + keys[None, :]
@@ -70,26 +105,32 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def rank_one_chunk(
-    q, b, a, k, g, own, running, mixed, factors, reads, inner, writes, outer, table,
+    q, b, a, k, g, own, given, running, mixed, factors, reads, inner, writes, outer, table,
     tokens, heads: tl.constexpr, length,
     q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
     a_group, k_b, k_t: tl.constexpr, k_h, k_group,
     g_b, g_t: tl.constexpr, g_h, g_group, own_b, own_t, own_h,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
     KEEP: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LEFT: tl.constexpr, DECAY: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Log decays -> G, and Q, W, K, â, all chunk by chunk without gaps, and M | T BK [B, T, H, PARTS · L].
 
-    KEEP: T - I | QA T beside them, for the gradients.
+    KEEP: T - I | QA T beside them, for the gradients. LEFT, DECAY, OWN: printed functions that make a, g and what own
+    is the sum of, of given, instead of these; or None.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     b += batch * b_b + head // b_group * b_h
-    a += batch * a_b + head // a_group * a_h
     k += batch * k_b + head // k_group * k_h
-    g += batch * g_b + head // g_group * g_h
+    if LEFT is None:
+        a += batch * a_b + head // a_group * a_h
+    if DECAY is None:
+        g += batch * g_b + head // g_group * g_h
+    of_left = given[0], batch, head, tokens, heads
+    of_decay = given[1], batch, head, tokens, heads
+    of_own = given[2], batch, head, tokens, heads
     local = tl.arange(0, L)
     begin, end = place_of_chunk(table, chunk, tokens, L)
     rows = begin + local
@@ -97,7 +138,8 @@ def rank_one_chunk(
     running += block
     ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
     ba, bk = _scores(
-        b, b_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 1, N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION
+        b, b_t, a, a_t, k, k_t, g, g_t, of_left, of_decay, outer + block, writes + block, running, rows, end, local, 1,
+        N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION, LEFT, DECAY,
     )  # fmt: skip
     wide = heads * PARTS * L
     mixed += (batch * tokens * heads + head) * PARTS * L
@@ -109,11 +151,18 @@ def rank_one_chunk(
     bk = bk.to(KIND)
     tl.debug_barrier()  # G is read again, by other threads
     qa, qk = _scores(
-        q, q_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, 0, N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION
+        q, q_t, a, a_t, k, k_t, g, g_t, of_left, of_decay, outer + block, writes + block, running, rows, end, local, 0,
+        N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION, LEFT, DECAY,
     )  # fmt: skip
-    if own is not None:
-        at = own + batch * own_b + rows.to(tl.int64) * own_t + head * own_h
-        beside = tl.load(at, mask=rows < end, other=0.0).to(tl.float32)
+    if own is not None or OWN is not None:
+        if OWN is None:
+            at = own + batch * own_b + rows.to(tl.int64) * own_t + head * own_h
+            beside = tl.load(at, mask=rows < end, other=0.0).to(tl.float32)
+        else:
+            beside = tl.zeros([L], tl.float32)
+            for first in tl.range(0, N, BK, num_stages=1):
+                keys = first + tl.arange(0, BK)
+                beside += tl.sum(rows_of(q, q_t, OWN, of_own, rows, end, keys, N, BK, tl.float32), axis=1)
         qk += tl.where(local[:, None] == local[None, :], beside[:, None], 0.0)
     through = tl.dot(qa.to(KIND), inverse, qa, input_precision=PRECISION)
     if KEEP:
@@ -137,7 +186,11 @@ def rank_one_chunk(
         out = tl.dot(through, erases, out, input_precision=PRECISION)
         store_chunk(reads + block, out, local, keys, N, BK)
         to_end = tl.exp2(last[None, :] - total)
-        ends = (load_rows(a, a_t, rows, end, keys, N, BK, tl.float32) * to_end).to(KIND)
+        if LEFT is None:
+            ends = load_rows(a, a_t, rows, end, keys, N, BK, tl.float32)
+        else:
+            ends = load_whole(outer + block, writes + block, local, keys, N, BK)
+        ends = (ends * to_end).to(KIND)
         store_chunk(outer + block, ends, local, keys, N, BK)
         out = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32) * to_end
         out = tl.dot(solved_k, ends, out, input_precision=PRECISION)
@@ -146,11 +199,12 @@ def rank_one_chunk(
 
 @triton.jit
 def _scores(
-    x, x_t, a, a_t, k, k_t, g, g_t, running, rows, end, local, DISTANCE: tl.constexpr,
+    x, x_t, a, a_t, k, k_t, g, g_t, of_left, of_decay, high, low, running, rows, end, local, DISTANCE: tl.constexpr,
     N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
-    ROWS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, LEFT: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G.
+    """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G, and
+    a where a printed function does, which it leaves in high and low.
 
     ROWS: what the products are made of.
     """
@@ -162,16 +216,26 @@ def _scores(
             own = load_chunk(running, local, keys, N, BK)
             at = own
         else:
-            log = tl.maximum(load_rows(g, g_t, rows, end, keys, N, BK, tl.float32), LOG_TINY) * LOG2E
+            log = rows_of(g, g_t, DECAY, of_decay, rows, end, keys, N, BK, tl.float32)
+            log = tl.maximum(log, LOG_TINY) * LOG2E
             own = tl.cumsum(log, axis=0)
             store_chunk(running, own, local, keys, N, BK)
-            if AT_ONCE:
+            if AT_ONCE and DECAY is None:
                 at = own - log
             else:
                 tl.debug_barrier()  # G is read again, by other threads
                 at = load_earlier(running, local, keys, N, BK)
+            if DECAY is not None:  # or it would be made twice, where another layout is wanted
+                own = load_chunk(running, local, keys, N, BK)
         rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
-        rows_a = load_rows(a, a_t, rows, end, keys, N, BK, ROWS)
+        if LEFT is None:
+            rows_a = load_rows(a, a_t, rows, end, keys, N, BK, ROWS)
+        elif DISTANCE == 0:
+            rows_a = load_whole(high, low, local, keys, N, BK).to(ROWS)
+        else:
+            whole = rows_of(a, a_t, LEFT, of_left, rows, end, keys, N, BK, tl.float32)
+            store_whole(high, low, whole, local, keys, N, BK)
+            rows_a = whole.to(ROWS)
         rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
         if AT_ONCE:
             read, source = factor(at, True), factor(-own, True)

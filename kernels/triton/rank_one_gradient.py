@@ -20,7 +20,7 @@ import triton.language as tl
 from dsf.kernels.triton.halves import load_half, store_half
 from dsf.kernels.triton.keywise import load_chunk, rounded
 from dsf.kernels.triton.packed import place_of_chunk
-from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of
+from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of, rows_of
 from dsf.kernels.triton.states import load_state, place_of_state
 from dsf.kernels.triton.tiles import load_rows, product, split, store_rows, turn
 
@@ -111,19 +111,20 @@ def rank_one_entries(
 @triton.jit
 def rank_one_gradient(
     q, b, a, k, v, dy, adjoint_entries, entries, weights, scales, running, states, adjoints, dq, db, da, dk, dg,
-    extra, table,
+    extra, given, table,
     tokens, heads: tl.constexpr, length,
     q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
     a_group, k_b, k_t: tl.constexpr, k_h, k_group,
     v_b, v_t: tl.constexpr, v_h, v_group,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    PULL: tl.constexpr,
+    LEFT: tl.constexpr, PULL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk.
 
-    PIECE: channels of u and of f that share scales. PULL: the printed function that takes those of a, b and the decays
-    instead of memory, and stores what they give, with pointers and strides `extra`.
+    PIECE: channels of u and of f that share scales. LEFT: the printed function that makes a, of `given`. PULL: the
+    printed function that takes the gradients of a, b and the decays instead of memory, and stores what they give, with
+    pointers and strides `extra`.
     """
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
@@ -131,9 +132,11 @@ def rank_one_gradient(
     batch, head = lane // heads, lane % heads
     q += batch * q_b + head // q_group * q_h
     b += batch * b_b + head // b_group * b_h
-    a += batch * a_b + head // a_group * a_h
+    if LEFT is None:
+        a += batch * a_b + head // a_group * a_h
     k += batch * k_b + head // k_group * k_h
     v += batch * v_b + head // v_group * v_h
+    of_left = given, batch, head, tokens, heads
     at = batch * tokens * heads + head
     weights += at * 4 * L
     scales += lane * length + chunk * L
@@ -156,31 +159,31 @@ def rank_one_gradient(
         da += at * N
         db += at * N
     _, of_k, at_end = _of_a_vector(
-        v, v_t, None, adjoints, weights, scales, k, k_t, q, q_t, b, b_t, dk + at * N, running,
-        last, rows, end, heads, keys, local, plane, 1, False,
+        v, v_t, None, adjoints, weights, scales, k, k_t, None, q, q_t, None, b, b_t, of_left,
+        dk + at * N, running, last, rows, end, heads, keys, local, plane, 1, False,
         N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
     log = -of_k
     tl.debug_barrier()  # or loads move up, and registers run out
     _, of_q, at_end = _of_a_vector(
-        dy + at * P, row, None, states, weights, scales, q, q_t, a, a_t, k, k_t, dq + at * N, running,
-        last, rows, end, heads, keys, local, plane, 0, True,
+        dy + at * P, row, None, states, weights, scales, q, q_t, None, a, a_t, LEFT, k, k_t, of_left,
+        dq + at * N, running, last, rows, end, heads, keys, local, plane, 0, True,
         N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
     dleft, of_a, at_end = _of_a_vector(
-        entries + at * P, row, of_u, adjoints, weights, scales, a, a_t, q, q_t, b, b_t, da, running,
-        last, rows, end, heads, keys, local, plane, 0, False,
+        entries + at * P, row, of_u, adjoints, weights, scales, a, a_t, LEFT, q, q_t, None, b, b_t, of_left,
+        da, running, last, rows, end, heads, keys, local, plane, 0, False,
         N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     carried += at_end
     log -= of_a
     tl.debug_barrier()
     dright, of_b, at_end = _of_a_vector(
-        adjoint_entries + at * P, row, of_f, states, weights, scales, b, b_t, a, a_t, k, k_t, db, running,
-        last, rows, end, heads, keys, local, plane, 1, True,
+        adjoint_entries + at * P, row, of_f, states, weights, scales, b, b_t, None, a, a_t, LEFT, k, k_t, of_left,
+        db, running, last, rows, end, heads, keys, local, plane, 1, True,
         N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
@@ -196,8 +199,9 @@ def rank_one_gradient(
 
 @triton.jit
 def _of_a_vector(
-    field, field_t, scales_of_field, state_of, weights, scales, x, x_t, first, first_t, second, second_t, out, running,
-    last, rows, end, heads, keys, local, plane, turn: tl.constexpr, READS: tl.constexpr,
+    field, field_t, scales_of_field, state_of, weights, scales, x, x_t, X: tl.constexpr, first, first_t,
+    FIRST: tl.constexpr, second, second_t, of_left, out, running, last, rows, end, heads, keys, local, plane,
+    turn: tl.constexpr, READS: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
     LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -205,8 +209,9 @@ def _of_a_vector(
 
     READS: x reads first and second, else first and second read x. turn: 1 for the second of both kinds; where that is
     b, it reads what was before its row. AT_ONCE: products that no decay touches cancel in what the log
-    decays are given. scales_of_field: if it is u or f. KEY_TERMS 2: what rows give each other in tf32. Returns the
-    gradient, what each row of x gives the decays up to it, or takes from them [L, BK], and all of them [BK].
+    decays are given. scales_of_field: if it is u or f. X, FIRST: what makes x and first. KEY_TERMS 2: what rows give
+    each other in tf32. Returns the gradient, what each row of x gives the decays up to it, or takes from them [L, BK],
+    and all of them [BK].
     """
     ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
     HALF: tl.constexpr = KEY_TERMS == 2 and scales_of_field is not None
@@ -235,8 +240,8 @@ def _of_a_vector(
     with_two = with_two.to(ROWS)
     if not READS:
         with_one, with_two = tl.trans(with_one), tl.trans(with_two)
-    rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
-    rows_1 = load_rows(first, first_t, rows, end, keys, N, BK, KIND)
+    rows_x = rows_of(x, x_t, X, of_left, rows, end, keys, N, BK, KIND)
+    rows_1 = rows_of(first, first_t, FIRST, of_left, rows, end, keys, N, BK, KIND)
     rows_2 = load_rows(second, second_t, rows, end, keys, N, BK, KIND)
     own = load_chunk(running, local, keys, N, BK)
     before = own if READS and turn == 0 else load_earlier(running, local, keys, N, BK)
@@ -282,9 +287,11 @@ def _of_a_vector(
         # what no decay touches: the row's own, or the neighbour's that b reads
         gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
         near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
-        grad += near[:, None] * _neighbours(rows_1, first, first_t, rows, end, keys, turn, READS, 0, N, BK)
+        beside = _neighbours(rows_1, first, first_t, FIRST, of_left, rows, end, keys, turn, READS, 0, N, BK)
+        grad += near[:, None] * beside
         near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
-        grad += near[:, None] * _neighbours(rows_2, second, second_t, rows, end, keys, turn, READS, 1, N, BK)
+        beside = _neighbours(rows_2, second, second_t, None, of_left, rows, end, keys, turn, READS, 1, N, BK)
+        grad += near[:, None] * beside
     if out is not None:
         store_rows(out, heads * N, rows, end, keys, N, BK, grad)
     return grad, of_rows, carried
@@ -305,12 +312,12 @@ def _meet(start, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PR
 
 @triton.jit
 def _neighbours(
-    own_rows, base, stride, rows, end, keys, turn: tl.constexpr,
+    own_rows, base, stride, MAKE: tl.constexpr, of_left, rows, end, keys, turn: tl.constexpr,
     READS: tl.constexpr, SECOND: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The rows that meet without decay: their own, or for b those before; of b those after."""
     if READS:
-        return load_rows(base, stride, tl.maximum(rows - turn, 0), end, keys, N, BK, tl.float32)
+        return rows_of(base, stride, MAKE, of_left, tl.maximum(rows - turn, 0), end, keys, N, BK, tl.float32)
     if SECOND:
         return load_rows(base, stride, rows + 1, end, keys, N, BK, tl.float32)
     return own_rows.to(tl.float32)

@@ -2,13 +2,15 @@
 
 S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t. q, k, left a, right b [B, T, H', N] and v
 [B, T, H', P] in one dtype, but left in float32 where it has digits for that; decay log w [B, T, H', N], head counts
-divisors of H; own [B, T, H], where y_t has own_t · v_t beside what is read; states [B, H, N, P] float32. floor: what no
-log decay is further from zero than. What the forward pass made of a chunk's rows, and the chunks' first states, are
-kept for the backward pass.
+divisors of H; own [B, T, H], where y_t has own_t · v_t beside what is read; states [B, H, N, P] float32. made: of left,
+decay and own (summed over keys then) the printed functions that make them in the kernels, from pointers and strides,
+instead of tensors. floor: what no log decay is further from zero than. What the forward pass made of a chunk's rows,
+and the chunks' first states, are kept for the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from dsf.kernels.triton.states import sizes_of_state
 from dsf.kernels.triton.table import Tiles
 from dsf.kernels.triton.tiles import arithmetic
 
+Function = tuple[Any, tuple[Any, ...]]  # a printed one, with its pointers and strides
 SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^60
 
 
@@ -88,9 +91,14 @@ class _Call:
         """Uninitialised first or last states [B or sequences, H, N, P]."""
         return self.empty(self.ends, self.heads, self.n, self.p, dtype=torch.float32)
 
-    def strides(self, *xs: Tensor) -> list[int]:
+    def strides(self, *xs: Tensor | None) -> list[int]:
         """Strides of batch, token and head, and how many heads share one of x's, of each."""
-        return [y for x in xs for y in (*x.stride()[:3], self.heads // x.shape[2])]
+        return [y for x in xs for y in ((0, 0, 0, 1) if x is None else (*x.stride()[:3], self.heads // x.shape[2]))]
+
+    def printed(self, made: Mapping[str, Function | None], *names: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of each of these operands the function that makes it, or None; and what all of them are given."""
+        found = [made[name] or (None, (self.q,)) for name in names]
+        return tuple(x[0] for x in found), tuple(x[1] for x in found)
 
     def kept(self, states: bool) -> Kept:
         """Room for what the forward pass leaves; states: for the backward pass, not for the walk alone."""
@@ -132,8 +140,9 @@ class _Call:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor, right: Tensor, own: Tensor | None,
-    state: Tensor | None, heads: int, floor: float, wide: bool, keep: bool, real: bool, packed: Sequences | None = None,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
+    made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, wide: bool, keep: bool,
+    real: bool, packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
     call = _Call(q, v, heads, floor, packed, real)
@@ -141,23 +150,25 @@ def forward(
     final, kept = call.end(), call.kept(keep)
     if real:
         t = call.tiles
+        functions, given = call.printed(made, "left", "decay", "own")
         launch(
             rank_one_chunk, (call.chunks, call.lanes),
-            q, right, left, k, decay, own, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner, kept.writes,
-            kept.outer, call.chunk_table, call.tokens, heads, call.length, *call.strides(q, right, left, k, decay),
-            *((0, 0, 0) if own is None else own.stride()),
+            q, right, left, k, decay, own, given, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner,
+            kept.writes, kept.outer, call.chunk_table, call.tokens, heads, call.length,
+            *call.strides(q, right, left, k, decay), *((0, 0, 0) if own is None else own.stride()),
             BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
-            TERMS=t.transform_terms, num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers,
-            **call.common,
+            TERMS=t.transform_terms, LEFT=functions[0], DECAY=functions[1], OWN=functions[2],
+            num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers, **call.common,
         )  # fmt: skip
         call.walk(kept, v, state, y, kept.states if keep else None, final, False)
     return y, final, kept.tensors() if keep else []
 
 
 def backward(
-    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, left: Tensor,
-    right: Tensor, own: Tensor | None, state: Tensor | None, heads: int, floor: float, saved: list[Tensor],
-    real: bool, packed: Sequences | None = None, pull: tuple[Any, tuple[Any, ...]] | None = None,
+    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
+    left: Tensor | None, right: Tensor, own: Tensor | None, made: Mapping[str, Function | None], state: Tensor | None,
+    heads: int, floor: float, saved: list[Tensor], real: bool, packed: Sequences | None = None,
+    pull: Function | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0.
 
@@ -170,20 +181,20 @@ def backward(
     if pull is None:  # rounded once they meet
         found |= {x: call.empty(*lead, call.n, dtype=torch.float32) for x in ("right", "left", "decay")}
     found["value"] = call.empty(*lead, call.p, dtype=q.dtype)
-    if own is not None:
+    if own is not None or made["own"] is not None:
         found["own"] = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
     first = call.end() if state is not None else call.empty(0, dtype=torch.float32)
     if real:
         adjoints = call.states(call.chunks)
         start = None if final_gradient is None else final_gradient.contiguous()
         call.walk(kept, dy, start, None, adjoints, first if state is not None else None, True)
-        _gradients(call, kept, dy, (q, right, left, k), v, adjoints, found, pull)
+        _gradients(call, kept, dy, (q, right, left, k), v, made, adjoints, found, pull)
     return found, first
 
 
 def _gradients(
-    call: _Call, kept: Kept, dy: Tensor, vectors: tuple[Tensor, ...], v: Tensor, adjoints: Tensor,
-    found: dict[str, Tensor], pull: tuple[Any, tuple[Any, ...]] | None,
+    call: _Call, kept: Kept, dy: Tensor, vectors: tuple[Tensor | None, ...], v: Tensor,
+    made: Mapping[str, Function | None], adjoints: Tensor, found: dict[str, Tensor], pull: Function | None,
 ) -> None:  # fmt: skip
     """Fill `found`, all chunks in parallel."""
     t = call.tiles
@@ -200,12 +211,13 @@ def _gradients(
         call.heads, call.length, *call.strides(v), BN=t.keys, BP=piece, num_warps=t.entry_warps, **sizes,
     )  # fmt: skip
     xs = (*vectors, v)
+    (left,), given = call.printed(made, "left")
     launch(
         rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
         *xs, dy, adjoint_entries, entries, weights, scales, kept.running, kept.states, adjoints,
         *(found.get(name) for name in ("query", "right", "left", "key", "decay")),
-        (call.q,) if pull is None else pull[1], call.chunk_table, call.tokens, call.heads, call.length,
+        (call.q,) if pull is None else pull[1], *given, call.chunk_table, call.tokens, call.heads, call.length,
         *call.strides(*xs),
         BK=call.block, BP=t.gradient_piece, PIECE=piece, LEVELS=call.levels, AT_ONCE=call.at_once,
-        PULL=None if pull is None else pull[0], num_warps=t.gradient_warps, **sizes,
+        LEFT=left, PULL=None if pull is None else pull[0], num_warps=t.gradient_warps, **sizes,
     )  # fmt: skip
