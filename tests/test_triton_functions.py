@@ -95,6 +95,25 @@ def test_a_tanh_for_decays_errs_by_rounding_of_1_and_is_0_at_0(device: str) -> N
 
 
 @triton.jit
+def _entries(x, y):
+    at = tl.program_id(0) * 512 + tl.arange(0, 16)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    tl.store(y + at, fn.near_tanh2(tl.load(x + at)))
+
+
+@pytest.mark.parametrize("device", on_a_device)
+def test_state_entries_whose_tanh_shares_a_reciprocal_err_by_rounding_of_1(device: str) -> None:
+    x = arguments(-3e38, 3e38)
+    x = x[torch.randperm(len(x))].to(device)
+    y = torch.empty_like(x)
+    _entries[(len(x) // 512,)](x, y, num_warps=1)
+    assert float((y.double() - torch.tanh(x.double() / (2 * fn.LOG2E.value))).abs().max()) < 5e-7
+    x = torch.zeros(512, device=device)
+    x[:32], x[32:64] = torch.inf, -torch.inf
+    _entries[(1,)](x, y, num_warps=1)
+    assert y[:64].tolist() == [1.0] * 32 + [-1.0] * 32 and float(y[64:512].abs().max()) < 5e-7
+
+
+@triton.jit
 def _run(x, y, z, SHORT: tl.constexpr):
     lane = tl.arange(0, 32)[None, None, :]
     found = lanes.run_of(lanes.load_lanes(x, lane, 8), 8, SHORT)
