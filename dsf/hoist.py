@@ -20,7 +20,7 @@ from dsf.spec import Spec
 ENTRIES = 16  # state entries that a Key vector is taken to have
 # In instructions a token and thread, forward; loads and sums over channels count for what they cost beside these.
 LOAD = {True: 4 * ENTRIES, False: 14}  # of a tensor a token, with and without a Key axis
-LAUNCH = 24  # what the kernel before the scan must spare it
+LAUNCH = 12  # what the kernel before the scan must spare it
 SUM = 48  # of a sum over the Key axis: where one is left, a scan cannot take one state entry after the other
 PRICES = dict.fromkeys(("div", "sqrt", "rsqrt", "exp", "log"), 8) | {"sigmoid": 16, "pow": 16, "size": 0}
 PRICES |= dict.fromkeys(("expm1", "log1p", "tanh", "softplus", "logsigmoid"), 30)
