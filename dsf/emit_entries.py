@@ -40,7 +40,10 @@ class Entries:
         scope: Mapping[Expr, str], decay: Expr, made: Collection[Expr], rough: bool,
         near: Collection[Expr], update: Update,
     ) -> None:  # fmt: skip
-        shared = {times(COTANGENTS[0], decay): LOGARITHM}
+        of_decay, of_write = COTANGENTS[:2]
+        shared = {times(of_decay, decay): LOGARITHM}
+        if decay.op == "tanh":  # dA (1 - A A), where dA is dB S, and A dB goes on to the state before
+            shared[times(of_decay, 1.0 - decay * decay)] = STATE * (of_write - decay * times(decay, of_write))
         self.slope = {x: substitute(slope, shared) for x, slope in zip([*tokens, *held], slopes, strict=True)}
         self.plain = [x for x in tokens if KEY not in x.axes]
         self.runs = [x for x in tokens if x.axes == {KEY}]
