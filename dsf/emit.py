@@ -43,6 +43,7 @@ from dsf.update import Update, update
 VALID = "valid_tokens"
 STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
 COMPARISONS = ("gt", "ge", "lt", "le")
+SINGLE = ("exp", "log", "sqrt", "rsqrt", "pow")  # functions that are one instruction of the unit for them; others two
 
 
 def emit(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
@@ -141,7 +142,7 @@ class _Emission:
         ]
         operands, keyed = tuple(self.operands.values()), sum(KEY in x.axes for x in self.held.values())
         name, text = identifier(self.spec.name), file_of(about, parts)
-        return Source(name, text, operands, len(self.held), self._separable, self._cheap(), keyed)
+        return Source(name, text, operands, len(self.held), self._separable, self._special(), keyed)
 
     def _entries(self) -> list[list[str]]:
         """What kernels read that take one state entry after the other."""
@@ -183,9 +184,10 @@ class _Emission:
         mixed = [x for x in self.invariants if KEY in x.axes]
         return all(KEY in x.axes for x in inputs_of(*mixed))
 
-    def _cheap(self) -> bool:
+    def _special(self) -> int:
         entries = [x for x in children_first(*self.roots) if x.axes == BOTH]
-        return all(x.op in OPERATORS or x.op in ("input", "where", "abs", "minimum", "maximum") for x in entries)
+        found = [x.op for x in entries if x.op not in {*OPERATORS, "input", "where", "abs", "minimum", "maximum"}]
+        return sum(1 if op in SINGLE else 2 for op in found)
 
     def _setup(self) -> list[str]:
         printer = Printer(self.names, RESERVED)

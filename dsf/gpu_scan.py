@@ -121,7 +121,7 @@ def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
     name = f"{source.name}_{source.digest}{'_fades' if fades else ''}"
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
     before = spec.system.read == "before"
-    flags = source.sums, source.separable, source.cheap, source.keyed
+    flags = source.sums, source.separable, source.special, source.keyed
     HOLES[name] = Hole(source.module(), operands, before, light, *flags, fades)
     return name
 

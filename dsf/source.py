@@ -21,7 +21,8 @@ class Source:
     """Generated source of one spec, and how its kernels are called.
 
     sums: what it sums for Params' gradients, `keyed` of them along the Key axis. separable: no entry's gradients wait
-    for another's, so that a program may take one entry after the other. cheap: no entry of a channel needs a function.
+    for another's, so that a program may take one entry after the other. special: instructions of the unit
+    for functions that an entry of a channel takes.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Source:
     operands: tuple[Operand, ...]
     sums: int = 1
     separable: bool = False
-    cheap: bool = False
+    special: int = 0
     keyed: int = 0
 
     @cached_property

@@ -92,9 +92,17 @@ def test_the_tuner_joins_what_made_a_row_faster_and_drops_what_was_wrong(tuner, 
 
 
 @pytest.mark.parametrize(("n", "tokens", "single"), [(16, 4096, True), (16, 1 << 26, True), (16, 1 << 27, False)])
-@pytest.mark.parametrize("cheap", [True, False])
-def test_single_entries_are_taken_where_32_bits_find_their_inputs_in_both_directions(n, tokens, single, cheap):
-    hole = scan_ops.Hole(None, (), False, False, sums=1, separable=True, cheap=cheap)
+@pytest.mark.parametrize("special", [0, 1, 2])
+def test_single_entries_are_taken_where_32_bits_find_their_inputs_in_both_directions(n, tokens, single, special):
+    hole = scan_ops.Hole(None, (), False, False, sums=1, separable=True, special=special)
     forward, adjoint = (scan_ops.launch(hole, scan_ops.Sizes(1, tokens, 1, n, 64), back, CPU) for back in (False, True))
     assert hole.by_entry(forward.sizes) == adjoint.by_entry == single
-    assert forward.by_entry == (single and cheap)
+    assert forward.by_entry == (single and special == 0)
+
+
+@pytest.mark.parametrize(("n", "special", "apart"), [(16, 2, 16), (8, 4, 16), (16, 1, 64), (16, 0, 64), (64, 2, 64)])
+def test_states_are_saved_more_often_where_few_entries_take_several_functions(n, special, apart):
+    hole = scan_ops.Hole(None, (), False, False, sums=1, separable=True, special=special)
+    adjoint = scan_ops.launch(hole, scan_ops.Sizes(2, 1024, 1, n, 64), True, CPU)
+    found = adjoint.tile.M
+    assert adjoint.by_entry and found == apart

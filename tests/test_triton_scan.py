@@ -69,6 +69,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan_table, "LANES", 4)
     monkeypatch.setattr(scan_table, "ENTRIES", (2, 1, 4, 4, 64, 0))
     monkeypatch.setattr(scan_table, "BACKWARD", (2, 4, 4, 0))
+    monkeypatch.setattr(scan_table, "DEAR", 4)
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
         for size in list(table):
             monkeypatch.delitem(table, size)

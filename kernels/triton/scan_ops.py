@@ -65,7 +65,7 @@ class Hole:
     """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
 
     light: a step computes next to nothing. fades: a state of which next to nothing is left may be taken for forgotten.
-    sums, separable, cheap, keyed: as in the printed source.
+    sums, separable, special, keyed: as in the printed source.
     """
 
     functions: ModuleType
@@ -74,7 +74,7 @@ class Hole:
     light: bool
     sums: int
     separable: bool
-    cheap: bool
+    special: int
     keyed: int = 0
     fades: bool = False
 
@@ -221,7 +221,7 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
         t = by_entry(s.p)
     else:
         t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
-        t = backward(t) if adjoint and hole.by_entry(s) else t
+        t = backward(t, s.n <= BLOCK and hole.special > 1) if adjoint and hole.by_entry(s) else t
     return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
 
 
@@ -232,7 +232,7 @@ def _outputs_by_entry(hole: Hole, s: Sizes, device: torch.device) -> bool:
     many it is where sequences alone fill the GPU, with so few warps.
     """
     if not hole.by_entry(s) or s.n <= BLOCK:
-        return hole.by_entry(s) and hole.cheap
+        return hole.by_entry(s) and hole.special == 0
     t = by_entry(s.p)
     return s.n > 2 * BLOCK and segments(s.tokens, -(-s.p // t.BP) * s.rows, t, device)[0] == 1
 

@@ -74,6 +74,7 @@ ADJOINT: dict[int, Row] = {
 ENTRIES = (16, 2, 32, 128, 8, 0)
 # The adjoint where no entry waits for another's: (K, M, busy, registers), a program of one warp.
 BACKWARD = (8, 64, 16, 128)
+DEAR = 16  # its M where an entry takes several functions, which a walk to the states computes again
 AHEAD = 4  # entries that its walk to the states takes at a time
 MOST = 2  # states an entry that it keeps in shared memory: more leave the L1 less
 SYSTEM = 1024  # bytes of shared memory that every program takes besides its own
@@ -114,9 +115,13 @@ def by_entry(p: int) -> Tile:
     return Tile(K, 1, LANES * V, V, 1, M, 1, span, busy, registers)
 
 
-def backward(t: Tile) -> Tile:
-    """A tile of the adjoint that takes single state entries one after the other, tokens in registers."""
+def backward(t: Tile, dear: bool = False) -> Tile:
+    """A tile of the adjoint that takes single state entries one after the other, tokens in registers.
+
+    dear: an entry takes several functions.
+    """
     K, M, busy, registers = BACKWARD
+    M = DEAR if dear else M
     return replace(t, K=K, NB=1, BP=min(t.BP, LANES), V=1, warps=1, M=M, U=1, busy=busy, registers=registers, skim=1)
 
 
