@@ -21,8 +21,8 @@ class Source:
     """Generated source of one spec, and how its kernels are called.
 
     sums: what it sums for Params' gradients, `keyed` of them along the Key axis. separable: no entry's gradients wait
-    for another's, so that a program may take one entry after the other. special: instructions of the unit
-    for functions that an entry of a channel takes.
+    for another's, so that a program may take one entry after the other. special: instructions of the unit for functions
+    that an entry of a channel takes.
     """
 
     name: str

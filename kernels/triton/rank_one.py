@@ -190,6 +190,7 @@ def rank_one_chunk(
             ends = load_rows(a, a_t, rows, end, keys, N, BK, tl.float32)
         else:
             ends = load_whole(outer + block, writes + block, local, keys, N, BK)
+            tl.debug_barrier()  # â and K are written there, by other threads
         ends = (ends * to_end).to(KIND)
         store_chunk(outer + block, ends, local, keys, N, BK)
         out = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32) * to_end
