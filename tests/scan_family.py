@@ -41,6 +41,12 @@ def swinging(q: Key, k: Key, v: Value, s: Key, stop: Scalar, D: Param[Value]) ->
 
 
 @dsf.recurrence
+def late_swing(q: Key, k: Key, v: Value, s: Value, w: Param[Key, Value], u: Param[Key]) -> System:
+    """In no library: a state that Params turn over, read before it is written."""
+    return System(A=tanh(s * (w + u)), B=k * v, C=q, read="before")
+
+
+@dsf.recurrence
 def before(q: Key, k: Key, v: Value, g: Key) -> System:
     """A state read before it is written, with an output gate and a skip."""
     return System(A=exp(-softplus(g) * sigmoid(v)), B=k * v, C=q * sigmoid(v), D=v, read="before")

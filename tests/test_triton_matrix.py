@@ -386,6 +386,21 @@ def test_what_chunk_kernels_can_make_of_rows_is_made_there(recurrence, there, be
     assert [m.name for m in program.made] == before
 
 
+@pytest.mark.parametrize("tokens", [1, 21])
+@pytest.mark.parametrize("recurrence", [get("rwkv7").recurrence, skipping_rows], ids=lambda r: r.name)
+def test_rows_are_made_of_inputs_of_any_strides_and_heads_in_several_blocks_of_keys(recurrence, tokens):
+    torch.manual_seed(0)
+    heads, given = {"a": 1, "w": 2, "g": 2, "r": 2}, {}
+    for entry in recurrence.spec.inputs:
+        lead = [2, tokens, heads.get(entry.name, 4)] if entry.kind.time else [4]
+        x = torch.randn(*lead, *({"key": 40, "value": 4}[axis] for axis in entry.kind.axes), dtype=torch.float64)
+        x = x / 40**0.5 if entry.kind.axes == {"key"} else x
+        given[entry.name] = x.movedim(-1, 0).contiguous().movedim(0, -1)  # neighbouring keys lie apart
+    state = torch.randn(2, 4, 40, 4, dtype=torch.float64)
+    found = outcome(recurrence, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tokens", [20, 32])
 @pytest.mark.parametrize("recurrence", [get("rwkv7").recurrence, skipping_rows], ids=lambda r: r.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import INTERPRETED, interpreted
-from scan_family import aligned, before, bounded, channels, erasing, leaky_peak, swinging, twice, weighted
+from scan_family import aligned, before, bounded, channels, erasing, late_swing, leaky_peak, swinging, twice, weighted
 
 import dsf
 from dsf import System, Value
@@ -22,7 +22,7 @@ from dsf.mixers.s6 import s6, s6_negative
 from dsf.source import write
 
 NORMALISED = [weighted, bounded, rwkv4]
-RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, channels, erasing, twice]
+RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, late_swing, channels, erasing, twice]
 OTHERS = [hgrn, mingru, modified_qlstm, s6_negative]
 SMALL = {1: (2, 4, 1, 4, 4, 2, 4, 64, 0), 256: (1, 4, 1, 4, 4, 2, 4, 64, 0)}  # two channel blocks, several segments
 
