@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from dsf.bounds import bounds
 from dsf.emit_pointwise import Body, Writer
 from dsf.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
-from dsf.kernels.triton.programs import VECTORS, Access, Made, Program, Role
+from dsf.kernels.triton.programs import MADE_THERE, VECTORS, Access, Made, Program, Role
 from dsf.lower import FLOOR
 from dsf.operator import factors_of, times
 from dsf.primitives import abs as absolute
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 ZERO, UNIT = const(0), const(1)
 SCALAR: frozenset[str] = frozenset()
 TURNED = ("left", "right", "decay")  # what transitions are made of that are diagonal plus rank one
-MADE_THERE = ("left", "decay", "own")  # of these what the chunk kernels can make themselves
 LAST = ("vectors_adjoint", "adjoint")
 # What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))

@@ -24,6 +24,7 @@ LARGEST = 256
 EMPTY = -1e30  # the running maximum of no tokens
 MANY = 12  # vectors that a printed function loads and stores, beyond which its tiles are smaller
 VECTORS = ("query", "key", "value", "left", "right")
+MADE_THERE = ("left", "decay", "own")  # what the chunk kernels can make themselves: `made_` functions
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ class Call(Pointwise):
         found["packed"] = self.packed
         if self.program.floor is not None:
             found |= {name: self.operand(name) for name in ("decay", "left", "right", "own")}
-            found["made"] = {name: self.printed_with(f"made_{name}") for name in ("decay", "left", "own")}
+            found["made"] = {name: self.printed_with(f"made_{name}") for name in MADE_THERE}
             return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
         found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}

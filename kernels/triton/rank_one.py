@@ -47,13 +47,19 @@ def rows_of(
         return load_rows(base, stride, rows, end, keys, N, BK, KIND)
     else:
         args, batch, head, tokens, heads = inputs
-        there, known = (rows < end)[:, None], (keys < N)[None, :]
-        at = batch, head, 0, rows[:, None].to(tl.int64), keys[None, :], 0, there, known, True, 0, 0, tokens, heads, 1, N
-        return tl.where(there & known, MAKE(args, at), 0.0).to(KIND)
+        at = place_of_rows(batch, head, 0, rows.to(tl.int64), rows < end, keys, tokens, heads, 1, N)
+        return tl.where((rows < end)[:, None] & (keys < N)[None, :], MAKE(args, at), 0.0).to(KIND)
 
 
 @triton.jit
-def store_whole(high, low, x, local, keys, N: tl.constexpr, BK: tl.constexpr):
+def place_of_rows(batch, head, t0, t, there, keys, tokens, heads, P, N: tl.constexpr):
+    """`at` of printed functions (dsf.kernels.triton.scan) for a tile [L, BK] of rows t0 + t and of keys."""
+    known = (keys < N)[None, :]
+    return batch, head, t0, t[:, None], keys[None, :], 0, there[:, None], known, True, 0, 0, tokens, heads, P, N
+
+
+@triton.jit
+def store_parted(high, low, x, local, keys, N: tl.constexpr, BK: tl.constexpr):
     """Write float32 x [L, BK] as rows of a chunk, its digits split between two places if one has no room for them."""
     main = x.to(high.dtype.element_ty)
     store_chunk(high, main, local, keys, N, BK)
@@ -62,8 +68,8 @@ def store_whole(high, low, x, local, keys, N: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_whole(high, low, local, keys, N: tl.constexpr, BK: tl.constexpr):
-    """What store_whole wrote."""
+def load_parted(high, low, local, keys, N: tl.constexpr, BK: tl.constexpr):
+    """What store_parted wrote."""
     x = load_chunk(high, local, keys, N, BK)
     if high.dtype.element_ty != tl.float32:
         x += load_chunk(low, local, keys, N, BK)
@@ -189,7 +195,7 @@ def rank_one_chunk(
         if LEFT is None:
             ends = load_rows(a, a_t, rows, end, keys, N, BK, tl.float32)
         else:
-            ends = load_whole(outer + block, writes + block, local, keys, N, BK)
+            ends = load_parted(outer + block, writes + block, local, keys, N, BK)
             tl.debug_barrier()  # â and K are written there, by other threads
         ends = (ends * to_end).to(KIND)
         store_chunk(outer + block, ends, local, keys, N, BK)
@@ -232,10 +238,10 @@ def _scores(
         if LEFT is None:
             rows_a = load_rows(a, a_t, rows, end, keys, N, BK, ROWS)
         elif DISTANCE == 0:
-            rows_a = load_whole(high, low, local, keys, N, BK).to(ROWS)
+            rows_a = load_parted(high, low, local, keys, N, BK).to(ROWS)
         else:
             whole = rows_of(a, a_t, LEFT, of_left, rows, end, keys, N, BK, tl.float32)
-            store_whole(high, low, whole, local, keys, N, BK)
+            store_parted(high, low, whole, local, keys, N, BK)
             rows_a = whole.to(ROWS)
         rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
         if AT_ONCE:

@@ -20,7 +20,7 @@ import triton.language as tl
 from dsf.kernels.triton.halves import load_half, store_half
 from dsf.kernels.triton.keywise import load_chunk, rounded
 from dsf.kernels.triton.packed import place_of_chunk
-from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of, rows_of
+from dsf.kernels.triton.rank_one import factor, load_earlier, meeting, middle_of, place_of_rows, rows_of
 from dsf.kernels.triton.states import load_state, place_of_state
 from dsf.kernels.triton.tiles import load_rows, product, split, store_rows, turn
 
@@ -190,10 +190,7 @@ def rank_one_gradient(
     if PULL is None:
         store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
     else:
-        at = (
-            batch, head, lane * 0 + origin, local[:, None], keys[None, :], 0, (rows < end)[:, None],
-            (keys < N)[None, :], True, 0, 0, tokens, heads, P, N,
-        )  # fmt: skip
+        at = place_of_rows(batch, head, lane * 0 + origin, local, rows < end, keys, tokens, heads, P, N)
         PULL(extra, at, dleft, dright, log)
 
 
