@@ -18,9 +18,9 @@ from dsf.analysis.analyze import Analysis, Choice, analyze
 from dsf.analysis.models import load_model
 from dsf.analysis.record import RecordingError
 from dsf.analysis.report import duration, write_json
-from dsf.analysis.report_figures import require_matplotlib
+from dsf.analysis.report.figures import require_matplotlib
 from dsf.analysis.text import read_text
-from dsf.errors import InputError
+from dsf.language.errors import InputError
 
 
 def run(model: str, text: Path | None, choice: Choice) -> Analysis:
@@ -38,7 +38,7 @@ def run(model: str, text: Path | None, choice: Choice) -> Analysis:
 
 def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
     """Write the page, the JSON beside it and the pictures; returns a line for each kind."""
-    from dsf.analysis.analyze_page import Report
+    from dsf.analysis.analyze.page import Report
 
     beside, report = out.with_suffix(".json"), Report(analysis)
     with Bar() as bar:

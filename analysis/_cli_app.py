@@ -31,8 +31,8 @@ from dsf.analysis.analyze import LAW, Choice
 from dsf.analysis.report import count, duration, finite
 from dsf.analysis.subjects import find, find_all, with_modules
 from dsf.analysis.training import Setup
+from dsf.call.plan import FORMS
 from dsf.mixers import ZOO
-from dsf.plan import FORMS
 
 LAW_BROKEN, BAD_INPUT = 1, 2
 WIDE = 106  # columns that the zoo's whole table takes
@@ -236,7 +236,7 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Train mixers in one tiny language model on real text and write a report: what they learn, keep, look at, cost."""
-    from dsf.analysis.report_figures import require_matplotlib
+    from dsf.analysis.report.figures import require_matplotlib
     from dsf.analysis.text import load_text
 
     require_matplotlib()
@@ -245,7 +245,7 @@ def compare(
     corpus = load_text(text)
     _cli_analyze.folder(out, "--out")
     from dsf.analysis import compare as engine
-    from dsf.analysis.compare_page import page, write_pngs
+    from dsf.analysis.compare.page import page, write_pngs
     from dsf.analysis.report import write_json
 
     setup = Setup(steps=steps, seed=seed, bare=bare)

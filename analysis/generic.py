@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Recurrence
-from dsf.expr import KEY, VALUE, inputs_of
+from dsf.checking.ranges import Range, key_axis, ranges_of
+from dsf.language.expr import KEY, VALUE, inputs_of
+from dsf.language.spec import Input, Spec
 from dsf.mixers import Mixer
-from dsf.ranges import Range, key_axis, ranges_of
-from dsf.spec import Input, Spec
 
 LONGEST = 4.0  # sigmoid(4) = 0.982, a half-life of 38 tokens
 
@@ -66,8 +66,9 @@ def random_inputs(
 class GenericMixer(Mixer):
     """A layer around any recurrence: every token input is a linear map of x, squashed into the range it needs.
 
-    The ranges are those that the traced expressions demand for states to stay bounded (`dsf.ranges.ranges_of`): a bare
-    decay lies in [0, 1], an erased key has length one, a denominator is positive.
+    The ranges are those that the traced expressions demand for states to stay bounded
+    (`dsf.checking.ranges.ranges_of`): a bare decay lies in [0, 1], an erased key has length one, a
+    denominator is positive.
     Biases start such that memories are spread, as the papers' are: up to LONGEST in the direction that keeps more.
     n_heads heads; N = d_state, P = headdim (both d_model / n_heads unless given, 1 where no input has the axis). Params
     are learnt: normal where the transition reads them (and shifted likewise), else ones. After the recurrence: RMSNorm
@@ -108,7 +109,7 @@ class GenericMixer(Mixer):
         self.o_norm = nn.RMSNorm(self.dims[2]) if wide else nn.Identity()  # of one number it would leave the sign
         self.o_proj = nn.Linear(n_heads * self.dims[2], d_model, bias=False)
 
-    def _arguments(self, u: Tensor, side: tuple[Tensor, ...], span: object, **_: Tensor) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: tuple[Tensor, ...], span: object, **_: Tensor) -> dict[str, Tensor]:
         inputs = {}
         for entry in self.recurrence.spec.inputs:
             name = entry.name
@@ -119,7 +120,7 @@ class GenericMixer(Mixer):
             inputs[name] = squash(raw, self.ranges[name], key_axis(entry.kind))
         return inputs
 
-    def _readout(self, y: Tensor, side: tuple[Tensor, ...]) -> Tensor:
+    def readout(self, y: Tensor, side: tuple[Tensor, ...]) -> Tensor:
         return self.o_proj(self.o_norm(y).flatten(2))
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dsf.analysis.pretrained import PRETRAINED, Pretrained
-from dsf.errors import DsfError, InputError
+from dsf.language.errors import DsfError, InputError
 
 GIB = 1 << 30
 

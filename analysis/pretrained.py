@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dsf.analysis.convert import Layer, register
 from dsf.analysis.convert.cores import s6_core
-from dsf.errors import DsfError
+from dsf.language.errors import DsfError
 
 PLACEHOLDER = 0xA4  # typeseg's byte for all that is not printable ASCII, tab or a line end
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

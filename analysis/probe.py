@@ -13,9 +13,9 @@ from torch import Tensor
 from dsf import Recurrence
 from dsf.analysis.measures import attention_map, eigenvalues, half_life, percentiles
 from dsf.analysis.training import ByteLM
-from dsf.annotations import Kind
-from dsf.expr import VALUE
-from dsf.measure import distance
+from dsf.checking.measure import distance
+from dsf.language.annotations import Kind
+from dsf.language.expr import VALUE
 
 SPECTRUM_TOKENS = 256
 BINS = 90
@@ -89,7 +89,7 @@ def picture_of_kernel(recurrence: Recurrence, inputs: Inputs) -> list[list[float
 def disagreement(recurrence: Recurrence, inputs: Inputs) -> dict[str, dict[str, float]]:
     """Every form's worst relative error against naive in float64, form -> {"output": …, "gradient": …}.
 
-    Worst over heads and blocks of 16 tokens (dsf.measure.distance); gradients of all inputs for a fixed random
+    Worst over heads and blocks of 16 tokens (dsf.checking.measure.distance); gradients of all inputs for a fixed random
     cotangent.
     """
     expected = _with_gradients(recurrence, inputs, "naive")

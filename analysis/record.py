@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.analysis.convert import Converted, Layer, Run
-from dsf.errors import DsfError
+from dsf.language.errors import DsfError
 from dsf.trajectory import Trajectory
 
 GIB = 1 << 30

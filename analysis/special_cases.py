@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from dsf.analysis.generic import random_inputs
-from dsf.analysis.measures_kernel import special_case
+from dsf.analysis.measures.kernel import special_case
 from dsf.mixers import get
 
 Inputs = Mapping[str, Tensor]

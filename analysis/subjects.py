@@ -18,7 +18,7 @@ import torch
 from dsf import Recurrence
 from dsf.analysis.generic import GenericMixer
 from dsf.analysis.measures import state_size
-from dsf.errors import DsfError, InputError
+from dsf.language.errors import DsfError, InputError
 from dsf.mixers import ZOO, Entry, Mixer, get
 
 

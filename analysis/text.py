@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsf.errors import InputError
+from dsf.language.errors import InputError
 
 HELD_OUT = 0.1  # the last tenth of the text is never trained on
 SHORTEST = 4096  # bytes; less leaves too little to hold out

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf.analysis.text import Text
-from dsf.errors import DsfError
+from dsf.language.errors import DsfError
 from dsf.mixers import Mixer
 
 BYTES = 256

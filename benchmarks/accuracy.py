@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from dsf import mixers
-from dsf.measure import TOLERANCE
+from dsf.checking.measure import TOLERANCE
 from dsf.testing import Example, errors
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "numerics.md"

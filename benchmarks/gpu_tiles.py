@@ -1,4 +1,4 @@
-"""Measures a row of the matrix kernels' tile table (kernels/triton/table.py) again, beside its neighbours.
+"""Measures a row of the matrix kernels' tile table (kernels/triton/chunk/table.py) again, beside its neighbours.
 
 python benchmarks/gpu_tiles.py [--only scalar+delta] [--sizes 128x128 64x64] [--dtype bfloat16] [--json tiles.json]
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from gpu_matrix import draw, measure, median, recurrence_of
 
-from dsf.kernels.triton import matrix, table
+from dsf.kernels.triton.chunk import matrix, table
 
 # (decay, delta rule) of the table: a recurrence that has nothing else
 STRUCTURES = {

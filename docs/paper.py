@@ -12,7 +12,7 @@ import torch
 from dsf import mixers
 from dsf.analysis import measures
 from dsf.analysis.probe import inputs_of_layers
-from dsf.analysis.report_figures import colors, new_figure, png
+from dsf.analysis.report.figures import colors, new_figure, png
 from dsf.analysis.text import Text, load_text
 from dsf.analysis.training import ByteLM, Setup, bits_per_byte, make_model, train
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from dsf.analysis.analyze import analyze
-from dsf.analysis.analyze_page import Report
+from dsf.analysis.analyze.page import Report
 from dsf.analysis.models import load_model
-from dsf.analysis.report_figures import png
+from dsf.analysis.report.figures import png
 
 DOCS = Path(__file__).parent
 TEXT = DOCS / "alice.txt"

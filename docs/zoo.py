@@ -8,11 +8,11 @@ from pathlib import Path
 
 from dsf import elu1, relu
 from dsf.analysis.subjects import Subject
-from dsf.expr import COMPARISONS, Expr, children_first, const, show, substitute
+from dsf.language.expr import COMPARISONS, Expr, children_first, const, show, substitute
+from dsf.language.operator import Operator
+from dsf.language.spec import Spec
+from dsf.language.system import System
 from dsf.mixers import ZOO, Entry
-from dsf.operator import Operator
-from dsf.spec import Spec
-from dsf.system import System
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- zoo: made by docs/zoo.py -->", "<!-- end of zoo -->"

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from dsf.annotations import Key, Param, Scalar, Steps, Value
-from dsf.errors import DsfError, FormError, InputError, LawError, TraceError
-from dsf.expr import Expr
+from dsf.call.plan import Plan
+from dsf.call.recurrence import Recurrence, recurrence
 from dsf.kernels.attention import KVCache
-from dsf.operator import I, Operator, diag, outer
-from dsf.plan import Plan
-from dsf.primitives import (
+from dsf.language.annotations import Key, Param, Scalar, Steps, Value
+from dsf.language.errors import DsfError, FormError, InputError, LawError, TraceError
+from dsf.language.expr import Expr
+from dsf.language.operator import I, Operator, diag, outer
+from dsf.language.primitives import (
     N,
     P,
     abs,
@@ -41,16 +42,15 @@ from dsf.primitives import (
     taylor_features,
     where,
 )
-from dsf.recurrence import Recurrence, recurrence
-from dsf.spec import Spec
-from dsf.system import System, compose, ratio
+from dsf.language.spec import Spec
+from dsf.language.system import System, compose, ratio
 from dsf.trajectory import Trajectory
 
 __version__ = "0.1.0"
 
 # Rooms and tools that load only when used: attribute -> module.
 _LAZY = {
-    "check": "dsf.checking",
+    "check": "dsf.checking.check",
     "convert": "dsf.analysis.convert",
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsf.expr import VALUE, Expr, const, inputs_of
-from dsf.operator import factors_of, times
-from dsf.spec import Spec, summands
+from dsf.language.expr import VALUE, Expr, const, inputs_of
+from dsf.language.operator import factors_of, times
+from dsf.language.spec import Spec, summands
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
     def test_mine(inputs):
         y = gated_deltanet(**inputs)
 
-`examples` draws what `dsf.check` draws: `dsf.examples.Example`, small, printable, shrinking to the simplest.
+`examples` draws what `dsf.check` draws: `dsf.checking.examples.Example`, small, printable, shrinking to the simplest.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.annotations import Key, Kind, Value
-from dsf.errors import DsfError
-from dsf.examples import Example, draw_tensor, regimes_of, tensor_regimes
-from dsf.laws import errors
-from dsf.ranges import REAL, UNIT, Given, Range, ranges_of
-from dsf.recurrence import Recurrence
+from dsf.call.recurrence import Recurrence
+from dsf.checking.examples import Example, draw_tensor, regimes_of, tensor_regimes
+from dsf.checking.laws import errors
+from dsf.checking.ranges import REAL, UNIT, Given, Range, ranges_of
+from dsf.language.annotations import Key, Kind, Value
+from dsf.language.errors import DsfError
 
 try:
     from hypothesis import strategies as st
@@ -75,7 +75,7 @@ def groups(heads: int) -> st.SearchStrategy[int]:
 
 
 def tensors(shape: tuple[int, ...], allowed: Range = REAL, kind: Kind | None = None) -> st.SearchStrategy[Tensor]:
-    """float64 tensors [B, T, ...] with entries in a range, in one of its regimes (`dsf.examples.regimes_of`)."""
+    """float64 tensors [B, T, ...] with entries in a range, in a regime of `dsf.checking.examples.regimes_of`."""
     kind = kind or (Value.kind if len(shape) > 3 else Kind(frozenset()))  # type: ignore[attr-defined]
     regimes = st.sampled_from(tensor_regimes(allowed))
     return st.builds(lambda regime, seed: draw_tensor(allowed, regime, list(shape), kind, seed), regimes, SEEDS)

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsf.bind import Bound, environment
+from dsf.call.bind import Bound, environment
+from dsf.call.run import softmax_operands, timed_inputs
 from dsf.drive import Drive, drive_of
-from dsf.errors import FormError, InputError
-from dsf.evaluate import Evaluator
-from dsf.expr import Expr, inputs_of
 from dsf.kernels.attention import spread_heads
-from dsf.kernels.matrix import attention_matrix, attention_scores, injection_row, response, weights
 from dsf.kernels.operators import Transition
+from dsf.kernels.phi import attention_matrix, attention_scores, injection_row, response, weights
 from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent
-from dsf.lower import Lowered, lower, true_state
-from dsf.run import softmax_operands, timed_inputs
-from dsf.spec import Spec
-from dsf.system import DEN, NUM, ONE
+from dsf.language.errors import FormError, InputError
+from dsf.language.expr import Expr, inputs_of
+from dsf.language.spec import Spec
+from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.evaluate import Evaluator
+from dsf.torch.lower import Lowered, lower, true_state
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class MambaBlock(Mixer):
         self.D = undecayed(torch.ones(d_inner))
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
         u, *side = self.in_proj(x).split(self.dims[2], dim=-1)
         return u, tuple(side)
 
@@ -45,7 +45,7 @@ class MambaBlock(Mixer):
         step, first, second = self.x_proj(u).split([self.dt_proj.in_features, self.dims[1], self.dims[1]], dim=-1)
         return self.dt_proj(step).unsqueeze(2), first.unsqueeze(2), second.unsqueeze(2)
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
         for z in side:
             y = y * nn.functional.silu(z)

@@ -43,9 +43,9 @@ class Span(NamedTuple):
 class Mixer(nn.Module):
     """Base of the zoo's modules. A subclass sets `recurrence` and `dims` and states three maps.
 
-    _project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` go around it.
-    _arguments(u, side, span) -> dict: the tensors of the recurrence, by input name.
-    _readout(y, side) -> [B, T, d_model]: norm, gate and output projection, from y [B, T, H, P].
+    project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` go around it.
+    arguments(u, side, span) -> dict: the tensors of the recurrence, by input name.
+    readout(y, side) -> [B, T, d_model]: norm, gate and output projection, from y [B, T, H, P].
 
     Law: running a sequence whole, in pieces, token by token (`step`), or packed with others gives the same
     outputs.
@@ -59,15 +59,15 @@ class Mixer(nn.Module):
         super().__init__()
         self.conv1d = None
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
         """x [B, T, d_model] -> (u [B, T, C], side)."""
         return x, ()
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         """Inputs of `recurrence` by name."""
         raise NotImplementedError
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         """y [B, T, H, P] -> [B, T, d_model]."""
         raise NotImplementedError
 
@@ -78,13 +78,13 @@ class Mixer(nn.Module):
 
         x: [B, T, d_model]. state: what an earlier call returned, or None at the start of the sequences.
         cu_seqlens: int [S+1], boundaries of sequences packed along T; then B is 1 and the state has S rows.
-        tokens: further per-token tensors, where the mixer's `_arguments` names any. Returns (y [B, T,
+        tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
         d_model], state).
         """
         inputs, side, conv = self._prepare(x, state, cu_seqlens, tokens)
         before = None if state is None else state.recurrent
         y, after = self.recurrence(**inputs, initial_state=before, cu_seqlens=cu_seqlens, return_state=True)
-        return self._readout(y, side), MixerState(conv, after)
+        return self.readout(y, side), MixerState(conv, after)
 
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
         """Decode one token. x: [B, d_model] -> (y [B, d_model], state)."""
@@ -94,7 +94,7 @@ class Mixer(nn.Module):
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
         }
         y, after = self.recurrence.step(None if state is None else state.recurrent, **inputs)
-        return self._readout(y.unsqueeze(1), side).squeeze(1), MixerState(conv, after)
+        return self.readout(y.unsqueeze(1), side).squeeze(1), MixerState(conv, after)
 
     def inputs(
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
@@ -116,8 +116,8 @@ class Mixer(nn.Module):
         self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, tokens: dict[str, Tensor]
     ) -> tuple[dict[str, Any], Side, Tensor | None]:
         """(inputs of the recurrence, side, new state of the convolution)."""
-        u, side = self._project(x)
+        u, side = self.project(x)
         window = None
         if self.conv1d is not None:
             u, window = self.conv1d(u, None if state is None else state.conv, cu_seqlens)
-        return self._arguments(u, side, Span(state is None, cu_seqlens), **tokens), side, window
+        return self.arguments(u, side, Span(state is None, cu_seqlens), **tokens), side, window

@@ -56,13 +56,13 @@ class DeltaNet(Mixer):
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.qkv_proj(x), (x,)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = split_heads(u, *self.split)
         beta = self.beta_max * self.b_proj(side[0]).sigmoid()
         return {"q": l2norm(q) * self.dims[1] ** -0.5, "k": l2norm(k), "v": v, "beta": beta}
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         return self.o_proj(self.o_norm(y).flatten(2))

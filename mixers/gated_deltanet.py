@@ -53,10 +53,10 @@ class GatedDeltaNet(DeltaNet):
         self.dt_bias = undecayed(log_uniform_dt_bias(n_heads))
         self.g_proj = None if bare else nn.Linear(d_model, n_heads * self.dims[2], bias=False)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        inputs = super()._arguments(u, side, span)
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        inputs = super().arguments(u, side, span)
         return {**inputs, "a": self.a_proj(side[0]), "A_log": self.A_log, "dt_bias": self.dt_bias}
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)
         return self.o_proj(self.o_norm(y, gate).flatten(2))

@@ -60,7 +60,7 @@ class LinearAttention(Mixer):
         self.v_proj = nn.Linear(d_model, n_heads * p, bias=bias)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=bias)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims
         return {
             "q": self.q_proj(u).unflatten(-1, (heads, n)) * self.scale,
@@ -68,5 +68,5 @@ class LinearAttention(Mixer):
             "v": self.v_proj(u).unflatten(-1, (heads, p)),
         }
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         return self.o_proj(y.flatten(2))

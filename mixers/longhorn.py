@@ -41,6 +41,6 @@ class Longhorn(MambaBlock):
 
     recurrence = longhorn
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         beta, k, q = self._low_rank(u)
         return {"q": q, "k": k, "x": u.unsqueeze(2), "beta": beta.sigmoid(), "D": self.D[None]}

@@ -65,8 +65,8 @@ class GeneralizedLinearAttention(LinearAttention):
         layers = nn.Linear(d_model, d_model), nn.SiLU(), nn.Linear(d_model, n_heads), nn.Softplus()
         self.eta = eta or nn.Sequential(*layers)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        return {**super()._arguments(u, side, span), "eta": self.eta(u)}
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        return {**super().arguments(u, side, span), "eta": self.eta(u)}
 
 
 NORMALIZERS = {
@@ -92,5 +92,5 @@ class NormalizedAttention(LinearAttention):
         self.recurrence = NORMALIZERS[eta]
         self.eta_proj = nn.Linear(d_model, n_heads, bias=bias)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        return {**super()._arguments(u, side, span), "eta": self.eta_proj(u)}
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        return {**super().arguments(u, side, span), "eta": self.eta_proj(u)}

@@ -53,16 +53,16 @@ class QLSTM(Mixer):
         for linear in (self.in_proj, self.gates, self.out_proj):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
         *side, u = self.in_proj(x).split(self.dims[2], dim=-1)
         return u, tuple(side)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         f, i, o = self.gates(u).unsqueeze(2).chunk(3, dim=-1)
         inputs = {"x": u.unsqueeze(2), "f": f, "i": i, "o": o}
         return inputs if self.a is None else {**inputs, "a": self.a}
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
         for z in side:
             y = y * F.gelu(z)

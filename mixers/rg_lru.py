@@ -74,10 +74,10 @@ class RGLRU(Mixer):
         self.Lambda = undecayed(inverse_softplus(-torch.empty(n_heads, width).uniform_(0.9, 0.999).log() / POWER))
         self.out_proj = nn.Linear(d_inner, d_model)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.linear_x(x), () if self.linear_y is None else (self.linear_y(x),)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span, reset: Tensor | None = None) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span, reset: Tensor | None = None) -> dict[str, Tensor]:
         x = u.unflatten(-1, (self.dims[0], -1))
         starts = span.starts(u)
         if reset is not None:
@@ -90,7 +90,7 @@ class RGLRU(Mixer):
             "Lambda": self.Lambda,
         }
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
         for branch in side:
             y = y * F.gelu(branch, approximate="tanh")

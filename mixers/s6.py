@@ -61,6 +61,6 @@ class S6(MambaBlock):
         with torch.no_grad():
             self.dt_proj.bias.copy_(log_uniform_dt_bias(d_inner, dt_min, dt_max))
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         dt, b, c = self._low_rank(u)
         return {"x": u.unsqueeze(2), "dt": dt, "b": b, "c": c, "A_log": self.A_log.T[None], "D": self.D[None]}

@@ -48,7 +48,7 @@ class SoftmaxAttention(Mixer):
         self.v_proj = nn.Linear(d_model, self.n_kv_heads * headdim, bias=bias)
         self.o_proj = nn.Linear(n_heads * headdim, d_model, bias=bias)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims
         return {
             "q": self.q_proj(u).unflatten(-1, (heads, n)),
@@ -56,7 +56,7 @@ class SoftmaxAttention(Mixer):
             "v": self.v_proj(u).unflatten(-1, (self.n_kv_heads, p)),
         }
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         return self.o_proj(y.flatten(2))
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:

@@ -82,15 +82,15 @@ class SSD(Mixer):
         self.norm = GatedRMSNorm(d_inner, groups=n_groups, gate_first=True)
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Side]:
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
         z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
         return u, (dt, z)
 
-    def _arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims
         x, b, c = split_heads(u, heads, p, self.n_groups, n, self.n_groups, n)
         return {"x": x, "dt": side[0], "b": b, "c": c, "A_log": self.A_log, "D": self.D, "dt_bias": self.dt_bias}
 
-    def _readout(self, y: Tensor, side: Side) -> Tensor:
+    def readout(self, y: Tensor, side: Side) -> Tensor:
         z = side[1]
         return self.out_proj(self.norm(y.flatten(2), z if z.shape[-1] else None))

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 import dsf
 from dsf.analysis import analyze as engine
-from dsf.analysis import anatomy, measures
+from dsf.analysis import measures
 from dsf.analysis import models as loading
 from dsf.analysis._cli_app import app
-from dsf.analysis.analyze import Choice, analyze
-from dsf.analysis.analyze_page import Report
+from dsf.analysis.analyze import Choice, analyze, anatomy
+from dsf.analysis.analyze.page import Report
 from dsf.analysis.models import load_model
 from dsf.analysis.pretrained import EmptyTextError, Pretrained
 from dsf.analysis.record import record

@@ -177,9 +177,9 @@ def test_the_cache_and_the_output_have_the_inputs_type(dtype, form):
 
 @pytest.mark.parametrize("heads", [(6, 6, 6), (6, 2, 3)])
 def test_what_the_fused_kernels_get_is_what_the_forms_compute(heads):
-    from dsf.bind import bind
+    from dsf.call.bind import bind
+    from dsf.call.run import fused_operands, softmax_operands, timed_inputs
     from dsf.mixers import get
-    from dsf.run import fused_operands, softmax_operands, timed_inputs
 
     q, k, v = operands(heads=heads)
     w, g = torch.randn(6, 3, dtype=torch.float64), torch.randn(2, 7, 2, dtype=torch.float64)

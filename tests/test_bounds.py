@@ -7,13 +7,13 @@ import torch
 
 import dsf
 from dsf import I, Key, System, Value, diag, exp, outer, sigmoid
-from dsf.bounds import bounds
-from dsf.evaluate import Evaluator
-from dsf.expr import KEY
+from dsf.language.bounds import bounds
+from dsf.language.expr import KEY
+from dsf.language.primitives import abs, logsigmoid, maximum, minimum, softplus, tanh
 from dsf.mixers import get
-from dsf.primitives import abs, logsigmoid, maximum, minimum, softplus, tanh
+from dsf.torch.evaluate import Evaluator
 
-x = dsf.expr.Expr("input", (), ("x", None), frozenset({KEY}))
+x = dsf.language.expr.Expr("input", (), ("x", None), frozenset({KEY}))
 CASES = [
     (-0.6 * sigmoid(x), -0.6, 0.0),
     (2 - tanh(x), 1.0, 3.0),
@@ -41,7 +41,7 @@ def elsewhere(q: Key, k: Key, v: Value, e: Key, g: Key) -> System:
 
 def test_corrections_are_delta_rules_only_along_the_key_that_is_written():
     pytest.importorskip("triton")
-    from dsf.gpu_matrix import operands_of
+    from dsf.triton.chunk import operands_of
 
     rwkv7, other = operands_of(get("rwkv7").recurrence.spec), operands_of(elsewhere.spec)
     assert rwkv7.lefts and other.lefts and rwkv7.erases is None and other.erases is None

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsf
-import dsf.run
-from dsf import I, Key, Param, Scalar, System, Value, checking, diag, exp, outer, sigmoid, testing
-from dsf.examples import Example, draw_tensor, lengths
+import dsf.call.run
+from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, sigmoid, testing
+from dsf.checking import check as checking
+from dsf.checking.examples import Example, draw_tensor, lengths
+from dsf.checking.laws import LAWS
+from dsf.checking.measure import Subject, distance
+from dsf.checking.ranges import Range, ranges_of
 from dsf.kernels.operators import Transition
-from dsf.laws import LAWS
-from dsf.measure import Subject, distance
-from dsf.ranges import Range, ranges_of
 
 FAST = {"examples": 2, "tokens": 70, "dtypes": (torch.float64,)}
 
@@ -188,7 +189,7 @@ def test_a_function_that_raises_is_a_finding_with_its_text():
 
 
 def sabotage(monkeypatch, name, wrap):
-    monkeypatch.setattr(dsf.run, name, wrap(getattr(dsf.run, name)))
+    monkeypatch.setattr(dsf.call.run, name, wrap(getattr(dsf.call.run, name)))
 
 
 def without_decay(original):
@@ -296,12 +297,12 @@ def test_a_wrong_adjoint_is_caught_by_finite_differences(monkeypatch):
 
 def test_packed_sequences_that_bleed_into_each_other_are_caught(monkeypatch):
     def bleeding(spec, bound, bounds, state, plan):
-        y, _ = dsf.run.run(spec, bound, None, plan)
+        y, _ = dsf.call.run.run(spec, bound, None, plan)
         parts = [y[:, b - 1] for b in bounds[1:]]
         final = torch.stack([p[0, :, None] for p in parts])
         return y, final.expand(-1, -1, bound.sizes.n, -1)
 
-    monkeypatch.setattr(sys.modules["dsf.recurrence"], "run_packed", bleeding)
+    monkeypatch.setattr(sys.modules["dsf.call.recurrence"], "run_packed", bleeding)
     report = dsf.check(decayed, laws=("packed",), forms=("chunk",), **FAST)
     assert broken(report) == {("packed", "chunk")}
 

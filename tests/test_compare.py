@@ -15,8 +15,8 @@ from dsf.analysis.probe import disagreement, first, spectrum, speeds
 from dsf.analysis.subjects import find, find_all
 from dsf.analysis.text import load_text
 from dsf.analysis.training import Setup, build, make_model, train
+from dsf.checking.ranges import Range
 from dsf.mixers import ZOO
-from dsf.ranges import Range
 
 SETUP = Setup(steps=12, batch=4, seq=64, d_model=32, n_heads=2, layers=1)
 NAMES = ["gated_deltanet", "mlstm"]  # one with its paper's layer, one in a generic layer
@@ -114,7 +114,7 @@ def test_a_mixer_that_fails_is_listed_and_the_others_go_on(text, own):
 
 def test_the_page_shows_every_mixer_and_loads_nothing(result):
     pytest.importorskip("matplotlib")
-    from dsf.analysis.compare_page import page
+    from dsf.analysis.compare.page import page
 
     html = page(result).html()
     assert not re.search(r"https?:|src=\"(?!data:)|href=\"(?!#|data:)", html)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsf
-from dsf import expr as module
-from dsf.errors import TraceError
-from dsf.expr import KEY, VALUE, Expr, children_first, const, inputs_of, show, substitute
-from dsf.operator import I, Operator, diag, outer
+from dsf.language import expr as module
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, show, substitute
+from dsf.language.operator import I, Operator, diag, outer
 
 
 def leaf(name: str, *axes: str) -> Expr:

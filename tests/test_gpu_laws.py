@@ -141,10 +141,10 @@ def test_gradients_beyond_two_to_the_31_elements():
 
 @pytest.mark.parametrize("name", ["mlstm", "gated_delta_product", "rwkv6", "kda"])
 def test_every_operator_passes_opcheck(name):
-    from dsf.gpu_matrix import program_of, step_of
-    from dsf.kernels.triton.mixer_ops import matrix_mixer, matrix_mixer_backward
-    from dsf.kernels.triton.programs import PROGRAMS
-    from dsf.kernels.triton.step_ops import matrix_step, matrix_step_in_place
+    from dsf.kernels.triton.chunk.operator import matrix_mixer, matrix_mixer_backward
+    from dsf.kernels.triton.pointwise.programs import PROGRAMS
+    from dsf.kernels.triton.pointwise.step_ops import matrix_step, matrix_step_in_place
+    from dsf.triton.chunk import program_of, step_of
 
     recurrence = get(name).recurrence
     given = draw(recurrence, 70, 16, 16, torch.float32, batch=1, heads=1)
@@ -171,7 +171,7 @@ def test_every_operator_passes_opcheck(name):
 
 
 def test_the_chunk_operators_pass_opcheck():
-    from dsf.kernels.triton.chunk_ops import chunk_matrix
+    from dsf.kernels.triton.chunk.chunk_ops import chunk_matrix
 
     for recurrence, scalars in ((linear, 0), (forgetful_delta, 3)):
         given = draw(recurrence, 70, 16, 16, torch.float32, batch=1, heads=1)

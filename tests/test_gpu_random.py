@@ -9,8 +9,8 @@ from test_gpu_matrix import outcome, worst
 from test_random_systems import CORRECTIONS, DECAYS, GAINS, WRITES, X, declare, system_of
 
 import dsf
-from dsf.bind import Sizes
-from dsf.gpu import refusal
+from dsf.call.bind import Sizes
+from dsf.triton.choose import refusal
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")

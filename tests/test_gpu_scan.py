@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dsf
 from dsf import System, Value
-from dsf.gpu_scan import _hole, source_of
 from dsf.mixers.hgrn import hgrn
 from dsf.mixers.longhorn import longhorn
 from dsf.mixers.mingru import mingru
@@ -18,6 +17,7 @@ from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.rwkv4 import rwkv4
 from dsf.mixers.s6 import s6, s6_negative
+from dsf.triton.scan import _hole, source_of
 
 pytestmark = pytest.mark.gpu
 NORMALISED = [weighted, bounded, rwkv4]
@@ -120,7 +120,8 @@ def test_vector_states_in_one_pass_and_in_segments(recurrence: dsf.Recurrence, b
 
 @pytest.mark.parametrize("n", [16, 40, 64])
 def test_the_adjoint_in_stretches_of_time(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsf.kernels.triton import scan_gradients, tape
+    from dsf.kernels.triton import tape
+    from dsf.kernels.triton.scan import gradients as scan_gradients
 
     x = cuda(draw(s6, 300, n=n, p=100, batch=2))
     state = torch.randn(2, 2, n, 100, device="cuda")
@@ -190,7 +191,7 @@ def test_the_future_changes_no_bit_of_the_past_and_its_gradients(recurrence: dsf
 
 
 def test_the_operators_pass_opcheck() -> None:
-    from dsf.kernels.triton.scan_operator import scan, scan_adjoint
+    from dsf.kernels.triton.scan.operator import scan, scan_adjoint
 
     for recurrence in (s6, rg_lru):
         x = {k: v.requires_grad_() for k, v in cuda(draw(recurrence, 70, n=16, p=40)).items()}

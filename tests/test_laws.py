@@ -35,10 +35,10 @@ from dsf import (
     softplus,
     taylor_features,
 )  # fmt: skip
-from dsf.examples import Example
-from dsf.laws import LAWS
-from dsf.measure import Subject
-from dsf.ranges import ranges_of
+from dsf.checking.examples import Example
+from dsf.checking.laws import LAWS
+from dsf.checking.measure import Subject
+from dsf.checking.ranges import ranges_of
 
 # ---- one recurrence a structure --------------------------------------------------------------------------------
 

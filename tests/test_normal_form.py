@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dsf
-from dsf.dense import dense_operator
-from dsf.evaluate import Evaluator
-from dsf.expr import KEY, VALUE, Expr, const
-from dsf.operator import I, Normal, Operator, diag, normal_form, outer, split_scale, times
+from dsf.language.expr import KEY, VALUE, Expr, const
+from dsf.language.operator import I, Normal, Operator, diag, normal_form, outer, split_scale, times
+from dsf.torch.dense import dense_operator
+from dsf.torch.evaluate import Evaluator
 
 N, P = 3, 2
 

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsf.bind import bind, environment
-from dsf.evaluate import Evaluator
+from dsf.call.bind import bind, environment
 from dsf.kernels.adjoint import adjoint, states_of
 from dsf.kernels.operators import Transition, reduce_to
 from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent
-from dsf.lower import lower
+from dsf.torch.evaluate import Evaluator
+from dsf.torch.lower import lower
 
 LEAD = (2,)
 LAWS = settings(max_examples=60)

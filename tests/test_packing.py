@@ -7,7 +7,7 @@ import structures
 import torch
 
 from dsf import KVCache
-from dsf.packing import batches
+from dsf.call.packing import batches
 
 LENGTHS = (1, 9, 2, 3, 17, 1)
 BOUNDS = [0, 1, 10, 12, 15, 32, 33]

@@ -8,7 +8,7 @@ import torch
 
 import dsf
 from dsf import FormError
-from dsf.plan import FORMS, SHORT
+from dsf.call.plan import FORMS, SHORT
 
 STRUCTURES = {
     "identity": ("identity", "decay chunks"),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dsf
-from dsf.errors import TraceError
-from dsf.evaluate import Evaluator
-from dsf.expr import COMPARISONS, KEY, REDUCTIONS, VALUE, Expr, children_first, const
-from dsf.primitives import PRIMITIVES, derivatives, log_of
+from dsf.language.errors import TraceError
+from dsf.language.expr import COMPARISONS, KEY, REDUCTIONS, VALUE, Expr, children_first, const
+from dsf.language.primitives import PRIMITIVES, derivatives, log_of
+from dsf.torch.evaluate import Evaluator
 
 N, P = 3, 2
 AXES = {name: frozenset(axes) for name, axes in {"s": (), "k": (KEY,), "v": (VALUE,), "kv": (KEY, VALUE)}.items()}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import dsf
 from dsf import Expr, I, Key, Param, Scalar, System, Value, compose, diag, dot, exp, maximum, outer, sigmoid, where
-from dsf.annotations import Kind
-from dsf.expr import inputs_of
+from dsf.language.annotations import Kind
+from dsf.language.expr import const, inputs_of
 
 KINDS: dict[str, Any] = {
     "q": Key, "k": Key, "l": Key, "v": Value, "s": Scalar, "sk": Key, "sv": Value, "b": Scalar, "bv": Value,
@@ -22,7 +22,7 @@ X = {
     for name, kind in KINDS.items()
 }
 DECAYS = [
-    dsf.expr.const(1), dsf.expr.const(0.9), sigmoid(X["s"]), -sigmoid(X["s"]), sigmoid(X["sk"]), dsf.tanh(X["sk"]),
+    const(1), const(0.9), sigmoid(X["s"]), -sigmoid(X["s"]), sigmoid(X["sk"]), dsf.tanh(X["sk"]),
     sigmoid(X["pk"]), sigmoid(X["sv"]), sigmoid(X["sk"] + X["sv"]), where(X["s"] > 0.5, 0.0, sigmoid(X["s"])),
     exp(-exp(X["pkv"]) * dsf.softplus(X["sv"])),
 ]  # fmt: skip
@@ -37,7 +37,7 @@ WRITES = [
 ]  # fmt: skip
 GAINS = [None, None, X["i"], X["ik"], X["iv"], X["i"] + X["iv"]]
 READS = [X["q"], X["q"] * sigmoid(X["pk"]), X["q"] * sigmoid(X["sv"])]
-SKIPS = [dsf.expr.const(0), X["pv"] * X["v"], dot(X["q"], X["k"]) * X["v"], exp(X["i"]) * X["v"]]
+SKIPS = [const(0), X["pv"] * X["v"], dot(X["q"], X["k"]) * X["v"], exp(X["i"]) * X["v"]]
 RULES = [None, None, dsf.ratio, lambda num, den, one: num / maximum(dsf.abs(den), one)]
 
 

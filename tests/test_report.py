@@ -8,8 +8,9 @@ import sys
 import pytest
 
 import dsf
-from dsf.analysis import report, report_figures
+from dsf.analysis import report
 from dsf.analysis.report import Cell, Column, Page
+from dsf.analysis.report import figures as report_figures
 
 pytest.importorskip("matplotlib")
 

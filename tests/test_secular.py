@@ -7,8 +7,8 @@ import torch
 
 from dsf import mixers
 from dsf.analysis import measures as m
-from dsf.analysis import measures_secular
-from dsf.analysis.measures_secular import eigenvalues_of_update
+from dsf.analysis.measures import secular as measures_secular
+from dsf.analysis.measures.secular import eigenvalues_of_update
 
 CASES = {
     "random": lambda n: (torch.rand(9, n), torch.rand(9, n)),

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsf.bind import Sizes
-from dsf.gpu_matrix import kernel_of
+from dsf.call.bind import Sizes
 from dsf.mixers import get
+from dsf.triton.chunk import kernel_of
 
 pytest.importorskip("triton")
-from dsf.kernels.triton import scan_ops, scan_table, table
+from dsf.kernels.triton.chunk import table
+from dsf.kernels.triton.scan import launches as scan_ops
+from dsf.kernels.triton.scan import table as scan_table
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"

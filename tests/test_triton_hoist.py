@@ -7,14 +7,15 @@ from scan_family import aligned, before, channels, crowded, swinging, twice, wei
 from test_triton_scan import close, draw, gradients, small_tiles
 
 import dsf
-from dsf import Expr, Key, Param, Scalar, System, Value, dot, gpu_scan
-from dsf.gpu_ratio import doubled
-from dsf.hoist import parts
+from dsf import Expr, Key, Param, Scalar, System, Value, dot
 from dsf.mixers.longhorn import longhorn
 from dsf.mixers.mingru import mingru
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6
-from dsf.regroup import collect, regroup
+from dsf.triton import scan as gpu_scan
+from dsf.triton.hoist import parts
+from dsf.triton.normalised import doubled
+from dsf.triton.regroup import collect, regroup
 
 __all__ = ["small_tiles"]
 UNIT = "k * rsqrt(sum_key(k * k) + 1e-06)"
@@ -113,7 +114,7 @@ def test_packed_sequences_and_first_states(small_tiles: None) -> None:
 
 @interpreted
 def test_the_prologue_passes_opcheck(small_tiles: None) -> None:
-    from dsf.kernels.triton.prologue_ops import PROLOGUES, scan_prologue, scan_prologue_adjoint
+    from dsf.kernels.triton.pointwise.prologue_ops import PROLOGUES, scan_prologue, scan_prologue_adjoint
 
     x = draw(crowded, tokens=3)
     printed = gpu_scan._prologue(crowded.spec)

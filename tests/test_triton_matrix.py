@@ -28,8 +28,8 @@ from mixer_inputs import sample
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer, sigmoid, tanh
-from dsf.kernels.triton import matrix as matrix_kernels
 from dsf.kernels.triton import tape
+from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.mixers import get
 
 pytestmark = interpreted
@@ -358,8 +358,8 @@ def test_the_plan_names_the_kernel():
 
 
 def test_bare_inputs_are_passed_on_and_gates_are_printed():
-    from dsf.gpu_matrix import program_of
-    from dsf.kernels.triton.programs import PROGRAMS
+    from dsf.kernels.triton.pointwise.programs import PROGRAMS
+    from dsf.triton.chunk import program_of
 
     plain = PROGRAMS[program_of(get("unnormalized_linear_attention").recurrence.spec)[1]]
     assert not plain.made and not plain.accesses and set(plain.direct) == {"q", "k", "v"}
@@ -378,8 +378,8 @@ def test_bare_inputs_are_passed_on_and_gates_are_printed():
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_what_chunk_kernels_can_make_of_rows_is_made_there(recurrence, there, before):
-    from dsf.gpu_matrix import program_of
-    from dsf.kernels.triton.programs import PROGRAMS
+    from dsf.kernels.triton.pointwise.programs import PROGRAMS
+    from dsf.triton.chunk import program_of
 
     program = PROGRAMS[program_of(recurrence.spec)[1]]
     assert {x for x in program.accesses if x.startswith("made_")} == there
@@ -421,8 +421,8 @@ CHECKED = [get(name).recurrence for name in ("mlstm", "delta_product", "ssd", "r
 
 @pytest.mark.parametrize("recurrence", [*CHECKED, gated, late_gate], ids=lambda r: r.name)
 def test_operator_passes_opcheck(recurrence):
-    from dsf.gpu_matrix import program_of
-    from dsf.kernels.triton.mixer_ops import matrix_mixer
+    from dsf.kernels.triton.chunk.operator import matrix_mixer
+    from dsf.triton.chunk import program_of
 
     given = {n: x.float().requires_grad_() for n, x in sample(recurrence, batch=1, tokens=5, heads=1).items()}
     state = torch.zeros(1, 1, *recurrence.state_shape(N=3, P=4), requires_grad=True)
@@ -435,8 +435,8 @@ def test_operator_passes_opcheck(recurrence):
     "name, dtype", [("gated_deltanet", torch.float32), ("ssd", torch.float32), ("mlstm", torch.bfloat16)]
 )
 def test_the_shapes_of_what_stretches_keep_are_known(name, dtype, monkeypatch):
-    from dsf.gpu_matrix import program_of
-    from dsf.kernels.triton.mixer_ops import _forward_real, _forward_shapes
+    from dsf.kernels.triton.chunk.operator import _forward_real, _forward_shapes
+    from dsf.triton.chunk import program_of
 
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: 3)
     recurrence = get(name).recurrence

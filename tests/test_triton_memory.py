@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsf.gpu_matrix import program_of
 from dsf.mixers import get
+from dsf.triton.chunk import program_of
 
 pytest.importorskip("triton")
-from dsf.kernels.triton import mixer_ops
+from dsf.kernels.triton.chunk import operator as mixer_ops
 
 MIB = 2**20
 

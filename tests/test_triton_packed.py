@@ -9,7 +9,7 @@ from interpreted import interpreted
 from matrix_family import UNSEEN, driven_ratio, fading_delta, fading_rows, forgetful_delta, late_ratio, swinging
 from mixer_inputs import sample
 
-from dsf.kernels.triton import matrix as matrix_kernels
+from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.mixers import get
 
 pytestmark = interpreted
@@ -130,8 +130,8 @@ def test_heads_that_share_keys(name):
 
 @pytest.mark.parametrize("recurrence", [late_ratio, fading_delta, get("mlstm").recurrence, get("rwkv7").recurrence])
 def test_sequences_without_tokens_keep_their_states(recurrence):
-    from dsf.gpu_matrix import program_of
-    from dsf.kernels.triton.mixer_ops import matrix_mixer
+    from dsf.kernels.triton.chunk.operator import matrix_mixer
+    from dsf.triton.chunk import program_of
 
     filled, gaps = torch.tensor([0, 5, 40]), torch.tensor([0, 0, 5, 5, 40, 40])
     given = {n: x.float() for n, x in sample(recurrence, batch=1, tokens=40).items()}
@@ -157,8 +157,8 @@ def test_sequences_without_tokens_keep_their_states(recurrence):
 
 @pytest.mark.parametrize("name", ["ssd", "rwkv6", "mlstm", "rwkv7"])
 def test_operator_passes_opcheck(name):
-    from dsf.gpu_matrix import program_of
-    from dsf.kernels.triton.mixer_ops import matrix_mixer
+    from dsf.kernels.triton.chunk.operator import matrix_mixer
+    from dsf.triton.chunk import program_of
 
     recurrence = get(name).recurrence
     given = {n: x.float().requires_grad_() for n, x in sample(recurrence, batch=1, tokens=5, heads=1).items()}

@@ -9,12 +9,13 @@ from test_random_systems import X, declare
 from test_triton_scan import close, draw, gradients
 
 import dsf
-from dsf import Expr, System, gpu_scan, maximum, minimum, sigmoid, softplus, tanh, where
-from dsf.emit import emit
-from dsf.gpu_scan import _hole
+from dsf import Expr, System, maximum, minimum, sigmoid, softplus, tanh, where
 from dsf.mixers.longhorn import longhorn
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.s6 import s6
+from dsf.triton import scan as gpu_scan
+from dsf.triton.print_scan import emit
+from dsf.triton.scan import _hole
 
 UNARY = [sigmoid, softplus, tanh, dsf.silu, dsf.log1p, dsf.expm1, dsf.exp, dsf.sqrt, dsf.rsqrt, dsf.log, dsf.abs]
 POSITIVE = {dsf.log1p, dsf.sqrt, dsf.rsqrt, dsf.log}  # their arguments are made so

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dsf
 from dsf import Key, Recurrence, Scalar, System, Value
-from dsf.kernels.triton import matrix
+from dsf.kernels.triton.chunk import matrix
 from dsf.mixers import get
 from dsf.mixers.longhorn import longhorn
 
@@ -208,7 +208,7 @@ def test_errors_of_scans_are_of_the_size_of_one_rounding(
     recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole tiles and the sums that tensor cores make; a segment that forgets what enters it before it ends."""
-    from dsf.kernels.triton import scan_ops
+    from dsf.kernels.triton.scan import launches as scan_ops
 
     monkeypatch.setattr(scan_ops, "segments", lambda *_: (2, 64))
     torch.manual_seed(0)

@@ -10,8 +10,7 @@ from scan_family import aligned, before, bounded, channels, erasing, late_swing,
 
 import dsf
 from dsf import System, Value
-from dsf.emit import emit
-from dsf.errors import FormError
+from dsf.language.errors import FormError
 from dsf.mixers.hgrn import hgrn
 from dsf.mixers.longhorn import longhorn
 from dsf.mixers.mingru import mingru
@@ -19,7 +18,8 @@ from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.rwkv4 import rwkv4
 from dsf.mixers.s6 import s6, s6_negative
-from dsf.source import write
+from dsf.triton.print_scan import emit
+from dsf.triton.source import write
 
 NORMALISED = [weighted, bounded, rwkv4]
 RECURRENCES = [s6, longhorn, rg_lru, qlstm, leaky_peak, aligned, swinging, late_swing, channels, erasing, twice]
@@ -60,7 +60,8 @@ def close(ours: list[torch.Tensor], oracle: list[torch.Tensor], tolerance: float
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsf.kernels.triton import scan_table, tape
+    from dsf.kernels.triton import tape
+    from dsf.kernels.triton.scan import table as scan_table
 
     tape.forget()
     for table in (scan_table.RUNS_FORWARD, scan_table.RUNS_ADJOINT):
@@ -109,7 +110,7 @@ def test_a_gradient_asked_for_alone_is_the_same(recurrence: dsf.Recurrence, dtyp
 )
 def test_shared_memory_has_room_for_rows_of_few_entries(n: int, keyed: int, keys: int, states: int) -> None:
     """As on an H200, with sixteen programs a processor; shelves are filled 32 numbers at a time."""
-    from dsf.kernels.triton import scan_table
+    from dsf.kernels.triton.scan import table as scan_table
 
     t = scan_table.backward(scan_table.tile(scan_table.ADJOINT, n, 4096))
     assert scan_table.shared_states(t, n, keyed, keys, torch.device("cpu")) == states
@@ -123,7 +124,8 @@ def test_states_are_kept_for_a_few_runs_at_a_time(
     recurrence: dsf.Recurrence, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in shared memory that has no room for a group's eight; the last group is not whole."""
-    from dsf.kernels.triton import scan_gradients, scan_table
+    from dsf.kernels.triton.scan import gradients as scan_gradients
+    from dsf.kernels.triton.scan import table as scan_table
 
     monkeypatch.setattr(scan_table, "BACKWARD", (2, 16, 4, 0))
     monkeypatch.setattr(scan_gradients, "shared_states", lambda *_: 3)
@@ -143,7 +145,8 @@ def given(a: Value, b: Value) -> System:
 def test_vector_states(
     recurrence: dsf.Recurrence, runs: bool, cut: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf.kernels.triton import scan_ops, scan_table
+    from dsf.kernels.triton.scan import launches as scan_ops
+    from dsf.kernels.triton.scan import table as scan_table
 
     monkeypatch.setattr(scan_table, "FULL", 1 << 20 if runs else 0)
     monkeypatch.setattr(scan_table, "LANES", 2)  # so that there are channels enough
@@ -198,7 +201,7 @@ def test_normalised_systems_hand_their_state_over_and_pack(small_tiles: None) ->
 def test_the_adjoint_by_stretches_of_time(
     recurrence: dsf.Recurrence, tokens: int, shared: int, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf.kernels.triton import scan_gradients
+    from dsf.kernels.triton.scan import gradients as scan_gradients
 
     monkeypatch.setattr(scan_gradients, "SHARED", shared)
     x = draw(recurrence, tokens=tokens, heads=1, batch=2)
@@ -213,7 +216,8 @@ def test_the_adjoint_by_stretches_of_time(
 def test_segments_summarised_in_pieces_by_walks_that_load_tiles_ahead(
     recurrence: dsf.Recurrence, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf.kernels.triton import scan_ops, scan_table
+    from dsf.kernels.triton.scan import launches as scan_ops
+    from dsf.kernels.triton.scan import table as scan_table
 
     for table in (scan_table.FORWARD, scan_table.ADJOINT):
         monkeypatch.setitem(table, 256, (1, 4, 1, 1, 4, 2, 4, 64, 0))
@@ -232,7 +236,8 @@ def test_segments_summarised_in_pieces_by_walks_that_load_tiles_ahead(
 def test_segments_whose_entries_several_programs_summarise(
     recurrence: dsf.Recurrence, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf.kernels.triton import scan_ops, scan_table
+    from dsf.kernels.triton.scan import launches as scan_ops
+    from dsf.kernels.triton.scan import table as scan_table
 
     for name, value in (("FEW", 2), ("CROWD", 1000)):
         monkeypatch.setattr(scan_table, name, value)
@@ -263,7 +268,7 @@ def test_outputs_without_a_gradient_count_as_zeros(small_tiles: None) -> None:
 def test_small_programs_where_sequences_fill_the_gpu(
     recurrence: dsf.Recurrence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf.kernels.triton import scan_table
+    from dsf.kernels.triton.scan import table as scan_table
 
     monkeypatch.setattr(scan_table, "LANES", 2)
     monkeypatch.setattr(scan_table, "FULL", 6)
@@ -331,8 +336,9 @@ def test_split_equals_whole(small_tiles: None) -> None:
 def test_packed_sequences_are_walked_as_they_lie(
     recurrence: dsf.Recurrence, states: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf import packing
-    from dsf.kernels.triton import scan_ops, tape
+    from dsf.call import packing
+    from dsf.kernels.triton import tape
+    from dsf.kernels.triton.scan import launches as scan_ops
 
     x, bounds = draw(recurrence, tokens=9), torch.tensor([0, 3, 4, 9])
     first = torch.randn(3, 2, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 5)) if states else None
@@ -361,7 +367,7 @@ def test_packed_sequences_are_walked_as_they_lie(
 def test_packed_segments_without_a_cotangent_of_the_states(
     recurrence: dsf.Recurrence, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsf.kernels.triton import scan_ops
+    from dsf.kernels.triton.scan import launches as scan_ops
 
     x, bounds = draw(recurrence, tokens=9), torch.tensor([0, 3, 4, 9])
 
@@ -378,8 +384,8 @@ def test_packed_segments_without_a_cotangent_of_the_states(
 @interpreted
 @pytest.mark.parametrize("recurrence", [qlstm, longhorn], ids=lambda r: r.name)
 def test_strided_inputs_need_no_copy(recurrence: dsf.Recurrence, small_tiles: None) -> None:
-    from dsf.gpu_scan import _hole, _make, source_of
-    from dsf.kernels.triton.scan_ops import HOLES, _arguments, sizes_of
+    from dsf.kernels.triton.scan.launches import HOLES, _arguments, sizes_of
+    from dsf.triton.scan import _hole, _make, source_of
 
     x = draw(recurrence, tokens=5)
     views = {k: v.transpose(1, 3).contiguous().transpose(1, 3) if v.dim() == 4 else v for k, v in x.items()}
@@ -425,8 +431,8 @@ def test_gradients_of_strided_inputs(
 
 @interpreted
 def test_operator_passes_opcheck(small_tiles: None) -> None:
-    from dsf.gpu_scan import _hole, source_of
-    from dsf.kernels.triton.scan_operator import scan
+    from dsf.kernels.triton.scan.operator import scan
+    from dsf.triton.scan import _hole, source_of
 
     x = draw(qlstm, tokens=2, heads=1)
     operands = [x[o.name].requires_grad_() for o in source_of(qlstm.spec).operands]

@@ -8,7 +8,7 @@ from mixer_inputs import sample
 
 import dsf
 from dsf import Key, System, Value, exp, mixers
-from dsf.emit_step import step_refusal
+from dsf.triton.print_step import step_refusal
 
 pytestmark = interpreted
 DECODED = [e.recurrence for e in mixers.ZOO if step_refusal(e.recurrence.spec) is None]
@@ -55,7 +55,7 @@ def test_token_by_token_is_the_recurrence(recurrence, in_place):
 
 
 def test_sizes_that_are_no_powers_of_two_in_several_blocks(monkeypatch):
-    from dsf.kernels.triton import step_ops
+    from dsf.kernels.triton.pointwise import step_ops
 
     monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (4, 2, 1))
     mlstm = mixers.mlstm
@@ -105,8 +105,8 @@ def test_elementwise_systems_take_many_channels_and_overwrite_their_state():
 
 @pytest.mark.parametrize("name", ["mlstm", "gated_delta_product"])
 def test_operators_pass_opcheck(name):
-    from dsf.gpu_matrix import step_of
-    from dsf.kernels.triton.step_ops import matrix_step, matrix_step_in_place
+    from dsf.kernels.triton.pointwise.step_ops import matrix_step, matrix_step_in_place
+    from dsf.triton.chunk import step_of
 
     recurrence = mixers.get(name).recurrence
     given = sample(recurrence, tokens=1)

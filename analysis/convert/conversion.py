@@ -17,10 +17,10 @@ from dsf.analysis.convert.fir import causal_conv, causal_conv_step, fir
 from dsf.analysis.convert.forwards import FORWARDS, METHODS, Forward
 from dsf.analysis.convert.layer import Layer, ModelCall
 from dsf.analysis.convert.patch import Patches, named
-from dsf.analysis.measures_state import StateSize, state_size
-from dsf.errors import DsfError
+from dsf.analysis.measures.state import StateSize, state_size
+from dsf.call.recurrence import Recurrence
+from dsf.language.errors import DsfError
 from dsf.mixers import softmax_attention
-from dsf.recurrence import Recurrence
 
 CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv, "causal_conv1d_update": causal_conv_step}
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsf.call.recurrence import Recurrence
 from dsf.kernels.attention import KVCache
-from dsf.recurrence import Recurrence
 from dsf.trajectory import Attention, Trajectory
 
 

@@ -1,6 +1,6 @@
 """Tiles [1, 1, channels] with a channel a lane: numbers handed out to all lanes, and sums over them.
 
-What kernels need that take one state entry after the other (dsf.kernels.triton.scan_entries), in programs of one warp.
+What kernels need that take one state entry after the other (dsf.kernels.triton.scan.entries), in programs of one warp.
 """
 
 import triton

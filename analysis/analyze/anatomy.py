@@ -1,0 +1,204 @@
+"""What one run of one converted layer shows: its memory, what it looks at, its state, its gates, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.analysis import probe
+from dsf.analysis.measures import (
+    attention_map,
+    effective_rank,
+    effective_state_size,
+    eigenvalues,
+    gate_strengths,
+    half_life,
+    horizon,
+    kernel_matrix,
+    mean_distance,
+    state_norms,
+)
+from dsf.analysis.record import Entry
+from dsf.language.errors import InputError
+from dsf.trajectory import Trajectory
+
+WINDOW = 256  # tokens on which Phi is formed: it is quadratic in them
+CHANNELS = 16  # of systems whose channels have a Phi each, so many are looked at
+POINTS = 32  # of a curve along the sequence
+NUMBERS = 1 << 23  # eigenvalues that are computed at most
+WORK = 1 << 32  # multiplications that are spent at most on matrices of N x N
+NEVER = 1e9  # tokens: what halves later does not forget, but round
+EPS = 0.01  # of a state that is left at its horizon
+
+
+def of_text(entry: Entry) -> dict[str, Any]:
+    """Measures over a recorded text: one entry a head, and what is worth a picture of the whole layer."""
+    t = entry.trajectory
+    whole: dict[str, Any] = {"causal": is_causal(t)}
+    heads: list[dict[str, Any]] = [{"head": h} for h in range(t.heads)]
+    spectrum(t, whole, heads)
+    memory(t, entry.layer.window, whole, heads)
+    reach(t, whole, heads)
+    state(t, whole, heads)
+    return {**whole, "heads": heads}
+
+
+def of_sentence(entry: Entry) -> dict[str, Any]:
+    """Phi and gates on a sentence, in reading order; maps: the heads' |Phi| [H, T, T], to draw and not to store."""
+    t = entry.trajectory
+    maps = attention_map(t)[0]
+    gates = None if t.attention is not None else gate_strengths(t)
+    if entry.backward:
+        maps = maps.flip(1, 2)
+        gates = None if gates is None else type(gates)(*(g.flip(1) for g in gates))
+    found: dict[str, Any] = {"maps": maps, "shares": rounded(maps.mean(0)), "received": rounded(received(maps))}
+    if gates is not None:
+        found |= {name: rounded(x[0].mean(-1)) for name, x in gates._asdict().items() if bool(x.isfinite().all())}
+    return found
+
+
+def is_causal(t: Trajectory) -> bool:
+    """Whether no token sees a later one; only attention may."""
+    seen = None if t.attention is None else t.attention.seen
+    return seen is None or not bool(seen.triu(1 + seen.shape[-1] - seen.shape[-2]).any())
+
+
+def received(maps: Tensor) -> Tensor:
+    """How much the others look at each token, over how much they look at tokens as far away, [T] of maps [H, T, T].
+
+    1 for a token like any other; a token's own row is left out.
+    """
+    share = maps.double().mean(0)
+    share = share - share.diagonal().diag()
+    usual = torch.zeros_like(share)
+    for offset in range(1 - len(share), len(share)):
+        line = share.diagonal(offset)
+        usual.diagonal(offset).fill_(line.mean())
+    expected = usual.sum(0)
+    return share.sum(0) / torch.where(expected == 0, 1.0, expected)
+
+
+def spectrum(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
+    """Eigenvalues of A_t in the framework paper's gauge, from the second token on; none for attention both ways."""
+    if not whole["causal"]:
+        return
+    try:
+        values = eigenvalues(affordable(t), paper=True)[:, 1:]
+    except InputError:  # dense matrices that are too wide
+        return
+    real = values.real if values.is_complex() else values
+    whole["eigenvalues"] = probe.of_eigenvalues(real.flatten())
+    for head in heads:
+        head["eigenvalues"] = probe.three_percentiles(real[:, :, head["head"]])
+
+
+def memory(t: Trajectory, window: int | None, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
+    """Half-lives and horizons in tokens, erasure included; softmax attention keeps everything.
+
+    Only the window, in tokens, of what keeps it whole and drops the rest (attention with a window, convolutions).
+    """
+    if not whole["causal"]:
+        return
+    if t.attention is not None:
+        if window is not None:
+            whole["window"] = window
+            return
+        lives = [torch.full((1, t.heads, 1, 1), torch.inf)] * 2
+    else:
+        a = t.transition
+        if a.left is not None and not bool(a.decay.any()):  # a convolution's shift register
+            whole["window"] = t.state_size[0] + 1
+            return
+        part = t if a.left is None else affordable(t)
+        of: Any = "decay" if a.left is None else "transition"
+        try:
+            lives = [half_life(part, of), horizon(part, EPS, of)]
+        except InputError:
+            lives = [half_life(t), horizon(t, EPS)]
+        lives = [torch.where(x > NEVER, torch.inf, x.double()) for x in lives]
+    whole["half_life"] = probe.of_half_lives(lives[0])
+    whole["horizon"] = probe.three_percentiles(lives[1])
+    for head in heads:
+        head["half_life"] = probe.of_half_lives(lives[0][:, head["head"]])
+        head["horizon"] = probe.three_percentiles(lives[1][:, head["head"]])
+
+
+def reach(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
+    """Mean attention distance and effective state size, from Phi on the first WINDOW tokens."""
+    part = t.select(tokens=slice(0, WINDOW)) if t.tokens > WINDOW else t
+    if part.attention is None:
+        part = part.select(channels=slice(0, CHANNELS))
+    elif part.tokens < t.tokens:
+        part = _first_keys(part, part.tokens)
+    phi = kernel_matrix(part)
+    if not bool(phi.isfinite().all()):
+        return
+    distance = mean_distance(part, phi)[0].mean((1, 2)).tolist()
+    whole["distance"] = _mean(distance)
+    for head in heads:
+        head["distance"] = distance[head["head"]]
+    if not whole["causal"]:
+        return
+    size = effective_state_size(part, phi=phi)
+    tolerance, entropy = (x[0].double().mean((1, 2)).tolist() for x in size)
+    whole["effective_state_size"] = {"tolerance": _mean(tolerance), "entropy": _mean(entropy)}
+    for head in heads:
+        h = head["head"]
+        head["effective_state_size"] = {"tolerance": tolerance[h], "entropy": entropy[h]}
+
+
+def _first_keys(t: Trajectory, places: int) -> Trajectory:
+    """Attention of the first tokens without the keys after them, which a cut of the queries leaves in."""
+    a = t.attention
+    assert a is not None
+    seen, bias = (x if x is None else x[..., :places] for x in (a.seen, a.bias))
+    return replace(t, attention=replace(a, k=a.k[:, :, :places], v=a.v[:, :, :places], seen=seen, bias=bias))
+
+
+def state(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
+    """Norm and effective rank of S_t along the text, and mean gates; nothing for a KV cache."""
+    if t.attention is not None:
+        return
+    every = max(1, t.tokens // POINTS)
+    norms = state_norms(t)[0, every - 1 :: every]
+    ranks = effective_rank(t, every)[0]
+    whole["along"] = {
+        "tokens": list(range(every, t.tokens + 1, every)),
+        "norm": rounded(norms.mean(-1)),
+        "rank": rounded(ranks.mean(-1)),
+    }
+    gates = {name: x[0].mean(0) for name, x in gate_strengths(t)._asdict().items() if bool(x.isfinite().all())}
+    whole["gates"] = {name: float(x.mean()) for name, x in gates.items()}
+    for head in heads:
+        h = head["head"]
+        head["state"] = {"norm": float(norms[-1, h]), "rank": float(ranks[-1, h])}
+        head["gates"] = {name: float(x[h]) for name, x in gates.items()}
+
+
+def affordable(t: Trajectory) -> Trajectory:
+    """The first tokens of the trajectory, so many that NUMBERS and WORK suffice; at least four."""
+    if t.attention is not None:
+        return t
+    n, p = t.state_size
+    a = t.transition
+    numbers = t.heads * n * (p if a.is_per_channel else 1)
+    tokens = NUMBERS // numbers
+    if a.left is not None:
+        tokens = min(tokens, WORK // (numbers * n * n))
+    tokens = max(4, tokens)
+    return t if tokens >= t.tokens else t.select(tokens=slice(0, tokens))
+
+
+def rounded(x: Tensor, digits: int = 4) -> Any:
+    """A tensor as nested lists of so many significant digits."""
+    values = x.double()
+    size = torch.where(values == 0, 1.0, values.abs()).log10().floor()
+    scale = 10.0 ** (digits - 1 - size)
+    return ((values * scale).round() / scale).tolist()
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,404 @@
+"""The page of `dsf analyze`: an Analysis as one HTML file, and its pictures as PNG on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsf.analysis.analyze import LAW, Analysis, pictures, tables
+from dsf.analysis.analyze.anatomy import CHANNELS, EPS, POINTS
+from dsf.analysis.compare import pictures as compare_pictures
+from dsf.analysis.compare.page import WORDS
+from dsf.analysis.report import (
+    Page,
+    code,
+    count,
+    details,
+    duration,
+    facts,
+    figure,
+    grid,
+    terms,
+    text,
+)
+from dsf.analysis.report.figures import colors as palette
+from dsf.analysis.report.figures import png, ramp, svg
+
+Run = Mapping[str, Any]
+
+FEW = 6  # maps that are shown at once; the others are folded away
+TERMS = {
+    **{word: WORDS[word] for word in ("State", "Eigenvalue", "Half-life", "Kernel")},
+    "Horizon": f"After how many tokens {EPS:.0%} of what was written is left: as far back as a mixer can remember.",
+    "Effective state size": "How many numbers of the past the future really depends on. A state may hold a thousand "
+    "numbers and use three.",
+    "Decay, erase, write": "What a token does to the state: the share that it lets stand, the share that it takes "
+    "away in one direction (delta rules), and how much it puts in.",
+    "Head": "Mixers work in several copies side by side, each with a state of its own.",
+}
+
+
+class Report:
+    """The report of an Analysis: page() and write_pngs(). Every layer has its colour, blue to red by depth."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis, self.data = analysis, analysis.data
+        self.runs: list[Run] = self.data["runs"]
+        self.colors = dict(zip((r["name"] for r in self.runs), ramp(len(self.runs)), strict=True))
+        kinds = list(self.data["state"]["bytes_by_kind"])
+        self.kinds = dict(zip(kinds, palette(len(kinds)), strict=True))
+        self.pieces: list[str] = self.data["text"]["pieces"]
+
+    def having(self, key: str) -> list[Run]:
+        """The runs that have a measure."""
+        return [run for run in self.runs if key in run]
+
+    @property
+    def forgetting(self) -> list[Run]:
+        """The runs whose state fades."""
+        return [r for r in self.having("half_life") if r["half_life"]["share_never"] < 1]
+
+    def write_pngs(self, folder: Path) -> list[Path]:
+        """Every picture as folder/<picture>.png; returns the paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name, drawn in self.figures.items():
+            paths.append(folder / f"{_file_name(name)}.png")
+            png(drawn, paths[-1])
+        return paths
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """All figures, name -> matplotlib figure."""
+        colors, drawn = self.colors, {}
+        if self.forgetting:
+            drawn["half_lives"] = compare_pictures.lives(self.forgetting[::-1], colors, "tokens")
+        if spectra := self.having("eigenvalues"):
+            drawn["eigenvalues"] = pictures.spectra(spectra, colors)
+            negative = any(r["eigenvalues"]["share_negative"] > 1e-3 for r in spectra)
+            for run in spectra:
+                drawn[f"eigenvalues {run['name']}"] = compare_pictures.eigenvalue_histogram(
+                    run, colors[run["name"]], negative
+                )
+        drawn["maps"] = pictures.wall(self.runs, self.analysis.maps, colors)
+        for run in self.runs:
+            drawn[f"map {run['name']}"] = compare_pictures.attention(
+                run["shares"], self.pieces, colors[run["name"]], 4.4
+            )
+        if far := self.having("distance"):
+            drawn["distances"] = pictures.heads(
+                far, colors, lambda h: h.get("distance"), "tokens back, mean", pictures.WIDE
+            )
+        if used := self.having("effective_state_size"):
+            for which in ("entropy", "tolerance"):
+                drawn[f"effective_state_{which}"] = pictures.heads(
+                    used, colors, _size_by(which), f"effective state size ({which})"
+                )
+        if states := self.having("along"):
+            drawn["state_norm"] = pictures.along(states, colors, "norm", "norm of the state")
+            drawn["state_rank"] = pictures.along(states, colors, "rank", "effective rank of the state")
+        for key in ("received", "decay", "erase", "write"):
+            if some := [run for run in self.having(key) if max(run[key]) > 0]:
+                drawn[f"tokens_{key}"] = pictures.tokens(some, colors, key, self.pieces)
+        state = self.data["state"]
+        drawn["state_bytes"] = pictures.state_bytes(
+            state["bytes_by_kind"], self.data["contexts"], self.kinds, state["recurrent_if_cached"]
+        )
+        return drawn
+
+    def page(self) -> Page:
+        """The page with all sections."""
+        model, conversion, words = self.data["model"], self.data["conversion"], self.data["text"]
+        out = Page(f"{model['name']}, opened up", f"{model['about']}.")
+        bits = words["bits_per_token"]
+        out.intro.append(
+            facts({
+                "Parameters": count(model["parameters"]),
+                "Mixers converted": str(len(conversion["layers"])),
+                "Read": f"{words['tokens']:,} tokens",
+                **({} if bits is None else {"Foresees the text": f"{bits:.2f} bits per token"}),
+                "Outputs moved by": f"{conversion['deviation']:.1g} of their range",
+            })
+        )  # fmt: skip
+        self.drawn = {name: svg(drawn, name.replace("_", " ")) for name, drawn in self.figures.items()}
+        self.layers(out)
+        out.section("How to read this", "Eight words are enough for every picture below.", terms(TERMS))
+        self.attention(out)
+        self.memory(out)
+        self.used(out)
+        self.tokens(out)
+        self.keeps(out)
+        self.costs(out)
+        self.conversion(out)
+        self.what_was_run(out)
+        return out
+
+    def layers(self, out: Page) -> None:
+        """The first tables: layers, then heads."""
+        out.section(
+            "Layer by layer",
+            "One line a mixer; click a heading to sort by it, point at one to see what it means.",
+            tables.layers(self.data, self.colors),
+            details(
+                f"Head by head ({sum(len(r['heads']) for r in self.runs)} lines)", tables.heads(self.data, self.colors)
+            ),
+        )
+
+    def attention(self, out: Page) -> None:
+        """Kernel matrices and distances."""
+        shown = [self.runs[i] for i in pictures.spread(len(self.runs), FEW)]
+        folded = [run for run in self.runs if run not in shown]
+        maps = {
+            run["name"]: figure(
+                self.drawn[f"map {run['name']}"], run["name"], _map_words(run), self.colors[run["name"]]
+            )
+            for run in self.runs
+        }
+        most = pictures.MOST_HEADS, pictures.MOST_LAYERS
+        cut = max(len(r["heads"]) for r in self.runs) > most[0] or len(self.runs) > most[1]
+        blocks = [
+            figure(
+                self.drawn["maps"],
+                "All layers and heads at once",
+                "A column a layer, a square a head, the sentence running down and to the right in each. A thin "
+                "diagonal looks at the newest tokens only, a full triangle at everything, a dark left edge at the "
+                "beginning of the text."
+                + (f" Of many, {most[0]} heads and {most[1]} layers are drawn." if cut else ""),
+            ),
+            text(
+                f"**With the words.** The sentence “{self.data['text']['sentence'].strip()}”: each row is one output, "
+                "each column a token that it takes from, and the stronger the colour, the more it counts. For softmax "
+                "attention this is the attention map; for a recurrence it is |Φ|, the same picture computed from A, B "
+                "and C. Averaged over heads and channels, each row relative to its largest entry off the diagonal."
+            ),
+            grid([maps[run["name"]] for run in shown], 340),
+        ]
+        if folded:
+            blocks.append(details(f"The other {len(folded)} layers", grid([maps[r["name"]] for r in folded], 340)))
+        if "distances" in self.drawn:
+            alike = "a quarter" if all(r["causal"] for r in self.runs) else "a third"
+            far = max((h.get("distance", 0), r["name"]) for r in self.runs for h in r["heads"])
+            blocks.append(
+                figure(
+                    self.drawn["distances"],
+                    "How far back each head looks",
+                    f"Dots are heads, dashes layers: how many tokens back an output takes from, weighed by how much. "
+                    f"Looking at everything alike would give {alike} of {min(self.data['window'], self.tokens_read)} "
+                    f"tokens; the farthest-looking head, in layer {far[1]}, looks {far[0]:.0f} back.",
+                )
+            )
+        out.section(
+            "What they look at", "How much each token of a sentence counts in each output, layer by layer.", *blocks
+        )
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of the text."""
+        return int(self.data["text"]["tokens"])
+
+    def memory(self, out: Page) -> None:
+        """Half-lives and eigenvalues."""
+        blocks = []
+        if "half_lives" in self.drawn:
+            slow = max(self.forgetting, key=lambda r: r["half_life"]["percentiles"]["90"])
+            blocks.append(
+                figure(
+                    self.drawn["half_lives"],
+                    "How long each layer remembers",
+                    "Tokens until half of what was written is gone: the dot is the median over all parts of the state, "
+                    "the bar runs from the 10th to the 90th percentile. The longest memory is in layer "
+                    f"{slow['name']}, whose slowest tenth halves in {duration(slow['half_life']['percentiles']['90'])} "
+                    "tokens or more.",
+                )
+            )
+        kinds = {r["kind"] for r in self.runs}
+        if "softmax" in kinds:
+            blocks.append(
+                text(
+                    "**Softmax attention forgets nothing:** all keys and values stay in its cache as they were "
+                    "written, so it has no half-life (attention with a window keeps that many tokens and drops the "
+                    "rest). What its eigenvalues show below is dilution: the factor ηₜ₋₁/ηₜ by which the sum that "
+                    "every output is divided by grows or shrinks from token to token, in the framework paper's form. "
+                    "Values above 1.25 are counted at the right edge."
+                )
+            )
+        if "eigenvalues" in self.drawn:
+            histograms = [
+                figure(self.drawn[f"eigenvalues {r['name']}"], r["name"], _spectrum_words(r), self.colors[r["name"]])
+                for r in self.having("eigenvalues")
+            ]
+            blocks += [
+                figure(
+                    self.drawn["eigenvalues"],
+                    "Eigenvalues of A, layer by layer",
+                    "What one token multiplies the state by. Dark at 1: kept as it is. Dark at 0: overwritten. In "
+                    "between it fades.",
+                ),
+                details("As histograms, one a layer", grid(histograms, 245)),
+            ]
+        if not blocks:
+            blocks.append(text("Attention that sees both ways is no recurrence in time: it has no memory to measure."))
+        out.section("What they remember", "How fast each layer forgets while it reads the text.", *blocks)
+
+    def used(self, out: Page) -> None:
+        """Effective state sizes, norms and ranks."""
+        blocks = []
+        if "effective_state_entropy" in self.drawn:
+            blocks += [
+                figure(
+                    self.drawn["effective_state_entropy"],
+                    "Effective state size, by entropy",
+                    "How many numbers of the past the rest of the text depends on, weighed by how much they matter. 1 "
+                    "means that one summary of the past is all that counts.",
+                ),
+                figure(
+                    self.drawn["effective_state_tolerance"],
+                    "Effective state size, by tolerance",
+                    "The same, counting all that matter at least a thousandth as much as the first. A recurrence has "
+                    "at most its N rows; attention may use as many as there are tokens.",
+                ),
+            ]
+        if "state_norm" in self.drawn:
+            blocks += [
+                figure(
+                    self.drawn["state_norm"],
+                    "Size of the state while reading",
+                    "A level line has found its balance of writing and forgetting; a rising one is still filling up.",
+                ),
+                figure(
+                    self.drawn["state_rank"],
+                    "Effective rank of the state while reading",
+                    "In how many directions the state is really spread: how many different things it holds at once.",
+                ),
+            ]
+        if blocks:
+            out.section(
+                "How much of the state is used",
+                f"Measured in the middle of the first {min(self.data['window'], self.tokens_read)} tokens (for systems "
+                f"with channels of their own, on {CHANNELS} of them), and at {POINTS} points along the text.",
+                grid(blocks, 480),
+            )
+
+    def tokens(self, out: Page) -> None:
+        """What single tokens do."""
+        titles = {
+            "received": (
+                "How much later tokens look at each token",
+                "Dark: a token that others take more from than from others as far away. Relative to each layer's most "
+                "looked-at token.",
+            ),
+            "write": (
+                "How much each token writes",
+                "Dark: the token puts much into the state. Relative to each layer's strongest.",
+            ),
+            "decay": (
+                "How much each token lets stand",
+                "The share of the state that the token keeps: dark is each layer's largest, pale its smallest. At a "
+                "pale token the layer makes room.",
+            ),
+            "erase": (
+                "How much each token erases",
+                "Delta rules only: what is stored at the token's own key is taken away before it is written anew.",
+            ),
+        }
+        blocks = [
+            figure(self.drawn[f"tokens_{key}"], title, words)
+            for key, (title, words) in titles.items()
+            if f"tokens_{key}" in self.drawn
+        ]
+        out.section("What each token does", "The same sentence, token by token, a row a layer.", *blocks)
+
+    def keeps(self, out: Page) -> None:
+        """State size against context."""
+        out.section(
+            "What it keeps",
+            "Memory for one sequence in float32, all converted layers together. A KV cache grows with every token "
+            "read; the state of a recurrence stays as large as it is.",
+            figure(
+                self.drawn["state_bytes"],
+                "Bytes kept against context",
+                "Flat: as large after a million tokens as after one. Rising: twice the text, twice the memory."
+                + (
+                    " Dashed, for scale: a key and a value of the state's width in every head, for every token."
+                    if any(self.data["state"]["recurrent_if_cached"])
+                    else ""
+                ),
+            ),
+            tables.state(self.data, self.kinds),
+        )
+
+    def costs(self, out: Page) -> None:
+        """Work of every form."""
+        out.section(
+            "What it costs",
+            f"Work of one layer's recurrence on {self.tokens_read} tokens, in every form that it can be computed in: "
+            "counted, not measured.",
+            tables.costs(self.data),
+        )
+
+    def conversion(self, out: Page) -> None:
+        """What was converted, what was left alone, and how far outputs moved."""
+        found = self.data["conversion"]
+        verdict = "within" if found["deviation"] <= LAW else "**more than**"
+        systems = {x["recurrence"]: x["system"] for x in found["layers"]}
+        out.section(
+            "What was converted",
+            "Every mixer below ran as a recurrence of this library while all of the above was measured. If that "
+            "changed what the model says, nothing above would be about this model.",
+            text(
+                f"On the text, outputs moved by at most {found['largest_difference']:.1g} where they span "
+                f"{found['range']:.3g}: {found['deviation']:.1g} of their range, {verdict} the {LAW:.0e} allowed."
+            ),
+            tables.converted(self.data),
+            tables.left_alone(found["left_alone"])
+            if found["left_alone"]
+            else text("Nothing that mixes tokens was left alone."),
+            *(details(f"`{name}` as declared", code(system)) for name, system in systems.items()),
+        )
+
+    def what_was_run(self, out: Page) -> None:
+        """Machine, versions, sizes."""
+        box, words, model = self.data["machine"], self.data["text"], self.data["model"]
+        seconds = self.data["seconds"]
+        cut = words["cut_to_context"]
+        rows = {
+            "Model": f"{model['about']}; class {model['class']}, {model['parameters']:,} parameters, float32",
+            "Text": f"{words['name']}: its first {words['tokens']:,} tokens"
+            + (", as many as the model has positions for" if cut else ""),
+            "Machine": f"{box['cpu']}, {box['cores']} cores, {box['system']}",
+            "Versions": f"dsf {self.data['dsf']}, torch {box['torch']}, Python {box['python']}",
+            "Time": ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
+            "Memory": f"{self.data['peak_gib']:.1f} GiB at most"
+            if self.data["peak_gib"]
+            else "not told by this system",
+        }
+        out.section("What was run", "Everything needed to repeat it.", terms(rows))
+
+
+def _size_by(which: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda head: head.get("effective_state_size", {}).get(which)
+
+
+def _map_words(run: Run) -> str:
+    parts = []
+    if "distance" in run:
+        parts.append(f"looks {run['distance']:.3g} tokens back on the text")
+    if "half_life" in run and run["half_life"]["share_never"] < 1:
+        parts.append(f"half-life {duration(run['half_life']['percentiles']['50'])}")
+    rows = run["shares"][1:]
+    first = sum(row[0] for row in rows) / len(rows)
+    if first > 0.25:
+        parts.append(f"{first:.0%} of it at the first token")
+    return "; ".join(parts)
+
+
+def _spectrum_words(run: Run) -> str:
+    low, middle, high = (run["eigenvalues"]["percentiles"][q] for q in ("10", "50", "90"))
+    return f"median {middle:.2f}, 80 % between {low:.2f} and {high:.2f}"
+
+
+def _file_name(name: str) -> str:
+    words = name.replace("←", "backward").replace("→", "forward")
+    return "_".join("".join(c if c.isalnum() or c in "._-" else " " for c in words).split())

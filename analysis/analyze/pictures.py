@@ -1,0 +1,222 @@
+"""The pictures of `dsf analyze`: each a function of the runs (dsf.analysis.analyze) that returns a figure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.analysis.analyze.tables import nbytes
+from dsf.analysis.compare.pictures import CONTRAST, HALF, WIDE, printable, shades
+from dsf.analysis.report import count
+from dsf.analysis.report.figures import INK, MONO, fade, new_figure
+
+Run = Mapping[str, Any]
+Colors = Mapping[str, str]
+
+ROW = 0.2  # inches of a row of a picture that has one for each layer
+MOST_COLUMNS, MOST_HEADS, MOST_LAYERS = 16, 9, 32  # of the wall of maps
+
+
+def spectra(runs: Sequence[Run], colors: Colors) -> Any:
+    """Eigenvalues of every layer: a row each, darker where more of them are (square-root scale)."""
+    shape = runs[0]["eigenvalues"]["histogram"]
+    low, high = shape["low"], shape["high"]
+    figure, axes = new_figure(WIDE, ROW * len(runs) + 0.75)
+    for place, run in enumerate(runs):
+        shares = [math.sqrt(s) for s in run["eigenvalues"]["histogram"]["shares"]]
+        top = max(shares[1:-1]) or 1.0  # the ends hold all that lies outside
+        axes.imshow(
+            [shares], cmap=fade(colors[run["name"]]), vmin=0, vmax=top, interpolation="none", aspect="auto",
+            extent=(low, high, place + 0.45, place - 0.45),
+        )  # fmt: skip
+    negative = any(run["eigenvalues"]["share_negative"] > 1e-3 for run in runs)
+    for value in (0, 1) if negative else (1,):
+        axes.axvline(value, color=INK, lw=0.7, ls=(0, (2, 2)), alpha=0.55)
+    above = any(run["eigenvalues"]["share_above_one"] > 1e-3 for run in runs)
+    axes.set_xlim(low if negative else 0, high if above else 1.01)
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    _name_rows(axes, runs)
+    axes.set_xlabel("eigenvalue of one token's transition: 0 clears, 1 keeps")
+    return figure
+
+
+def heads(
+    runs: Sequence[Run], colors: Colors, value: Callable[[Run], float | None], label: str, width: float = HALF
+) -> Any:
+    """A positive number of every head, a column a layer: dots are heads, the dash their median."""
+    figure, axes = new_figure(width, 3.2)
+    for place, run in enumerate(runs):
+        values = [x for x in map(value, run["heads"]) if x]
+        if not values:
+            continue
+        color = colors[run["name"]]
+        axes.plot([place] * len(values), values, "o", color=color, ms=4, alpha=0.55, mew=0)
+        middle = statistics.median(values)
+        axes.plot([place - 0.33, place + 0.33], [middle, middle], color=color, lw=2, solid_capstyle="round")
+    axes.set_yscale("log")
+    _plain_ticks(axes)
+    _name_columns(axes, [run["name"] for run in runs])
+    axes.set_ylabel(label)
+    axes.grid(axis="y")
+    return figure
+
+
+def along(runs: Sequence[Run], colors: Colors, key: str, label: str) -> Any:
+    """A number of the state along the text, a line a layer."""
+    figure, axes = new_figure(HALF, 3.2)
+    for run in runs:
+        line = run["along"]
+        axes.plot(line["tokens"], line[key], color=colors[run["name"]], lw=1.5, alpha=0.9)
+    values = [x for run in runs for x in run["along"][key] if x > 0]
+    if values and max(values) > 30 * min(values):
+        axes.set_yscale("log")
+        _plain_ticks(axes)
+    else:
+        axes.set_ylim(bottom=0)
+    last = [run["along"][key][-1] for run in runs]
+    for place in {0, len(runs) - 1, last.index(max(last)), last.index(min(last))}:
+        axes.annotate(
+            runs[place]["name"], (runs[place]["along"]["tokens"][-1], last[place]), xytext=(5, 0), va="center",
+            textcoords="offset points", fontsize=7.5, color=colors[runs[place]["name"]], annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xlabel("tokens read")
+    axes.set_ylabel(label)
+    axes.grid(axis="y")
+    return figure
+
+
+def tokens(runs: Sequence[Run], colors: Colors, key: str, pieces: Sequence[str]) -> Any:
+    """A number of every token of the sentence, a row a layer: pale to dark from zero to the row's largest.
+
+    Decays from the smallest on; what is looked at with contrast, for the first token often towers above the rest.
+    """
+    size = len(pieces)
+    long = max(map(len, pieces)) > 1
+    figure, axes = new_figure(WIDE, ROW * len(runs) + (0.95 if long else 0.6))
+    for place, run in enumerate(runs):
+        low = min(run[key]) if key == "decay" else 0.0
+        span = max(run[key]) - low or 1.0
+        contrast = CONTRAST if key == "received" else 1.0
+        shade = [(max(0.0, x - low) / span) ** contrast for x in run[key]]
+        axes.imshow(
+            [shade], cmap=fade(colors[run["name"]]), vmin=0, vmax=1, interpolation="none", aspect="auto",
+            extent=(-0.5, size - 0.5, place + 0.44, place - 0.44),
+        )  # fmt: skip
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_xlim(-0.5, size - 0.5)
+    font = {"fontfamily": MONO, "fontsize": 8}
+    axes.set_xticks(range(size), [printable(p) for p in pieces], rotation=90 if long else 0, **font)
+    axes.xaxis.tick_top()
+    _name_rows(axes, runs)
+    axes.tick_params(axis="x", length=0, pad=2)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return figure
+
+
+def wall(runs: Sequence[Run], maps: Mapping[str, Tensor], colors: Colors) -> Any:
+    """|Phi| of every head on the sentence, a column a layer, a row a head; long models go on below."""
+    shown = [runs[i] for i in spread(len(runs), MOST_LAYERS)]
+    rows = min(MOST_HEADS, max(maps[run["name"]].shape[0] for run in shown))
+    bands = math.ceil(len(shown) / MOST_COLUMNS)
+    columns = math.ceil(len(shown) / bands)
+    size, gap = maps[shown[0]["name"]].shape[-1], 3
+    cell = WIDE / columns
+    figure, axes = new_figure(WIDE, bands * (rows * min(cell, 1.6) + 0.3))
+    height = bands * (rows * (size + gap) + 8)
+    canvas = torch.zeros(height, columns * (size + gap), 4)
+    for place, run in enumerate(shown):
+        band, column = divmod(place, columns)
+        mine = maps[run["name"]]
+        left, top = column * (size + gap), band * (rows * (size + gap) + 8) + 8
+        for row, head in enumerate(spread(mine.shape[0], rows)):
+            shade = torch.tensor(shades(mine[head].tolist()))
+            y = top + row * (size + gap)
+            canvas[y : y + size, left : left + size] = _tinted(shade, colors[run["name"]])
+        axes.text(left + size / 2, top - 1.5, run["name"], ha="center", va="bottom", fontsize=7.5)
+    axes.imshow(canvas.numpy(), interpolation="none", aspect="equal" if cell <= 1.6 else "auto")
+    axes.set_axis_off()
+    return figure
+
+
+def state_bytes(
+    by_kind: Mapping[str, Sequence[int]], contexts: Sequence[int], colors: Colors, if_cached: Sequence[int]
+) -> Any:
+    """Bytes that one sequence keeps against the context, a line a kind of layer, both axes logarithmic.
+
+    if_cached: what the recurrent layers would keep as attention, dashed; left out where there are none.
+    """
+    figure, axes = new_figure(WIDE, 3.4)
+    lines: dict[str, tuple[Sequence[int], str, Any]] = {
+        kind: (sizes, colors[kind], "-") for kind, sizes in by_kind.items()
+    }
+    if any(if_cached):
+        lines["the recurrent ones, as\nattention of their width"] = (if_cached, INK, (0, (3, 3)))
+    for kind, (sizes, color, dashes) in lines.items():
+        axes.plot(contexts, [max(s, 1) for s in sizes], color=color, lw=2.2 if dashes == "-" else 1.2, ls=dashes)
+        axes.annotate(
+            kind, (contexts[-1], max(sizes[-1], 1)), xytext=(6, 0), textcoords="offset points", va="center",
+            fontsize=8, color=color, annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / 2, high * 2)
+    marks = [1 << i for i in range(0, 52, 5 if high / low > 1e4 else 2)]
+    marks = [m for m in marks if low / 2 <= m <= high * 2]
+    axes.set_yticks(marks, [nbytes(m) for m in marks])
+    axes.minorticks_off()
+    axes.set_xlim(contexts[0], contexts[-1])
+    ticks = {1: "1", 16: "16", 256: "256", 4096: "4,096", 65_536: "64k", 1_048_576: "1M"}
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set_xlabel("context in tokens")
+    axes.set_ylabel("kept for one sequence")
+    axes.grid()
+    return figure
+
+
+def spread(number: int, most: int) -> list[int]:
+    """At most `most` of 0 … number - 1, the first and the last among them, evenly apart."""
+    if number <= most:
+        return list(range(number))
+    return sorted({round(i * (number - 1) / max(1, most - 1)) for i in range(most)})
+
+
+def _tinted(shade: Tensor, color: str) -> Tensor:
+    """[T, T, 4]: color, as opaque as shade says."""
+    from matplotlib.colors import to_rgb
+
+    out = torch.tensor([*to_rgb(color), 0.0]).expand(*shade.shape, 4).clone()
+    out[..., 3] = 0.04 + 0.96 * shade
+    return out
+
+
+def _name_rows(axes: Any, runs: Sequence[Run]) -> None:
+    axes.set_yticks(range(len(runs)), [run["name"] for run in runs], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _name_columns(axes: Any, names: Sequence[str]) -> None:
+    places = spread(len(names), 32)
+    upright = sum(len(names[i]) + 2 for i in places) > 12 * axes.figure.get_figwidth()
+    axes.set_xticks(places, [names[i] for i in places], rotation=90 if upright else 0, fontsize=7.5)
+    axes.set_xlim(-0.7, len(names) - 0.3)
+
+
+def _plain_ticks(axes: Any) -> None:
+    """1, 2, 5, 10 … in place of powers, as few as say enough."""
+    low, high = axes.get_ylim()
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks: list[float] = []
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(1 + 0.1 * i for i in range(90))):
+        marks = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
+        if len(marks) > 2:
+            break
+    axes.set_yticks(marks, [count(m) for m in marks])
+    axes.minorticks_off()

@@ -1,0 +1,173 @@
+"""The tables of `dsf analyze`: each a function of its data (dsf.analysis.analyze) that returns a block of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsf.analysis.analyze.anatomy import EPS
+from dsf.analysis.report import Block, Cell, Column, count, duration, table
+
+Data = Mapping[str, Any]
+Colors = Mapping[str, str]
+
+SHOWN_CONTEXTS = (1024, 4096, 65_536, 1_048_576)
+
+
+def layers(data: Data, colors: Colors) -> Block:
+    """One line a layer (or run of a layer)."""
+    columns = [
+        Column("layer", "place in the model, and kind of mixer; ← reads from right to left", "ascending"),
+        Column("structure", "of the transition A"),
+        Column("heads", "copies side by side, each with a state of its own"),
+        Column("N × P", "rows and columns of one head's state"),
+        *_measured(data),
+    ]
+    rows = []
+    for place, run in enumerate(data["runs"]):
+        size = "KV cache" if run["kind"] == "softmax" else f"{run['N']} × {run['P']}"
+        rows.append([
+            Cell(run["name"], place, color=colors[run["name"]], strong=True),
+            Cell(run["structure"].partition(" (")[0].replace(" ", "\u00a0"), note=run["recurrence"]),
+            _number(len(run["heads"])),
+            Cell(size.replace(" ", "\u00a0")),
+            *_measures(run, run.get("along", {}).get("rank", [math.nan])[-1]),
+        ])  # fmt: skip
+    return _filled(columns, rows)
+
+
+def heads(data: Data, colors: Colors) -> Block:
+    """One line a head."""
+    columns = [Column("layer", "", "ascending"), Column("head"), *_measured(data)]
+    rows = [
+        [
+            Cell(run["name"], place, color=colors[run["name"]]),
+            _number(head["head"]),
+            *_measures({**run, **head}, head.get("state", {}).get("rank", math.nan)),
+        ]
+        for place, run in enumerate(data["runs"])
+        for head in run["heads"]
+    ]
+    return _filled(columns, rows)
+
+
+def _filled(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> Block:
+    """A table without the columns that no row has a number for."""
+    kept = [i for i in range(len(columns)) if any(row[i].sort is None or row[i].sort == row[i].sort for row in rows)]
+    return table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def _measured(data: Data) -> list[Column]:
+    return [
+        Column("half-life", "tokens until half is forgotten: median over the state"),
+        Column("slowest tenth", "90th percentile of the half-life"),
+        Column("horizon", f"tokens until {EPS:.0%} is left, median"),
+        Column("looks back", f"mean distance in tokens, on the first {data['window']} tokens"),
+        Column("effective state", "numbers of the past that the future depends on, a channel (entropy)"),
+        Column("rank", "effective rank of the state at the end of the text"),
+        Column("decay", "share of the state that a token lets stand, mean"),
+        Column("erase", "share that a token takes away in its own direction, mean"),
+        Column("write", "norm of what a token puts in, mean"),
+    ]
+
+
+def _measures(of: Data, rank: float) -> list[Cell]:
+    gates, size = of.get("gates", {}), of.get("effective_state_size", {})
+    return [
+        _life(of, "half_life", "50"),
+        _life(of, "half_life", "90"),
+        _life(of, "horizon", "50"),
+        _number(of.get("distance", math.nan)),
+        _number(size.get("entropy", math.nan)),
+        _number(rank),
+        *(_number(gates.get(gate, math.nan)) for gate in ("decay", "erase", "write")),
+    ]
+
+
+def state(data: Data, colors: Colors) -> Block:
+    """Bytes kept at some contexts, by kind of layer."""
+    contexts, lines = data["contexts"], dict(data["state"]["bytes_by_kind"])
+    columns = [Column("kind of layer"), *(Column(f"at {c:,} tokens") for c in SHOWN_CONTEXTS)]
+    if data["state"]["convolutions"]:
+        lines["convolutions in front"] = [data["state"]["convolutions"]] * len(contexts)
+    places = [contexts.index(c) for c in SHOWN_CONTEXTS]
+    rows = [
+        [Cell(kind, color=colors.get(kind)), *(Cell(nbytes(sizes[p]), sizes[p]) for p in places)]
+        for kind, sizes in lines.items()
+    ]
+    totals = [sum(sizes[p] for sizes in lines.values()) for p in places]
+    rows.append([Cell("together", strong=True), *(Cell(nbytes(t), t, strong=True) for t in totals)])
+    return table(columns, rows)
+
+
+def costs(data: Data) -> Block:
+    """Work per token of every form."""
+    columns = [
+        Column("recurrence", "and how many layers run it"),
+        Column("heads, N, P"),
+        Column("form", "one and the same recurrence computed in another order"),
+        Column("flops per token", "multiplications and additions of one layer, projections left out"),
+        Column("bytes per token", "inputs, outputs and the state's share"),
+    ]
+    rows = [
+        [
+            Cell(f"{entry['recurrence']}, {entry['layers']} layer{'s' * (entry['layers'] > 1)}"),
+            Cell(f"{entry['heads']}, {entry['N']}, {entry['P']}"),
+            Cell(form),
+            Cell(count(work["flops"]), work["flops"]),
+            Cell(count(work["bytes"]), work["bytes"]),
+        ]
+        for entry in data["costs"]
+        for form, work in entry["forms"].items()
+    ]
+    return table(columns, rows)
+
+
+def converted(data: Data) -> Block:
+    """What was converted, module by module."""
+    columns = [Column("module"), Column("kind"), Column("runs as"), Column("parameters", "projections included")]
+    columns.append(Column("where the original is wrong", "and this library is not"))
+    rows = [
+        [
+            Cell(x["name"]),
+            Cell(x["kind"]),
+            Cell(f"{x['recurrence']}, {x['structure']}"),
+            Cell(count(x["parameters"]), x["parameters"]),
+            Cell("; ".join(x["notes"]) or "–"),
+        ]
+        for x in data["conversion"]["layers"]
+    ]
+    return table(columns, rows)
+
+
+def left_alone(entries: Sequence[Data]) -> Block:
+    """What was not converted, and why."""
+    rows = [[Cell(x["name"]), Cell(x["type"]), Cell(x["why"])] for x in entries]
+    return table([Column("left alone"), Column("class"), Column("because")], rows)
+
+
+def nbytes(number: float) -> str:
+    """Bytes as people read them: 512 B, 1.5 KiB, 48 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def _life(run: Data, key: str, q: str) -> Cell:
+    """A half-life or horizon; for what drops all at once, how much it keeps."""
+    if key not in run:
+        window = run.get("window")
+        if window is None:
+            return _number(math.nan)
+        return Cell(f"window {window}", window, note="kept whole, then dropped")
+    found = run[key]["percentiles"][q] if key == "half_life" else run[key][q]
+    return Cell("never" if math.isinf(found) else duration(found), found)
+
+
+def _number(value: float) -> Cell:
+    if math.isnan(value):
+        return Cell("–", value, note="not defined for this mixer")
+    return Cell(f"{value:.3g}" if abs(value) < 1000 else count(value), value)

@@ -1,0 +1,258 @@
+"""The pictures of `dsf compare`: each a function of the records (dsf.analysis.compare) that returns a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsf.analysis.report import count
+from dsf.analysis.report.figures import INK, MONO, fade, new_figure
+
+Record = Mapping[str, Any]
+Colors = Mapping[str, str]
+
+WIDE, HALF = 10.8, 6.2  # inches of a figure that has the page's width, and of one of two side by side
+CONTRAST = 0.6  # exponent of shades: below 1 shows faint entries
+LONGEST_LIFE = 1e5  # where half-lives without end are drawn, in tokens
+
+
+def learning(records: Sequence[Record], colors: Colors, yardsticks: Mapping[str, float]) -> Any:
+    """Bits per byte after training, best first, with yardsticks as vertical lines."""
+    ordered = sorted(records, key=lambda r: -r["bits_per_byte"]["after"])
+    figure, axes = new_figure(HALF, 0.25 * len(ordered) + 1.0)
+    after = [r["bits_per_byte"]["after"] for r in ordered]
+    low = min([*after, *yardsticks.values()]) - 0.15
+    high = max([*after, *yardsticks.values()]) + 0.35
+    for place, record in enumerate(ordered):
+        value, color = record["bits_per_byte"]["after"], colors[record["name"]]
+        axes.plot([low, value], [place, place], color=color, lw=1.6, alpha=0.45, solid_capstyle="round")
+        axes.plot(value, place, "o", color=color, ms=7)
+        axes.text(value + 0.018 * (high - low), place, f"{value:.2f}", va="center", fontsize=8)
+    for name, value in yardsticks.items():
+        axes.axvline(value, color=INK, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
+        axes.text(value, len(ordered) - 0.35, name, ha="center", va="bottom", fontsize=8, alpha=0.8)
+    axes.set_yticks(range(len(ordered)), [r["name"] for r in ordered])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlim(low, high)
+    axes.set_ylim(-0.6, len(ordered) + 0.25)
+    axes.set_xlabel("bits per byte of held-out text after training (lower is better)")
+    return figure
+
+
+def curves(records: Sequence[Record], colors: Colors) -> Any:
+    """Training loss of every mixer against steps, smoothed."""
+    figure, axes = new_figure(HALF, max(3.4, 0.25 * len(records) + 1.0))
+    for record in records:
+        values = _smooth(record["training"]["bits_per_byte"])
+        axes.plot(range(1, len(values) + 1), values, color=colors[record["name"]], lw=1.5)
+    _label_ends(axes, records, colors, [_smooth(r["training"]["bits_per_byte"])[-1] for r in records])
+    axes.set_xlabel("training step")
+    axes.set_ylabel("bits per byte")
+    axes.grid(axis="y")
+    return figure
+
+
+def half_lives(records: Sequence[Record], colors: Colors, unit: str = "tokens (bytes of text)") -> Any:
+    """Half-lives, longest on top, on a logarithmic axis: a dot at the median, a line from the 10th to the 90th
+    percentile."""
+    by_life = sorted(records, key=lambda r: tuple(r["half_life"]["percentiles"][q] for q in ("50", "90", "10")))
+    return lives(by_life, colors, unit)
+
+
+def lives(ordered: Sequence[Record], colors: Colors, unit: str) -> Any:
+    """The same in the order given, the first at the bottom."""
+    figure, axes = new_figure(WIDE, 0.25 * len(ordered) + 0.8)
+    for place, record in enumerate(ordered):
+        p10, p50, p90 = (_drawn(record["half_life"]["percentiles"][q]) for q in ("10", "50", "90"))
+        color = colors[record["name"]]
+        axes.plot([p10, p90], [place, place], color=color, lw=4.5, alpha=0.4, solid_capstyle="round")
+        axes.plot(p50, place, "o", color=color, ms=7)
+    ticks = [0.1, 1, 10, 100, 1000, 10_000, LONGEST_LIFE]
+    axes.set_xscale("log")
+    axes.set_xlim(0.08, 1.6 * LONGEST_LIFE)
+    axes.set_xticks(ticks, ["0.1", "1", "10", "100", "1,000", "10,000", "never"])
+    axes.set_yticks(range(len(ordered)), [r["name"] for r in ordered])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(-0.6, len(ordered) - 0.4)
+    axes.set_xlabel(f"half-life in {unit}")
+    axes.grid(axis="x")
+    return figure
+
+
+def eigenvalue_histogram(record: Record, color: str, negative: bool) -> Any:
+    """Shares of eigenvalues on [-1 or 0, 1.25]; heights on a square-root scale, so that rare ones stay visible."""
+    shape = record["eigenvalues"]["histogram"]
+    low, high, shares = shape["low"], shape["high"], shape["shares"]
+    step = (high - low) / len(shares)
+    edges = [low + i * step for i in range(len(shares) + 1)]
+    figure, axes = new_figure(2.9, 1.45)
+    axes.stairs([math.sqrt(s) for s in shares], edges, fill=True, color=color, alpha=0.85, lw=0)
+    axes.axvline(1, color=INK, lw=0.7, ls=(0, (2, 2)), alpha=0.55)
+    if negative:
+        axes.axvline(0, color=INK, lw=0.5, alpha=0.35)
+    axes.set_xlim(-1.05 if negative else -0.05, high)
+    axes.set_ylim(0, 1.02)
+    axes.set_xticks([-1, -0.5, 0, 0.5, 1] if negative else [0, 0.25, 0.5, 0.75, 1])
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    return figure
+
+
+def kernel(record: Record, color: str) -> Any:
+    """|Phi| on the sentence: row = the output at a character, column = an earlier character."""
+    shares, sentence = record["kernel"]["shares"], record["kernel"]["sentence"]
+    letters = list(sentence.encode().decode("latin-1")) if len(sentence) != len(shares) else list(sentence)
+    return attention(shares, letters, color)
+
+
+def attention(shares: Sequence[Sequence[float]], pieces: Sequence[str], color: str, side: float = 3.9) -> Any:
+    """A matrix of shares in the order of pieces of text: row = output, column = the piece looked at."""
+    size, long = len(shares), max(map(len, pieces)) > 1
+    figure, axes = new_figure(side, side)
+    axes.imshow(shades(shares), cmap=fade(color), vmin=0, vmax=1, interpolation="none", aspect="equal")
+    labels, points = [printable(c) for c in pieces], max(4.5, min(8.0, 300 / size))
+    font = {"fontfamily": MONO, "fontsize": points}
+    axes.set_xticks(range(size), labels, rotation=90 if long else 0, **font)
+    axes.set_yticks(range(size), labels, **font)
+    margin = (max(map(len, labels)) * 0.62 + 0.9) * points / 72 / side  # measuring so many labels takes seconds
+    figure.set_layout_engine("none")
+    axes.set_position((margin, 0.01, 0.99 - margin, 0.99 - margin))
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, pad=1.5)
+    for edge in axes.spines.values():
+        edge.set_visible(False)
+    axes.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color=INK, lw=0.4, alpha=0.3)
+    return figure
+
+
+def state_sizes(records: Sequence[Record], colors: Colors, contexts: Sequence[int], key: str) -> Any:
+    """Numbers that one layer keeps for one sequence, against the context, both axes logarithmic."""
+    figure, axes = new_figure(HALF, 4.4)
+    groups: dict[tuple[int, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(record["state"][key]), []).append(record)
+    for sizes, members in groups.items():
+        grows = sizes[-1] > sizes[0]
+        color = colors[members[0]["name"]]
+        axes.plot(contexts, [max(s, 1) for s in sizes], color=color, lw=2.6 if grows else 1.7)
+    ends = [math.log10(max(sizes[-1], 1)) for sizes in groups]
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    names = [", ".join(m["name"] for m in members) for members in groups.values()]
+    labels = [_short(name, len(members)) for name, members in zip(names, groups.values(), strict=True)]
+    labels = [f"{x} (KV cache)" if g[-1] > g[0] else x for x, g in zip(labels, groups, strict=True)]
+    low, high = axes.get_ylim()
+    places = _apart(ends, (math.log10(high) - math.log10(low)) / 24)
+    for place, label, members in zip(places, labels, groups.values(), strict=True):
+        axes.annotate(
+            label, (contexts[-1], 10**place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8,
+            color=colors[members[0]["name"]], annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xlim(contexts[0], contexts[-1])
+    ticks = {1: "1", 16: "16", 256: "256", 4096: "4,096", 65_536: "64k", 1_048_576: "1M"}
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set_yticks(*_count_ticks(low, high))
+    axes.set_xlabel("context in tokens")
+    axes.set_ylabel("numbers kept")
+    axes.grid()
+    return figure
+
+
+def speeds(records: Sequence[Record], colors: Colors, forms: Sequence[str]) -> Any:
+    """Tokens per second of every form, one panel's row a mixer; dots on a logarithmic axis, one marker a form."""
+    markers = dict(zip(forms, ("x", "o", "^", "s", "D"), strict=False))
+    figure, axes = new_figure(WIDE, 0.25 * len(records) + 1.1)
+    ordered = sorted(records, key=lambda r: max(r["tokens_per_second"].values()))
+    for place, record in enumerate(ordered):
+        speeds = record["tokens_per_second"]
+        color = colors[record["name"]]
+        axes.plot([min(speeds.values()), max(speeds.values())], [place, place], color=color, lw=1, alpha=0.4)
+        for form, speed in speeds.items():
+            axes.plot(speed, place, markers[form], color=color, ms=6, alpha=0.95)
+    for form, marker in markers.items():
+        axes.plot([], [], marker, color=INK, ms=5.5, label=form)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(markers), frameon=False, fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xticks(*_count_ticks(*axes.get_xlim()))
+    axes.set_yticks(range(len(ordered)), [r["name"] for r in ordered])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(-0.6, len(ordered) - 0.4)
+    axes.set_xlabel("tokens per second, one thread (further right is faster)")
+    axes.grid(axis="x")
+    return figure
+
+
+def shades(shares: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Each row relative to its largest entry off the diagonal: skips, all on it, would drown the rest."""
+    out = []
+    for i, row in enumerate(shares):
+        top = max((x for j, x in enumerate(row) if j != i), default=0.0) or row[i] or 1.0
+        out.append([min(1.0, x / top) ** CONTRAST for x in row])
+    return out
+
+
+def _drawn(life: float) -> float:
+    return min(max(life, 0.1), LONGEST_LIFE)
+
+
+def printable(piece: str, longest: int = 14) -> str:
+    """A letter or token as an axis can show it: a space as ␣, the one before a word left out."""
+    shown = "".join("⏎" if c == "\n" else c if c.isprintable() and c not in "$�" else "·" for c in piece)
+    return (shown.strip() or "␣" * min(len(shown), 3) or "·")[:longest]
+
+
+def _smooth(values: Sequence[float], share: float = 0.9) -> list[float]:
+    """Exponential mean without the bias of its start."""
+    out, mean, weight = [], 0.0, 0.0
+    for value in values:
+        mean, weight = share * mean + (1 - share) * value, share * weight + (1 - share)
+        out.append(mean / weight)
+    return out
+
+
+def _label_ends(axes: Any, records: Sequence[Record], colors: Colors, ends: Sequence[float]) -> None:
+    """Names at the right ends of lines, pushed apart."""
+    low, high = axes.get_ylim()
+    steps = max(len(r["training"]["bits_per_byte"]) for r in records)
+    axes.set_xlim(1, max(steps, 2))
+    places = _apart(ends, (high - low) / 19)
+    lift = max(0.0, low - min(places))
+    for place, end, record in zip([p + lift for p in places], ends, records, strict=True):
+        color = colors[record["name"]]
+        axes.annotate(
+            record["name"], (steps, end), xytext=(1.035, place), textcoords=axes.get_yaxis_transform(), va="center",
+            fontsize=8, color=color, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "alpha": 0.6, "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def _apart(values: Sequence[float], gap: float) -> list[float]:
+    """The values moved as little as a few sweeps manage so that neighbours are `gap` apart; order kept."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    placed = [values[i] for i in order]
+    for _ in range(200):
+        for i in range(len(placed) - 1):
+            lack = gap - (placed[i + 1] - placed[i])
+            if lack > 1e-9:
+                placed[i] -= lack / 2
+                placed[i + 1] += lack / 2
+    out = [0.0] * len(values)
+    for place, i in zip(placed, order, strict=True):
+        out[i] = place
+    return out
+
+
+def _short(names: str, number: int) -> str:
+    return names if len(names) < 34 else f"{names.split(', ')[0]} and {number - 1} more"
+
+
+def _count_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
+    """Powers of ten inside [low, high], thinned to seven at most, with their names."""
+    powers = list(range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1))
+    step = max(1, math.ceil(len(powers) / 7))
+    ticks = [10.0**p for p in powers[::step]]
+    return ticks, [count(t) for t in ticks]

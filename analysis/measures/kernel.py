@@ -1,0 +1,208 @@
+"""What a system attends to: the kernel matrix Phi, and what is read off it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsf.call.recurrence import Recurrence
+from dsf.kernels.attention import spread_heads
+from dsf.language.errors import InputError
+from dsf.trajectory import Trajectory
+
+
+def kernel_matrix(trajectory: Trajectory) -> Tensor:
+    """Phi with y = Phi · u, [B, H, T, S, p] (DSF eq. 12): what input u_j weighs in output y_i.
+
+    Exact for every system: erasure, quotients, bonuses and skips included; for softmax, the attention matrix.
+    S = T times the micro-steps of a token (for attention with a cache, the keys seen). p = P where channels differ.
+    """
+    return trajectory.kernel_matrix()
+
+
+def output(trajectory: Trajectory) -> Tensor:
+    """y = Phi · u, [B, T, H, P]: the recurrence's output, computed through the kernel matrix (from a zero state).
+
+    Raises InputError for a system without one driving input.
+    """
+    phi = trajectory.kernel_matrix()
+    if trajectory.attention is not None:
+        u = spread_heads(trajectory.attention.v, trajectory.heads)
+    elif trajectory.drive is not None:
+        u = trajectory.drive.transpose(1, 2)
+    else:
+        raise InputError(f"{trajectory.spec.name}: no one input drives the system, so Phi does not apply to an input")
+    if phi.shape[-1] == 1:
+        return (phi.squeeze(-1) @ u).transpose(1, 2)
+    return torch.einsum("bhijp,bhjp->bihp", phi, u)
+
+
+def attention_map(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
+    """|Phi| averaged over channels, micro-steps summed, each row scaled to sum 1, [B, H, T, S]; a picture of attention.
+
+    The absolute value makes systems with signed weights comparable with softmax (HiddenMambaAttn, arXiv 2403.01590).
+    phi: kernel_matrix(trajectory) where it is at hand.
+    """
+    weights = _tokens(_phi(trajectory, phi).abs().mean(-1), trajectory)
+    return weights / _nonzero(weights.sum(-1, keepdim=True))
+
+
+def mean_distance(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
+    """Tokens away that output i looks, Σ_j |Phi_ij| |i - j| / Σ_j |Phi_ij|, [B, H, T, p] (arXiv 2406.14528).
+
+    Tokens back, for all but attention that sees both sides. phi: kernel_matrix(trajectory) where it is at hand.
+    """
+    weights = _tokens(_phi(trajectory, phi).abs(), trajectory, axis=3)
+    tokens, places = weights.shape[2], weights.shape[3]
+    last = torch.arange(places - tokens, places, device=weights.device)
+    age = (last[:, None] - torch.arange(places, device=weights.device)[None]).abs().to(weights.dtype)
+    return (weights * age[..., None]).sum(3) / _nonzero(weights.sum(3))
+
+
+class EffectiveStateSize(NamedTuple):
+    """Numbers of the past that outputs depend on, [B, H, len(at), p] each.
+
+    tolerance: singular values of H_i above the tolerance. entropy: exp of the entropy of the normalised ones.
+    """
+
+    tolerance: Tensor
+    entropy: Tensor
+
+
+def effective_state_size(
+    trajectory: Trajectory, at: Sequence[int] | None = None, tolerance: float = 1e-3, phi: Tensor | None = None
+) -> EffectiveStateSize:
+    """Effective state size: how many numbers of the past the future depends on, from H_i = Phi[i:, :i].
+
+    at: tokens i, 1 ≤ i < T (the middle by default). tolerance: relative to H_i's largest singular value.
+    phi: kernel_matrix(trajectory) where it is at hand.
+    At most N per channel for a state of N rows; at most K - 1 for a convolution of K taps; up to min(i, T - i) for
+    softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises InputError for a token outside 1 … T - 1.
+    """
+    phi = _phi(trajectory, phi).movedim(-1, 2)  # [B, H, p, T, S]
+    tokens, places = phi.shape[3], phi.shape[4]
+    micro = 1 if trajectory.problem is None else trajectory.problem.micro
+    past = places - tokens * micro
+    spots = [tokens // 2] if at is None else list(at)
+    counts, entropies = [], []
+    for i in spots:
+        if not 1 <= i < tokens:
+            raise InputError(f"effective_state_size: token {i} has no past or no future; expected 1 ≤ i < {tokens}")
+        sigma = torch.linalg.svdvals(phi[..., i:, : past + i * micro])
+        counts.append((sigma > tolerance * sigma[..., :1]).sum(-1))
+        entropies.append(entropy_rank(sigma))
+    return EffectiveStateSize(torch.stack(counts, 2), torch.stack(entropies, 2))
+
+
+def entropy_rank(sigma: Tensor) -> Tensor:
+    """exp(-Σ p log p) of p = σ / Σσ over the last axis: between 1 and the number of values; 0 for all zeros."""
+    total = sigma.sum(-1, keepdim=True)
+    p = sigma / _nonzero(total)
+    entropy = -torch.special.xlogy(p, p).sum(-1)
+    return torch.where(total.squeeze(-1) == 0, 0.0, entropy.exp())
+
+
+def phi_distance(a: Trajectory, b: Trajectory) -> Tensor:
+    """‖Phi_a - Phi_b‖ / ‖Phi_a‖ (Frobenius), a head, [B, H]. Both of the same B, T, H; channels broadcast."""
+    one, other = torch.broadcast_tensors(a.kernel_matrix(), b.kernel_matrix())
+    return (one - other).flatten(2).norm(dim=-1) / _nonzero(one.flatten(2).norm(dim=-1))
+
+
+def special_case(
+    general: Recurrence,
+    special: Recurrence,
+    inputs: Mapping[str, Tensor],
+    translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> float:
+    """How far `general` with translated inputs is from `special`: the largest |difference| of outputs over their range.
+
+    inputs: of special, by name. translate: gives general's inputs from them, e.g. Gated DeltaNet with alpha = 1 from
+    DeltaNet's. Around 1e-15 in float64 where special is a case of general.
+    """
+    given: dict[str, Any] = dict(translate(inputs))
+    own: dict[str, Any] = dict(inputs)
+    y, expected = general(**given), special(**own)
+    return float((y - expected).abs().max() / (expected.max() - expected.min()))
+
+
+def embed(trajectory: Trajectory, n: int) -> Trajectory:
+    """The same input-output map with a state of n rows: rows are added and C is zero on them (DSF Lemma 2).
+
+    The new rows are written like the first one, so they are not empty; nothing reads them, and corrections leave them
+    alone. Raises InputError for n below the present size.
+    """
+    size = trajectory.state_size[0]
+    if n < size:
+        raise InputError(f"{trajectory.spec.name}: cannot be embedded in {n} rows, its state has {size} rows")
+
+    def wide(x: Tensor | None, axis: int, zero: bool) -> Tensor | None:
+        if x is None:
+            return None
+        if x.shape[axis] != size:
+            x = x.expand(*x.shape[:axis], size, *([] if axis == -1 else x.shape[axis + 1 :]))
+        fresh = x.narrow(axis, 0, 1)
+        shape = list(x.shape)
+        shape[axis] = n - size
+        return torch.cat([x, torch.zeros_like(fresh).expand(shape) if zero else fresh.expand(shape)], dim=axis)
+
+    def problem(p):  # type: ignore[no-untyped-def]
+        left, right = (wide(p.full_left(), -2, True), wide(p.full_right(), -2, True)) if p.rank else (None, None)
+        return replace(
+            p, n=n, decay=wide(p.decay, -2, False), readout=wide(p.readout, -2, True), left=left, right=right,
+            tie=None, key=wide(p.key, -1, False), dense=wide(p.dense, -2, False),
+        )  # fmt: skip
+
+    return replace(
+        trajectory,
+        problem=problem(trajectory.problem),
+        unit=None if trajectory.unit is None else problem(trajectory.unit),
+        initial_state=None,
+    )
+
+
+def taylor_error(trajectory: Trajectory, orders: Sequence[int]) -> list[float]:
+    """Error of softmax attention whose exponential features are cut after degree r, for each r of orders.
+
+    The largest |difference| of outputs over the range of the true ones (DSF Lemma 1; a finite state of
+    Σ_{p ≤ r} N^p rows). Raises InputError for a trajectory that is not plain softmax attention.
+    """
+    attention = trajectory.attention
+    if attention is None or attention.sink is not None or attention.bias is not None:
+        raise InputError(f"{trajectory.spec.name}: a Taylor truncation needs plain softmax attention")
+    expected = output(trajectory)
+    keys, values = (spread_heads(x, trajectory.heads) for x in (attention.k, attention.v))
+    scores = attention.a @ keys.mT
+    seen = (attention.matrix() > 0).to(scores.dtype)
+    series, term, errors = torch.ones_like(scores), torch.ones_like(scores), {}
+    for order in range(max(orders) + 1):
+        if order:
+            term = term * scores / order
+            series = series + term
+        weights = series * seen
+        y = (weights / weights.sum(-1, keepdim=True)) @ values
+        errors[order] = float((y.transpose(1, 2) - expected).abs().max() / (expected.max() - expected.min()))
+    return [errors[r] for r in orders]
+
+
+def _phi(trajectory: Trajectory, phi: Tensor | None) -> Tensor:
+    return trajectory.kernel_matrix() if phi is None else phi
+
+
+def _tokens(weights: Tensor, trajectory: Trajectory, axis: int = -1) -> Tensor:
+    """Columns of a token's micro-steps summed."""
+    micro = 1 if trajectory.problem is None else trajectory.problem.micro
+    return weights if micro == 1 else weights.unflatten(axis, (-1, micro)).sum(axis + 1 if axis >= 0 else axis)
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return torch.where(x == 0, 1.0, x)
+
+
+__all__ = [
+    "EffectiveStateSize", "attention_map", "effective_state_size", "embed", "entropy_rank", "kernel_matrix",
+    "mean_distance", "output", "phi_distance", "special_case", "taylor_error",
+]  # fmt: skip

@@ -1,0 +1,249 @@
+"""How a system forgets: eigenvalues and norms of A_t, products over time, half-lives.
+
+All take a Trajectory and use its structure: elementwise transitions and scalar decays with corrections need no N x N
+matrix, nor does a key-diagonal decay with one correction; the rest is dense up to DENSE_LIMIT.
+Axes of results: [B, T, H, N, p], p = P where channels differ, else 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsf.analysis.measures.norms import norms
+from dsf.analysis.measures.secular import eigenvalues_of_update
+from dsf.kernels.operators import Transition
+from dsf.language.errors import InputError
+from dsf.trajectory import Trajectory
+
+DENSE_LIMIT = 256  # widest N whose matrices may be formed
+BLOCK_NUMBERS = 1 << 24  # numbers a block of dense matrices may hold
+
+
+def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
+    """Eigenvalues of A_t, [B, T, H, N, p], real where the structure makes them real, else complex. No unit.
+
+    paper: of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
+    Closed forms: elementwise, the entries; α(I - βkkᵀ), α (N-1 times) and α(1 - β|k|²); R corrections of a scalar
+    decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), those of the
+    symmetric D^½(I - βkkᵀ)D^½ from its secular equation, to 1e-9 of the spectrum's extent. Otherwise dense. For
+    softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form, η_{t-1}/η_t. Raises InputError for a dense
+    problem wider than DENSE_LIMIT.
+    """
+    if trajectory.attention is not None:
+        factor = trajectory.paper_factor
+        assert factor is not None
+        return (factor if paper else torch.ones_like(factor)).unsqueeze(-2)
+    a = trajectory.paper_transition if paper else trajectory.token_transition
+    a = _full(a, trajectory)
+    n = _size(trajectory)
+    if a.left is None or a.right is None:
+        return a.decay.expand(*a.decay.shape[:3], n, a.decay.shape[-1])
+    left, right = _channels(a)
+    if a.decay.shape[-2] == 1 and a.rank < n:
+        return _of_scalar_decay(a, left, right, n)
+    decay = _decay_vectors(a, n, left.shape[3])
+    if a.rank == 1:
+        product = left[..., 0] * right[..., 0]
+        if bool((product <= 0).all()) or bool((product >= 0).all()):
+            return _symmetric(decay, product).mT
+    _check_dense(trajectory, n)
+    values = _blocks(_general, decay, left, right, n=n).movedim(-1, -2)
+    return values.real if bool((values.imag == 0).all()) else values
+
+
+def spectral_radius(trajectory: Trajectory, paper: bool = False) -> Tensor:
+    """max |λ| of A_t, [B, T, H, p]. Below one, a state that nothing writes to dies out."""
+    return eigenvalues(trajectory, paper).abs().amax(-2)
+
+
+def transition_norm(trajectory: Trajectory) -> Tensor:
+    """Spectral norm of A_t, its largest stretch of a state in one token, [B, T, H, p].
+
+    Elementwise: the largest |entry|. Scalar decay with R corrections: singular values on the span of the 2R vectors,
+    |decay| off it. Diagonal decay with one correction: bisection. Otherwise dense (InputError above DENSE_LIMIT).
+    """
+    a = _full(trajectory.token_transition, trajectory)
+    n = _size(trajectory)
+    if a.left is None or a.right is None:
+        return a.decay.abs().amax(-2)
+    left, right = _channels(a)
+    if a.decay.shape[-2] == 1 and 2 * a.rank < n:
+        basis = torch.linalg.qr(torch.cat([left, right], dim=-1)).Q
+        small = (basis.mT @ left) @ (basis.mT @ right).mT
+        decay = a.decay.squeeze(-2)  # [B, T, H, p]
+        small = small + decay[..., None, None] * torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
+        return torch.maximum(torch.linalg.matrix_norm(small, 2), decay.abs())
+    decay = _decay_vectors(a, n, left.shape[3])
+    if a.rank == 1:
+        flat = (x.expand(decay.shape).flatten(0, 3) for x in (decay, left[..., 0], right[..., 0]))
+        return norms(*flat).view(decay.shape[:-1])
+    _check_dense(trajectory, n)
+    return _blocks(_norm, decay, left, right, n=n)
+
+
+def cumulative_decay(trajectory: Trajectory) -> Tensor:
+    """Product of the decays of tokens 1 … t, corrections left out, [B, T, H, n, p] (LongMamba's prod A, 2504.16053)."""
+    a = _full(trajectory.token_transition, trajectory)
+    return a.decay.cumprod(1)
+
+
+def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
+    """Spectral norm of A_t … A_{start+1}, what is left of a state `start` tokens in: [B, T - start, H, p].
+
+    Elementwise systems: the largest |product|. With corrections the N x N product is carried (InputError above
+    DENSE_LIMIT).
+    """
+    a = _full(trajectory.token_transition, trajectory)
+    if a.left is None:
+        return a.decay[:, start:].cumprod(1).abs().amax(-2)
+    n = _size(trajectory)
+    _check_dense(trajectory, n)
+    left, right = _channels(a)
+    decay = _decay_vectors(a, n, left.shape[3])
+    product = torch.eye(n, dtype=left.dtype, device=left.device)
+    out = []
+    for t in range(start, trajectory.tokens):
+        product = _apply(decay[:, t], left[:, t], right[:, t], product)
+        out.append(torch.linalg.matrix_norm(product, 2))
+    return torch.stack(out, dim=1)
+
+
+def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
+    """Finite-time Lyapunov exponents, nats per token, [B, H, N, p], largest first.
+
+    The growth rates (1/T) log R_kk of the QR method (Benettin et al. 1980). For elementwise systems the means of
+    log|decay|; -inf where an entry is zero. With corrections one QR of N x N a token (InputError above DENSE_LIMIT).
+    """
+    a = _full(trajectory.token_transition, trajectory)
+    n, tokens = _size(trajectory), trajectory.tokens
+    if a.left is None:
+        mean = a.decay.abs().log().mean(1)
+        return mean.expand(*mean.shape[:2], n, mean.shape[-1]).sort(dim=-2, descending=True).values
+    _check_dense(trajectory, n)
+    left, right = _channels(a)
+    decay = _decay_vectors(a, n, left.shape[3])
+    basis = torch.eye(n, dtype=left.dtype, device=left.device)
+    total = torch.zeros_like(decay[:, 0])
+    for t in range(tokens):
+        basis, r = torch.linalg.qr(_apply(decay[:, t], left[:, t], right[:, t], basis))
+        total = total + r.diagonal(dim1=-2, dim2=-1).abs().log()
+    return (total / tokens).movedim(-1, -2).sort(dim=-2, descending=True).values
+
+
+def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
+    """Mean log-decay per token (at most 0 for a stable system), nats, [B, H, N or 1, p].
+
+    of="decay": the decays alone, what forgetting does without erasure (cheap, any size); tokens that clear an entry
+    (decay 0, a reset) are left out of its mean unless all do. of="transition": the Lyapunov exponents, erasure and
+    resets included.
+    """
+    if of == "transition":
+        return lyapunov_exponents(trajectory)
+    logs = _full(trajectory.token_transition, trajectory).decay.abs().log()
+    kept = logs > -math.inf
+    mean = torch.where(kept, logs, 0).sum(1) / kept.sum(1)
+    return torch.where(kept.any(1), mean, -math.inf)
+
+
+def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "transition"] = "decay") -> Tensor:
+    """Tokens until a mode has shrunk to `eps` of itself, ln eps / rate, [B, H, N or 1, p]; inf if it never does.
+
+    eps in (0, 1), InputError otherwise. Heavy-tailed: report percentiles(...) of it, not its mean.
+    """
+    if not 0 < eps < 1:
+        raise InputError(f"horizon: eps is what is left of a state, expected 0 < eps < 1, got {eps}")
+    rate = decay_rates(trajectory, of)
+    return torch.where(rate < 0, math.log(eps) / rate, math.inf)
+
+
+def half_life(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
+    """Tokens until a mode has halved, ln ½ / rate, [B, H, N or 1, p]; inf if it never does, 0 if it is cleared."""
+    return horizon(trajectory, 0.5, of)
+
+
+def percentiles(x: Tensor, at: tuple[float, ...] = (10, 50, 90)) -> Tensor:
+    """Percentiles of all numbers of x (nearest below, so inf stays itself), one for each of `at` in [0, 100]."""
+    flat = x.flatten()
+    places = [min(int(q / 100 * len(flat)), len(flat) - 1) for q in at]
+    return torch.stack([flat.kthvalue(place + 1).values for place in places])
+
+
+def _size(trajectory: Trajectory) -> int:
+    return trajectory.state_size[0]
+
+
+def _full(a: Transition, trajectory: Trajectory) -> Transition:
+    """Batch, token and head axes at full size (constants are stored once)."""
+    lead = (trajectory.batch, trajectory.tokens, trajectory.heads)
+
+    def spread(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.expand(*lead, *x.shape[3:])
+
+    decay = spread(a.decay)
+    assert decay is not None
+    return Transition(decay, spread(a.left), spread(a.right))
+
+
+def _channels(a: Transition) -> tuple[Tensor, Tensor]:
+    """left, right [B, T, H, p, N, R]: one operator a channel where decay or corrections have channels."""
+    assert a.left is not None and a.right is not None
+    p = max(a.decay.shape[-1], a.left.shape[-1], a.right.shape[-1])
+    left, right = (x.expand(*x.shape[:-1], p).movedim(-1, 3).mT for x in (a.left, a.right))
+    return left, right
+
+
+def _decay_vectors(a: Transition, n: int, p: int) -> Tensor:
+    """decay [B, T, H, p, N]."""
+    return a.decay.expand(*a.decay.shape[:3], n, p).mT
+
+
+def _of_scalar_decay(a: Transition, left: Tensor, right: Tensor, n: int) -> Tensor:
+    """d (N - R times) and d + eig(RᵀL)."""
+    decay = a.decay.squeeze(-2).unsqueeze(-1)  # [B, T, H, p, 1]
+    small = right.mT @ left
+    moved = small.squeeze(-1) if a.rank == 1 else torch.linalg.eigvals(small)
+    if moved.is_complex() and bool((moved.imag == 0).all()):
+        moved = moved.real
+    shape = moved.shape[:-1]
+    values = torch.cat([(decay + moved), decay.expand(*shape, n - a.rank).to(moved.dtype)], dim=-1)
+    return values.mT
+
+
+def _apply(decay: Tensor, left: Tensor, right: Tensor, matrix: Tensor) -> Tensor:
+    """A applied to the columns of matrix [..., p, N, M]."""
+    return decay.unsqueeze(-1) * matrix + left @ (right.mT @ matrix)
+
+
+def _symmetric(decay: Tensor, product: Tensor) -> Tensor:
+    """Eigenvalues of diag(d) + l rᵀ [B, T, H, p, N], similar to diag(d) ± z zᵀ with z² = |l r|, for l r of one sign."""
+    sign = torch.where(product.sum(-1, keepdim=True) < 0, -1.0, 1.0).to(decay.dtype)
+    flat = (x.expand(product.shape).flatten(0, 3) for x in (sign * decay, product.abs()))
+    return sign * eigenvalues_of_update(*flat).view(product.shape)
+
+
+def _general(decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.eigvals(torch.diag_embed(decay) + left @ right.mT)
+
+
+def _norm(decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(torch.diag_embed(decay) + left @ right.mT, 2)
+
+
+def _blocks(function, *tensors: Tensor, n: int) -> Tensor:  # type: ignore[no-untyped-def]
+    """function over all matrices of [B, T, H, p, ...], so many at a time that BLOCK_NUMBERS holds them."""
+    lead = tensors[0].shape[:4]
+    flat = [x.flatten(0, 3) for x in tensors]
+    step = max(1, BLOCK_NUMBERS // (n * n))
+    parts = [function(*(x[i : i + step] for x in flat)) for i in range(0, flat[0].shape[0], step)]
+    return torch.cat(parts).unflatten(0, lead)
+
+
+def _check_dense(trajectory: Trajectory, n: int) -> None:
+    if n > DENSE_LIMIT:
+        raise InputError(
+            f"{trajectory.spec.name}: this measure needs dense {n} x {n} matrices; the limit is N = {DENSE_LIMIT}"
+        )

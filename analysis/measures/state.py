@@ -1,0 +1,173 @@
+"""What a system holds and costs: states along the sequence, gates, sizes, work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dsf.analysis.measures.kernel import entropy_rank
+from dsf.call.recurrence import Recurrence
+from dsf.kernels.phi import injection_row
+from dsf.language.errors import InputError
+from dsf.trajectory import Trajectory
+
+
+def state_norms(trajectory: Trajectory) -> Tensor:
+    """Frobenius norm of S_t, [B, T, H]. Walks the recurrence with one state in memory."""
+    return torch.stack([s.flatten(2).norm(dim=-1) for s in trajectory.walk()], dim=1)
+
+
+def state_change(trajectory: Trajectory) -> Tensor:
+    """‖S_t - S_{t-1}‖ / ‖S_{t-1}‖, [B, T - 1, H], from the second token on; inf where the state was zero."""
+    out, before = [], None
+    for state in trajectory.walk():
+        if before is not None:
+            out.append((state - before).flatten(2).norm(dim=-1) / before.flatten(2).norm(dim=-1))
+        before = state
+    if before is None or not out:
+        raise InputError(f"{trajectory.spec.name}: a change of state needs at least two tokens")
+    return torch.stack(out, dim=1)
+
+
+def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
+    """exp entropy of the normalised singular values of S_t, [B, ⌊T / every⌋, H] (Roy & Vetterli; arXiv 2602.02195).
+
+    every: measure each so many tokens (one SVD of N x P a head each).
+    """
+    out = [
+        entropy_rank(torch.linalg.svdvals(s)) for t, s in enumerate(trajectory.walk(), 1) if t % every == 0
+    ]  # fmt: skip
+    if not out:
+        raise InputError(f"{trajectory.spec.name}: every = {every} skips all {trajectory.tokens} tokens")
+    return torch.stack(out, dim=1)
+
+
+class Gates(NamedTuple):
+    """Per token and head, [B, T, H] each, no unit.
+
+    decay: mean |decay| of the state's entries, 1 for a system that keeps all. erase: 1 - |det A| / |det decay|, what
+    corrections take away (β|k|² for the delta family, 0 without corrections). write: ‖B_t‖, Frobenius.
+    """
+
+    decay: Tensor
+    erase: Tensor
+    write: Tensor
+
+
+def gate_strengths(trajectory: Trajectory) -> Gates:
+    """How strongly each token forgets, erases and writes; micro-steps are multiplied (decay, erase) and summed."""
+    a, problem = trajectory.transition, trajectory.problem
+    assert problem is not None  # or there would be no transition
+    micro, tokens, heads = problem.micro, trajectory.tokens, trajectory.heads
+    lead = (trajectory.batch, tokens * micro, heads)
+    decay = a.decay.expand(*lead, *a.decay.shape[3:])
+    kept = torch.ones(lead, dtype=decay.dtype, device=decay.device)
+    if a.left is not None and a.right is not None:
+        left = a.left.expand(*lead, *a.left.shape[3:]) / decay.unsqueeze(-3)
+        small = torch.einsum("...rnp,...snp->...prs", *torch.broadcast_tensors(a.right, left))
+        small = small + torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
+        kept = torch.linalg.det(small).abs().mean(-1)
+    write = torch.stack([injection_row(problem, r).flatten(2).norm(dim=-1) for r in range(lead[1])], dim=1)
+    return Gates(
+        decay.abs().mean((-1, -2)).unflatten(1, (tokens, micro)).prod(2),
+        1 - kept.unflatten(1, (tokens, micro)).prod(2),
+        write.unflatten(1, (tokens, micro)).sum(2),
+    )
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Numbers a layer keeps of the past for one sequence, and their bytes.
+
+    recurrent: of the states (or, for attention, keys and values: grows with context); conv: of short convolutions.
+    """
+
+    recurrent: int
+    conv: int
+    width: int
+
+    @property
+    def numbers(self) -> int:
+        """recurrent + conv."""
+        return self.recurrent + self.conv
+
+    @property
+    def bytes(self) -> int:
+        """numbers · width."""
+        return self.numbers * self.width
+
+
+def state_size(
+    recurrence: Recurrence,
+    context: int = 0,
+    *,
+    heads: int,
+    N: int = 1,
+    P: int = 1,
+    key_heads: int | None = None,
+    conv: int = 0,
+    window: int | None = None,
+    width: int = 4,
+) -> StateSize:
+    """Size of a recurrence's state after `context` tokens.
+
+    heads, N, P: of the recurrence. For softmax, context · key_heads · (N + P) numbers (key_heads = heads unless
+    grouped), context cut to `window` where there is one; else heads · rows · columns, whatever the context.
+    conv: numbers that a convolution keeps (channels · (taps - 1)). width: bytes a number.
+    """
+    if recurrence.spec.is_softmax:
+        kept = context if window is None else min(context, window)
+        return StateSize(kept * (key_heads or heads) * (N + P), conv, width)
+    rows, columns = recurrence.state_shape(N=N, P=P)
+    return StateSize(heads * rows * columns, conv, width)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one form, per token: flops (multiplications and additions) and bytes (inputs, outputs, state share)."""
+
+    form: str
+    flops: float
+    bytes: float
+
+
+def costs(
+    recurrence: Recurrence,
+    *,
+    T: int = 2048,
+    heads: int = 1,
+    N: int = 64,
+    P: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> list[Cost]:
+    """Flops and bytes per token of each form a recurrence has, from its plans (Plan says what is counted).
+
+    Bytes: inputs and outputs once; the recurrent form reads and writes its state every token, chunks carry it once a
+    chunk, the kernel matrix reads a row of T weights.
+    """
+    found = []
+    for form in recurrence.forms:
+        plan = recurrence.plan(T=T, H=heads, N=N, P=P, dtype=dtype, form=form)
+        per_token = plan.bytes / T
+        if form == "kernel":
+            per_token += heads * T * 4
+        elif form in ("recurrent", "naive") or plan.chunk == 0:
+            per_token += 2 * plan.state_bytes / (T if recurrence.spec.is_softmax else 1)
+        else:
+            per_token += 2 * plan.state_bytes / plan.chunk
+        found.append(Cost(form, plan.flops / T, per_token))
+    return found
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Numbers that training sets, shared ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+__all__ = [
+    "Cost", "Gates", "StateSize", "costs", "effective_rank", "gate_strengths", "parameter_count", "state_change",
+    "state_norms", "state_size",
+]  # fmt: skip

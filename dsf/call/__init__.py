@@ -1,0 +1,1 @@
+"""One call: its tensors bound to the declaration, the plan, packed sequences, and what runs."""

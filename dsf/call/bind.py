@@ -1,0 +1,270 @@
+"""Binding: the tensors of one call against the declaration. All input errors are raised here, at the public edge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.attention import KVCache
+from dsf.language.annotations import Kind
+from dsf.language.errors import InputError
+from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.spec import Spec
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """B, T, H; keys: entries of Key inputs; n: entries of the state's Key axis (features count); p: channels.
+
+    groups: the heads of every input that has fewer than H.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    keys: int
+    n: int
+    p: int
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+    def heads_of(self, *exprs: Expr) -> int:
+        """How many heads differ in expressions: the fewest of which each serves H / heads consecutive ones."""
+        return math.lcm(*(self.groups.get(i.attrs[0], self.heads) for i in inputs_of(*exprs)))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One call's inputs, checked: tensors by name as given, the sizes, the input and the computing dtype."""
+
+    tensors: Mapping[str, Tensor]
+    sizes: Sizes
+    dtype: torch.dtype
+    compute: torch.dtype
+    device: torch.device
+
+
+def bind(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], one_token: bool = False) -> Bound:
+    """Check one call's inputs. Raises InputError naming recurrence, argument, expected and given.
+
+    one_token: the inputs have no token axis (Recurrence.step); it is put in.
+    """
+    given = _match(spec, args, kwargs)
+    for entry in spec.inputs:
+        _check_tensor(spec, entry.name, entry.kind, given[entry.name], one_token)
+    shapes = {name: list(x.shape) for name, x in given.items()}
+    timed = {i.name: i.kind for i in spec.inputs if i.kind.time}
+    if one_token:
+        given |= {name: given[name].unsqueeze(1) for name in timed}
+    sizes = _sizes(spec, given, shapes)
+    dtype = _dtype(spec, given, timed)
+    device = _device(spec, given)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    return Bound(given, sizes, dtype, compute, device)
+
+
+def _match(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    names = [i.name for i in spec.inputs]
+    if len(args) > len(names):
+        raise InputError(f"{spec.name}: expected {len(names)} inputs ({', '.join(names)}), got {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    for name, x in kwargs.items():
+        if name not in names:
+            raise InputError(f"{spec.name}: no input is called `{name}`; inputs are {', '.join(names)}")
+        if name in given:
+            raise InputError(f"{spec.name}: input `{name}` is given twice")
+        given[name] = x
+    missing = [n for n in names if n not in given]
+    if missing:
+        raise InputError(f"{spec.name}: missing input{'s' * (len(missing) > 1)} {', '.join(f'`{m}`' for m in missing)}")
+    return given
+
+
+def _check_tensor(spec: Spec, name: str, kind: Kind, x: Any, one_token: bool) -> None:
+    layout = kind.layout(one_token)
+    shown = f"[{', '.join(layout)}]"
+    if not isinstance(x, Tensor):
+        raise InputError(f"{spec.name}: `{name}` must be a tensor {shown}, got {type(x).__name__}")
+    if x.dim() != len(layout):
+        raise InputError(
+            f"{spec.name}: `{name}` is {kind}, expected {len(layout)} axes {shown}, got shape {list(x.shape)}"
+        )
+    if x.dtype not in FLOATS:
+        raise InputError(f"{spec.name}: `{name}` must be floating point, got {x.dtype}")
+    if kind.steps is not None and x.shape[layout.index("n")] != kind.steps:
+        raise InputError(
+            f"{spec.name}: `{name}` is {kind}, expected n = {kind.steps} micro-steps {shown}, got shape {list(x.shape)}"
+        )
+
+
+def _sizes(spec: Spec, given: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Sizes:
+    """Every size, each fixed by the first input that has it; the others must agree. shapes: as the user gave them."""
+    found: dict[str, tuple[int, str]] = {}
+
+    def agree(axis: str, size: int, name: str) -> None:
+        known, owner = found.setdefault(axis, (size, name))
+        if known != size:
+            raise InputError(
+                f"{spec.name}: `{name}` has {axis} = {size}, but `{owner}` has {axis} = {known}; "
+                f"`{name}` has shape {shapes[name]}"
+            )
+        if size < 1:
+            raise InputError(f"{spec.name}: `{name}` has {axis} = 0, at least 1 is needed; shape {shapes[name]}")
+
+    counts = {i.name: given[i.name].shape[i.kind.layout().index("H")] for i in spec.inputs}
+    heads, widest = max((counts[i.name], i.name) for i in spec.inputs if i.kind.time)
+    for entry in spec.inputs:
+        name, axes = entry.name, dict(zip(entry.kind.layout(), given[entry.name].shape, strict=True))
+        mine = axes.pop("H")
+        for axis in axes.keys() - {"n"}:
+            agree(axis, axes[axis], name)
+        if mine < 1 or (heads % mine if entry.kind.time else mine != heads):
+            need = f"a divisor of {heads}" if entry.kind.time and heads else str(max(heads, 1))
+            raise InputError(
+                f"{spec.name}: `{name}` has {mine} heads, expected {need} (`{widest}` has {heads} heads); "
+                f"`{name}` has shape {shapes[name]}"
+            )
+    sizes = {axis: size for axis, (size, _) in found.items()}
+    keys = sizes.get("N", 1)
+    groups = {name: count for name, count in counts.items() if count != heads}
+    return Sizes(sizes["B"], sizes["T"], heads, keys, state_keys(spec, keys), sizes.get("P", 1), groups)
+
+
+def state_keys(spec: Spec, keys: int) -> int:
+    """Entries of the state's Key axis for Key inputs of `keys` entries."""
+    if not spec.has_key:
+        return 1
+    if spec.features is not None and spec.features.startswith("taylor"):
+        return sum(keys**p for p in range(int(spec.features.removeprefix("taylor")) + 1))
+    return keys
+
+
+def _dtype(spec: Spec, given: Mapping[str, Tensor], timed: Mapping[str, Kind]) -> torch.dtype:
+    owner = next(iter(timed))
+    dtype = given[owner].dtype
+    for entry in spec.inputs:
+        x = given[entry.name]
+        if x.dtype == dtype or (not entry.kind.time and x.dtype == torch.float32 and dtype != torch.float64):
+            continue
+        allowed = str(dtype) if entry.kind.time else f"{dtype} or torch.float32"
+        raise InputError(f"{spec.name}: `{entry.name}` has dtype {x.dtype}, expected {allowed} (`{owner}` has {dtype})")
+    return dtype
+
+
+def _device(spec: Spec, given: Mapping[str, Tensor]) -> torch.device:
+    owner = spec.inputs[0].name
+    device = given[owner].device
+    for name, x in given.items():
+        if x.device != device:
+            raise InputError(f"{spec.name}: `{name}` is on {x.device}, but `{owner}` is on {device}")
+    return device
+
+
+def check_state(spec: Spec, state: Any, expected: tuple[int, ...], bound: Bound) -> None:
+    """Raise InputError unless state is a tensor of the expected shape, the state dtype and the inputs' device."""
+    if not isinstance(state, Tensor):
+        raise InputError(f"{spec.name}: initial_state must be a tensor {list(expected)}, got {type(state).__name__}")
+    if tuple(state.shape) != expected:
+        raise InputError(
+            f"{spec.name}: initial_state has shape {list(state.shape)}, expected {list(expected)} "
+            "([B or sequences, H, N, columns], see state_shape())"
+        )
+    if state.dtype != bound.compute:
+        raise InputError(
+            f"{spec.name}: initial_state has dtype {state.dtype}, expected {bound.compute} (states are float32, "
+            "or float64 for float64 inputs)"
+        )
+    if state.device != bound.device:
+        raise InputError(f"{spec.name}: initial_state is on {state.device}, but the inputs are on {bound.device}")
+
+
+def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
+    """Raise InputError unless cache is a KVCache of `rows` rows that continues these inputs."""
+    if not isinstance(cache, KVCache):
+        raise InputError(
+            f"{spec.name}: initial_state must be a KVCache (keys and values so far), got {type(cache).__name__}"
+        )
+    places = cache.k.shape[2] if cache.k.dim() == 4 else 0
+    heads = cache_heads(spec, bound.sizes)
+    expected = {
+        "k": ((rows, heads[0], places, bound.sizes.keys), bound.dtype),
+        "v": ((rows, heads[1], places, bound.sizes.p), bound.dtype),
+        "lengths": ((rows,), torch.int64),
+    }
+    for name, (shape, dtype) in expected.items():
+        x = getattr(cache, name)
+        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, bound.device):
+            raise InputError(
+                f"{spec.name}: {name} of the KV cache is {list(x.shape)}, {x.dtype}, on {x.device}; expected "
+                f"{list(shape)}, {dtype}, on {bound.device}"
+            )
+    if bound.device.type != "meta" and not all(0 <= n <= places for n in cache.lengths.tolist()):
+        raise InputError(
+            f"{spec.name}: lengths of the KV cache are {cache.lengths.tolist()}, expected from 0 to {places}, "
+            "the places of its k and v"
+        )
+
+
+def cache_heads(spec: Spec, sizes: Sizes) -> tuple[int, int]:
+    """Heads of the keys and of the values of softmax attention's cache: as few as the inputs have."""
+    term = spec.rows[0].terms[0]
+    return sizes.heads_of(term.key), sizes.heads_of(term.value)
+
+
+def check_bounds(spec: Spec, bounds: list[int], sizes: Sizes) -> None:
+    """Raises InputError unless the values of cu_seqlens increase strictly from 0 to T."""
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != sizes.tokens:
+        raise InputError(f"{spec.name}: cu_seqlens must begin with 0 and end with T = {sizes.tokens}, got {bounds}")
+    if any(later <= earlier for earlier, later in pairwise(bounds)):
+        raise InputError(f"{spec.name}: cu_seqlens must increase strictly, got {bounds}")
+
+
+def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:
+    """What can be said of cu_seqlens without waiting for the GPU. Raises InputError."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+        raise InputError(f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
+    if sizes.batch != 1:
+        raise InputError(f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {sizes.batch}")
+
+
+def environment(
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = None, compact: bool = False
+) -> dict[Expr, Tensor]:
+    """Input nodes -> tensors [B, T, H, n, p] in the computing dtype (size one where an axis is absent).
+
+    timed: replaces the per-token tensors (a slice or a repacking of them); the sizes B, T then follow from it.
+    compact: an input with one head for all keeps it.
+    """
+    env: dict[Expr, Tensor] = {}
+    for entry in spec.inputs:
+        x = bound.tensors[entry.name] if timed is None else timed.get(entry.name, bound.tensors[entry.name])
+        x = x.to(bound.compute)
+        pieces = x.unbind(2) if entry.kind.steps is not None else (x,)
+        for step, piece in enumerate(pieces):
+            node = Expr("input", (), (entry.name, step if entry.kind.steps is not None else None), entry.kind.axes)
+            alike = compact and piece.shape[-1 - len(entry.kind.axes)] == 1
+            env[node] = named_axes(entry.kind, piece, 1 if alike else bound.sizes.heads)
+    return env
+
+
+def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
+    """An input as the forms see it: [B|1, T|1, H, n, p], size one where it lacks an axis, shared heads spread."""
+    if not kind.time:
+        x = x[None, None]
+    if KEY not in kind.axes:
+        x = x.unsqueeze(3)
+    if VALUE not in kind.axes:
+        x = x.unsqueeze(4)
+    if x.shape[2] == heads:
+        return x
+    if x.shape[2] == 1:
+        return x.expand(-1, -1, heads, -1, -1)
+    return x.repeat_interleave(heads // x.shape[2], dim=2)

@@ -1,0 +1,137 @@
+"""Calls of a recurrence: their checks and plans, kept for calls of the same shapes, and calls inside torch.compile.
+
+What a call's tensors must be and what runs depends on shapes, dtypes and devices alone, so both are worked out once for
+each combination. Under torch.compile a whole call is one node of the graph: dynamo does not look into it, and what it
+launches is traced through it (torch.compiler.allow_in_graph), expressions evaluated by torch and kernels alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsf.call.bind import Bound, bind
+from dsf.call.plan import Plan, make_plan
+from dsf.language.spec import Spec
+from dsf.triton.choose import interpreted, packs_hidden
+
+if TYPE_CHECKING:
+    from dsf.call.recurrence import Recurrence
+
+LARGEST = 256  # combinations a recurrence remembers
+
+
+@functools.cache
+def _names(spec: Spec) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """Names of the inputs, and which have a token axis."""
+    return tuple(i.name for i in spec.inputs), tuple(i.kind.time for i in spec.inputs)
+
+
+def is_transformed(tensors: Iterable[Any]) -> bool:
+    """True within a transformation of torch.func, and where one of the tensors has a forward-mode tangent."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor))
+
+
+class Calls:
+    """The bound sizes and plans of a recurrence's calls so far, by shapes, dtypes, devices and options."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.kept: dict[Any, tuple[Any, ...]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Calls, (self.spec,)
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, form: str, backend: str,
+        one_token: bool = False,
+    ) -> tuple[Bound, Plan]:  # fmt: skip
+        """The checked inputs and what runs. Raises InputError and FormError."""
+        names, timed = _names(self.spec)
+        tensors = self._ordered(names, args, kwargs)
+        transformed = is_transformed((*args, *kwargs.values(), state))
+        key = None
+        if tensors is not None:
+            grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state) if isinstance(x, Tensor))
+            how = (form, backend, one_token, grad, transformed, interpreted())
+            key = (*how, *((x.shape, x.dtype, x.device) for x in tensors))
+            try:
+                found = self.kept.get(key)
+            except TypeError:  # sizes that torch.compile leaves open
+                key = found = None
+            if found is not None:
+                sizes, dtype, compute, device, plan = found
+                if one_token:
+                    tensors = tuple(x.unsqueeze(1) if t else x for x, t in zip(tensors, timed, strict=True))
+                return Bound(dict(zip(names, tensors, strict=True)), sizes, dtype, compute, device), plan
+        bound = bind(self.spec, tuple(args), kwargs, one_token)
+        given = (*bound.tensors.values(), state)
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if isinstance(x, Tensor))
+        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device, grad, transformed)
+        if key is not None:
+            if len(self.kept) >= LARGEST:
+                self.kept.clear()
+            self.kept[key] = (bound.sizes, bound.dtype, bound.compute, bound.device, plan)
+        return bound, plan
+
+    @staticmethod
+    def _ordered(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """The inputs in the declaration's order, or None where something is amiss."""
+        if len(args) + len(kwargs) != len(names):
+            return None
+        try:
+            found = (*args, *[kwargs[name] for name in names[len(args) :]])
+        except KeyError:
+            return None
+        return found if all(isinstance(x, Tensor) for x in found) else None
+
+
+RECURRENCES: weakref.WeakValueDictionary[str, Recurrence] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(recurrence: Recurrence) -> str:
+    """A name for a recurrence that a graph can hold."""
+    name = f"{recurrence.name}#{next(_numbers)}"
+    RECURRENCES[name] = recurrence
+    return name
+
+
+def call_in_graph(
+    name: str, method: str, options: tuple[Any, ...], names: tuple[str, ...], state: Tensor | None,
+    cu_seqlens: Tensor | None, *tensors: Tensor,
+) -> Any:  # fmt: skip
+    """A call (or step) of the recurrence of that name, as one node of a compiled graph."""
+    count = len(tensors) - len(names)
+    kwargs = dict(zip(names, tensors[count:], strict=True))
+    packing = () if cu_seqlens is None else (cu_seqlens,)
+    return getattr(RECURRENCES[name], method)(tensors[:count], kwargs, state, *options, *packing)
+
+
+def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
+    """True where a packed call can be a node of a graph: its kernels need no lengths on the host. wide: of float64."""
+    runs = on_gpu or (interpreted() and backend == "triton")
+    return runs and backend != "torch" and not wide and packs_hidden(RECURRENCES[name].spec, form)
+
+
+packs_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as below
+
+
+def allow() -> bool:
+    """Let dynamo take call_in_graph as one node. It runs this itself, so that importing dsf does not import dynamo."""
+    torch.compiler.allow_in_graph(call_in_graph)
+    return True
+
+
+allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets

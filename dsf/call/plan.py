@@ -1,0 +1,239 @@
+"""`Plan`: what the compiler chose for one call and why. Immutable; the compiler's second stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsf.call.bind import Sizes, cache_heads
+from dsf.language.errors import FormError
+from dsf.language.spec import Spec
+from dsf.torch.lower import columns
+from dsf.triton import choose as gpu
+
+FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")
+BACKENDS = ("torch", "triton")
+SHORT = 8  # tokens up to which walking the recurrence beats setting up chunks
+MATRIX_CHUNK = 64
+SCAN_BLOCK = 16
+SEGMENT_NUMBERS = (
+    1 << 20
+)  # state numbers a segment may hold (4 MiB a tensor): small beside a sequence, large beside a call
+
+KEEP_NUMBERS = 1 << 23  # states of a whole sequence up to which segments keep what the backward pass needs (64 MiB)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice for one recurrence on one set of shapes.
+
+    structure: row of the compiler's table. forms: all forms it has. form, backend, kernel: what runs; chunk: tokens a
+    chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T, numbers a token] of
+    a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one forward call. bytes:
+    inputs read and outputs written once. reason: the choice in a sentence. source: the code generated for it, or empty.
+    one_step: whether that is the decode kernel.
+    """
+
+    recurrence: str
+    structure: str
+    forms: tuple[str, ...]
+    form: str
+    backend: str
+    kernel: str
+    chunk: int
+    state_shape: tuple[int, ...]
+    state_bytes: int
+    flops: int
+    bytes: int
+    reason: str
+    source: str = ""
+    one_step: bool = False
+
+    def __str__(self) -> str:
+        rows = [
+            ("structure", self.structure),
+            ("forms", ", ".join(self.forms)),
+            (
+                "chosen",
+                f"{self.form} on {self.backend}: {self.kernel}" + (f", {self.chunk} tokens" if self.chunk else ""),
+            ),
+            ("why", self.reason),
+            ("state", f"{list(self.state_shape)}, {self.state_bytes:,} bytes"),
+            ("work", f"{self.flops:,} flops, {self.bytes:,} bytes in and out"),
+        ]
+        return f"{self.recurrence}\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows)
+
+
+def forms_of(spec: Spec) -> tuple[str, ...]:
+    """The forms a structure has; all but the scan for exponential features, whose combine would grow without bound."""
+    return tuple(f for f in FORMS if f != "scan") if spec.is_softmax else FORMS
+
+
+CPU = torch.device("cpu")
+
+
+def make_plan(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device = CPU,
+    grad: bool = False, transformed: bool = False,
+) -> Plan:  # fmt: skip
+    """Choose form, backend and kernel. grad: whether a gradient is to be taken; transformed: within a transformation of
+    torch.func or a forward-mode derivative, which custom operators and functions do not go through.
+
+    The ladder, first match wins; explicit `form` and `backend` are honoured or refused:
+
+    | structure | up to 8 tokens | longer |
+    |---|---|---|
+    | exponential features | chunk: torch's fused attention | the same |
+    | elementwise (Hadamard, vector, B that does not factor) | recurrent | chunk: segments of the scan |
+    | value-diagonal decay | recurrent | chunk of 16: pairwise decays on the channels |
+    | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
+    | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
+
+    On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, alone, with a delta rule or
+    with a rank-one correction, runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise
+    systems and value-diagonal decays (one fused scan) and one token of any finite state without gradients (the decode
+    step); everything else, and everything on a CPU, on torch.
+
+    Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
+    """
+    forms = forms_of(spec)
+    if form not in ("auto", *FORMS):
+        raise FormError(f"{spec.name}: there is no form {form!r}; forms are {', '.join(forms)} and auto")
+    if form not in ("auto", *forms):
+        raise FormError(f"{spec.name}: {spec.structure} has no {form} form; it has {', '.join(forms)}")
+    if backend not in ("auto", *BACKENDS):
+        raise FormError(f"{spec.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto")
+    written_out = transformed and not spec.is_softmax  # torch's attention has all of it
+    if written_out and form in ("scan", "chunk"):
+        raise FormError(
+            f"{spec.name}: the {form} form does not go through torch.func (vmap, grad, jvp, ...) or forward-mode "
+            "derivatives; the naive, recurrent and kernel forms do, and form='auto' takes the recurrent one there"
+        )
+    refused = _refusal(spec, sizes, dtype, form, backend, device, grad, transformed)
+    on_gpu = refused is None
+    one_step = on_gpu and gpu.steps(spec, sizes, dtype, form, grad)
+    if form != "auto":
+        chosen, reason = form, f"form={form!r} was asked for"
+    elif written_out:
+        chosen, reason = "recurrent", "torch.func and forward-mode derivatives go through plain operations alone"
+    elif one_step:
+        chosen, reason = "recurrent", "one token without gradients: the state is read and written once, in one launch"
+    elif on_gpu:
+        chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
+    else:
+        chosen, reason = _choose(spec, sizes)
+    if refused:
+        reason += f"; not on triton: {refused}"
+    kernel, chunk = gpu.kernel_of(spec, sizes, dtype, device, one_step) if on_gpu else _kernel(spec, sizes, chosen)
+    layout = columns(spec, sizes.p)
+    if spec.is_softmax:
+        k_heads, v_heads = cache_heads(spec, sizes)
+        shape: tuple[int, ...] = (sizes.batch, sizes.tokens, k_heads * sizes.keys + v_heads * sizes.p)
+    else:
+        shape = (sizes.batch, sizes.heads, sizes.n, layout.total)
+    width = dtype.itemsize if spec.is_softmax else (8 if dtype == torch.float64 else 4)
+    return Plan(
+        spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
+        math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
+        gpu.source(spec, dtype, one_step) if on_gpu else "", one_step,
+    )  # fmt: skip
+
+
+def _refusal(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
+    transformed: bool,
+) -> str | None:  # fmt: skip
+    """Why the call does not run on the triton backend (empty where that goes without saying), or None when it does."""
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return ""
+    refused = gpu.refusal(spec, sizes, dtype, form, device, grad)
+    if transformed:
+        refused = "its kernels do not go through torch.func or forward-mode derivatives"
+    if refused is not None and backend == "triton":
+        raise FormError(f"{spec.name}: backend='triton' was asked for, but {refused}")
+    return refused
+
+
+def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:
+    if spec.is_softmax:
+        return (
+            "chunk",
+            "exponential features have no finite state: the kernel trick is torch's fused attention",
+        )
+    if sizes.tokens <= SHORT:
+        return (
+            "recurrent",
+            f"{sizes.tokens} token{'s are' if sizes.tokens > 1 else ' is'} walked faster than chunks are set up",
+        )
+    if spec.is_elementwise:
+        return (
+            "chunk",
+            "A acts elementwise: segments of the scan, with A and B computed when a segment needs them",
+        )
+    if spec.rank:
+        return (
+            "chunk",
+            "rank-one corrections: a triangular solve a chunk turns their product into matrix products",
+        )
+    return (
+        "chunk",
+        f"{spec.decay_kind} decay: a chunk is a masked matrix product, states are carried between chunks",
+    )
+
+
+def _kernel(spec: Spec, sizes: Sizes, form: str) -> tuple[str, int]:
+    """Name of the routine and its chunk length in tokens."""
+    if form == "naive":
+        return "float64 oracle", 0
+    if form == "recurrent":
+        return "one structured step a token", 0
+    if form == "kernel":
+        return "kernel matrix", 0
+    if spec.is_softmax:
+        return "scaled_dot_product_attention", 0
+    if form == "scan":
+        return ("associative scan of dense blocks", SCAN_BLOCK) if spec.rank else ("associative scan", 0)
+    if spec.is_elementwise:
+        numbers = sizes.batch * sizes.heads * sizes.n * sizes.p
+        return "segments of the scan", max(16, min(512, SEGMENT_NUMBERS // numbers))
+    if "value" in spec.decay_axes:
+        return "value-decay chunks", SCAN_BLOCK
+    return ("WY chunks" if spec.rank else "decay chunks"), MATRIX_CHUNK
+
+
+def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
+    """Multiplications and additions of one forward call, gates and feature maps left out.
+
+    recurrent and scan: decay NP, write 2NP, read 2NP, 4NP a correction for every row (a scan combines each row twice).
+    chunk: scores and outputs 2(N + P) for every pair inside a chunk, 4NP a token to write and read states.
+    """
+    b, t, h, n, p = sizes.batch, sizes.tokens, sizes.heads, sizes.n, sizes.p
+    rows = t * spec.micro
+    if spec.is_softmax:
+        return b * h * t * (t + 1) * (sizes.keys + p)
+    step = (3 + 4 * spec.rank) * n * p
+    if form in ("chunk", "scan") and not spec.is_elementwise and not (form == "scan" and not spec.rank):
+        pairs = rows * chunk * spec.micro * (1 + spec.rank)
+        return b * h * (pairs * (n + p) + 4 * rows * n * p * (1 + spec.rank))
+    if form == "kernel":
+        return b * h * (t * rows * (step // p + 2 * n + 2 * p))
+    if form in ("scan", "chunk"):
+        return b * h * (2 * 3 * rows * n * p + 2 * t * n * p)
+    if form == "naive":
+        return b * h * p * (2 * rows * n * n + 2 * t * n)
+    return b * h * (rows * step + 2 * t * n * p)
+
+
+def io_bytes(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> int:
+    """Bytes of all inputs read once and y written once."""
+    width = torch.empty((), dtype=dtype).element_size()
+    sides = {"key": sizes.keys, "value": sizes.p}
+    total = sizes.batch * sizes.tokens * sizes.heads * sizes.p
+    for entry in spec.inputs:
+        numbers = sizes.groups.get(entry.name, sizes.heads) * (entry.kind.steps or 1)
+        for axis in entry.kind.axes:
+            numbers *= sides[axis]
+        total += numbers * (sizes.batch * sizes.tokens if entry.kind.time else 1)
+    return total * width

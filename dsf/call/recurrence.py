@@ -1,0 +1,270 @@
+"""`@recurrence`: a declared recurrence, callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from dsf.call import packing
+from dsf.call.bind import Bound, Sizes, bind, check_bounds, check_cache, check_packing, check_state, state_keys
+from dsf.call.calls import Calls, allow, call_in_graph, packs_in_graph, register
+from dsf.call.plan import Plan, forms_of, make_plan
+from dsf.call.run import run, run_packed, run_softmax
+from dsf.kernels.attention import KVCache
+from dsf.language.errors import FormError, InputError, TraceError
+from dsf.language.expr import substitute
+from dsf.language.operator import I
+from dsf.language.primitives import taylor_features
+from dsf.language.spec import Spec
+from dsf.language.system import System
+from dsf.language.trace import trace
+from dsf.torch.lower import columns, true_state
+from dsf.trajectory import Trajectory, record
+from dsf.triton import choose as gpu
+
+State = Tensor | KVCache
+
+
+class Recurrence:
+    """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.__name__ = spec.name
+        self.__doc__ = spec.doc
+        self._calls = Calls(spec)
+        self._key = register(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"spec": self.spec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Recurrence.__init__(self, state["spec"])
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms this structure has, a subset of naive, recurrent, scan, chunk, kernel."""
+        return forms_of(self.spec)
+
+    def __call__(
+        self,
+        /,
+        *args: Tensor,
+        initial_state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+        form: str = "auto",
+        backend: str = "auto",
+        **kwargs: Tensor,
+    ) -> Any:
+        """Run the recurrence over T tokens.
+
+        Inputs by position or name: per token [B, T, H, ·] (a divisor of H heads is shared by groups), Steps
+        [B, T, n, H, ·], Param [H, ·]. One dtype for all per-token inputs, Params that or float32.
+        initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention.
+        cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences; states then have S rows.
+        form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
+
+        Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. Second derivatives pass
+        through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
+        Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
+        """
+        if torch.compiler.is_dynamo_compiling() and not isinstance(initial_state, KVCache):
+            options = (return_state, form, backend)
+            tensors = (*args, *kwargs.values())
+            x = tensors[0]
+            if cu_seqlens is None or packs_in_graph(self._key, form, backend, x.is_cuda, x.dtype == torch.float64):
+                allow()
+                return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
+        return self._call(args, kwargs, initial_state, return_state, form, backend, cu_seqlens)
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        bound, plan = self._calls.prepare(args, kwargs, state, form, backend)
+        bounds = None if cu_seqlens is None else self._bounds(cu_seqlens, bound, plan)
+        y, final = self._run(bound, bounds, state, plan)
+        y = y.to(bound.dtype)
+        return (y, final) if return_state else y
+
+    def _bounds(self, cu_seqlens: Tensor, bound: Bound, plan: Plan) -> list[int] | Tensor:
+        """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
+        check_packing(self.spec, cu_seqlens, bound.sizes)
+        on_device = plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype)
+        in_graph = on_device or (plan.backend == "triton" and gpu.packs(self.spec))
+        if in_graph and packing.is_hidden(cu_seqlens):
+            return cu_seqlens.to(bound.device)
+        bounds = packing.values(cu_seqlens)
+        check_bounds(self.spec, bounds, bound.sizes)
+        return packing.on_device(cu_seqlens, bounds, bound.device) if on_device else bounds
+
+    def _run(self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
+        """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside."""
+        device = bound.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._run(bound, bounds, state, plan)
+        rows = bound.sizes.batch if bounds is None else len(bounds) - 1
+        if self.spec.is_softmax:
+            assert not isinstance(bounds, Tensor)
+            if state is not None:
+                check_cache(self.spec, state, rows, bound)
+            return run_softmax(self.spec, bound, bounds, state, plan)
+        self._check_state(state, rows, bound)
+        if bounds is None:
+            return run(self.spec, bound, state, plan)
+        return run_packed(self.spec, bound, bounds, state, plan)
+
+    def _check_state(self, state: Any, rows: int, bound: Bound) -> None:
+        if state is not None:
+            expected = (rows, bound.sizes.heads, bound.sizes.n, columns(self.spec, bound.sizes.p).total)
+            check_state(self.spec, state, expected, bound)
+
+    def step(
+        self, state: State | None, /, *args: Tensor, in_place: bool = False, backend: str = "auto", **kwargs: Tensor
+    ) -> tuple[Tensor, State]:
+        """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
+
+        in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient.
+        backend: torch, triton or auto.
+
+        Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does.
+        """
+        if torch.compiler.is_dynamo_compiling() and not isinstance(state, KVCache):
+            allow()
+            tensors = (*args, *kwargs.values())
+            return call_in_graph(self._key, "_step", (in_place, backend), tuple(kwargs), state, None, *tensors)
+        return self._step(args, kwargs, state, in_place, backend)
+
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool, backend: str
+    ) -> tuple[Tensor, State]:
+        bound, plan = self._calls.prepare(args, kwargs, state, "recurrent", backend, True)
+        if in_place and state is not None:
+            y = self._overwrite(bound, state, plan)
+            return y[:, 0].to(bound.dtype), state
+        y, final = self._run(bound, None, state, plan)
+        return y[:, 0].to(bound.dtype), final
+
+    def _overwrite(self, bound: Bound, state: Any, plan: Plan) -> Tensor:
+        """One step that leaves the new state where the old one was."""
+        if not isinstance(state, Tensor):
+            raise InputError(f"{self.name}: in_place overwrites a state tensor, got {type(state).__name__}")
+        self._check_state(state, bound.sizes.batch, bound)
+        if not state.is_contiguous():
+            raise InputError(f"{self.name}: in_place needs a contiguous state, got strides {list(state.stride())}")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*bound.tensors.values(), state)):
+            raise InputError(f"{self.name}: in_place overwrites what a gradient would need; use torch.no_grad()")
+        if plan.one_step:
+            return gpu.step(self.spec, bound, state, in_place=True)[0]
+        y, final = self._run(bound, None, state, plan)
+        assert isinstance(final, Tensor)
+        state.copy_(final)
+        return y
+
+    def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
+        """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns.
+
+        Raises FormError for softmax attention, whose KV cache grows with the tokens.
+        """
+        if self.spec.is_softmax:
+            raise FormError(f"{self.name}: its state is a KV cache, N + P numbers a token and head")
+        return state_keys(self.spec, N), columns(self.spec, P).total
+
+    def true_state(self, state: Tensor, P: int) -> Tensor:
+        """The state in the declaration's scale: columns of S and of the normaliser, the running maximum taken out."""
+        expected = columns(self.spec, P).total
+        if state.shape[-1] != expected:
+            raise InputError(f"{self.name}: a state of P = {P} has {expected} columns, got shape {list(state.shape)}")
+        return true_state(self.spec, state, P)
+
+    def plan(
+        self,
+        *args: Tensor,
+        B: Any = 1,
+        T: Any = 2048,
+        H: Any = 1,
+        N: Any = 64,
+        P: Any = 64,
+        dtype: torch.dtype = torch.float32,
+        form: str = "auto",
+        backend: str = "auto",
+        device: torch.device | str = "cpu",
+        **kwargs: Tensor,
+    ) -> Plan:
+        """What the compiler chooses for these tensors or sizes, and why.
+
+        B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. dtype, device: with sizes, of the
+        inputs that would be given; the device need not be there. Raises InputError and FormError as a call does.
+        """
+        numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
+        names = {i.name for i in self.spec.inputs}
+        kwargs |= {name: x for name, x in numbers.items() if isinstance(x, Tensor) and name in names}
+        if args or kwargs:
+            bound = bind(self.spec, args, kwargs)
+            return make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
+        for name, size in numbers.items():
+            if not isinstance(size, int) or size < 1:
+                given = size if isinstance(size, int) else type(size).__name__
+                raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
+        keys = N if self.spec.has_key else 1
+        sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
+        return make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
+
+    def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
+        """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.
+
+        initial_state: as a call takes it; only the trajectory's states depend on it, and softmax attention has none.
+        """
+        bound = bind(self.spec, args, kwargs)
+        if self.spec.is_softmax and initial_state is not None:
+            raise InputError(
+                f"{self.name}: the trajectory of softmax attention has no states, so no initial_state either"
+            )
+        self._check_state(initial_state, bound.sizes.batch, bound)
+        return record(self.spec, bound, initial_state)
+
+    def taylor(self, order: int) -> Recurrence:
+        """Softmax attention with its exponential features cut after degree `order`: a finite state.
+
+        Raises TraceError for a recurrence without exponential features, or an order that is no integer of at least 0.
+        """
+        if not self.spec.is_softmax:
+            raise TraceError(f"{self.name}: only exponential features have a Taylor truncation")
+        system = self.spec.system
+        term = self.spec.rows[0].terms[0]
+        swap = {x: taylor_features(x.args[0], order) for x in (system.C, term.key)}
+        cut = System(
+            I,
+            substitute(system.B, swap),
+            substitute(system.C, swap),
+            normalize=system.normalize,
+            drive=system.drive,
+        )
+        return Recurrence(replace(self.spec, name=f"{self.name}_taylor{order}", system=cut))
+
+    def __repr__(self) -> str:
+        return str(self.spec)
+
+
+@overload
+def recurrence(function: Callable[..., Any]) -> Recurrence: ...
+@overload
+def recurrence(*, name: str) -> Callable[[Callable[..., Any]], Recurrence]: ...
+def recurrence(function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+    """Declare a recurrence: a function of annotated inputs that returns a System, traced once.
+
+    `@recurrence(name="…")` gives it another name than the function's. Raises TraceError naming the user's line.
+    """
+
+    def wrap(f: Callable[..., Any]) -> Recurrence:
+        spec = trace(f)
+        return Recurrence(replace(spec, name=name) if name else spec)
+
+    return wrap if function is None else wrap(function)

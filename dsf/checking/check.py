@@ -1,0 +1,330 @@
+"""`dsf.check`: the laws of dsf.checking.laws, tried on drawn examples of any recurrence; failures are made small."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dsf.call.recurrence import Recurrence
+from dsf.checking.examples import Example, lengths, regimes_of
+from dsf.checking.laws import LAWS, Law, Measure
+from dsf.checking.measure import AGAINST, KERNELS, ORACLE, TOLERANCE, Subject
+from dsf.checking.ranges import Given, ranges_of
+from dsf.checking.report import Failure, Report, Row
+from dsf.language.errors import FormError, InputError
+
+MATRIX_LONGEST = 70  # tokens up to which the kernel-matrix form, quadratic in T, is run
+STABLE = 256  # tokens over which states must stay finite
+SHRINK_SECONDS, SHRINK_TRIES, SHRUNK = 6.0, 400, 8  # seconds of the processor, which others may share
+SHRINK_WALL = 20.0  # seconds in all: compilers of GPU kernels run in processes of their own
+ALIKE = {"float32": (6, 2), "float16": (6, 2), "bfloat16": (5, 3)}  # N, P that GPU kernels are compiled for
+
+Cells = dict[tuple[str, str, str, str], Row]
+
+
+def check(
+    recurrence: Recurrence,
+    *,
+    against: Callable[..., Any] | None = None,
+    ranges: Given | None = None,
+    examples: int = 6,
+    tokens: int = 130,
+    forms: tuple[str, ...] | None = None,
+    laws: tuple[str, ...] | None = None,
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16),
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+    seed: int = 0,
+) -> Report:
+    """Try every law (dsf.checking.laws) on every form of a recurrence, forward and backward; report the worst errors.
+
+    against: a fast implementation of your own, called as against(*inputs) or, if it has that parameter,
+      against(*inputs, initial_state=None), returning y or (y, state); it is then checked instead of the library's
+      forms, under the same laws but those of packed sequences, decoding and grouped heads (all inputs have H).
+    ranges: for inputs whose values the expressions do not tell (dsf.checking.ranges): {"alpha": (0, 1)},
+      or dsf.testing.Range.
+    examples: drawn for each law and dtype (shapes, regimes, cuts; dsf.testing.examples); tokens: the longest sequence.
+    forms, laws, dtypes: what is tried; all unless named (laws without a dtype of their own take the first one, and
+      gradcheck only float64). device: where. seed: of what is drawn.
+    backend: "auto" tries the torch forms and, on a CUDA device, what the triton backend makes of a call as one more
+      form, "triton", in the dtypes that it has (not float64); "triton" tries that alone, "torch" the others alone.
+
+    Each error is relative and the worst over all heads and blocks of 16 tokens (dsf.checking.measure.distance); float64
+    must reach 1e-9, float32 1e-4, half precisions 2e-2, each against the float64 oracle on the same rounded inputs; in
+    half precisions errors of Params' gradients are relative to what all tokens add, before that cancels
+    (Subject.terms).
+    Kernels are compiled for shapes: their examples share one N, P and number of heads for each dtype.
+    backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
+
+    Returns a Report: `.ok`, `print(report)`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown form, and for
+    a recurrence that the triton backend refuses where it was asked for; InputError for an unknown law or input name;
+    without hypothesis, one DsfError says what to install.
+    """
+    import dsf.testing  # noqa: F401, needs hypothesis: fail before any work
+
+    begin = time.perf_counter()
+    found = _forms(recurrence, against, forms, device, backend)
+    elsewhere = "torch" if KERNELS in found else backend
+    subject = Subject(recurrence, ranges_of(recurrence.spec, ranges), against, device, elsewhere)
+    run = _Run(subject, found, _names(dtypes), ranges, examples, tokens, seed)
+    run.try_laws(_laws(recurrence, laws))
+    failures = tuple(run.failures())
+    return Report(
+        recurrence=recurrence.name,
+        structure=recurrence.spec.structure,
+        device=str(device),
+        ranges={name: str(r) for name, r in subject.ranges.items()},
+        rows=tuple(run.cells.values()),
+        failures=failures,
+        examples=run.drawn,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _forms(
+    recurrence: Recurrence,
+    against: Callable[..., Any] | None,
+    forms: tuple[str, ...] | None,
+    device: torch.device | str,
+    backend: str,
+) -> list[str]:
+    if against is not None:
+        return [AGAINST]
+    had = recurrence.forms
+    if backend == KERNELS:
+        recurrence.plan(N=3, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
+        had = (ORACLE, KERNELS)
+    elif backend == "auto" and torch.device(device).type == "cuda":
+        had += (KERNELS,) if recurrence.plan(N=3, P=2, device=device).backend == KERNELS else ()
+    for form in forms or ():
+        if form not in had:
+            raise FormError(
+                f"{recurrence.name}: {recurrence.spec.structure} has no {form} form; it has {', '.join(had)}"
+            )
+    return [f for f in had if forms is None or f in forms]
+
+
+def _laws(recurrence: Recurrence, names: tuple[str, ...] | None) -> list[Law]:
+    for name in names or ():
+        if name not in LAWS:
+            raise InputError(f"{recurrence.name}: there is no law {name!r}; laws are {', '.join(LAWS)}")
+    return [law for law in LAWS.values() if names is None or law.name in names]
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    names = [str(d).removeprefix("torch.") for d in dtypes]
+    if not names or any(n not in TOLERANCE for n in names):
+        raise InputError(f"dtypes must be some of {', '.join(TOLERANCE)}, got {', '.join(names) or 'none'}")
+    return names
+
+
+@dataclass
+class _Run:
+    """One check under way: the worst row of every law, dtype, form and quantity so far."""
+
+    subject: Subject
+    forms: list[str]
+    dtypes: list[str]
+    ranges: Given | None
+    examples: int
+    tokens: int
+    seed: int
+    cells: Cells = field(default_factory=dict)
+    drawn: int = 0
+
+    def try_laws(self, laws: list[Law]) -> None:
+        """Measure every law on its examples; what is found about `finite` comes with `forms`, from the same runs."""
+        for law in laws:
+            together = [law, LAWS["finite"]] if law.name == "forms" and LAWS["finite"] in laws else [law]
+            for example in self.examples_of(law):
+                self.drawn += 1
+                for one in together:
+                    self.try_example(one, example)
+
+    def try_example(self, law: Law, example: Example) -> None:
+        """Measure one law on one example in every form."""
+        for form in self.forms_of(law):
+            if form == "kernel" and example.tokens > MATRIX_LONGEST:
+                continue
+            if example.dtype not in self.dtypes_of(law, form):
+                continue
+            for m in self.measure(law, form, example):
+                self.keep(Row(law.name, example.dtype, form, m.quantity, m.error, m.tolerance, example, m.detail))
+
+    def forms_of(self, law: Law) -> list[str]:
+        """The forms a law is about."""
+        if law.forms == "step":
+            return [f for f in self.forms if f in ("recurrent", KERNELS)]
+        return [f for f in self.forms if law.forms == "all" or f != ORACLE]
+
+    def dtypes_of(self, law: Law, form: str) -> list[str]:
+        """The dtypes in which a law is tried on a form."""
+        able = [d for d in self.dtypes if d != "float64" or form != KERNELS]
+        if law.name == "gradcheck":  # finite differences need its digits
+            return [d for d in able if d == "float64"]
+        return able if law.every_dtype else able[:1]
+
+    def measure(self, law: Law, form: str, example: Example) -> list[Measure]:
+        """A law's measures; an exception is the worst of errors."""
+        try:
+            return list(law.measure(self.subject, form, self.subject.supports(form, example)))
+        except Exception as error:  # whatever a form or a user's function raises on valid inputs is a finding
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return [Measure("exception", math.inf, 0.0, text)]
+
+    def keep(self, row: Row) -> None:
+        """Remember a row if it is the worst of its kind."""
+        key = (row.law, row.dtype, row.quantity, row.form)
+        if key not in self.cells or not row.error <= self.cells[key].error:
+            self.cells[key] = row
+
+    def examples_of(self, law: Law) -> Iterator[Example]:
+        """What a law is tried on: one typical sequence, then drawn ones, short, medium and long in turn."""
+        if law.name == "finite":  # `forms` measures it on all of its examples
+            yield from self.extremes()
+            return
+        seed = self.seed + zlib.crc32(law.name.encode())
+        tried = [d for f in self.forms_of(law) for d in self.dtypes_of(law, f)]
+        for dtype in [d for d in self.dtypes if d in tried]:
+            yield self.alike(self.typical(min(law.longest, self.tokens), dtype))
+            bands = [(low, min(high, self.tokens, law.longest)) for low, high in ((1, 9), (10, 40), (41, self.tokens))]
+            bands = [b for b in bands if b[0] <= b[1]]
+            count = self.examples if law.name == "forms" and dtype == self.dtypes[0] else -(-self.examples // 2)
+            count = -(-count // 3) if law.name == "gradcheck" else count  # its finite differences are many calls
+            for place, band in enumerate(bands):
+                share = (count + place) // len(bands)
+                yield from self.draw(band, share, dtype, law.name == "gradcheck", seed + place)
+
+    def typical(self, longest: int, dtype: str) -> Example:
+        """Plain numbers, several heads in groups, an initial state, two cuts, one of them past the first chunk."""
+        tokens = min(70, longest)
+        timed = [i.name for i in self.subject.recurrence.spec.inputs if i.kind.time]
+        cuts = tuple(sorted({c for c in (tokens // 3, tokens - 3) if 0 < c < tokens}))
+        heads, (n, p) = (4, ALIKE[dtype]) if self.compiled and dtype in ALIKE else (2, (3, 2))
+        return Example(
+            batch=2 if longest > 3 else 1, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype,
+            groups=dict.fromkeys(timed[1:2], heads // 2), initial=True, cuts=cuts, seed=self.seed,
+        )  # fmt: skip
+
+    @property
+    def compiled(self) -> bool:
+        """True where a new shape costs seconds, because GPU kernels are compiled for it."""
+        return KERNELS in self.forms and torch.device(self.subject.device).type == "cuda"
+
+    def alike(self, example: Example) -> Example:
+        """The example with the typical one's shape but for T, which is odd in all of its pieces.
+
+        Triton compiles anew for every stride and address that is or is not a multiple of 16, and for strides of 1.
+        """
+        if not self.compiled or example.dtype not in ALIKE:
+            return example
+        same = self.typical(example.tokens, example.dtype)
+        pieces = [max(3, piece | 1) for piece in lengths(example.bounds)]
+        cuts = tuple(itertools.accumulate(pieces if len(pieces) % 2 else [*pieces, 3]))  # T, their sum, is odd too
+        return replace(example, batch=same.batch, heads=same.heads, groups=same.groups, n=same.n, p=same.p,
+                       tokens=cuts[-1], cuts=cuts[:-1])  # fmt: skip
+
+    def draw(self, tokens: tuple[int, int], count: int, dtype: str, plain: bool, seed: int) -> list[Example]:
+        """`count` examples from Hypothesis."""
+        from dsf import testing
+
+        strategy = testing.examples(self.subject.recurrence, self.ranges, tokens, dtype, plain)
+        found: list[Example] = []
+
+        def see(example: Example) -> bool:
+            found.append(self.alike(example))
+            return False
+
+        if count:
+            _find(strategy, see, 3 * count, seed)
+        return found[-count:] if count else []  # the first that Hypothesis tries are the trivial ones
+
+    def extremes(self) -> Iterator[Example]:
+        """Long sequences of plain numbers and of those at the ends of their ranges, in float32 where it is tried."""
+        spec, ranges = self.subject.recurrence.spec, self.subject.ranges
+        dtype = "float32" if "float32" in self.dtypes else self.dtypes[0]
+        base = self.alike(Example(tokens=STABLE, n=3, p=2, dtype=dtype))
+        yield base
+        for wanted in (("corners", "saturated"), ("high", "alternating"), ("mixed",)):
+            ways = {i.name: regimes_of(spec, i.name, ranges[i.name]) for i in spec.inputs}
+            ends = {name: next((r for r in w if r in wanted), None) for name, w in ways.items()}
+            keys = [n for n, w in ways.items() if ranges[n].unit and "repeated" in w and not ends[n]]
+            ends |= dict.fromkeys(keys, "repeated")
+            yield replace(base, regimes={name: r for name, r in ends.items() if r}, initial=True)
+
+    def failures(self) -> Iterator[Failure]:
+        """One failure for each broken law and form, the worst dtype and quantity first."""
+        broken: dict[tuple[str, str], Row] = {}
+        for row in self.cells.values():
+            worst = broken.get((row.law, row.form))
+            if not row.ok and (worst is None or _excess(row) > _excess(worst)):
+                broken[row.law, row.form] = row
+        for number, row in enumerate(broken.values()):
+            small = self.shrink(row) if number < SHRUNK else None
+            final = small or row
+            yield Failure(final, LAWS[row.law].statement, small is not None, self.snippet(final))
+
+    def shrink(self, row: Row) -> Row | None:
+        """The simplest example that Hypothesis finds to break the same law by the same form; None if it finds none."""
+        from dsf import testing
+
+        law, deadline = LAWS[row.law], time.process_time() + SHRINK_SECONDS
+        last = time.perf_counter() + SHRINK_WALL
+        tried: dict[str, Row | None] = {}  # past the deadline what is known is repeated: Hypothesis sees no change
+
+        def breaks(example: Example) -> bool:
+            name = repr(example)
+            if name not in tried and time.process_time() < deadline and time.perf_counter() < last:
+                tried[name] = measured(example)
+            return tried.get(name) is not None
+
+        def measured(example: Example) -> Row | None:
+            bad = [m for m in self.measure(law, row.form, example) if not m.ok]
+            bad = [m for m in bad if m.quantity == row.quantity] or bad
+            if not bad:
+                return None
+            m = max(bad, key=lambda m: m.error)
+            return Row(row.law, row.dtype, row.form, m.quantity, m.error, m.tolerance, example, m.detail)
+
+        return tried.get(repr(_find(testing.simpler(row.example), breaks, SHRINK_TRIES, self.seed)))
+
+    def snippet(self, row: Row) -> str:
+        """Code that measures the same again."""
+        name = self.subject.recurrence.name
+        more = "" if not self.ranges else f", ranges={dict(self.ranges)!r}"
+        more += ", against=your_function" if row.form == AGAINST else ""
+        more += f", device={str(self.subject.device)!r}" if str(self.subject.device) != "cpu" else ""
+        more += f", backend={self.subject.backend!r}" if self.subject.backend != "auto" else ""
+        return (
+            f"from dsf.testing import Example, Range, errors\n"
+            f"example = {row.example!r}\n"
+            f"print(errors({name}, {row.law!r}, {row.form!r}, example{more}))"
+        )
+
+
+def _excess(row: Row) -> float:
+    """How far beyond its tolerance a row is, an exact law's by its error."""
+    return row.error / row.tolerance if row.tolerance else row.error
+
+
+def _find(strategy: Any, condition: Callable[[Example], bool], tries: int, seed: int) -> Example | None:
+    """The simplest example Hypothesis finds with which a condition holds, or None."""
+    from hypothesis import HealthCheck, Phase, find, settings
+    from hypothesis.errors import NoSuchExample, Unsatisfiable
+
+    chosen = settings(
+        max_examples=max(1, tries), database=None, deadline=None, phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+    )  # fmt: skip
+    try:
+        return find(strategy, condition, settings=chosen, random=random.Random(seed))
+    except (NoSuchExample, Unsatisfiable):
+        return None

@@ -1,0 +1,400 @@
+"""The laws every recurrence obeys in every form, each measured on one example.
+
+A law is a function (subject, form, example) -> measures; `LAWS` is the table, its statements are the documentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from dsf.call.bind import state_keys
+from dsf.call.recurrence import Recurrence, State
+from dsf.checking.examples import Example, lengths, same_state
+from dsf.checking.measure import (
+    AGAINST,
+    KERNELS,
+    ORACLE,
+    TOLERANCE,
+    Outcome,
+    Subject,
+    cotangent,
+    distance,
+    gradients,
+    typical_entry,
+)
+from dsf.checking.ranges import Given, ranges_of
+from dsf.kernels.attention import KVCache
+from dsf.language.annotations import Kind
+from dsf.language.expr import VALUE
+from dsf.torch.lower import columns
+
+OUTPUT = Kind(frozenset({VALUE}))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How far one quantity of a form is from where a law puts it. detail: what a reader needs to know if it fails."""
+
+    quantity: str
+    error: float
+    tolerance: float
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True when the law holds."""
+        return self.error <= self.tolerance
+
+
+Measures = Iterator[Measure]
+
+
+def forms(subject: Subject, form: str, example: Example) -> Measures:
+    """Every form equals the naive one, forward and every gradient."""
+    yield from compare(subject, subject.outcome(form, example), subject.outcome(ORACLE, example), example.dtype)
+
+
+def finite(subject: Subject, form: str, example: Example) -> Measures:
+    """Outputs, states and gradients are finite."""
+    got, oracle = subject.outcome(form, example), subject.outcome(ORACLE, example)
+    size = max((float(x.abs().max()) for x in (oracle.y, *oracle.state)), default=0.0)
+    detail = f"the float64 oracle's largest number is {size:.3g}"
+    if not math.isfinite(size) or size > 1e30:
+        detail += ": the recurrence itself grows without bound on these inputs (restrict them with ranges=)"
+    for quantity, tensors in (
+        ("y", (got.y,)),
+        ("state", got.state),
+        *((f"grad {name}", (g,)) for name, g in got.grads.items()),
+        ("grad of state", tuple(got.state_grads.values())),
+    ):
+        yield Measure(quantity, 0.0 if all(x.isfinite().all() for x in tensors) else math.inf, 0.0, detail)
+
+
+def compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str) -> Measures:
+    """One measure for y, the state, the gradient in each input, and all gradients through the final state."""
+    tolerance, kinds = TOLERANCE[dtype], subject.kinds
+    held = max([expected.start, typical_entry(expected.y, OUTPUT), *(typical_entry(x, None) for x in expected.state)])
+    yield Measure("y", distance(got.y, expected.y, OUTPUT, dtype, held), tolerance)
+    if got.state:
+        pairs = zip(got.state, expected.state, strict=True)
+        yield Measure("state", max(distance(a, b, None, dtype, held) for a, b in pairs), tolerance)
+    yield from _gradients("grad {}", got.grads, expected.grads, expected.terms, kinds, dtype)
+    if got.state_grads:
+        each = _gradients("{}", got.state_grads, expected.state_grads, expected.state_terms, kinds, dtype, 1.0)
+        worst = max(each, key=lambda m: _order(m.error))
+        yield Measure("grad of state", worst.error, tolerance, f"the gradient in `{worst.quantity}`")
+
+
+def _gradients(
+    title: str,
+    got: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    terms: Mapping[str, Tensor],
+    kinds: Mapping[str, Kind],
+    dtype: str,
+    cotangent: float = 0.0,
+) -> Measures:
+    scale = max([cotangent, *(typical_entry(x, kinds.get(name)) for name, x in expected.items())])
+    for name, reference in expected.items():
+        error = distance(got[name], reference, kinds.get(name), dtype, scale, terms.get(name))
+        yield Measure(title.format(name), error, TOLERANCE[dtype])
+
+
+def _order(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def gradcheck(subject: Subject, form: str, example: Example) -> Measures:
+    """Gradients equal finite differences of the same form (torch.autograd.gradcheck)."""
+    inputs, state = subject.inputs(example), subject.state(example)
+    p = subject.sizes(inputs).p
+    layout = columns(subject.recurrence.spec, p)
+    names = list(inputs)
+    fixed: Tensor | None = None
+    if isinstance(state, Tensor):  # the running maximum is a choice of scale: no derivative in it
+        state, fixed = state[..., : layout.p + layout.den], state[..., layout.p + layout.den :]
+    leaves = [x.detach().clone().requires_grad_() for x in (*inputs.values(), *subject.state_leaves(state).values())]
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        start: State | None = None
+        if isinstance(state, KVCache):
+            start = KVCache(tensors[-2], tensors[-1], state.lengths)
+        elif fixed is not None:
+            start = torch.cat([tensors[-1], fixed], dim=-1)
+        y, final = subject.run(form, dict(zip(names, tensors, strict=False)), start)
+        return (y, *(x for x in subject.truth(final, p) if x.requires_grad))
+
+    try:
+        torch.autograd.gradcheck(function, leaves)
+    except GradcheckError as error:
+        yield Measure("gradients", math.inf, 0.0, " ".join(str(error).split())[:200])
+    else:
+        yield Measure("gradients", 0.0, 0.0)
+
+
+def causality(subject: Subject, form: str, example: Example) -> Measures:
+    """Other future tokens change no past output and no gradient of past outputs, bit for bit."""
+    if example.tokens < 2:
+        return
+    cut = example.cuts[0] if example.cuts else example.tokens // 2
+    first, other = subject.inputs(example), subject.inputs(replace(example, seed=example.seed + 7))
+    timed = {name for name, kind in subject.kinds.items() if kind.time}
+    second = {
+        name: torch.cat([x[:, :cut], other[name][:, cut:]], dim=1) if name in timed else x for name, x in first.items()
+    }
+    state = subject.state(example)
+    dy = cotangent(example, subject.sizes(first)).to(subject.device)[:, :cut]
+    runs = []
+    for inputs in (first, second):
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        start = same_state(state, lambda x: x.detach().requires_grad_())
+        y = subject.run(form, leaves, start)[0][:, :cut]
+        runs.append((y.detach(), gradients((y * dy.to(y)).sum(), leaves | subject.state_leaves(start))))
+    (y_first, grads_first), (y_second, grads_second) = runs
+    where = f"tokens from {cut} on differ"
+    yield Measure("y", _change(y_first, y_second), 0.0, where)
+    for name in grads_first:
+        a, b = grads_first[name], grads_second[name]
+        if name in timed:
+            yield Measure(f"grad {name}", _change(a[:, :cut], b[:, :cut]), 0.0, where)
+            late = "past outputs have a gradient in future tokens"
+            yield Measure(f"grad future {name}", _change(b[:, cut:], torch.zeros_like(b[:, cut:])), 0.0, late)
+        else:
+            yield Measure(f"grad {name}", _change(a, b), 0.0, where)
+
+
+def _change(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference; exactly 0 when equal."""
+    if a.shape != b.shape:
+        return math.inf
+    worst = float((a - b).abs().max()) if a.numel() else 0.0
+    return math.inf if math.isnan(worst) else worst
+
+
+def split(subject: Subject, form: str, example: Example) -> Measures:
+    """A sequence run in pieces, the state handed over, equals the sequence run whole."""
+    if not example.cuts or (form == AGAINST and not subject.against_takes_state):
+        return
+    timed = {name for name, kind in subject.kinds.items() if kind.time}
+
+    def pieces(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        outputs = []
+        for begin, end in pairwise(example.bounds):
+            part = {name: x[:, begin:end] if name in timed else x for name, x in inputs.items()}
+            y, state = subject.run(form, part, state)
+            outputs.append(y)
+        return torch.cat(outputs, dim=1), state
+
+    yield from _against_whole(subject, form, example, pieces)
+
+
+def _against_whole(
+    subject: Subject, form: str, example: Example, other: Callable[..., tuple[Tensor, State | None]]
+) -> Measures:
+    inputs, state = subject.inputs(example), subject.state(example)
+    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+    whole = subject.differentiate(form, inputs, state, dy, example.seed)
+    found = subject.differentiate(form, inputs, state, dy, example.seed, other)
+    yield from compare(subject, found, whole, example.dtype)
+
+
+def packed(subject: Subject, form: str, example: Example) -> Measures:
+    """Sequences packed by cu_seqlens equal the sequences run one by one."""
+    if form == AGAINST or not example.cuts:
+        return
+    example = replace(example, batch=1)
+    bounds, timed = example.bounds, {name for name, kind in subject.kinds.items() if kind.time}
+    inputs, state = subject.inputs(example), subject.state(example, rows=len(example.bounds) - 1)
+    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+
+    def together(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        return subject.run(form, inputs, state, torch.tensor(bounds, device=subject.device))
+
+    def separate(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        outputs, states = [], []
+        for row, (begin, end) in enumerate(pairwise(bounds)):
+            part = {name: x[:, begin:end] if name in timed else x for name, x in inputs.items()}
+            y, final = subject.run(form, part, _row(state, row))
+            outputs.append(y)
+            states.append(final)
+        return torch.cat(outputs, dim=1), _stack(states)
+
+    a = subject.differentiate(form, inputs, state, dy, example.seed, together)
+    b = subject.differentiate(form, inputs, state, dy, example.seed, separate)
+    for m in compare(subject, a, b, example.dtype):
+        yield replace(m, detail=f"{m.detail} sequences of {', '.join(map(str, lengths(bounds)))} tokens".strip())
+
+
+def _row(state: State | None, row: int) -> State | None:
+    if isinstance(state, KVCache):
+        return KVCache(state.k[row : row + 1], state.v[row : row + 1], state.lengths[row : row + 1])
+    return None if state is None else state[row : row + 1]
+
+
+def _stack(states: list[State | None]) -> State | None:
+    """Final states of single sequences as the rows of one state."""
+    caches = [s for s in states if isinstance(s, KVCache)]
+    if not caches:
+        return torch.cat([s for s in states if isinstance(s, Tensor)], dim=0)
+    longest = max(c.k.shape[2] for c in caches)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat([torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in parts])
+
+    return KVCache(joined([c.k for c in caches]), joined([c.v for c in caches]), torch.cat([c.lengths for c in caches]))
+
+
+def step(subject: Subject, form: str, example: Example) -> Measures:
+    """Decoding token by token with step() equals the sequence run whole."""
+    timed = {name for name, kind in subject.kinds.items() if kind.time}
+
+    def tokens(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        outputs = []
+        for t in range(example.tokens):
+            now: dict[str, Any] = {name: x[:, t] if name in timed else x for name, x in inputs.items()}
+            y, state = subject.recurrence.step(state, backend=KERNELS if form == KERNELS else "auto", **now)
+            outputs.append(y)
+        return torch.stack(outputs, dim=1), state
+
+    if form != KERNELS:
+        yield from _against_whole(subject, form, example, tokens)
+    elif subject.has_decode_kernel:  # it has no gradients
+        inputs, start = subject.inputs(example), subject.state(example)
+        p = subject.sizes(inputs).p
+        with torch.no_grad():
+            runs = [run(form, inputs, start) for run in (tokens, subject.run)]
+        found, whole = (Outcome(y, subject.truth(final, p)) for y, final in runs)
+        yield from compare(subject, found, whole, example.dtype)
+
+
+def heads(subject: Subject, form: str, example: Example) -> Measures:
+    """An input with fewer heads equals the input with each of its heads repeated."""
+    example = replace(example, initial=example.initial and not subject.recurrence.spec.is_softmax)
+    inputs, state = subject.inputs(example), subject.state(example)
+    total = subject.sizes(inputs).heads
+    grouped = {name for name, kind in subject.kinds.items() if kind.time and example.groups.get(name, total) < total}
+    if not grouped or form == AGAINST:
+        return
+
+    def repeated(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        kinds = subject.kinds
+        full = {}
+        for name, x in inputs.items():
+            dim = 2 + (kinds[name].steps is not None)
+            full[name] = x.repeat_interleave(total // x.shape[dim], dim=dim) if name in grouped else x
+        y, final = subject.run(form, full, state)
+        return y, None if isinstance(final, KVCache) else final
+
+    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+    few = subject.differentiate(form, inputs, state, dy, example.seed)
+    if subject.recurrence.spec.is_softmax:
+        few = replace(few, state=(), state_grads={})
+    yield from compare(
+        subject, few, subject.differentiate(form, inputs, state, dy, example.seed, repeated), example.dtype
+    )
+
+
+def layout(subject: Subject, form: str, example: Example) -> Measures:
+    """Non-contiguous inputs and gradients, and inputs without gradient, change nothing."""
+    inputs, state = subject.inputs(example), subject.state(example)
+    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+    plain = subject.differentiate(form, inputs, state, dy, example.seed)
+    strided = {name: _strided(x, place) for place, (name, x) in enumerate(inputs.items())}
+    found = subject.differentiate(form, strided, state, _strided(dy, 1), example.seed)
+    yield from compare(subject, found, plain, example.dtype)
+    for name in {min(inputs), max(inputs)}:
+        leaf = inputs[name].detach().requires_grad_()
+        y, _ = subject.run(form, {**inputs, name: leaf}, state)
+        alone = gradients((y * dy.to(y)).sum(), {name: leaf})[name]
+        error = distance(alone, plain.grads[name], subject.kinds[name], example.dtype)
+        yield Measure("grad alone", error, TOLERANCE[example.dtype], f"only `{name}` requires a gradient")
+
+
+def _strided(x: Tensor, way: int) -> Tensor:
+    """The same numbers in another memory layout."""
+    if way % 2 and x.dim() > 1:
+        return x.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+    return torch.stack([x, torch.full_like(x, 3.0)], dim=-1)[..., 0]
+
+
+def contract(subject: Subject, form: str, example: Example) -> Measures:
+    """y has the inputs' dtype, the state its own; both have the shapes the documentation says."""
+    inputs, state = subject.inputs(example), subject.state(example)
+    sizes = subject.sizes(inputs)
+    y, final = subject.run(form, inputs, state)
+    yield _same("y", y, (sizes.batch, sizes.tokens, sizes.heads, sizes.p), example.torch_dtype)
+    if isinstance(final, Tensor):
+        spec = subject.recurrence.spec
+        wide = torch.float64 if example.dtype == "float64" else torch.float32
+        shape = (sizes.batch, sizes.heads, state_keys(spec, sizes.keys), columns(spec, sizes.p).total)
+        yield _same("state", final, shape, wide)
+    elif isinstance(final, KVCache):
+        before = int(state.lengths[0]) if isinstance(state, KVCache) else 0
+        held = final.k.shape[2] == before + sizes.tokens == int(final.lengths[0])
+        yield Measure("state", 0.0 if held else math.inf, 0.0, f"cache of {final.k.shape[2]} places")
+
+
+def _same(quantity: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Measure:
+    held = tuple(x.shape) == shape and x.dtype == dtype
+    detail = f"expected {list(shape)} {dtype}, got {list(x.shape)} {x.dtype}"
+    return Measure(quantity, 0.0 if held else math.inf, 0.0, detail)
+
+
+@dataclass(frozen=True)
+class Law:
+    """One row of the table. forms: "all" with the naive one, "fast" without it, or "step" (decoding)."""
+
+    measure: Callable[[Subject, str, Example], Measures]
+    forms: str = "fast"
+    every_dtype: bool = False
+    longest: int = 10_000
+
+    @property
+    def name(self) -> str:
+        """Its name in reports."""
+        return self.measure.__name__
+
+    @property
+    def statement(self) -> str:
+        """What it says, in a sentence."""
+        return (self.measure.__doc__ or "").strip()
+
+
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(forms, every_dtype=True),
+        Law(finite, forms="all", every_dtype=True),
+        Law(gradcheck, forms="all", longest=3),
+        Law(causality, forms="all"),
+        Law(split, forms="all"),
+        Law(packed, forms="all"),
+        Law(step, forms="step", longest=12),
+        Law(heads, longest=70),
+        Law(layout, longest=70),
+        Law(contract, forms="all", every_dtype=True, longest=40),
+    )
+}
+
+
+def errors(
+    recurrence: Recurrence,
+    law: str,
+    form: str,
+    example: Example,
+    ranges: Given | None = None,
+    against: Callable[..., object] | None = None,
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+) -> dict[str, float]:
+    """The errors of one law on one example by quantity: what reproduces a failure that dsf.check reports."""
+    subject = Subject(recurrence, ranges_of(recurrence.spec, ranges), against, device, backend)
+    return {m.quantity: m.error for m in LAWS[law].measure(subject, form, subject.supports(form, example))}

@@ -1,0 +1,283 @@
+"""What laws are measured with: one run with all its gradients, and the distance of two tensors, head by head."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsf.call.bind import Sizes, bind
+from dsf.call.recurrence import Recurrence, State
+from dsf.checking.examples import Example, same_state
+from dsf.checking.ranges import Range
+from dsf.kernels.attention import KVCache
+from dsf.language.annotations import Kind
+from dsf.language.errors import FormError
+from dsf.torch.lower import columns
+
+BLOCK = 16  # tokens whose error is weighed together
+ORACLE, AGAINST, KERNELS = "naive", "against", "triton"  # KERNELS: the form that the triton backend chooses
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+
+# A block of a head is compared relative to its own norm, unless that is below this share of the typical block of its
+# head, or (second number) of the largest block of what it was computed from: then relative to that share. Below it the
+# sum that made the block cancelled, and the digits a comparison would look at were lost by any order of summation:
+# tolerance times share is 5,000 (second number: 500) roundings in float64, 170 (500) in float32 and half a rounding of
+# the output in half precisions. It shows where a chunk's triangular system erases what it has: the digits are absolute.
+# An output and a final state are computed from states, so from what the initial state, outputs and final state show of
+# them; gradients from each other; gradients through the final state also from its cotangent, whose entries are near 1.
+RESOLUTION = {
+    "float64": (1e-3, 1e-4),
+    "float32": (1e-1, 3e-1),
+    "bfloat16": (1e-1, 1e-1),
+    "float16": (1e-1, 1e-1),
+}
+HALF = ("bfloat16", "float16")  # what rounds the terms of a sum more than the sum itself
+LARGEST = {"float64": 1e300, "float32": 1e37, "bfloat16": 1e37, "float16": 6e4}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run and its gradients. state: tensors of the final state in the true scale, () if there is none.
+
+    start: the largest typical entry of the initial state. grads: of ⟨y, dy⟩; state_grads: of ⟨final state, dS⟩; by
+    input name, "initial_state" included. terms, state_terms: of their Params, where half precisions are compared, the
+    root of the sum of squares of what every token adds (`Subject.terms`).
+    """
+
+    y: Tensor
+    state: tuple[Tensor, ...]
+    start: float = 0.0
+    grads: Mapping[str, Tensor] = field(default_factory=dict)
+    state_grads: Mapping[str, Tensor] = field(default_factory=dict)
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    state_terms: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: a recurrence, or a user's function against it, on inputs of the given ranges."""
+
+    recurrence: Recurrence
+    ranges: Mapping[str, Range]
+    against: Callable[..., Any] | None = None
+    device: torch.device | str = "cpu"
+    backend: str = "auto"
+    cache: dict[tuple[str, str], Outcome] = field(default_factory=dict, repr=False)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """The kind of every input."""
+        return {i.name: i.kind for i in self.recurrence.spec.inputs}
+
+    @property
+    def against_takes_state(self) -> bool:
+        """True when the user's function has a parameter initial_state."""
+        return self.against is not None and "initial_state" in inspect.signature(self.against).parameters
+
+    @property
+    def has_decode_kernel(self) -> bool:
+        """True when one token without gradients runs on the triton backend."""
+        try:
+            self.recurrence.plan(T=1, N=3, P=2, form="recurrent", backend=KERNELS, device=self.device)
+        except FormError:
+            return False
+        return True
+
+    def supports(self, form: str, example: Example) -> Example:
+        """The example without what a user's function need not take: grouped heads, maybe an initial state."""
+        if form != AGAINST:
+            return example
+        return replace(example, groups={}, initial=example.initial and self.against_takes_state)
+
+    def inputs(self, example: Example) -> dict[str, Tensor]:
+        """The example's tensors."""
+        return example.inputs(self.recurrence, self.ranges, self.device)
+
+    def state(self, example: Example, rows: int = 0) -> State | None:
+        """The example's initial state."""
+        return example.state(self.recurrence, self.ranges, self.device, rows)
+
+    def sizes(self, inputs: Mapping[str, Tensor]) -> Sizes:
+        """B, T, H, N, P of a call."""
+        return bind(self.recurrence.spec, (), inputs).sizes
+
+    def run(
+        self, form: str, inputs: Mapping[str, Tensor], state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State | None]:
+        """y and the final state (None when the user's function returns none)."""
+        if form != AGAINST:
+            backend = {ORACLE: "auto", KERNELS: KERNELS}.get(form, self.backend)
+            how = {"form": "auto" if form == KERNELS else form, "backend": backend}
+            call: dict[str, Any] = {**inputs, "initial_state": state, **how}
+            y, final = self.recurrence(**call, cu_seqlens=cu_seqlens, return_state=True)
+            return y, final
+        assert self.against is not None
+        options: dict[str, Any] = {} if state is None else {"initial_state": state}
+        result = self.against(*inputs.values(), **options)
+        return result if isinstance(result, tuple) else (result, None)
+
+    def truth(self, state: State | None, p: int) -> tuple[Tensor, ...]:
+        """A state as float64 tensors that may be compared: the true scale, a cache cut to what is in use."""
+        if state is None:
+            return ()
+        if isinstance(state, KVCache):
+            used = torch.arange(state.k.shape[2], device=state.k.device) < state.lengths[:, None]
+            k, v = (x.double() * used[:, None, :, None] for x in (state.k, state.v))
+            return k, v, state.lengths[:, None].double()
+        return (self.recurrence.true_state(state.double(), p),)
+
+    def outcome(self, form: str, example: Example) -> Outcome:
+        """The example's run by one form with all gradients; the oracle in float64 on the same rounded inputs."""
+        key = (form, repr(example))
+        if key not in self.cache:
+            if len(self.cache) > 8:
+                self.cache.clear()
+            inputs, state = self.inputs(example), self.state(example)
+            dy = cotangent(example, self.sizes(inputs)).to(example.torch_dtype).to(self.device)
+            if form == ORACLE:
+                inputs, dy = {name: x.double() for name, x in inputs.items()}, dy.double()
+                state = same_state(state, Tensor.double)
+            found = self.differentiate(form, inputs, state, dy, example.seed)
+            if form == ORACLE and example.dtype in HALF:
+                terms, state_terms = self.terms(inputs, state, dy, example.seed)
+                found = replace(found, terms=terms, state_terms=state_terms)
+            self.cache[key] = found
+        return self.cache[key]
+
+    def terms(
+        self, inputs: Mapping[str, Tensor], state: State | None, dy: Tensor, seed: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """How large a Param's gradients are before tokens cancel: √Σ_t g_t², of ⟨y, dy⟩ and of ⟨final state, dS⟩.
+
+        g_t: what token t adds, found by the oracle with a Param of its own for every token. Each has the Param's shape.
+        """
+        params = [name for name, kind in self.kinds.items() if not kind.time]
+        if not params:
+            return {}, {}
+        tokens = dy.shape[1]
+        stacked = {name: x.expand(tokens, *x.shape) if name in params else x for name, x in inputs.items()}
+
+        def one_by_one(form: str, given: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+            outputs = []
+            for t in range(tokens):
+                now = {name: x[t] if name in params else x[:, t : t + 1] for name, x in given.items()}
+                y, state = self.run(form, now, state)
+                outputs.append(y)
+            return torch.cat(outputs, dim=1), state
+
+        found = self.differentiate(ORACLE, stacked, state, dy, seed, one_by_one)
+        each = found.grads, found.state_grads
+        terms, state_terms = ({n: g[n].square().sum(0).sqrt() for n in params if n in g} for g in each)
+        return terms, state_terms
+
+    def differentiate(
+        self,
+        form: str,
+        inputs: Mapping[str, Tensor],
+        state: State | None,
+        dy: Tensor,
+        seed: int,
+        run: Callable[..., tuple[Tensor, State | None]] | None = None,
+    ) -> Outcome:
+        """Run and differentiate ⟨y, dy⟩ and ⟨final state, random⟩ in every input and the initial state."""
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        start = same_state(state, lambda x: x.detach().requires_grad_())
+        y, final = (run or self.run)(form, leaves, start)
+        p = y.shape[-1]
+        truth = self.truth(final, p)
+        wrt = leaves | self.state_leaves(start)
+        generator = torch.Generator().manual_seed(seed + 2)
+        ds = [torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x) for x in truth]
+        grads = gradients((y * dy.to(y)).sum(), wrt)
+        of_state = gradients(sum((x * d).sum() for x, d in zip(truth, ds, strict=True)), wrt) if truth else {}
+        parts = tuple(x.detach() for x in truth)
+        size = max((typical_entry(x, None) for x in self.truth(state, p)), default=0.0)
+        return Outcome(y.detach(), parts, size, self.without_gain(grads, p), self.without_gain(of_state, p))
+
+    @staticmethod
+    def state_leaves(state: State | None) -> dict[str, Tensor]:
+        """The differentiable tensors of an initial state."""
+        if state is None:
+            return {}
+        if isinstance(state, KVCache):
+            return {"initial_state.k": state.k, "initial_state.v": state.v}
+        return {"initial_state": state}
+
+    def without_gain(self, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
+        """The running maximum of a stabilised state is a choice of scale, so its columns have no gradient."""
+        layout = columns(self.recurrence.spec, p)
+        if layout.gain and "initial_state" in grads:
+            grads["initial_state"] = grads["initial_state"][..., : layout.p + layout.den]
+        return grads
+
+
+def gradients(loss: Any, wrt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradient of a scalar in every named leaf, zeros where it does not depend on it."""
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in wrt.items()}
+    found = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True, retain_graph=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wrt.items(), found, strict=True)}
+
+
+def cotangent(example: Example, sizes: Sizes) -> Tensor:
+    """dy [B, T, H, P], float64."""
+    generator = torch.Generator().manual_seed(example.seed + 1)
+    return torch.randn(sizes.batch, sizes.tokens, sizes.heads, sizes.p, generator=generator, dtype=torch.float64)
+
+
+def by_head(x: Tensor, kind: Kind | None) -> Tensor:
+    """[heads (of every batch row), blocks of tokens, numbers]; kind None: a state [B, H, ...]."""
+    if kind is not None and not kind.time:
+        return x.reshape(x.shape[0], 1, -1)
+    if kind is None:
+        return x.reshape(x.shape[0] * max(1, x.shape[1]), 1, -1)
+    x = x.movedim(2 + (kind.steps is not None), 1).flatten(3) if x.dim() > 3 else x.movedim(2, 1).unsqueeze(-1)
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % BLOCK))
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2] // BLOCK, -1)
+
+
+def distance(
+    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None
+) -> float:
+    """Worst relative error over heads and token blocks; see RESOLUTION.
+
+    scale: typical_entry of what it was computed from. terms: of a sum, what it would be if its terms did not cancel, to
+    which errors of half precisions are relative. Infinite for a wrong shape or a number that is not finite; 0 where the
+    expected number itself does not fit.
+    """
+    if got.shape != expected.shape:
+        return math.inf
+    if expected.numel() == 0 or not expected.isfinite().all() or expected.abs().max() > LARGEST[dtype]:
+        return 0.0
+    if not got.isfinite().all():
+        return math.inf
+    ref = by_head(expected.double(), kind)
+    difference = by_head(got.double(), kind) - ref
+    share, floor = RESOLUTION[dtype]
+    own = ref.norm(dim=-1)
+    typical = own.norm(dim=-1, keepdim=True) / math.sqrt(own.shape[-1])
+    least = max(scale, typical_entry(expected, kind)) * floor * math.sqrt(ref.shape[-1])
+    limits = torch.finfo(torch.float64 if dtype == "float64" else torch.float32)
+    least = max(least, limits.tiny / limits.eps)  # below it numbers have no more digits to compare
+    size = torch.maximum(own, share * typical).clamp(min=least)
+    if terms is not None:
+        size = torch.maximum(size, by_head(terms.double(), kind).norm(dim=-1))
+    error = difference.norm(dim=-1)
+    ratio = torch.where(error == 0, 0.0, error / size)
+    return float(ratio.max())
+
+
+def typical_entry(x: Tensor, kind: Kind | None) -> float:
+    """Root mean square of the largest block of a tensor; 0 if it is not finite."""
+    if not x.numel():
+        return 0.0
+    blocks = by_head(x.detach().double(), kind)
+    largest = float(blocks.norm(dim=-1).max()) / math.sqrt(blocks.shape[-1])
+    return largest if math.isfinite(largest) else 0.0

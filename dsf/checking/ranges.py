@@ -1,0 +1,318 @@
+"""What range each input lives in, inferred from the traced expressions, so that checks draw inputs that make sense.
+
+The rule: states stay bounded and every expression stays inside its domain. Wherever random real inputs already give
+that (a decay exp(-softplus(x)), a key l2norm(k)), nothing is demanded; otherwise the demand is pushed down to inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import bind, environment
+from dsf.language.annotations import Kind
+from dsf.language.errors import InputError
+from dsf.language.expr import KEY, VALUE, Expr, children_first
+from dsf.language.operator import Correction
+from dsf.language.spec import Spec
+from dsf.torch.evaluate import Evaluator
+
+INF = math.inf
+APART = 0.1  # how far denominators and logarithms stay from 0
+PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values an input may take: low ≤ x ≤ high entry by entry; unit: vectors of length one on the Key axis."""
+
+    low: float = -INF
+    high: float = INF
+    unit: bool = False
+
+    @property
+    def is_real(self) -> bool:
+        """True when every real number is allowed."""
+        return not self.unit and self.low == -INF and self.high == INF
+
+    def __str__(self) -> str:
+        if self.unit:
+            return "of unit length"
+        if self.is_real:
+            return "real"
+        if self.low == -INF:
+            return f"≤ {self.high:g}"
+        return f"≥ {self.low:g}" if self.high == INF else f"in [{self.low:g}, {self.high:g}]"
+
+
+REAL = Range()
+UNIT = Range(unit=True)
+Given = Mapping[str, "Range | tuple[float, float]"]
+
+
+def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
+    """A range for every input: what the user gave, else what the expressions demand.
+
+    The demands, in this order:
+
+    * domain: denominators and arguments of log, sqrt, rsqrt positive;
+    * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0]);
+    * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
+      that is a factor of scale (DeltaNet's β) in [0, 2/R];
+    * quotients that nothing guards: den stays away from 0, so readout, key and the factors beside it are positive.
+
+    Raises InputError for a name the recurrence does not have or a range that is empty.
+    """
+    ranges = dict.fromkeys((i.name for i in spec.inputs), REAL)
+    fixed = {name: _as_range(spec, name, value) for name, value in (given or {}).items()}
+    if not spec.is_softmax:
+        _Inference(spec, ranges | fixed, frozenset(fixed)).run(ranges)
+    return ranges | fixed
+
+
+def _as_range(spec: Spec, name: str, value: Range | tuple[float, float]) -> Range:
+    if name not in {i.name for i in spec.inputs}:
+        names = ", ".join(i.name for i in spec.inputs)
+        raise InputError(f"{spec.name}: ranges names `{name}`, which is no input; inputs are {names}")
+    found = value if isinstance(value, Range) else Range(float(value[0]), float(value[1]))
+    if not found.low <= found.high:
+        raise InputError(f"{spec.name}: the range of `{name}` is empty: low {found.low:g}, high {found.high:g}")
+    return found
+
+
+class _Inference:
+    """Pushes demands on expressions down to inputs; `probe` tells whether they already hold."""
+
+    def __init__(self, spec: Spec, ranges: dict[str, Range], fixed: frozenset[str]) -> None:
+        self.spec, self.ranges, self.fixed = spec, ranges, fixed
+        self.evaluator: Evaluator | None = None
+
+    def run(self, out: dict[str, Range]) -> None:
+        """Make every demand; write the ranges found into `out`."""
+        self.domains()
+        for row in self.spec.rows:
+            self.demand(row.normal.decay, -1.0, 1.0)
+        for row in self.spec.rows:
+            for c in row.normal.corrections:
+                self.correction(c, 2.0 / len(row.normal.corrections))
+        self.quotient()
+        out.update(self.ranges)
+
+    def probe(self, x: Expr) -> Tensor:
+        """Values of x on drawn inputs [1, T, 1, n, p]."""
+        if self.evaluator is None:
+            bound = bind(self.spec, (), probe_inputs(self.spec, self.ranges))
+            self.evaluator = Evaluator(environment(self.spec, bound), PROBE_KEYS, PROBE_CHANNELS)
+        return self.evaluator(x)
+
+    def holds(self, x: Expr, low: float, high: float) -> bool:
+        """True when drawn inputs keep x between low and high."""
+        values = self.probe(x)
+        return bool(((values >= low - 1e-9) & (values <= high + 1e-9)).all())
+
+    def domains(self) -> None:
+        roots = [self.spec.readout, self.spec.system.D]
+        for row in self.spec.rows:
+            roots += [row.normal.decay, *(e for c in row.normal.corrections for e in (c.scale, c.left, c.right))]
+            roots += [e for t in row.terms for e in (t.key, t.value)] + ([row.dense] if row.dense is not None else [])
+        for node in children_first(*roots):
+            if node.op == "div":
+                self.positive(node.args[1])
+            elif node.op in ("log", "sqrt", "rsqrt"):
+                self.positive(node.args[0])
+
+    def positive(self, x: Expr) -> None:
+        """Demand x well above 0, unless it is above 0 as it is."""
+        if self.probe(x).min() <= 0:
+            self.demand(x, APART, INF)
+
+    def quotient(self) -> None:
+        """Positive readout and keys where y is a quotient with nothing that keeps den from 0."""
+        rule = self.spec.rule
+        if rule is None or not any(n.op == "div" for n in children_first(rule)):
+            return
+        if any(n.op in ("maximum", "minimum", "add", "sqrt") for n in children_first(rule)):
+            return  # guarded
+        if self.spec.features is not None:
+            return  # Taylor features: no entry need be positive for their dot product to be
+        assert self.spec.ones is not None
+        factors = [e for row in self.spec.ones.rows for t in row.terms for e in (t.key, t.value)]
+        for factor in [self.spec.readout, *factors]:
+            self.positive(factor)
+
+    def correction(self, c: Correction, bound: float) -> None:
+        """Demand a correction whose matrix is no larger than `bound`."""
+        size = self.probe(c.scale).abs() * self.probe(c.left).norm(dim=-2, keepdim=True)
+        if (size * self.probe(c.right).norm(dim=-2, keepdim=True)).max() > bound:
+            self.short(c.left)
+            self.short(c.right)
+            self.demand(c.scale, -bound, bound)
+
+    def short(self, x: Expr) -> None:
+        """Demand Key vectors of length at most one."""
+        if self.probe(x).square().sum(-2).max() <= 1 + 1e-6:
+            return
+        if x.op == "input":
+            self._set(x.attrs[0], UNIT)
+            return
+        parts = [a for a in x.args if KEY in a.axes]
+        if x.op == "mul" and len(parts) == 2:
+            parts = [a for a in parts if not self.holds(a, -1.0, 1.0)] or parts[1:]
+        for part in parts:
+            self.short(part)
+
+    def demand(self, x: Expr, low: float, high: float) -> None:
+        """Demand low ≤ x ≤ high."""
+        if self.holds(x, low, high):
+            return
+        if x.op == "input":
+            self._narrow(x.attrs[0], low, high)
+        elif x.op in _RULES:
+            _RULES[x.op](self, x, low, high)
+
+    def _narrow(self, name: str, low: float, high: float) -> None:
+        if low < 0 and (high == INF or high == -low):
+            low = 0.0  # a gate or a rate: of the two signs, the papers' one
+        old = self.ranges[name]
+        new = Range(max(low, old.low) + 0.0, min(high, old.high) + 0.0)  # + 0.0: no -0
+        if not old.unit and new.low < new.high:
+            self._set(name, new)
+
+    def _set(self, name: str, new: Range) -> None:
+        if name not in self.fixed:
+            self.ranges[name] = new
+            self.evaluator = None
+
+
+def _scaled(self: _Inference, x: Expr, factor: float, low: float, high: float) -> None:
+    """factor · x between low and high."""
+    if factor:
+        bounds = sorted((low / factor, high / factor))
+        self.demand(x, *bounds)
+
+
+def _mul(self: _Inference, x: Expr, low: float, high: float) -> None:
+    a, b = x.args
+    for one, other in ((a, b), (b, a)):
+        if one.is_constant:
+            _scaled(self, other, one.value, low, high)
+            return
+    if math.isinf(low) or math.isinf(high):
+        values = self.probe(a)
+        if (values > 0).any() and (values < 0).any():
+            a, b = b, a
+            values = self.probe(a)
+        if (values > 0).any() and (values < 0).any():
+            self.demand(a, 0.0, INF)
+            self.demand(b, low, high)
+        else:
+            _scaled(self, b, -1.0 if (values < 0).any() else 1.0, low, high)
+        return
+    limit = max(abs(low), abs(high))
+    first, second = (b, a) if self.holds(a, -1.0, 1.0) else (a, b)
+    self.demand(first, -limit, limit)
+    if not self.holds(x, low, high):
+        self.demand(second, -1.0, 1.0)
+
+
+def _add(self: _Inference, x: Expr, low: float, high: float, sign: float = 1.0) -> None:
+    a, b = x.args
+    if b.is_constant:
+        self.demand(a, low - sign * b.value, high - sign * b.value)
+    elif a.is_constant:
+        _scaled(self, b, sign, low - a.value, high - a.value)
+    else:
+        self.demand(a, low / 2, high / 2)
+        _scaled(self, b, sign, low / 2, high / 2)
+
+
+def _div(self: _Inference, x: Expr, low: float, high: float) -> None:
+    a, b = x.args
+    smallest = float(self.probe(b).abs().min())
+    _scaled(self, a, 1.0 / smallest if smallest else 0.0, low, high)
+
+
+def _pow(self: _Inference, x: Expr, low: float, high: float) -> None:
+    base, power = x.args
+    if not power.is_constant:
+        self.demand(base, 0.0, 1.0)
+        self.demand(power, 0.0, INF)
+    elif power.value > 0:
+        root = high if math.isinf(high) else max(high, 0.0) ** (1 / power.value)
+        self.demand(base, 0.0 if power.value % 2 else -root, root)
+
+
+def _every(*places: int) -> Callable[[_Inference, Expr, float, float], None]:
+    def rule(self: _Inference, x: Expr, low: float, high: float) -> None:
+        for place in places:
+            self.demand(x.args[place], low, high)
+
+    return rule
+
+
+def _exp(self: _Inference, x: Expr, low: float, high: float) -> None:
+    self.demand(x.args[0], math.log(low) if low > 0 else -INF, math.log(high) if high > 0 else 0.0)
+
+
+def _sum(self: _Inference, x: Expr, low: float, high: float) -> None:
+    if low >= 0:
+        self.demand(x.args[0], 0.0, INF)
+
+
+def _softplus(self: _Inference, x: Expr, low: float, high: float) -> None:
+    self.demand(x.args[0], low if low > 0 else -INF, high)
+
+
+_RULES: dict[str, Callable[[_Inference, Expr, float, float], None]] = {
+    "mul": _mul,
+    "add": _add,
+    "sub": lambda self, x, low, high: _add(self, x, low, high, sign=-1.0),
+    "div": _div,
+    "pow": _pow,
+    "exp": _exp,
+    "log": lambda self, x, low, high: self.demand(x.args[0], math.exp(min(low, 80)), math.exp(min(high, 80))),
+    "sqrt": lambda self, x, low, high: self.demand(x.args[0], max(low, 0.0) ** 2, max(high, 0.0) ** 2),
+    "softplus": _softplus,
+    "abs": lambda self, x, low, high: self.demand(x.args[0], -high, high),
+    "where": _every(1, 2),
+    "minimum": _every(0, 1),
+    "maximum": _every(0, 1),
+    "sum_key": _sum,
+    "sum_value": _sum,
+}
+
+
+def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
+    """Plain draws of every input, on which demands are tried."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {KEY: PROBE_KEYS, VALUE: PROBE_CHANNELS}
+    inputs = {}
+    for name, kind in ((i.name, i.kind) for i in spec.inputs):
+        lead = [1, PROBE_TOKENS, *([kind.steps] if kind.steps is not None else [])] if kind.time else []
+        shape = [*lead, PROBE_HEADS, *(sizes[a] for a in (KEY, VALUE) if a in kind.axes)]
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        inputs[name] = plain(ranges[name], normal, key_axis(kind))
+    return inputs
+
+
+def key_axis(kind: Kind) -> int:
+    """Place of the Key axis from the end."""
+    return -2 if VALUE in kind.axes else -1
+
+
+def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:
+    """Standard normal numbers mapped into a range: themselves, their squashed values, distances or directions."""
+    if allowed.unit:
+        return normal / normal.norm(dim=key_dim, keepdim=True).clamp(min=1e-12)
+    if allowed.is_real:
+        return normal
+    if allowed.low == -INF:
+        return allowed.high - normal.abs()
+    if allowed.high == INF:
+        return allowed.low + normal.abs()
+    share = 0.5 * (1 + torch.erf(normal / math.sqrt(2)))
+    return allowed.low + (allowed.high - allowed.low) * share

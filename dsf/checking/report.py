@@ -1,0 +1,160 @@
+"""`Report`: what dsf.check found, as data and as a table recurrence x form x quantity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsf.checking.examples import Example
+from dsf.language.errors import LawError
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst relative error of one quantity of one form under one law, over all examples.
+
+    tolerance: the largest error allowed, 0 where the law is exact. example: where the worst error arose.
+    """
+
+    law: str
+    dtype: str
+    form: str
+    quantity: str
+    error: float
+    tolerance: float
+    example: Example
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True when the law holds."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A broken law: the worst row of one form, its example made as simple as Hypothesis could, code to repeat it."""
+
+    row: Row
+    statement: str
+    shrunk: bool
+    snippet: str
+
+    def __str__(self) -> str:
+        row = self.row
+        size = "raises" if row.quantity == "exception" else f"is off by {_number(row.error)}, allowed {row.tolerance:g}"
+        lines = [f"BROKEN {row.law}: {row.form}, {row.quantity} {size} ({row.dtype})", f"  law: {self.statement}"]
+        if row.detail:
+            lines.append(f"  {row.detail}")
+        lines.append(f"  {'smallest' if self.shrunk else 'first'} example found: {row.example}")
+        return "\n".join([*lines, "  to repeat it:", *(f"    {line}" for line in self.snippet.splitlines())])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What dsf.check found about one recurrence.
+
+    ranges: the values inputs were drawn from, in words. rows: worst errors. failures: one for each broken law and
+    form. examples: how many were drawn; seconds: what it took.
+    """
+
+    recurrence: str
+    structure: str
+    device: str
+    ranges: Mapping[str, str]
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...]
+    examples: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True when no law is broken."""
+        return not self.failures
+
+    @property
+    def worst(self) -> Row | None:
+        """The row nearest to (or furthest beyond) its tolerance, exact laws left out."""
+        graded = [r for r in self.rows if r.tolerance]
+        return max(graded, key=lambda r: r.error / r.tolerance, default=None)
+
+    def raise_if_failed(self) -> Report:
+        """The report itself; raises LawError, whose text is the report, when a law is broken."""
+        if not self.ok:
+            raise LawError(str(self))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data for JSON; an error that is not finite is the string "inf"."""
+        return {
+            "recurrence": self.recurrence,
+            "structure": self.structure,
+            "ok": self.ok,
+            "device": self.device,
+            "ranges": dict(self.ranges),
+            "examples": self.examples,
+            "seconds": round(self.seconds, 3),
+            "rows": [_row(r) for r in self.rows],
+            "failures": [
+                {**_row(f.row), "statement": f.statement, "shrunk": f.shrunk, "snippet": f.snippet}
+                for f in self.failures
+            ],
+        }
+
+    def __str__(self) -> str:
+        verdict = "all laws hold" if self.ok else f"{len(self.failures)} broken"
+        ranges = ", ".join(f"{name} {text}" for name, text in self.ranges.items())
+        head = [
+            f"{self.recurrence}: {verdict} ({self.structure}; {self.examples} examples, {self.seconds:.1f} s on "
+            f"{self.device})",
+            f"inputs: {ranges}",
+        ]
+        return "\n".join([*head, "", *self._table(), *(f"\n{f}" for f in self.failures)])
+
+    def _table(self) -> list[str]:
+        """A line for every quantity of the law of forms and every broken one; one line for all others of a law.
+
+        One column a form; the last says what is allowed.
+        """
+        names = list(dict.fromkeys(r.form for r in self.rows))
+        cells: dict[tuple[str, str, str], dict[str, Row]] = {}
+        for r in self.rows:
+            quantity = r.quantity if r.law == "forms" or not r.ok else "all others"
+            found = cells.setdefault((r.law, r.dtype, quantity), {})
+            if r.form not in found or r.error > found[r.form].error:
+                found[r.form] = r
+        widths = [max([8, *(len(key[i]) for key in cells)]) for i in range(3)]
+        lines = [_line(widths, ("law", "dtype", "quantity"), names, "allowed")]
+        last = ""
+        for (law, dtype, quantity), found in cells.items():
+            shown = [_cell(found[f]) if f in found else "" for f in names]
+            allowed = next(iter(found.values())).tolerance
+            some = {q for a, d, q in cells if (a, d) == (law, dtype)} - {"all others"}
+            title = "all" if quantity == "all others" and not some else quantity
+            first = (law if law != last else "", dtype, title)
+            lines.append(_line(widths, first, shown, f"{allowed:g}" if allowed else "exact"))
+            last = law
+        return lines
+
+
+def _line(widths: list[int], first: tuple[str, ...], cells: list[str], last: str) -> str:
+    left = "  ".join(text.ljust(width) for text, width in zip(first, widths, strict=True))
+    return f"{left}  {''.join(c.rjust(10) for c in cells)}{last.rjust(9)}".rstrip()
+
+
+def _cell(row: Row) -> str:
+    return _number(row.error) + ("" if row.ok else "!")
+
+
+def _number(error: float) -> str:
+    return "0" if error == 0 else ("inf" if math.isinf(error) else f"{error:.1e}")
+
+
+def _row(r: Row) -> dict[str, Any]:
+    return {
+        "law": r.law, "dtype": r.dtype, "form": r.form, "quantity": r.quantity,
+        "error": r.error if math.isfinite(r.error) else "inf", "tolerance": r.tolerance, "ok": r.ok,
+        "detail": r.detail, "example": r.example.to_dict(),
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""The language: what a recurrence is written in, traced, and brought to its normal form."""

@@ -1,0 +1,137 @@
+"""What a recurrence's parameters are annotated with: the axes an input varies over."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, VALUE, Axes, Expr
+
+# Names that Recurrence.__call__ keeps for itself.
+RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "backend"})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An input's axes; time is False for Param (no token axis), steps is the number of micro-steps of Steps[...]."""
+
+    axes: Axes
+    time: bool = True
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        names = ", ".join(a.title() for a in (KEY, VALUE) if a in self.axes) or "Scalar"
+        if self.steps is not None:
+            return f"Steps[{names}, {self.steps}]"
+        return names if self.time else f"Param[{names}]"
+
+    def layout(self, one_token: bool = False) -> tuple[str, ...]:
+        """The names of the tensor's axes; one_token: as Recurrence.step takes it, without T."""
+        lead = ("B", "T") if self.time else ()
+        steps = ("n",) if self.steps is not None else ()
+        last = tuple({KEY: "N", VALUE: "P"}[a] for a in (KEY, VALUE) if a in self.axes)
+        return tuple(x for x in (*lead, *steps, "H", *last) if not (one_token and x == "T"))
+
+
+if TYPE_CHECKING:
+    from typing import Annotated as Steps  # a tuple of Expr; no type can be written Steps[Key, 2]
+
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Axis = TypeVarTuple("Axis")
+    Key: TypeAlias = Expr
+    Value: TypeAlias = Expr
+    Scalar: TypeAlias = Expr
+
+    class Param(Expr, Generic[Unpack[Axis]]):
+        """An expression of an input without the token axis."""
+else:
+
+    class _Marker:
+        kind: Kind
+
+    class Key(_Marker):
+        """One entry for each of the N places of the Key axis, every token: [B, T, H, N]."""
+
+        kind = Kind(frozenset({KEY}))
+
+    class Value(_Marker):
+        """One entry for each of the P channels, every token: [B, T, H, P]."""
+
+        kind = Kind(frozenset({VALUE}))
+
+    class Scalar(_Marker):
+        """One number a head, every token: [B, T, H]."""
+
+        kind = Kind(frozenset())
+
+    class Param:
+        """An input without the token axis: Param[Scalar] [H], Param[Key] [H, N], Param[Key, Value] [H, N, P]."""
+
+        def __class_getitem__(cls, items: Any) -> Kind:
+            items = items if isinstance(items, tuple) else (items,)
+            return Kind(_axes_of(items, "Param"), time=False)
+
+    class Steps:
+        """n values a token, one for each micro-step: Steps[Key, n] [B, T, n, H, N]; the parameter is an n-tuple."""
+
+        def __class_getitem__(cls, items: Any) -> Kind:
+            *marks, count = items if isinstance(items, tuple) else (items,)
+            if not marks or type(count) is not int or count < 1:
+                raise TraceError(
+                    f"Steps takes axes and a positive number of micro-steps, as in Steps[Key, 2]; got {items}"
+                )
+            return Kind(_axes_of(tuple(marks), "Steps"), steps=count)
+
+
+def _axes_of(items: tuple[Any, ...], where: str) -> Axes:
+    for item in items:
+        if not (isinstance(item, type) and hasattr(item, "kind")):
+            raise TraceError(f"{where}[...] takes Key, Value or Scalar; got {item!r}")
+    return frozenset().union(*(item.kind.axes for item in items))
+
+
+def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
+    """The kind of every parameter, in order. Raises TraceError for a missing or foreign annotation."""
+    if not inspect.isfunction(function):
+        raise TraceError(f"a recurrence is declared by a function that returns a System, got {function!r}")
+    names = {"Key": Key, "Value": Value, "Scalar": Scalar, "Param": Param, "Steps": Steps}
+    closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+    scope = {**names, **function.__globals__, **closure}
+    kinds: dict[str, Kind] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TraceError(f"{function.__name__}: *{name} is not possible, a recurrence names its inputs")
+        if name in RESERVED:
+            raise TraceError(f"{function.__name__}: no input can be called `{name}`, calls have an option of that name")
+        if parameter.default is not parameter.empty:
+            raise TraceError(
+                f"{function.__name__}: input `{name}` has a default; inputs are tensors, given at every call"
+            )
+        mark = parameter.annotation
+        if isinstance(mark, str):
+            mark = _resolve(function, name, mark, scope)
+        kind = mark if isinstance(mark, Kind) else getattr(mark, "kind", None)
+        if not isinstance(kind, Kind):
+            raise TraceError(
+                f"{function.__name__}: input `{name}` needs an annotation saying its axes "
+                f"(Key, Value, Scalar, Param[...] or Steps[...]), got {_describe(parameter.annotation)}"
+            )
+        kinds[name] = kind
+    return kinds
+
+
+def _resolve(function: Callable[..., Any], name: str, text: str, scope: dict[str, Any]) -> Any:
+    try:
+        return eval(text, scope)  # annotations are source text under `from __future__ import annotations`
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(f"{function.__name__}: the annotation `{text}` of input `{name}` fails: {error}") from error
+
+
+def _describe(annotation: Any) -> str:
+    return "none" if annotation is inspect.Parameter.empty else repr(annotation)

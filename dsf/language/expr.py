@@ -1,0 +1,351 @@
+"""Expressions: what a recurrence is made of, traced once.
+
+An `Expr` is an immutable, hash-consed node: building the same expression twice gives the same object, so identity is
+equality and a directed acyclic graph costs what it prints. It carries the set of axes it varies over, a subset of
+{"key", "value"}; products broadcast by axis name, never by position.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from dsf.language.errors import TraceError
+
+KEY, VALUE = "key", "value"
+Axes: TypeAlias = frozenset[str]
+Number: TypeAlias = int | float
+Like: TypeAlias = "Expr | int | float"
+
+
+class OperatorBase:
+    """Base of dsf.operator.Operator: what expressions must know to leave arithmetic with operators to it."""
+
+    __slots__ = ()
+
+
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+
+# Operations that are not elementwise in their arguments' axes.
+REDUCTIONS = {"sum_key": KEY, "sum_value": VALUE}
+COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
+
+
+class Expr:
+    """One node of a traced expression.
+
+    op: the primitive's name ("exp", "mul", …), or "const", "size", "input", "output" (what normalize sees). args: its
+    operands. attrs: static facts (an input's name and micro-step, a constant's value, an order). axes: what it varies
+    over. features: None, or what its Key axis holds ("exp" for infinite features, "taylor2" …) instead of the
+    recurrence's own N entries.
+    """
+
+    __slots__ = ("__weakref__", "args", "attrs", "axes", "features", "op")
+    op: str
+    args: tuple[Expr, ...]
+    attrs: tuple[Any, ...]
+    axes: Axes
+    features: str | None
+
+    def __new__(
+        cls,
+        op: str,
+        args: tuple[Expr, ...] = (),
+        attrs: tuple[Any, ...] = (),
+        axes: Axes | None = None,
+        features: str | None = None,
+    ) -> Expr:
+        """Return the one node with these parts."""
+        if axes is None:
+            axes = frozenset[str]().union(*(a.axes for a in args))
+        if features is None and KEY in axes:
+            features = _common_features(args)
+        identity = (op, tuple(map(id, args)), attrs, axes, features)
+        found = _interned.get(identity)
+        if found is not None:
+            return found
+        self = object.__new__(cls)
+        self.op, self.args, self.attrs, self.axes, self.features = op, args, attrs, axes, features
+        _interned[identity] = self
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Expr, (self.op, self.args, self.attrs, self.axes, self.features)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Expr:
+        return self
+
+    def __add__(self, other: Like) -> Any:
+        return _binary("add", self, other)
+
+    def __radd__(self, other: Like) -> Any:
+        return _binary("add", other, self)
+
+    def __sub__(self, other: Like) -> Any:
+        return _binary("sub", self, other)
+
+    def __rsub__(self, other: Like) -> Any:
+        return _binary("sub", other, self)
+
+    def __mul__(self, other: Like) -> Any:
+        return _binary("mul", self, other)
+
+    def __rmul__(self, other: Like) -> Any:
+        return _binary("mul", other, self)
+
+    def __truediv__(self, other: Like) -> Any:
+        return _binary("div", self, other)
+
+    def __rtruediv__(self, other: Like) -> Any:
+        return _binary("div", other, self)
+
+    def __pow__(self, other: Like) -> Any:
+        return _binary("pow", self, other)
+
+    def __rpow__(self, other: Like) -> Any:
+        return _binary("pow", other, self)
+
+    def __neg__(self) -> Any:
+        return _binary("mul", -1.0, self)
+
+    def __gt__(self, other: Like) -> Any:
+        return _binary("gt", self, other)
+
+    def __ge__(self, other: Like) -> Any:
+        return _binary("ge", self, other)
+
+    def __lt__(self, other: Like) -> Any:
+        return _binary("lt", self, other)
+
+    def __le__(self, other: Like) -> Any:
+        return _binary("le", self, other)
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int | float):
+            raise TraceError(f"`{self} == {other}` is not known while the recurrence is declared; compare with > or <")
+        return self is other
+
+    def __bool__(self) -> bool:
+        raise TraceError(
+            f"a traced expression has no truth value: `{self}` is not known while the recurrence is declared; "
+            "use where(condition, a, b), minimum or maximum instead of if"
+        )
+
+    def __iter__(self) -> Iterator[Expr]:
+        raise TraceError(f"`{self}` cannot be iterated over or unpacked; Steps[...] inputs can")
+
+    def __matmul__(self, other: Any) -> Any:
+        return _no_matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _no_matmul(other, self)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        name = getattr(function, "__name__", str(function))
+        raise TraceError(f"torch.{name} does not take expressions, which have no numbers yet; use dsf's own functions")
+
+    def __repr__(self) -> str:
+        return show(self)
+
+    @property
+    def is_constant(self) -> bool:
+        """True for a literal number."""
+        return self.op == "const"
+
+    @property
+    def value(self) -> float:
+        """The number of a literal."""
+        assert self.op == "const"
+        return float(self.attrs[0])
+
+
+def _no_matmul(a: Any, b: Any) -> Any:
+    from dsf.language.operator import Operator  # `expression @ operator` is the operator's own affair
+
+    if isinstance(a, Operator) or isinstance(b, Operator):
+        return NotImplemented
+    raise TraceError(
+        f"({a}) @ ({b}): @ multiplies operators; of expressions, dot(a, b) is the inner product over the Key axis and "
+        "k * v of a Key and a Value the outer one"
+    )
+
+
+def const(number: Number) -> Expr:
+    """A literal number."""
+    return Expr("const", (), (float(number),), frozenset())
+
+
+def as_expr(x: Any) -> Expr:
+    """Numbers become constants; everything that is not an expression with a number as its value is refused."""
+    if isinstance(x, Expr):
+        if x.op in COMPARISONS:
+            raise TraceError(f"the comparison `{x}` has no number as its value; use where({x}, a, b)")
+        return x
+    if isinstance(x, int | float) and not math.isnan(x):
+        return const(x)
+    if isinstance(x, OperatorBase):
+        raise TraceError(
+            f"an operator on the Key axis (`{x}`) stands where an expression is needed; operators add, scale and "
+            "multiply with @, and are the A of a System"
+        )
+    raise TraceError(f"expected an expression or a number, got {type(x).__name__}: {x!r}")
+
+
+def _common_features(args: tuple[Expr, ...]) -> str | None:
+    kinds = {a.features for a in args if KEY in a.axes}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(k or "N" for k in kinds))
+        raise TraceError(f"Key axes of different sizes meet: {names}; map both sides with the same features")
+    return kinds.pop() if kinds else None
+
+
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {  # numbers and tensors alike
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
+
+
+def _binary(op: str, a: Any, b: Any) -> Any:
+    """Arithmetic and comparisons, with the constant folding that keeps printed expressions readable."""
+    if isinstance(a, OperatorBase) or isinstance(b, OperatorBase):
+        return NotImplemented  # an operator on either side takes over
+    a, b = as_expr(a), as_expr(b)
+    if a.is_constant and b.is_constant and op in ARITHMETIC:
+        return const(_fold(op, a.value, b.value))
+    if op in ("add", "sub") and b.is_constant and b.value == 0:
+        return a
+    if op == "add" and a.is_constant and a.value == 0:
+        return b
+    if op in ("mul", "div", "pow") and b.is_constant and b.value == 1:
+        return a
+    if op == "mul" and a.is_constant and a.value == 1:
+        return b
+    return Expr(op, (a, b))
+
+
+def _fold(op: str, a: float, b: float) -> float:
+    try:
+        folded = ARITHMETIC[op](a, b)
+    except ArithmeticError:
+        folded = math.nan
+    if isinstance(folded, complex) or (math.isfinite(a) and math.isfinite(b) and not math.isfinite(folded)):
+        raise TraceError(f"{a:g} {_SYMBOLS[op]} {b:g} is not a real number")
+    return float(folded)
+
+
+def children_first(*roots: Expr) -> list[Expr]:
+    """Every node reachable from roots, each after its operands."""
+    seen: set[int] = set()
+    out: list[Expr] = []
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            out.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+    return out
+
+
+def substitute(root: Expr, replacements: dict[Expr, Expr]) -> Expr:
+    """root with nodes replaced; rebuilt bottom-up, axes inferred anew."""
+    done: dict[Expr, Expr] = {}
+    for node in children_first(root):
+        if node in replacements:
+            done[node] = replacements[node]
+        elif not node.args:
+            done[node] = node
+        else:
+            done[node] = rebuild(node, tuple(done[a] for a in node.args))
+    return done[root]
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation on other operands."""
+    if args == node.args:
+        return node
+    if node.op in ARITHMETIC or node.op in COMPARISONS:
+        return _binary(node.op, *args)
+    if node.op in REDUCTIONS:
+        return reduction(node.op, args[0])
+    fixed = node.axes if node.op in ("exp_features", "taylor_features") else None
+    return Expr(node.op, args, node.attrs, fixed, node.features if fixed else None)
+
+
+def reduction(op: str, x: Expr) -> Expr:
+    """sum over one axis; a Key read where none exists is an error."""
+    axis = REDUCTIONS[op]
+    if axis not in x.axes:
+        raise TraceError(f"{op}({x}) sums over the {axis.title()} axis, but its argument does not vary over it")
+    return Expr(op, (x,), (), x.axes - {axis})
+
+
+def inputs_of(*roots: Expr) -> list[Expr]:
+    """The distinct input nodes below roots."""
+    return [n for n in children_first(*roots) if n.op == "input"]
+
+
+_SYMBOLS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "pow": "**",
+    "gt": ">",
+    "ge": ">=",
+    "lt": "<",
+    "le": "<=",
+}
+# How tightly Python binds, and the least tight operands that need no parentheses: op -> (own, left, right).
+_UNARY = 3
+_PRECEDENCE = {
+    **dict.fromkeys(COMPARISONS, (0, 1, 1)),
+    "add": (1, 1, 2),
+    "sub": (1, 1, 2),
+    "mul": (2, 2, 3),
+    "div": (2, 2, 3),
+    "pow": (4, 5, _UNARY),
+}
+
+
+def show(node: Expr, outer: int = 0) -> str:
+    """The expression as the user would write it: evaluating the text gives the node back.
+
+    outer: what surrounds it binds this tightly (0 for nothing), so parentheses are put around looser expressions.
+    """
+    if node.op in ("input", "output"):
+        name, step = node.attrs
+        return name if step is None else f"{name}[{step}]"
+    if node.op == "const":
+        return _parenthesise(_number(node.value), _UNARY if node.value < 0 else outer, outer)
+    if node.op == "size":
+        return "N" if node.attrs[0] == KEY else "P"
+    if node.op == "mul" and node.args[0].is_constant and node.args[0].value == -1:
+        return _parenthesise(f"-{show(node.args[1], _UNARY)}", _UNARY, outer)
+    if node.op in _SYMBOLS:
+        level, left, right = _PRECEDENCE[node.op]
+        text = f"{show(node.args[0], left)} {_SYMBOLS[node.op]} {show(node.args[1], right)}"
+        return _parenthesise(text, level, outer)
+    parts = [show(a) for a in node.args] + [f"{a}" for a in node.attrs]
+    return f"{node.op}({', '.join(parts)})"
+
+
+def _parenthesise(text: str, level: int, outer: int) -> str:
+    return f"({text})" if level < outer else text
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return f"float('{value}')"
+    return repr(int(value)) if value.is_integer() and abs(value) < 1e16 else repr(value)

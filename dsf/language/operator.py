@@ -1,0 +1,230 @@
+"""Operators on the Key axis: I, diag(a), outer(a, b), their sums, scalings and products, and the normal form.
+
+The tree is kept as the user wrote it (the oracle evaluates that tree, densely), and rewritten once into
+`Normal`: a decay plus rank-one corrections, A = decay ⊙ · + Σ left rightᵀ, a product of several for micro-steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, Expr, Like, OperatorBase, as_expr, const, show
+from dsf.language.primitives import dot
+
+
+@dataclass(frozen=True, eq=False)
+class Operator(OperatorBase):
+    """A linear operator on states, as written.
+
+    kind: "identity", "diag" (expr scales the state elementwise), "outer" (left rightᵀ), "sum", "scale" (expr · parts[0]
+    with expr free of the Key axis) or "product" (parts[0] @ parts[1] @ …).
+    """
+
+    kind: str
+    parts: tuple[Operator, ...] = ()
+    exprs: tuple[Expr, ...] = ()
+
+    def __add__(self, other: Any) -> Operator:
+        return Operator("sum", (self, as_operator(other)))
+
+    def __radd__(self, other: Any) -> Operator:
+        return as_operator(other) + self
+
+    def __sub__(self, other: Any) -> Operator:
+        return self + (-1.0) * as_operator(other)
+
+    def __rsub__(self, other: Any) -> Operator:
+        return as_operator(other) - self
+
+    def __mul__(self, other: Like) -> Operator:
+        return _scale(other, self)
+
+    def __rmul__(self, other: Like) -> Operator:
+        return _scale(other, self)
+
+    def __neg__(self) -> Operator:
+        return _scale(-1.0, self)
+
+    def __truediv__(self, other: Like) -> Operator:
+        return _scale(1.0 / as_expr(other), self)
+
+    def __matmul__(self, other: Any) -> Operator:
+        return Operator("product", (self, as_operator(other)))
+
+    def __rmatmul__(self, other: Any) -> Operator:
+        return Operator("product", (as_operator(other), self))
+
+    def __repr__(self) -> str:
+        return show(self.exprs[0]) if self.kind == "diag" else self._show(0)  # A=decay is how a bare one is written
+
+    def _show(self, outer: int) -> str:
+        """As the user would write it; outer as in dsf.language.expr.show (sums bind 1, products and scalings 2)."""
+        if self.kind == "identity":
+            return "I"
+        if self.kind in ("diag", "outer"):
+            return f"{self.kind}({', '.join(map(show, self.exprs))})"
+        if self.kind == "scale":
+            factor, scaled = self.exprs[0], self.parts[0]._show(3)
+            text = f"-{scaled}" if factor is const(-1) else f"{show(factor, 2)} * {scaled}"
+            return f"({text})" if outer > 2 else text
+        first, *rest = self.parts
+        if self.kind == "product":
+            text = " @ ".join([first._show(2), *(p._show(3) for p in rest)])
+            return f"({text})" if outer > 2 else text
+        text = first._show(1)
+        for part in rest:
+            negative = part.kind == "scale" and part.exprs[0] is const(-1)
+            text += f" - {part.parts[0]._show(2)}" if negative else f" + {part._show(2)}"
+        return f"({text})" if outer > 1 else text
+
+
+I = Operator("identity")
+
+
+def diag(a: Like) -> Operator:
+    """The operator that scales the state elementwise: rows by a Key expression, entries by a {Key, Value} one."""
+    return Operator("diag", (), (as_expr(a),))
+
+
+def outer(a: Like, b: Like) -> Operator:
+    """The operator a bᵀ on the Key axis. Raises TraceError when a or b has no Key axis."""
+    a, b = as_expr(a), as_expr(b)
+    for x in (a, b):
+        if KEY not in x.axes:
+            raise TraceError(f"outer({a}, {b}) needs two Key expressions, but `{x}` has no Key axis")
+    return Operator("outer", (), (a, b))
+
+
+def as_operator(x: Any) -> Operator:
+    """A bare expression or number is the operator that scales by it."""
+    return x if isinstance(x, Operator) else diag(x)
+
+
+def _scale(factor: Any, operator: Operator) -> Operator:
+    if isinstance(factor, Operator):
+        raise TraceError(f"operators multiply with @, not *: {factor._show(3)} * {operator._show(3)}")
+    expr = as_expr(factor)
+    if KEY in expr.axes:
+        raise TraceError(
+            f"`{expr}` has a Key axis: write diag({expr}) @ {operator._show(3)} or {operator._show(3)} @ diag({expr}), "
+            "because scaling rows and scaling columns differ"
+        )
+    return Operator("scale", (operator,), (expr,))
+
+
+@dataclass(frozen=True)
+class Correction:
+    """scale · left rightᵀ with scale free of the Key axis."""
+
+    scale: Expr
+    left: Expr
+    right: Expr
+
+
+@dataclass(frozen=True)
+class Normal:
+    """One factor of the normal form: A = decay ⊙ · + Σ corrections."""
+
+    decay: Expr
+    corrections: tuple[Correction, ...] = ()
+
+
+def normal_form(operator: Operator) -> tuple[Normal, ...]:
+    """The factors of A in the order they act. A sum or a scaling is one factor; a product may be many."""
+    if operator.kind == "identity":
+        return (Normal(const(1)),)
+    if operator.kind == "diag":
+        return (Normal(operator.exprs[0]),)
+    if operator.kind == "outer":
+        left, right = operator.exprs
+        scale_l, core_l = split_scale(left)
+        scale_r, core_r = split_scale(right)
+        return (Normal(const(0), (Correction(scale_l * scale_r, core_l, core_r),)),)
+    if operator.kind == "scale":
+        factors = normal_form(operator.parts[0])
+        return (*factors[:-1], _scaled(operator.exprs[0], factors[-1]))
+    if operator.kind == "sum":
+        return (_sum([_single(normal_form(p)) for p in operator.parts]),)
+    merged: list[Normal] = []
+    for part in reversed(operator.parts):
+        for factor in normal_form(part):
+            if merged and (not merged[-1].corrections or not factor.corrections):
+                merged[-1] = _product(factor, merged[-1])
+            else:
+                merged.append(factor)
+    return tuple(merged)
+
+
+def _single(factors: tuple[Normal, ...]) -> Normal:
+    """A product inside a sum has to be multiplied out; its ranks add."""
+    out = factors[0]
+    for later in factors[1:]:
+        out = _product(later, out)
+    return out
+
+
+def _scaled(s: Expr, n: Normal) -> Normal:
+    return Normal(times(s, n.decay), tuple(Correction(times(s, c.scale), c.left, c.right) for c in n.corrections))
+
+
+def _sum(parts: list[Normal]) -> Normal:
+    decay = parts[0].decay
+    for p in parts[1:]:
+        decay = decay + p.decay
+    return Normal(decay, tuple(c for p in parts for c in p.corrections))
+
+
+def _product(later: Normal, earlier: Normal) -> Normal:
+    """(D2 + L2 R2ᵀ)(D1 + L1 R1ᵀ) = D2 D1 + D2 L1 R1ᵀ + L2 (D1 R2)ᵀ + L2 (R2ᵀ L1) R1ᵀ."""
+    corrections = [_rows(later.decay, c) for c in earlier.corrections]
+    corrections += [_columns(earlier.decay, c) for c in later.corrections]
+    for c2 in later.corrections:
+        for c1 in earlier.corrections:
+            scale = times(times(c2.scale, c1.scale), dot(c2.right, c1.left))
+            corrections.append(Correction(scale, c2.left, c1.right))
+    return Normal(times(later.decay, earlier.decay), tuple(corrections))
+
+
+def _rows(decay: Expr, c: Correction) -> Correction:
+    if KEY not in decay.axes:
+        return Correction(times(decay, c.scale), c.left, c.right)
+    return Correction(c.scale, decay * c.left, c.right)
+
+
+def _columns(decay: Expr, c: Correction) -> Correction:
+    if KEY not in decay.axes:
+        return Correction(times(decay, c.scale), c.left, c.right)
+    return Correction(c.scale, c.left, decay * c.right)
+
+
+def times(a: Expr, b: Expr) -> Expr:
+    """a · b with 0 folded, also where that loses an axis (a decay of exactly zero is a legal constant here)."""
+    zero = const(0)
+    return zero if a is zero or b is zero else a * b
+
+
+def split_scale(x: Expr) -> tuple[Expr, Expr]:
+    """x = scale · core: factors without a Key axis on the left, the Key part on the right (1 if there is none)."""
+    core, scale = split_factors(x, lambda factor: KEY in factor.axes)
+    return scale, core
+
+
+def split_factors(x: Expr, wanted: Callable[[Expr], bool]) -> tuple[Expr, Expr]:
+    """x as a product of two: of its wanted factors, and of the others (1 if there are none)."""
+    found: dict[bool, Expr] = {True: const(1), False: const(1)}
+    for factor, inverse in factors_of(x):
+        own = wanted(factor)
+        found[own] = found[own] / factor if inverse else times(found[own], factor)
+    return found[True], found[False]
+
+
+def factors_of(x: Expr) -> list[tuple[Expr, bool]]:
+    """The factors of a product or quotient, each with whether it divides."""
+    if x.op == "mul":
+        return factors_of(x.args[0]) + factors_of(x.args[1])
+    if x.op == "div":
+        return factors_of(x.args[0]) + [(f, not inverse) for f, inverse in factors_of(x.args[1])]
+    return [(x, False)]

@@ -1,0 +1,323 @@
+"""`Spec`: a traced recurrence, and its normal form. Immutable; the compiler's first stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dsf.language.annotations import Kind
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, show, substitute
+from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, times
+from dsf.language.primitives import log_of
+from dsf.language.system import System, rule_of
+
+
+@dataclass(frozen=True)
+class Input:
+    """A named input and its kind."""
+
+    name: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Term:
+    """One separable part of an injection: e^gain · key valueᵀ (gain only where a running maximum will tame it)."""
+
+    key: Expr
+    value: Expr
+    gain: Expr | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One micro-step in normal form: A = decay ⊙ · + corrections, B = Σ terms, or `dense` when B does not factor."""
+
+    normal: Normal
+    terms: tuple[Term, ...]
+    dense: Expr | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """A recurrence as data: what was written (system) and what it means (rows, structure).
+
+    name, doc: of the function. inputs: in the order of its parameters. system: the traced System.
+    """
+
+    name: str
+    doc: str
+    inputs: tuple[Input, ...]
+    system: System
+
+    @cached_property
+    def readout(self) -> Expr:
+        """C."""
+        assert self.system.C is not None
+        return self.system.C
+
+    @cached_property
+    def gated_read(self) -> tuple[Expr, Expr]:
+        """C = gate · read: gains of single channels, which y may be multiplied by instead, and what reads the state.
+
+        gate is 1 where the rest would differ by channel too, where there is no Key axis to read along, and in
+        normalised systems, whose rule sees what was read.
+        """
+        gate, read = split_factors(self.readout, lambda factor: factor.axes == {VALUE})
+        plain = self.rule is not None or VALUE in read.axes or not self.has_key or gate is const(1)
+        return (const(1), self.readout) if plain else (gate, read)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The micro-steps in normal form."""
+        rows: list[Row] = []
+        for step in self.system.micro_steps:
+            *first, last = normal_form(step.A)
+            rows += [Row(n, ()) for n in first]
+            terms = self._terms(step.B)
+            rows.append(Row(last, terms) if terms is not None else Row(last, (), step.B))
+        return tuple(rows)
+
+    def _terms(self, injection: Expr) -> tuple[Term, ...] | None:
+        if injection.is_constant and injection.value == 0:
+            return ()
+        parts = [self._term(sign, part) for sign, part in summands(injection)]
+        return None if None in parts else tuple(p for p in parts if p is not None)
+
+    def _term(self, sign: float, part: Expr) -> Term | None:
+        key, value, gain = const(1), const(sign), None
+        for factor, inverse in factors_of(part):
+            if factor.op == "exp" and self.system.normalize is not None and not self.is_softmax:
+                power = -factor.args[0] if inverse else factor.args[0]
+                gain = power if gain is None else gain + power
+            elif factor.axes == {KEY, VALUE}:
+                return None
+            elif KEY in factor.axes:
+                key = key / factor if inverse else times(key, factor)
+            else:
+                value = value / factor if inverse else times(value, factor)
+        return Term(key, value, gain)
+
+    @cached_property
+    def is_softmax(self) -> bool:
+        """True when readout and injection are infinite exponential features."""
+        return self.readout.features == "exp"
+
+    @cached_property
+    def decay_axes(self) -> frozenset[str]:
+        """Axes any micro-step's decay varies over."""
+        return frozenset[str]().union(*(r.normal.decay.axes for r in self.rows))
+
+    @cached_property
+    def log_decays(self) -> tuple[Expr, ...] | None:
+        """Log of every row's decay where the table derives all of them without computing the decay; else None."""
+        logs = tuple(log_of(r.normal.decay) for r in self.rows)
+        return None if None in logs else tuple(x for x in logs if x is not None)
+
+    @cached_property
+    def rank(self) -> int:
+        """Most corrections any row has."""
+        return max(len(r.normal.corrections) for r in self.rows)
+
+    @cached_property
+    def has_key(self) -> bool:
+        """True when the state has a Key axis (N entries); else it is a vector over channels (N = 1)."""
+        return KEY in self.readout.axes or self.state_has_key
+
+    @cached_property
+    def state_has_key(self) -> bool:
+        """True when A or B gives the state a Key axis, whatever C reads."""
+        exprs = [r.normal.decay for r in self.rows] + [r.dense for r in self.rows if r.dense is not None]
+        exprs += [x for r in self.rows for t in r.terms for x in (t.key, t.gain) if x is not None]
+        return self.rank > 0 or any(KEY in x.axes for x in exprs)
+
+    @cached_property
+    def features(self) -> str | None:
+        """What the state's Key axis holds: None for N entries, "exp", or "taylor<order>"."""
+        return self.readout.features
+
+    @cached_property
+    def is_delta(self) -> bool:
+        """True when every correction erases along the very vector its row writes, and B factors."""
+        if any(r.dense is not None for r in self.rows):
+            return False
+        return self.rank > 0 and all(
+            not r.normal.corrections
+            or (
+                len(r.terms) == len(r.normal.corrections)
+                and all(c.left is split_scale(t.key)[1] for c, t in zip(r.normal.corrections, r.terms, strict=True))
+            )
+            for r in self.rows
+        )
+
+    @cached_property
+    def is_elementwise(self) -> bool:
+        """True when no matrix products are to be had: A acts elementwise and B or C or the decay is not low-rank."""
+        if self.rank or self.is_softmax:
+            return False
+        wide = self.decay_axes == {KEY, VALUE} or any(r.dense is not None for r in self.rows)
+        return wide or not self.has_key or VALUE in self.gated_read[1].axes
+
+    @cached_property
+    def is_constant_decay(self) -> bool:
+        """True when no decay depends on the token."""
+        timed = {i.name for i in self.inputs if i.kind.time}
+        return not any(i.attrs[0] in timed for r in self.rows for i in inputs_of(r.normal.decay))
+
+    @cached_property
+    def drives(self) -> tuple[Expr, ...]:
+        """The input that den replaces by ones, every micro-step of it; empty for systems that are not normalised."""
+        if self.system.normalize is None:
+            return ()
+        if self.system.drive is not None:
+            return self.system.drive if isinstance(self.system.drive, tuple) else (self.system.drive,)
+        bare = {
+            f.attrs[0]
+            for r in self.rows
+            for t in r.terms
+            for f, inverse in factors_of(t.value)
+            if f.op == "input" and VALUE in f.axes and not inverse
+        }
+        if len(bare) != 1:
+            given = ", ".join(sorted(bare)) or "none"
+            raise TraceError(
+                "normalize divides by the same system driven by ones, but which input drives it is not clear: "
+                f"expected one bare Value factor in B, found {given}; "
+                + ("" if bare else "give what is written as an input of its own, or ")
+                + "pass System(..., drive=v)"
+            )
+        return tuple(x for x in inputs_of(*(s.B for s in self.system.micro_steps)) if x.attrs[0] in bare)
+
+    @cached_property
+    def ones(self) -> Spec | None:
+        """The system driven by ones, whose output is den."""
+        if not self.drives:
+            return None
+        swap = dict.fromkeys(self.drives, const(1))
+        steps = [
+            System(A=s.A, B=substitute(s.B, swap), C=s.C, D=substitute(s.D, swap), read=s.read)
+            for s in self.system.micro_steps
+        ]
+        system = replace(steps[-1], earlier=tuple(steps[:-1]), normalize=self.system.normalize, drive=self.drives)
+        return Spec(f"{self.name} (den)", "", self.inputs, system)
+
+    @cached_property
+    def unnormalised(self) -> Spec:
+        """The system whose output is num: the same without normalize."""
+        if self.system.normalize is None:
+            return self
+        return replace(self, system=replace(self.system, normalize=None, drive=None))
+
+    @cached_property
+    def rule(self) -> Expr | None:
+        """normalize as an expression of the inputs num, den, one."""
+        return None if self.system.normalize is None else rule_of(self.system.normalize)
+
+    @cached_property
+    def is_stabilised(self) -> bool:
+        """True when exponential gains of B are kept in range by a running maximum; B has to factor for that."""
+        return all(r.dense is None for r in self.rows) and any(t.gain is not None for r in self.rows for t in r.terms)
+
+    @cached_property
+    def gain_axes(self) -> frozenset[str]:
+        """Axes of the running maximum: the decay's, so that rescaling never changes the structure.
+
+        Corrections mix the entries of the Key axis, which therefore share one maximum.
+        """
+        if not self.is_elementwise:
+            return self.decay_axes - {KEY} if self.rank else self.decay_axes
+        gains = [t.gain.axes for r in self.rows for t in r.terms if t.gain is not None]
+        return self.decay_axes.union(*gains)
+
+    @cached_property
+    def skip_term(self) -> Term:
+        """D with its exponential factors split off when the system is stabilised; what has none has a gain of 0."""
+        if not self.is_stabilised or self.system.D is const(0):
+            return Term(const(1), self.system.D)
+        term = None if _is_sum(self.system.D) else self._term(1.0, self.system.D)
+        return term if term is not None and term.gain is not None else Term(const(1), self.system.D, const(0))
+
+    @cached_property
+    def skip_ones(self) -> Term:
+        """The skip of the ones-driven system, its gain (the same) left out."""
+        return Term(const(1), substitute(self.skip_term.value, dict.fromkeys(self.drives, const(1))))
+
+    @cached_property
+    def den_has_channels(self) -> bool:
+        """True when den differs by channel, so that its state needs P columns instead of one."""
+        if self.ones is None:
+            return False
+        terms = [x for r in self.ones.rows for t in r.terms for x in (t.value, t.gain) if x is not None]
+        dense = [r.dense for r in self.ones.rows if r.dense is not None]
+        return (
+            any(VALUE in x.axes for x in [*terms, *dense, self.readout, self.ones.system.D])
+            or VALUE in self.decay_axes | (self.gain_axes if self.is_stabilised else frozenset())
+            or any(VALUE in c.scale.axes | c.left.axes | c.right.axes for r in self.rows for c in r.normal.corrections)
+        )
+
+    @property
+    def micro(self) -> int:
+        """Micro-steps a token."""
+        return len(self.rows)
+
+    @property
+    def decay_kind(self) -> str:
+        """identity, constant, scalar, key, value or hadamard."""
+        one = const(1)
+        if all(r.normal.decay is one for r in self.rows):
+            return "identity"
+        kinds = {frozenset[str](): "scalar", frozenset({KEY}): "key", frozenset({VALUE}): "value"}
+        kind = kinds.get(self.decay_axes, "hadamard")
+        return "constant" if kind == "scalar" and self.is_constant_decay else kind
+
+    @property
+    def correction_kind(self) -> str:
+        """none, delta (erases what it writes), rank-one, low-rank, or product (of several micro-steps)."""
+        if not self.rank:
+            return "none"
+        if self.micro > 1:
+            return "product"
+        return "delta" if self.is_delta else ("rank-one" if self.rank == 1 else "low-rank")
+
+    @property
+    def structure(self) -> str:
+        """The row of the compiler's table this recurrence belongs to, in words."""
+        if self.is_softmax:
+            return "exponential features (N = ∞)"
+        if not self.has_key:
+            return "vector (N = 1)"
+        names = {
+            "key": "key-diagonal decay",
+            "value": "value-diagonal decay",
+            "hadamard": "Hadamard",
+            "identity": "identity",
+        }
+        decay = names.get(self.decay_kind, f"{self.decay_kind} decay")
+        return decay if self.correction_kind == "none" else f"{decay} + {self.correction_kind}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}({', '.join(f'{i.name}: {i.kind}' for i in self.inputs)})"]
+        for number, step in enumerate(self.system.micro_steps, 1):
+            mark = f" [{number}]" if len(self.system.micro_steps) > 1 else ""
+            lines += [f"  A{mark} = {step.A}", f"  B{mark} = {show(step.B)}"]
+        lines += [f"  C = {self.readout}", f"  D = {self.system.D}", f"  read {self.system.read} the update"]
+        if self.rule is not None:
+            lines.append(f"  y = {self.rule}, den driven by {', '.join(map(str, self.drives))} = 1")
+        lines.append(f"  structure: {self.structure}")
+        if self.log_decays and self.decay_kind not in ("identity",):
+            lines.append("  log decay = " + ", ".join(map(str, self.log_decays)))
+        return "\n".join(lines)
+
+
+def summands(x: Expr, sign: float = 1.0) -> list[tuple[float, Expr]]:
+    """The terms of a sum or difference, each with its sign."""
+    if x.op == "add":
+        return summands(x.args[0], sign) + summands(x.args[1], sign)
+    if x.op == "sub":
+        return summands(x.args[0], sign) + summands(x.args[1], -sign)
+    return [(sign, x)]
+
+
+def _is_sum(x: Expr) -> bool:
+    return x.op in ("add", "sub")

@@ -1,0 +1,145 @@
+"""`System`: what a recurrence's function returns, S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, VALUE, Expr, as_expr, const, substitute
+from dsf.language.operator import Operator, as_operator
+
+Rule = Callable[..., Expr]
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """One step of a recurrence (docs/equations.md lists every mixer's).
+
+    A: an Operator; a bare expression scales the state elementwise; a number scales it all.
+    B: the injection, axes {Key, Value} (a product `k * v` is the outer product), or {Value} without a Key axis.
+    C: the readout; a Key expression contracts the Key axis, without a Key axis it multiplies elementwise.
+    D: the skip, axes {Value} or none, added to y.
+    read: "after" reads S_t, "before" reads S_{t-1} (RWKV).
+    normalize: None, or rule(num, den) or rule(num, den, one): y = rule applied to the output and the output of the same
+      system driven by ones. Rules are homogeneous of degree 0 in (num, den, one), so that the state may be rescaled.
+    drive: the input replaced by ones for den (of Steps, all of them); needed only when it cannot be told (the one bare
+      Value factor of B).
+    gauge: a Scalar η; the state of the framework paper's form is S/η (analysis only; y does not depend on it).
+
+    Raises TraceError when A is not a linear operator or C, D have axes that cannot be read.
+    """
+
+    A: Any
+    B: Any
+    C: Any = None
+    D: Any = 0
+    read: Literal["after", "before"] = "after"
+    normalize: Rule | None = None
+    gauge: Any = None
+    drive: Any = None
+    earlier: tuple[System, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        try:
+            put(self, "A", as_operator(self.A))
+        except TraceError as error:
+            raise TraceError(f"A is not a linear operator: {error}") from None
+        put(self, "B", _expression("B", self.B))
+        put(self, "C", None if self.C is None else _expression("C", self.C))
+        put(self, "D", _expression("D", self.D))
+        if self.read not in ("after", "before"):
+            raise TraceError(f'read is "after" or "before", got {self.read!r}')
+        if self.normalize is not None and not callable(self.normalize):
+            raise TraceError(f"normalize is a rule such as dsf.ratio, called with (num, den), got {self.normalize!r}")
+        if self.drive is not None and self.normalize is None:
+            raise TraceError(f"drive = {self.drive} says what normalize replaces by ones, but there is no normalize")
+        if KEY in self.D.axes:
+            raise TraceError(
+                f"D = {self.D} has a Key axis; the skip is added to y, which has none: contract it with dot"
+            )
+        if self.gauge is not None:
+            put(self, "gauge", _expression("gauge", self.gauge))
+            if self.gauge.axes:
+                raise TraceError(
+                    f"gauge = {self.gauge} must be a Scalar expression, it varies over {set(self.gauge.axes)}"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.normalize is not None:  # most rules are lambdas, which no pickle takes
+            state["normalize"] = WrittenRule(rule_of(self.normalize))
+        return state
+
+    @property
+    def micro_steps(self) -> tuple[System, ...]:
+        """The systems of one token, the first to act first."""
+        return (*self.earlier, self)
+
+
+def _expression(name: str, x: Any) -> Expr:
+    if isinstance(x, Operator):
+        raise TraceError(f"{name} = {x} is an operator; only A is one")
+    try:
+        return as_expr(x)
+    except TraceError as error:
+        raise TraceError(f"{name}: {error}") from None
+
+
+def compose(*systems: System) -> System:
+    """Several micro-steps for each token, executed from left to right; the last one is read.
+
+    The state takes every (A, B) in turn. C, D, read and normalize are the last system's; the others are written
+    System(A=…, B=…). This is DeltaProduct (arXiv 2502.10297) for Householder steps.
+
+    Raises TraceError when there is nothing to compose, or an earlier system has a readout of its own.
+    """
+    if not systems:
+        raise TraceError("compose() needs at least one System")
+    for system in systems:
+        if not isinstance(system, System):
+            raise TraceError(f"compose takes Systems, got {type(system).__name__}")
+    for system in systems[:-1]:
+        if any(x is not None for x in (system.C, system.normalize, system.gauge)) or system.D is not const(0):
+            raise TraceError("only the last micro-step is read: leave C, D, normalize and gauge out of the others")
+        if system.read != "after":
+            raise TraceError('only the last micro-step is read: read="before" belongs to it, and means before them all')
+    flat = tuple(s for system in systems for s in system.micro_steps)
+    return replace(systems[-1], earlier=flat[:-1])
+
+
+def ratio(num: Expr, den: Expr) -> Expr:
+    """The normalisation of linear and softmax attention: num / den."""
+    return num / den
+
+
+# What normalize sees; no inputs, so that an input may have these names.
+NUM = Expr("output", (), ("num", None), frozenset({VALUE}))
+DEN = Expr("output", (), ("den", None), frozenset({VALUE}))
+ONE = Expr("output", (), ("one", None), frozenset({VALUE}))
+
+
+def rule_of(rule: Rule) -> Expr:
+    """A normalisation as an expression of num, den, one. Raises TraceError for another number of arguments.
+
+    Arguments that have defaults are the rule's own affair.
+    """
+    asked = [x for x in inspect.signature(rule).parameters.values() if x.default is x.empty]
+    if len(asked) not in (2, 3) or any(x.kind not in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) for x in asked):
+        names = ", ".join(map(str, asked))
+        raise TraceError(f"normalize takes rule(num, den) or rule(num, den, one), not rule({names})")
+    return as_expr(rule(*(NUM, DEN, ONE)[: len(asked)]))
+
+
+@dataclass(frozen=True)
+class WrittenRule:
+    """A rule by the expression that it gave, in copies and pickles of a System."""
+
+    expr: Expr
+
+    def __call__(self, num: Expr, den: Expr, one: Expr) -> Expr:
+        """The expression, of these."""
+        return substitute(self.expr, {NUM: num, DEN: den, ONE: one})

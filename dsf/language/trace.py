@@ -1,0 +1,160 @@
+"""Tracing: run the user's function once on symbols. Errors name the recurrence and the user's line."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsf.language.annotations import Kind, kinds_of
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of
+from dsf.language.spec import Input, Spec
+from dsf.language.system import DEN, NUM, ONE, System
+from dsf.torch.evaluate import Evaluator
+
+Function = Callable[..., Any]
+
+
+def trace(function: Function) -> Spec:
+    """The Spec of a function that returns a System. Raises TraceError."""
+    kinds = kinds_of(function)
+    symbols = {name: _symbol(name, kind) for name, kind in kinds.items()}
+    try:
+        system = function(**symbols)
+        if not isinstance(system, System):
+            raise TraceError(f"a recurrence returns a System, got {type(system).__name__}")
+        spec = Spec(
+            function.__name__,
+            inspect.getdoc(function) or "",
+            tuple(Input(name, kind) for name, kind in kinds.items()),
+            system,
+        )
+        _check(spec)
+    except Exception as error:
+        raise TraceError(f"{function.__name__}: {error}{_user_line(function, error)}") from error
+    return spec
+
+
+def _symbol(name: str, kind: Kind) -> Expr | tuple[Expr, ...]:
+    if kind.steps is None:
+        return Expr("input", (), (name, None), kind.axes)
+    return tuple(Expr("input", (), (name, step), kind.axes) for step in range(kind.steps))
+
+
+def _user_line(function: Function, error: BaseException) -> str:
+    """Where in the user's function the error arose; the function itself when only the whole System could tell."""
+    code = function.__code__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
+    if not frames:
+        return f"\n  {code.co_filename}:{code.co_firstlineno}"
+    return f"\n  {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def _check(spec: Spec) -> None:
+    """What only the whole System can tell. Raises TraceError."""
+    if spec.system.C is None:
+        raise TraceError("System needs a readout C")
+    used = {n.attrs[0] for n in inputs_of(*_roots(spec))}
+    for entry in spec.inputs:
+        if entry.name not in used:
+            raise TraceError(f"input `{entry.name}` is never used")
+    if not any(i.kind.time for i in spec.inputs):
+        raise TraceError("every input is a Param; a recurrence needs at least one input with a token axis")
+    if spec.has_key and KEY not in spec.readout.axes:
+        raise TraceError(
+            f"the state has a Key axis but C = {spec.readout} has none, so y would keep it; contract it with a Key "
+            "readout"
+        )
+    if KEY in spec.readout.axes and not spec.state_has_key:
+        raise TraceError(f"C = {spec.readout} reads the Key axis, but the state has none: A and B do not vary over it")
+    _check_features(spec)
+    if spec.rule is not None:
+        _check_rule(spec, spec.rule)
+
+
+def _roots(spec: Spec) -> list[Expr]:
+    """Every expression of the System as written."""
+    roots = [spec.readout, spec.system.D]
+    for step in spec.system.micro_steps:
+        roots += [step.B, *_operator_exprs(step.A)]
+    return roots + [x for x in (spec.system.gauge, spec.rule) if x is not None]
+
+
+def _operator_exprs(a: Any) -> list[Expr]:
+    return [*a.exprs, *(e for p in a.parts for e in _operator_exprs(p))]
+
+
+def _check_features(spec: Spec) -> None:
+    kinds = {spec.readout.features}
+    for row in spec.rows:
+        kinds |= {t.key.features for t in row.terms if KEY in t.key.axes}
+        kinds |= {row.normal.decay.features} if KEY in row.normal.decay.axes else set()
+        kinds |= {c.left.features for c in row.normal.corrections}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(k or "N entries" for k in kinds))
+        raise TraceError(f"the state's Key axis holds {names} at once; use the same features everywhere")
+    if not any(node.op == "exp_features" for node in children_first(*_roots(spec))):
+        return
+    if not _has_kernel_trick(spec):
+        raise TraceError(
+            "exponential features have the kernel trick only as softmax attention, "
+            "System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=ratio); cut them with taylor_features "
+            "for anything else"
+        )
+    assert spec.ones is not None
+    (ones,) = spec.ones.rows[0].terms
+    if ones.value is not const(1):
+        raise TraceError(
+            f"softmax attention divides by the sum of its weights, but with {spec.drives[0]} = 1 there remains "
+            f"{ones.value} in B, which would be in that sum too; give values that are scaled already as the input"
+        )
+
+
+def _has_kernel_trick(spec: Spec) -> bool:
+    """True for softmax attention: nothing but one bare pair of exponential features, and a quotient."""
+    terms = spec.rows[0].terms
+    bare = [spec.readout, *(t.key for t in terms)]
+    inside = [x for node in bare for x in node.args] + [t.value for t in terms]
+    return (
+        all(node.op == "exp_features" for node in bare)
+        and not any(node.op == "exp_features" for node in children_first(*inside))
+        and len(terms) == 1
+        and (spec.decay_kind, spec.rank, spec.micro, spec.system.read) == ("identity", 0, 1, "after")
+        and spec.rule is NUM / DEN
+        and spec.system.D is const(0)
+    )
+
+
+def _check_rule(spec: Spec, rule: Expr) -> None:
+    if KEY in rule.axes:
+        raise TraceError(f"normalize = {rule} has a Key axis, but y has none")
+    if NUM not in children_first(rule):
+        raise TraceError(f"normalize = {rule} does not use num, the output that it normalises")
+    driven = inputs_of(*(s.B for s in spec.system.micro_steps))
+    for drive in spec.drives:
+        if not any(drive is x for x in driven):
+            raise TraceError(f"drive = {drive} does not occur in B")
+    if spec.is_stabilised and not _is_homogeneous(spec, rule):
+        raise TraceError(
+            f"normalize = {rule} changes when num and den are scaled alike, but exp(…) in B keeps the state at a scale "
+            "of its own; write the rule with (num, den, one), where one is the number 1 at that scale"
+        )
+
+
+def _is_homogeneous(spec: Spec, rule: Expr) -> bool:
+    """rule(c num, c den, c one) == rule(num, den, one), tried on numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(node: Expr) -> torch.Tensor:
+        shape = (64, 1, 1, 2 if KEY in node.axes else 1, 2 if VALUE in node.axes else 1)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    env = {node: numbers(node) for node in {NUM, DEN, ONE, *inputs_of(rule)}}
+    env[ONE] = torch.ones_like(env[ONE])
+    scaled = env | {node: 4 * env[node] for node in (NUM, DEN, ONE)}
+    y, same = (Evaluator(values, 2, 2)(rule) for values in (env, scaled))
+    return torch.allclose(y, same, rtol=1e-9, atol=0, equal_nan=True)

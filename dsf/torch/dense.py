@@ -1,0 +1,53 @@
+"""Dense matrices of what the user wrote: the tree of A is evaluated as it stands, not through the normal form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.oracle import naive
+from dsf.language.operator import Operator
+from dsf.language.spec import Spec
+from dsf.torch.evaluate import Evaluator
+
+Shape = tuple[int, int, int, int]  # B, T, H, N
+
+
+def dense_operator(a: Operator, values: Evaluator, n: int) -> Tensor:
+    """The matrix of A for every token and channel: [B|1, T|1, H|1, p, N, N]."""
+    if a.kind == "identity":
+        return torch.eye(n, dtype=values.dtype, device=values.device).expand(1, 1, 1, 1, n, n)
+    if a.kind == "diag":
+        x = values(a.exprs[0])
+        return torch.diag_embed(x.expand(*x.shape[:-2], n, x.shape[-1]).transpose(-1, -2))
+    if a.kind == "outer":
+        left, right = (values(e).transpose(-1, -2) for e in a.exprs)  # [..., p, N]
+        return left.unsqueeze(-1) * right.unsqueeze(-2)
+    parts = [dense_operator(p, values, n) for p in a.parts]
+    if a.kind == "scale":
+        return values(a.exprs[0]).squeeze(-2)[..., None, None] * parts[0]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part if a.kind == "sum" else total @ part
+    return total
+
+
+def run_naive(
+    spec: Spec, values: Evaluator, shape: Shape, state: Tensor, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The naive form of one (un-normalised) Spec: y [B, T, H, P] and the last state [B, H, N, P]."""
+    batch, tokens, heads, n = shape
+    p = state.shape[-1]
+    a, b = [], []
+    for step in spec.system.micro_steps:
+        dense = dense_operator(step.A, values, n).expand(batch, tokens, heads, p, n, n)
+        written = values(step.B).expand(batch, tokens, heads, n, p)
+        if valid is not None:
+            eye = torch.eye(n, dtype=values.dtype, device=values.device)
+            dense = torch.where(valid[:, :, None, None, None, None], dense, eye)
+            written = torch.where(valid[:, :, None, None, None], written, 0.0)
+        a.append(dense)
+        b.append(written)
+    c = values(spec.readout).expand(batch, tokens, heads, n, p)
+    d = values(spec.system.D).squeeze(-2).expand(batch, tokens, heads, p)
+    return naive(a, b, c, d, state, spec.system.read == "before")

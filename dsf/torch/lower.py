@@ -1,0 +1,491 @@
+"""Lowering: a Spec and the tensors of a call -> the numerics' `Problem`, and back from its output to y.
+
+Normalised systems are run once with the driving values and the ones side by side as columns. Exponential gains are
+taken out by a change of gauge: with a running maximum m_t ≥ gain_t and m_t ≥ m_{t-1} + log decay_t, the state
+e^{-m_t} S_t obeys the same recurrence with every factor at most one (the stabiliser of mLSTM, arXiv 2405.04517 eq. 15).
+m is a choice, not a quantity of the model: y and the true state do not depend on it, and it carries no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.problem import Problem
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
+from dsf.language.operator import split_factors, split_scale
+from dsf.language.primitives import exp
+from dsf.language.spec import Row, Spec, Term
+from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.evaluate import Evaluator
+
+EMPTY = -1e30  # running maximum before anything was written
+# Log decays below this count as this in the running maximum. Any floor gives a valid gauge; one token that forgets more
+# than this can underflow to 0/0, and T times this, summed in float32, must not be off by more than e^±80 can hold.
+FLOOR = -1e3
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Layout of the last state axis: p columns of S, den of the normaliser's state, gain of the running maximum."""
+
+    p: int
+    den: int
+    gain: int
+
+    @property
+    def total(self) -> int:
+        """All columns."""
+        return self.p + self.den + self.gain
+
+
+def columns(spec: Spec, p: int) -> Columns:
+    """How many columns of each kind the state of `spec` has for P = p channels."""
+    den = 0 if spec.ones is None else (p if spec.den_has_channels else 1)
+    gain = 0 if not spec.is_stabilised else (p if VALUE in spec.gain_axes else 1)
+    return Columns(p, den, gain)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A Problem, the state it starts from, and what turns its output into y and its final state into the state.
+
+    rescale: factor on the outputs, [B, T, H, p]; skip: what is added after it; one: the true scale's 1, [B, T, H, p];
+    gain: running maximum after the last row, [B, H, n, p].
+    """
+
+    problem: Problem
+    state: Tensor | None
+    columns: Columns
+    rescale: Tensor | None = None
+    skip: Tensor | None = None
+    one: Tensor | None = None
+    gain: Tensor | None = None
+
+    @property
+    def whole(self) -> Problem:
+        """The Problem whose output is y, of a system that is not normalised: its readout with all of C in it."""
+        if self.rescale is None:
+            return self.problem
+        return replace(self.problem, readout=self.problem.readout * self.rescale.unsqueeze(-2), skip=self.skip)
+
+
+def lower(
+    spec: Spec,
+    values: Evaluator,
+    shape: tuple[int, int, int, int],
+    state: Tensor | None,
+    valid: Tensor | None,
+    compact: bool = False,
+) -> Lowered:
+    """The Problem of one call.
+
+    shape: (B, T, H, N). state: [B, H, N, columns] or None. valid: [B, T] bool, False for padding tokens, which leave
+    the state as it is. compact: for the scan and the chunks of systems without corrections or running maximum, tensors
+    as small as they come: decay_factors instead of their product, one head where all share a key or a readout.
+    """
+    batch, tokens, heads, n = shape
+    layout = columns(spec, values.p)
+    factors = decay_factors(spec) if compact and valid is None else None
+    decay, log = (values(factors[0]), True) if factors else _decays(spec, values, tokens)
+    own = -1 if compact else heads
+    gate, core = spec.gated_read
+    readout = values(core).expand(batch, tokens, own, -1, -1)
+    key, value, gain = _injections(spec, values, shape, layout, own)
+    dense = _dense(spec, values, shape, layout)
+    low: dict[str, Tensor | None] = {}
+    if spec.rank:
+        low = _corrections(spec, values, shape)
+    problem = Problem(
+        decay=decay, log=log, readout=readout, n=n, p=layout.p + layout.den, key=key, value=value, dense=dense,
+        factor=values(factors[1]) if factors else None, before=spec.system.read == "before", micro=spec.micro, **low,
+    )  # fmt: skip
+    problem = _widen(problem, layout)
+    start = None if state is None else state[..., : layout.p + layout.den]
+    if valid is not None:
+        problem = _mask(problem, valid)
+        gain = None if gain is None else torch.where(_rows(valid, spec.micro), gain, EMPTY)
+    if gate is not const(1):
+        skip = _skip(values, spec.system.D, None, layout)
+        return Lowered(problem, start, layout, rescale=values(gate).squeeze(-2), skip=skip)
+    if not spec.is_stabilised:
+        return Lowered(_with_skip(spec, problem, values, layout), start, layout)
+    assert gain is not None
+    return _stabilise(spec, values, problem, layout, gain, state)
+
+
+@functools.cache
+def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
+    """A Hadamard system's log decay as a factor of Params and one of tokens, the latter with one axis at most.
+
+    None where it is no such product, or where something else has both axes for every token: only without that are all
+    of a call's tensors small beside its states.
+    """
+    if not spec.is_elementwise or spec.decay_axes != {KEY, VALUE} or spec.log_decays is None or len(spec.rows) > 1:
+        return None
+    (row,) = spec.rows
+    if spec.ones is not None or row.dense is not None or len(row.terms) != 1 or len(spec.gated_read[1].axes) == 2:
+        return None
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    moving, fixed = split_factors(spec.log_decays[0], lambda x: any(i.attrs[0] in timed for i in inputs_of(x)))
+    return (fixed, moving) if len(moving.axes) == 1 else None
+
+
+def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
+    """Decays of all rows [B|1, rows|1, H|1, n, p], in logarithms where the table derives them."""
+    logs = spec.log_decays
+    exprs = logs if logs is not None else tuple(r.normal.decay for r in spec.rows)
+    rows = [values(e) for e in exprs]
+    if len(rows) > 1:  # constant micro-steps alternate, so every token needs rows of its own
+        rows = [x.expand(-1, tokens, -1, -1, -1) for x in rows]
+    return _stack(rows), logs is not None
+
+
+def _stack(rows: list[Tensor]) -> Tensor:
+    """One tensor a micro-step, each [B|1, T|1, ...] -> [B|1, T·M, ...]."""
+    if len(rows) == 1:
+        return rows[0]
+    rows = list(torch.broadcast_tensors(*rows))
+    return torch.stack(rows, dim=2).flatten(1, 2)
+
+
+def _injections(
+    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layout: Columns, own: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """key [B, rows, H, G, n], value [B, rows, H, G, columns], gain [B, rows, H, 1, p]; None where B does not factor.
+
+    own: heads of the keys, -1 for as many as they have.
+    """
+    if any(r.dense is not None for r in spec.rows):
+        return None, None, None
+    batch, tokens, heads, n = shape
+    groups = max(max(len(r.terms) for r in spec.rows), spec.rank if spec.is_delta else 1, 1)
+    keys, vals, gains = [], [], []
+    for index, row in enumerate(spec.rows):
+        row_keys, row_values = [], []
+        gains.append(_gain(spec, values, row, shape))
+        for g in range(groups):
+            term = row.terms[g] if g < len(row.terms) else Term(const(1), const(0))
+            row_keys.append(values(term.key).squeeze(-1).expand(batch, tokens, own, n))
+            row_values.append(_value(spec, values, (index, g), term, layout).expand(batch, tokens, heads, -1))
+        keys.append(_side_by_side(row_keys))
+        vals.append(_side_by_side(row_values))
+    gain = None if gains[0] is None else _stack([g for g in gains if g is not None])
+    return _stack(keys), _stack(vals), gain
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Stack along axis 3; a single part is only looked at, not copied."""
+    return parts[0].unsqueeze(3) if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts), dim=3)
+
+
+def _value(spec: Spec, values: Evaluator, place: tuple[int, int], term: Term, layout: Columns) -> Tensor:
+    """A term's value with the ones-driven columns beside it: [B|1, T|1, H|1, columns]."""
+    main = values(term.value).squeeze(-2)
+    if spec.ones is None:
+        return main.expand(*main.shape[:-1], layout.p)
+    row, g = place
+    others = spec.ones.rows[row].terms
+    ones = values(others[g].value if g < len(others) else const(0)).squeeze(-2)
+    return _beside(main, ones, layout)
+
+
+def _beside(num: Tensor, den: Tensor, layout: Columns) -> Tensor:
+    """[..., p] and [..., den] as columns of one tensor."""
+    lead = torch.broadcast_shapes(num.shape[:-1], den.shape[:-1])
+    return torch.cat([num.expand(*lead, layout.p), den.expand(*lead, layout.den)], dim=-1)
+
+
+def _dense(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layout: Columns) -> Tensor | None:
+    """B of every row [B, rows, H, N, columns] when some row's does not factor."""
+    if all(r.dense is None for r in spec.rows):
+        return None
+    batch, tokens, heads, n = shape
+    rows = []
+    for index, row in enumerate(spec.rows):
+        full = values(_whole(row)).expand(batch, tokens, heads, n, -1)
+        if spec.ones is not None:
+            full = _beside(full, values(_whole(spec.ones.rows[index])).expand(batch, tokens, heads, n, -1), layout)
+        rows.append(full.expand(*full.shape[:-1], layout.p + layout.den))
+    return _stack(rows)
+
+
+def _whole(row: Row) -> Expr:
+    if row.dense is not None:
+        return row.dense
+    total: Expr = const(0)
+    for term in row.terms:
+        product = term.key * term.value
+        total = total + (product if term.gain is None else product * exp(term.gain))
+    return total
+
+
+def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> dict[str, Tensor | None]:
+    """right [B, rows, H, R, N, p] and either tie [B, rows, H, R] (delta) or left [B, rows, H, R, N, p]."""
+    batch, tokens, heads, n = shape
+    tied = spec.is_delta and all(
+        c.scale.axes == frozenset() and c.right.axes <= {KEY} for r in spec.rows for c in r.normal.corrections
+    )
+    groups = max(max(len(r.terms) for r in spec.rows), spec.rank) if tied else spec.rank
+    lefts, rights = [], []
+    nothing = values.full(0.0).expand(batch, tokens, heads, n, 1)
+    for row in spec.rows:
+        left, right = [], []
+        for c in row.normal.corrections:
+            scale = values(c.scale)
+            left.append(scale if tied else (scale * values(c.left)))
+            right.append(values(c.right).expand(batch, tokens, heads, n, -1))
+        while len(right) < groups:
+            left.append(values.full(0.0))
+            right.append(nothing)
+        lefts.append(_side_by_side([x.expand(batch, tokens, heads, 1 if tied else n, -1) for x in left]))
+        rights.append(_side_by_side(right))
+    if not tied:
+        return {"right": _stack(rights), "left": _stack(lefts)}
+    own = all(
+        c.right is split_scale(t.key)[1] for r in spec.rows for c, t in zip(r.normal.corrections, r.terms, strict=False)
+    )
+    whole = None if own and spec.rank == groups else _stack(rights)
+    return {"right": whole, "tie": _stack(lefts).squeeze(-1).squeeze(-1)}
+
+
+def _widen(problem: Problem, layout: Columns) -> Problem:
+    """Give per-channel decays, readouts and corrections the normaliser's columns too."""
+    if not layout.den:
+        return problem
+    changes = {}
+    for name in ("decay", "readout", "left", "right"):
+        x = getattr(problem, name)
+        if x is not None and x.shape[-1] > 1:
+            assert layout.den == layout.p
+            changes[name] = torch.cat([x, x], dim=-1)
+    return _replace(problem, changes)
+
+
+def _replace(problem: Problem, changes: Mapping[str, Tensor | None]) -> Problem:
+    return replace(problem, **changes) if changes else problem  # type: ignore[arg-type]
+
+
+def _rows(valid: Tensor, micro: int) -> Tensor:
+    """[B, T] -> [B, rows, 1, 1, 1]."""
+    return valid.repeat_interleave(micro, dim=1)[:, :, None, None, None]
+
+
+def _mask(problem: Problem, valid: Tensor) -> Problem:
+    """Padding tokens: decay one, nothing written, nothing erased."""
+    keep = _rows(valid, problem.micro)
+    one = 0.0 if problem.log else 1.0
+    changes: dict[str, Tensor | None] = {"decay": torch.where(keep, problem.decay, one)}
+    for name in ("key", "dense"):
+        x = getattr(problem, name)
+        if x is not None:
+            changes[name] = torch.where(keep, x, 0.0)
+    if problem.left is not None:
+        changes["left"] = torch.where(keep.unsqueeze(-1), problem.left, 0.0)
+    return _replace(problem, changes)
+
+
+def _skip(values: Evaluator, num: Expr, den: Expr | None, layout: Columns) -> Tensor | None:
+    """D's columns [B|1, T|1, H|1, p], or None when there is no skip."""
+    if num is const(0):
+        return None
+    main = values(num).squeeze(-2)
+    if den is None:
+        return main.expand(*main.shape[:-1], layout.p)
+    return _beside(main, values(den).squeeze(-2), layout)
+
+
+def _with_skip(spec: Spec, problem: Problem, values: Evaluator, layout: Columns) -> Problem:
+    den = None if spec.ones is None else spec.ones.system.D
+    skip = _skip(values, spec.system.D, den, layout)
+    return problem if skip is None else _replace(problem, {"skip": skip})
+
+
+def _gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """Largest exponent of the row's terms over the axes the running maximum does not have: [B, T, H, n, p]."""
+    if not spec.is_stabilised:
+        return None
+    batch, tokens, heads, _ = shape
+    found = values.full(EMPTY)
+    for term in row.terms:
+        exponent = values(term.gain if term.gain is not None else const(0)).detach()
+        for axis, dim in ((KEY, -2), (VALUE, -1)):
+            if axis not in spec.gain_axes:
+                exponent = exponent.amax(dim, keepdim=True)
+        found = torch.maximum(found, exponent)
+    return found.expand(batch, tokens, heads, -1, -1)
+
+
+def _stabilise(
+    spec: Spec,
+    values: Evaluator,
+    problem: Problem,
+    layout: Columns,
+    gain: Tensor,
+    state: Tensor | None,
+) -> Lowered:
+    """Change of gauge S → e^{-m} S with the running maximum m."""
+    first, start = _initial_maximum(layout, gain, state)
+    before, after = _running_maximum(spec, problem.decay, problem.log, layout, gain, first)
+    widened = [_tile(m, layout) for m in (before, after)]
+    moved = widened[0] - widened[1]
+    decay = problem.decay + moved if problem.log else problem.decay * moved.exp()
+    changes: dict[str, Tensor | None] = {"decay": decay}
+    changes |= _gauged_corrections(spec, problem, moved)
+    changes |= _gauged_injection(spec, values, problem, layout, after)
+    micro = spec.micro
+    seen = before[:, ::micro] if problem.before else after[:, micro - 1 :: micro]  # [B, T, H, n, p]
+    top = seen.amax(-2, keepdim=True)
+    if seen.shape[-2] > 1:
+        changes["readout"] = problem.readout * _tile((seen - top).exp(), layout)
+    top = top.squeeze(-2)
+    skip_gain = spec.skip_term.gain
+    level = top
+    if skip_gain is not None:
+        own = values(skip_gain).squeeze(-2).detach()
+        level = torch.maximum(top, own if layout.gain > 1 else own.amax(-1, keepdim=True))
+    rescale = _tile(top - level, layout).exp()
+    skip = _gauged_skip(spec, values, layout, level)
+    one = (-level).clamp(max=80.0).exp()  # beyond e^80 the true 1 dwarfs num and den, and float32 would overflow
+    return Lowered(_replace(problem, changes), start, layout, rescale, skip, one, after[:, -1])
+
+
+def _tile(m: Tensor, layout: Columns) -> Tensor:
+    """The running maximum's columns for num and den side by side."""
+    return torch.cat([m, m], dim=-1) if m.shape[-1] > 1 and layout.den else m
+
+
+def _initial_maximum(layout: Columns, gain: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """m_0 [B, H, n, p] and the rescaled state; rows of a state may come with maxima of their own."""
+    if state is None:
+        return gain.new_full((), EMPTY).expand_as(gain[:, 0]), None
+    plain, own = state.split([layout.p + layout.den, layout.gain], dim=-1)
+    own = own.detach()
+    first = own if gain.shape[-2] > 1 else own.amax(-2, keepdim=True)
+    return first, plain * _tile(own - first, layout).exp()
+
+
+def running_maximum(
+    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], state: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """m_{t-1} and m_t of every token, [B, T, H, n, p], and the state that is entered, in the scale of m_0.
+
+    For systems of one micro-step; arguments as `lower` has them.
+    """
+    layout = columns(spec, values.p)
+    decay, log = _decays(spec, values, shape[1])
+    gain = _gain(spec, values, spec.rows[0], shape)
+    assert gain is not None
+    if valid is not None:
+        decay = torch.where(_rows(valid, 1), decay, 0.0 if log else 1.0)
+        gain = torch.where(_rows(valid, 1), gain, EMPTY)
+    first, start = _initial_maximum(layout, gain, state)
+    return *_running_maximum(spec, decay, log, layout, gain, first), start
+
+
+def _running_maximum(
+    spec: Spec, decay: Tensor, in_logs: bool, layout: Columns, gain: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """m_{r-1} and m_r of every row, m_r = max(m_{r-1} + log decay_r, gain_r), as cumulative sums and maxima."""
+    decay = decay.detach()
+    log = decay if in_logs else decay.abs().log()
+    log = log[..., : layout.p].clamp(min=FLOOR)  # the den columns repeat the num columns
+    if KEY not in spec.gain_axes:
+        log = log.amax(-2, keepdim=True)
+    gain = gain.expand(*torch.broadcast_shapes(gain.shape, log.shape))
+    drift = log.expand_as(gain).cumsum(1)
+    first = first.expand_as(gain[:, 0])
+    after = drift + torch.maximum(torch.cummax(gain - drift, dim=1).values, first.unsqueeze(1))
+    return torch.cat([first.unsqueeze(1), after[:, :-1]], dim=1), after
+
+
+def _gauged_corrections(spec: Spec, problem: Problem, moved: Tensor) -> dict[str, Tensor | None]:
+    """left times e^{m before - m after}, moved [B, rows, H, 1, p]; still tied to key where the key stays as it is."""
+    if not problem.rank:
+        return {}
+    keys_move = any(t.gain is not None and KEY in t.gain.axes for r in spec.rows for t in r.terms)
+    if problem.tie is not None and moved.shape[-1] == 1 and not keys_move:
+        return {"tie": problem.tie * moved.squeeze(-1).exp()}
+    left = problem.full_left() * moved.unsqueeze(-3).exp()
+    return {"left": left, "right": problem.full_right(), "tie": None}
+
+
+def _gauged_injection(
+    spec: Spec, values: Evaluator, problem: Problem, layout: Columns, after: Tensor
+) -> dict[str, Tensor | None]:
+    """Terms times e^{gain - m}: on the values where it has no Key axis, else on the keys, or both multiplied out."""
+    assert problem.key is not None and problem.value is not None
+    scale = torch.stack(_exponents(spec, values, problem, after), dim=3).exp()  # [B, rows, H, G, n, p]
+    if scale.shape[-2] == 1:
+        return {"value": problem.value * _tile(scale, layout).squeeze(-2)}
+    if scale.shape[-1] == 1:
+        return {"key": problem.key * scale.squeeze(-1)}
+    full = problem.key.unsqueeze(-1) * problem.value.unsqueeze(-2) * _tile(scale, layout)
+    return {"key": None, "value": None, "dense": full.sum(3)}  # the system is elementwise: nothing needs the factors
+
+
+def _exponents(spec: Spec, values: Evaluator, problem: Problem, after: Tensor) -> list[Tensor]:
+    """gain - m of every term, each [B, rows, H, n, p]."""
+    assert problem.key is not None
+    batch, rows, heads, groups, _ = problem.key.shape
+    found = []
+    for g in range(groups):
+        gains = [row.terms[g].gain if g < len(row.terms) else None for row in spec.rows]
+        own = [values(gain if gain is not None else const(0)) for gain in gains]
+        found.append(_stack([x.expand(batch, rows // spec.micro, heads, -1, -1) for x in own]) - after)
+    return list(torch.broadcast_tensors(*found))
+
+
+def _gauged_skip(spec: Spec, values: Evaluator, layout: Columns, level: Tensor) -> Tensor | None:
+    """D's columns times e^{gain - level}."""
+    assert spec.ones is not None
+    term = spec.skip_term
+    ones = spec.skip_ones
+    skip = _skip(values, term.value, ones.value, layout)
+    if skip is None:
+        return None
+    exponent = values(term.gain).squeeze(-2) if term.gain is not None else 0.0
+    return skip * _tile((exponent - level).exp(), layout)
+
+
+def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+    """From the Problem's output [B, T, H, columns] and state to y [B, T, H, P] and the state with all its columns."""
+    if lowered.rescale is not None:
+        y = y * lowered.rescale
+    if lowered.skip is not None:
+        y = y + lowered.skip
+    if spec.rule is None:
+        return y, final
+    p = lowered.columns.p
+    one = values.full(1.0).squeeze(-2) if lowered.one is None else lowered.one
+    y = apply_rule(spec, values, y[..., :p], y[..., p:], one)
+    if lowered.gain is not None:
+        gain = lowered.gain.expand(*final.shape[:-1], -1)
+        final = torch.cat([final, gain], dim=-1)
+    return y, final
+
+
+def apply_rule(spec: Spec, values: Evaluator, num: Tensor, den: Tensor, one: Tensor) -> Tensor:
+    """normalize on num [B, T, H, P], den [B, T, H, P or 1] and the 1 of their scale, all with the same axes."""
+    assert spec.rule is not None
+    env = dict(values.values) | {NUM: num.unsqueeze(-2), DEN: den.unsqueeze(-2), ONE: one.unsqueeze(-2)}
+    return Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
+
+
+def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
+    """The state without its running maximum: columns of S and of the normaliser, e^m multiplied out.
+
+    m carries no gradient here either: the gradient of a state is that of its other columns.
+    """
+    layout = columns(spec, p)
+    if not layout.gain:
+        return state
+    plain, gain = state.split([layout.p + layout.den, layout.gain], dim=-1)
+    gain = _tile(gain.detach(), layout)
+    overflows = gain > math.log(torch.finfo(gain.dtype).max)  # a zero stays zero there, elsewhere it has its slope
+    return plain * torch.where((plain == 0) & overflows, 0.0, gain).exp()

@@ -1,0 +1,119 @@
+"""Which calls run on the Triton kernels, and handing them over: the `triton` backend's front door."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import Bound, Sizes
+from dsf.language.expr import VALUE
+from dsf.language.spec import Spec
+from dsf.triton import chunk as gpu_matrix
+from dsf.triton import scan as gpu_scan
+from dsf.triton.chunk import Timed
+
+
+def refusal(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device, grad: bool = False
+) -> str | None:
+    """Why the triton backend cannot run this call, in the user's words; None when it can."""
+    if not _installed():
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"its kernels need CUDA tensors and the inputs are on {device.type}"
+    if steps(spec, sizes, dtype, form, grad):
+        return None
+    if form not in ("auto", *forms_of(spec)):
+        return f"the {form} form of {spec.structure} runs on torch only, but for one token without gradients"
+    room = gpu_scan if is_scan(spec) else gpu_matrix
+    return room.refusal(spec, sizes, dtype)
+
+
+def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
+    """True for calls that the decode kernel takes: one token, and no gradients, which it does not have."""
+    if sizes.tokens != 1 or grad or form not in ("auto", "recurrent"):
+        return False
+    return gpu_matrix.step_refusal(spec, sizes, dtype) is None
+
+
+def step(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """y [B, 1, H, P] and the new state, one launch."""
+    return gpu_matrix.run_step(spec, bound, state, in_place)
+
+
+def is_scan(spec: Spec) -> bool:
+    """True for the fused scan's recurrences; the others have matrix products to gain."""
+    return spec.is_elementwise or (VALUE in spec.decay_axes and not spec.rank)
+
+
+def forms_of(spec: Spec) -> tuple[str, ...]:
+    """The forms that run on the GPU kernels. The fused scan walks tokens in segments, so it is three forms at once."""
+    return ("recurrent", "scan", "chunk") if is_scan(spec) else ("chunk",)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """True when Triton's interpreter is on (TRITON_INTERPRET=1), so that kernels run on CPU tensors, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernel_of(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device, one_step: bool = False
+) -> tuple[str, int]:
+    """Name of the kernel, with its tiles, and its chunk length in tokens."""
+    if one_step:
+        return gpu_matrix.step_kernel_of(spec, sizes), 0
+    return (
+        gpu_scan.kernel_of(spec, sizes, device) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype, device)
+    )
+
+
+def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
+    """The source printed for this spec and inputs of a dtype."""
+    if one_step:
+        return gpu_matrix.step_of(spec)[0].text
+    return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
+
+
+def packs(spec: Spec) -> bool:
+    """True for scans that take packed sequences as they lie."""
+    return is_scan(spec) and gpu_scan.packs(spec)
+
+
+def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
+    """True where packed sequences are found on the GPU alone: the chunk kernels take a tensor of boundaries."""
+    return not is_scan(spec) and gpu_matrix.refusal(spec, sizes, dtype) is None
+
+
+def packs_hidden(spec: Spec, form: str) -> bool:
+    """True where boundaries need not be known on the host, for sizes that the kernels hold."""
+    return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))
+
+
+def run_packed_gpu(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: list[int] | Tensor
+) -> tuple[Tensor, Tensor]:
+    """y [1, T, H, P] and one state a sequence; bounds [S + 1], a tensor beside the inputs or (scans) their values."""
+    if is_scan(spec):
+        return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
+    assert isinstance(bounds, Tensor)
+    return gpu_matrix.run_matrix(spec, bound, timed, state, bounds)
+
+
+def run_gpu(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, one_step: bool = False
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, P] and the final state, as the torch forms return them. valid: for scans, where some is padding."""
+    if one_step:
+        return step(spec, bound, state)
+    if is_scan(spec):
+        return gpu_scan.fused_scan(spec, bound, timed, state, valid)
+    return gpu_matrix.run_matrix(spec, bound, timed, state)

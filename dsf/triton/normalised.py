@@ -1,0 +1,132 @@
+"""Normalised elementwise systems on the fused scan: num and den as two heads of one system that share all inputs.
+
+What drives the system is v in the first head of a pair and 1 in the second, so that one launch walks both; the rule
+acts on their outputs. Exponential gains are taken out as in dsf.torch.lower: the running maximum comes in as inputs of
+its own, which carry no gradient, and every factor that the kernel computes is at most 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import Bound, environment
+from dsf.language.annotations import Kind
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
+from dsf.language.operator import times
+from dsf.language.primitives import exp, where
+from dsf.language.spec import Input, Spec
+from dsf.language.system import System
+from dsf.torch.evaluate import Evaluator
+from dsf.torch.lower import Columns, apply_rule, columns, running_maximum
+
+DEN, BEFORE, AFTER, LEVEL = ".den", ".level_before", ".level_after", ".level"  # inputs of the doubled system
+
+
+def refusal(spec: Spec) -> str | None:
+    """Why the doubled system is not for the fused scan, in the user's words; None when it is."""
+    if spec.is_stabilised and (spec.micro > 1 or KEY in spec.gain_axes):
+        return "the fused scan takes exponential gains without a Key axis, of one micro-step a token"
+    return None
+
+
+@functools.cache
+def doubled(spec: Spec) -> Spec:
+    """The system whose heads are num and den in turn, in the gauge of the running maximum where there is one."""
+    steps = [replace(s, normalize=None, drive=None, gauge=None, earlier=()) for s in spec.system.micro_steps]
+    levels: list[Expr] = []
+    if spec.is_stabilised:
+        levels = [Expr("input", (), (name, None), spec.gain_axes) for name in (BEFORE, AFTER, LEVEL)]
+        steps = [_gauged(spec, *levels)]
+    den = Expr("input", (), (DEN, None), frozenset())
+    swap = {v: where(den > 0.5, 1.0, v) for v in spec.drives}
+    steps = [replace(s, B=substitute(s.B, swap), D=substitute(s.D, swap)) for s in steps]
+    added = [Input(DEN, Kind(frozenset(), time=False)), *(Input(x.attrs[0], Kind(x.axes)) for x in levels)]
+    return Spec(f"{spec.name} (num, den)", "", (*spec.inputs, *added), replace(steps[-1], earlier=tuple(steps[:-1])))
+
+
+def _gauged(spec: Spec, before: Expr, after: Expr, level: Expr) -> System:
+    """The system of e^{-m} S. level: the scale of what is read, no less than m and the skip's gain."""
+    (row,), logs, system = spec.rows, spec.log_decays, spec.system
+    moved = before - after
+    decay = exp(logs[0] + moved) if logs is not None else times(row.normal.decay, exp(moved))
+    written: Expr = const(0)
+    for term in row.terms:
+        gain = const(0) if term.gain is None else term.gain
+        written = written + times(times(term.key, term.value), exp(gain - after))
+    skip = spec.skip_term
+    readout, added = spec.readout, skip.value
+    if skip.gain is not None:
+        readout = times(readout, exp((before if system.read == "before" else after) - level))
+    if added is not const(0):
+        added = times(added, exp((const(0) if skip.gain is None else skip.gain) - level))
+    return System(A=decay, B=written, C=readout, D=added, read=system.read)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """What a normalised call hands to the fused scan. layout: of the state's columns; m: the last running maximum, or
+    None; one: the true scale's 1."""
+
+    tensors: dict[str, Tensor]
+    state: Tensor | None
+    layout: Columns
+    m: Tensor | None
+    one: Tensor | None
+
+
+def prepare(
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None
+) -> Doubled:
+    """The doubled system's further inputs and its state."""
+    heads, p, layout = bound.sizes.heads, bound.sizes.p, columns(spec, bound.sizes.p)
+    tensors = {DEN: torch.arange(2 * heads, device=bound.device).remainder(2).float()}
+    start, m, one = state, None, None
+    if spec.is_stabilised:
+        first = next(iter(timed.values()))
+        shape = (first.shape[0], first.shape[1], heads, bound.sizes.n)
+        skip = spec.skip_term.gain
+        logs = spec.log_decays or (spec.rows[0].normal.decay,)
+        gains = [t.gain for t in spec.rows[0].terms if t.gain is not None]
+        values = _values(spec, bound, timed, [*logs, *gains, *([] if skip is None else [skip])])
+        before, after, start = running_maximum(spec, values, shape, state, valid)
+        level = before if spec.system.read == "before" else after
+        if skip is not None:
+            own = values(skip).detach()
+            level = torch.maximum(level, own if layout.gain > 1 else own.amax(-1, keepdim=True))
+        m, one = after[:, -1], (-level.squeeze(-2)).clamp(max=80.0).exp()
+        for name, x in ((BEFORE, before), (AFTER, after), (LEVEL, level)):
+            x = x.squeeze(-2).expand(*shape[:3], layout.gain)
+            tensors[name] = x if VALUE in spec.gain_axes else x[..., 0]
+    if start is not None:
+        pair = start[..., :p], start[..., p : p + layout.den].expand(*start.shape[:-1], p)
+        start = torch.stack(pair, dim=2).flatten(1, 2)
+    return Doubled(tensors, start, layout, m, one)
+
+
+def finish(
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor], given: Doubled, y: Tensor, final: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From the doubled system's output [B, T, 2 H, P] and state to y [B, T, H, P] and the state in all its columns."""
+    heads, layout = bound.sizes.heads, given.layout
+    assert spec.rule is not None
+    num, den = y.unflatten(2, (heads, 2)).unbind(3)
+    values = _values(spec, bound, timed, [spec.rule])
+    one = torch.ones_like(num[:1, :1, :1, :1]) if given.one is None else given.one
+    out = apply_rule(spec, values, num, den, one)
+    s, ones = final.unflatten(1, (heads, 2)).unbind(2)
+    parts = [s, ones[..., : layout.den]]
+    if given.m is not None:
+        parts.append(given.m.expand(*s.shape[:-1], layout.gain))
+    return out, torch.cat(parts, dim=-1)
+
+
+def _values(spec: Spec, bound: Bound, timed: Mapping[str, Tensor], roots: list[Expr]) -> Evaluator:
+    """An evaluator of roots that converts their inputs alone."""
+    used = {x.attrs[0] for x in inputs_of(*roots)}
+    few = replace(spec, inputs=tuple(i for i in spec.inputs if i.name in used) or spec.inputs[:1])
+    return Evaluator(environment(few, bound, timed), bound.sizes.keys, bound.sizes.p)

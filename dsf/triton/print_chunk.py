@@ -1,0 +1,407 @@
+"""Printing what the matrix kernels leave to be computed a token: their operands, the readout, and both adjoints.
+
+One file a spec, with functions of the pointwise skeleton (dsf.kernels.triton.pointwise.kernel):
+
+    levels            (log decay, gain) of the running maximum
+    prologue          the operands that are not bare inputs: gates, feature maps, normalised keys, log decays
+    finish            y from what the chunk kernels read: skip, quotient; called by them
+    skip_adjoint      the gradients of values and a Param in a skip; called by them
+    readout           the same as a kernel of its own, where they cannot
+    readout_adjoint   the gradient of what was read
+    made_left, made_decay, made_own   operands that are made where they are used; called by the chunk kernels
+    vectors_adjoint   gradients of the inputs that only transitions are made of; called by them
+    adjoint           gradients of the inputs from those of all operands and of y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dsf.kernels.triton.pointwise.programs import MADE_THERE, VECTORS, Access, Made, Program, Role
+from dsf.language.bounds import bounds
+from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.operator import factors_of, times
+from dsf.language.primitives import abs as absolute
+from dsf.language.primitives import derivatives, exp, log, maximum, minimum
+from dsf.language.spec import Spec
+from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.lower import FLOOR
+from dsf.triton.print_pointwise import Body, Writer
+from dsf.triton.printer import RESERVED, Printer, as_comment, identifier, indented, pairing, symbol
+from dsf.triton.source import Source, file_of
+
+if TYPE_CHECKING:
+    from dsf.triton.chunk import Operands
+
+ZERO, UNIT = const(0), const(1)
+SCALAR: frozenset[str] = frozenset()
+TURNED = ("left", "right", "decay")  # what transitions are made of that are diagonal plus rank one
+LAST = ("vectors_adjoint", "adjoint")
+# What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
+BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
+WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
+Y, MORE = symbol(".y", frozenset({VALUE})), symbol(".more", frozenset({VALUE}))  # MORE: digits of y, if there are any
+
+
+@dataclass(frozen=True)
+class Root:
+    """An expression that a kernel takes or gives, and the name of its tensor (with the micro-step in it)."""
+
+    expr: Expr
+    name: str
+    axes: frozenset[str]
+    step: int | None
+
+
+class _Writer(Writer):
+    """One spec on its way to a file and a Program."""
+
+    def __init__(self, spec: Spec, operands: Operands) -> None:
+        super().__init__({i.name: i.kind for i in spec.inputs})
+        self.spec, self.ops = spec, operands
+        self.column = operands.column
+        self.roots = self._operand_roots()
+        self.y = self._readout()
+        self.factor = self._factor()
+        self.bare = {name: entry for name in self._names() if (entry := self._bare(name)) is not None}
+        found = inputs_of(*(r.expr for r in self.roots), *([self.y] if self.y is not None else []))
+        if self.ops.gains is not None:
+            found = list(dict.fromkeys([*found, *inputs_of(*self._level_exprs())]))
+        self.nodes = [x for x in found if x.attrs[0] in self.kinds]
+        for x in [*found, GIVEN, Y, MORE]:
+            self.call(x)
+        self.optional = frozenset({MORE})
+        self.beside = self._beside()
+        self.vectors = self._vectors()
+        self.there = {name: made for name in MADE_THERE if (made := self._made_there(name)) is not None}
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(r.name for r in self.roots))
+
+    def _operand_roots(self) -> list[Root]:
+        ops, many = self.ops, self.spec.micro > 1
+        roots = [Root(ops.query, "query", frozenset({KEY}), None)]
+        if ops.read is not UNIT:
+            roots.append(Root(ops.read, "read", SCALAR, None))
+        sources = list(ops.sources)
+        decays = list(ops.decays or [])
+        if ops.gains is not None:
+            moved = BEFORE - AFTER
+            decays = [x + moved if ops.log else x * exp(moved) for x in decays]
+            sources = [times(x, exp(g - AFTER)) for x, g in zip(ops.sources, ops.gains, strict=True)]
+        erases = list(ops.erases or [])
+        ones = list(ops.ones or [])
+        if not self.column and all(x is UNIT for x in ones):  # the kernels drive it by ones themselves
+            ones = []
+        keys, lefts, rights = (list(x or []) for x in (ops.keys, ops.lefts, ops.rights))
+        if lefts:  # no source of their own
+            sources = []
+        rows: list[tuple[str, Sequence[Expr], frozenset[str]]] = [
+            ("key", keys, frozenset({KEY})), ("left", lefts, frozenset({KEY})), ("right", rights, frozenset({KEY})),
+            ("value", ops.values, frozenset({VALUE})),
+            ("ones", ones, SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
+            ("erase", erases, SCALAR), ("own", [] if ops.own is None else [ops.own], SCALAR),
+            ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
+        ]  # fmt: skip
+        for name, exprs, axes in rows:
+            roots += [Root(x, name, axes, m if many else None) for m, x in enumerate(exprs)]
+        return roots
+
+    def _bare(self, name: str) -> str | None:
+        """The per-token input that an operand is, as the user gave it."""
+        roots = [r for r in self.roots if r.name == name]
+        if name == "value" and self.column:
+            return None
+        exprs = [r.expr for r in roots]
+        if any(e.op != "input" or e.axes != roots[0].axes for e in exprs):
+            return None
+        names, steps = {e.attrs[0] for e in exprs}, [e.attrs[1] for e in exprs]
+        if len(names) > 1 or not (names <= self.kinds.keys()) or not self.kinds[exprs[0].attrs[0]].time:
+            return None
+        kind = self.kinds[exprs[0].attrs[0]]
+        whole = [None] if kind.steps is None else list(range(kind.steps))
+        return exprs[0].attrs[0] if steps == whole else None
+
+    def _readout(self) -> Expr | None:
+        """y of NUM, DEN and the inputs; None where what the kernels read is y."""
+        spec, skip = self.spec, self.spec.system.D if self.ops.own is None else ZERO
+        if spec.rule is None:
+            read = times(WRITTEN, self.ops.gate)
+            return read + skip if skip is not ZERO else read if self.gated else None
+        num, den = WRITTEN, WEIGHT
+        if skip is not ZERO:
+            assert spec.ones is not None
+            num, den = num + skip, den + spec.ones.system.D
+        one = UNIT if self.ops.gains is None else exp(minimum(-READ, 80.0))
+        return substitute(spec.rule, {NUM: num, DEN: den, ONE: one})
+
+    @property
+    def gated(self) -> bool:
+        """True where channels are read with gains of their own, whose gradients need what was read."""
+        return self.ops.gate is not UNIT
+
+    def _factor(self) -> Expr | None:
+        """What num is times in y, where y is that product and no more inputs are in it: a quotient."""
+        spec = self.spec
+        if self.y is None or spec.ones is None or self.column or inputs_of(self.ops.read):
+            return None
+        factors = factors_of(self.y)
+        rest = [(x, inverse) for x, inverse in factors if x is not WRITTEN]
+        if len(rest) != len(factors) - 1 or (WRITTEN, True) in factors:
+            return None
+        factor = UNIT
+        for x, inverse in rest:
+            factor = factor / x if inverse else times(factor, x)
+        return factor if set(inputs_of(factor)) <= {WEIGHT, READ} and spec.ones.system.D is ZERO else None
+
+    def _level_exprs(self) -> tuple[Expr, Expr]:
+        assert self.ops.gains is not None and self.ops.decays is not None
+        decay = self.ops.decays[0]
+        drift = maximum(decay if self.ops.log else log(absolute(decay)), FLOOR)
+        return drift, self.ops.gains[0]
+
+    def _made(self) -> list[Root]:
+        return [r for r in self.roots if r.name not in self.bare and r.name not in self.there]
+
+    def _vectors(self) -> list[Expr]:
+        """The inputs of TURNED, where they are keys a token, in nothing else, and met key by key."""
+        if not self.ops.lefts:
+            return []
+        own = [r.expr for r in self.roots if r.name in TURNED]
+        found = inputs_of(*own)
+        others = [*(r.expr for r in self.roots if r.name not in TURNED), *([] if self.y is None else [self.y])]
+        keyed = all(x.axes == {KEY} and x in self.nodes and self.kinds[x.attrs[0]].time for x in found)
+        apart = not {x.attrs[0] for x in found} & {x.attrs[0] for x in inputs_of(*others)}
+        summed = any(x.op in {*REDUCTIONS, "size"} for x in children_first(*own))
+        return found if keyed and apart and not summed and self.spec.micro == 1 else []
+
+    def _made_there(self, name: str) -> Expr | None:
+        """What the chunk kernels make of an operand key by key: all of it, or what is summed over keys."""
+        found = [r.expr for r in self.roots if r.name == name]
+        if not self.vectors or not found or name in self.bare:
+            return None
+        if name != "own":
+            return found[0]
+        (expr,) = found
+        if expr.op != "sum_key" or any(x.op in {*REDUCTIONS, "size"} for x in children_first(expr.args[0])):
+            return None
+        return expr.args[0]
+
+    def _is_column(self, name: str) -> bool:
+        """True for what drives the normaliser where it is a column beside the values."""
+        return name == "ones" and self.column
+
+    def prologue(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores every operand that is no bare input."""
+        stores = [
+            (r.expr, Access(f".{r.name}", r.step, True, KEY in r.axes, VALUE in r.axes or self._is_column(r.name), True,
+                            tail=self._is_column(r.name)))
+            for r in self._made()
+        ]  # fmt: skip
+        if not stores:
+            return None
+        return self.function("prologue", stores)
+
+    def finish(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where it can be made there.
+
+        What it loads comes from a function of its own, which is called long before; values come from the walk.
+        """
+        spec, ops = self.spec, self.ops
+        if self.y is None or self.column or ops.lefts or spec.micro > 1 or spec.system.read == "before":
+            return None
+        nodes = children_first(self.y)
+        if (spec.rule is not None and self.factor is None) or any(
+            KEY in x.axes or x.op in {*REDUCTIONS, "size"} for x in nodes
+        ):
+            return None
+        function = Body(self.names | {WRITTEN: "num", WEIGHT: "den"})
+        given: list[str] = []
+        loaded: list[str] = []
+        for node in inputs_of(self.y):
+            name = function.names[node]
+            if node not in (WRITTEN, WEIGHT):
+                if node.attrs[0] == self.bare.get("value"):
+                    given.append(f"{name} = value.to(tl.float32)")
+                    continue
+                given.append(f"{name} = loaded[{len(loaded)}].to(tl.float32)")
+                loaded.append(name)
+                function.load(node, self.access(node), convert=False)
+        printer = Printer(function.names, RESERVED | {"loaded", "value"})
+        y = printer.print([self.y])[0]
+        loads = [*function.lines, f"return ({', '.join(loaded or ['batch'])},)"]
+        head = ["def finish_loads(args, at):", *indented(loads), "", "", "@triton.jit"]
+        body = [*given, *printer.lines, f"return {y}"]
+        return [*head, "def finish(loaded, num, den, value):", *indented(body)], tuple(function.accesses)
+
+    def _beside(self) -> tuple[Expr, Expr] | None:
+        """The values and the Param of one number a head that a skip is made of, where their gradients can be made by
+        the chunk kernels: nothing else is in the skip, and they are nowhere else."""
+        ops, skip = self.ops, self.spec.system.D
+        other = self.gated or self.spec.rule is not None or ops.erases or ops.keywise
+        if self.y is None or other or self.finish() is None:
+            return None
+        found = inputs_of(skip)
+        values = [x for x in found if x.attrs[0] == self.bare.get("value")]
+        params = [x for x in found if x.axes == SCALAR and not self.kinds[x.attrs[0]].time]
+        if len(values) != 1 or len(params) != 1 or len(found) != 2:
+            return None
+        used = [x for r in self.roots for x in inputs_of(r.expr)]
+        return (values[0], params[0]) if params[0] not in used and used.count(values[0]) == 1 else None
+
+    def skip_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Returns the gradients of values and of a Param, channel by channel, from tiles of dy and values [L, P]."""
+        if self.beside is None:
+            return None
+        value, param = self.beside
+        apart = symbol(".param", frozenset({VALUE}))
+        slopes = derivatives(substitute(self.spec.system.D, {param: apart}), GIVEN, [value, apart])
+        printer = Printer({value: "value", apart: "param", GIVEN: "dy"}, RESERVED | {"loaded", "value", "param"})
+        values = printer.print(slopes)
+        body = ["param = loaded[0].to(tl.float32)", *printer.lines, f"return ({', '.join(values)})"]
+        return ["def skip_adjoint(loaded, dy, value):", *indented(body)], ()
+
+    def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores y, where the walk cannot, or a backward pass needs what it reads."""
+        if self.y is None or (self.finish() is not None and not self.gated):
+            return None
+        stores = [(self.y, Access(".y", None, True, False, True, True))]
+        if self.factor is not None:
+            stores.append((Expr("rest_of", (self.y,)), Access(".more", None, True, False, True, True)))
+        return self.function("readout", stores)
+
+    def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores the gradients of num and of den (beside it).
+
+        Of a quotient instead: what reads are times, so that y's gradient is the gradient of what was read, and the
+        gradient of den over that, by y itself: Σ dy·num = Σ dy·y / factor, with more digits than y is given in: what
+        rounding left of them does not cancel.
+        """
+        if self.y is None or (self.spec.rule is None and not self.gated):
+            return None
+        if self.factor is not None:
+            moved = derivatives(self.factor, UNIT, [WEIGHT])[0] / self.factor
+            slope = moved * (pairing([(GIVEN, Expr("with_rest", (Y, MORE)))]) / self.factor)
+            factor, den = (Access(name, None, True, False, False, True) for name in (".factor", ".dden"))
+            return self.function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
+        slopes = derivatives(pairing([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
+        num = (slopes[0], Access(".dnum", None, True, False, True, True))
+        if self.gated:
+            return self.function("readout_adjoint", [num])
+        den = Access(".dtail", None, True, False, True, True, tail=True)
+        if not self.column:
+            den = Access(".dden", None, True, False, False, True)
+        return self.function("readout_adjoint", [num, (slopes[1], den)])
+
+    def direct(self) -> dict[str, str]:
+        """Inputs whose gradient is that of one operand, just as the kernels give it: input name -> operand."""
+        uses: dict[str, set[str]] = {}
+        for r in self.roots:
+            for x in inputs_of(r.expr):
+                uses.setdefault(x.attrs[0], set()).add(r.name)
+        for x in inputs_of(self.y) if self.y is not None and self.beside is None else []:
+            uses.setdefault(x.attrs[0], set()).add("y")
+        pulled = {x.attrs[0] for x in self.vectors}
+        found = {entry: name for name, entry in self.bare.items() if uses[entry] == {name} and entry not in pulled}
+        return {entry: name for entry, name in found.items() if name in VECTORS or self._keywise(name)}
+
+    def _keywise(self, name: str) -> bool:
+        return name == "decay" and self.ops.keywise
+
+    def adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores the gradients of every input that is not direct."""
+        skipped = {*self.direct(), *([] if self.beside is None else [self.beside[1].attrs[0]])}
+        skipped |= {x.attrs[0] for x in self.vectors}
+        wanted = [x for x in self.nodes if x.attrs[0] not in skipped]
+        roots = [r for r in self.roots if not (self.vectors and r.name in TURNED)]
+        varied = [r for r in roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
+        pairs = [(r.expr, self.call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in varied]
+        if self.y is not None and self.beside is None:
+            pairs.append((self.y, GIVEN))
+        if not wanted:
+            return None
+        return self.pulled(pairs, wanted)
+
+    def vectors_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Stores gradients from tiles of those of TURNED [L, N]."""
+        if not self.vectors:
+            return None
+        given = {r.name: self.call(symbol(f".d{r.name}", frozenset({KEY}))) for r in self.roots if r.name in TURNED}
+        pairs = [(r.expr, given[r.name]) for r in self.roots if r.name in TURNED]
+        slopes = derivatives(pairing(pairs), UNIT, self.vectors)
+        function = Body(self.names)
+        for node in inputs_of(*slopes):
+            if node not in given.values():
+                function.load(node, self.access(node))
+        printer = Printer(function.names, RESERVED)
+        values = printer.print(slopes)
+        function.lines += printer.lines
+        for node, value in zip(self.vectors, values, strict=True):
+            function.store(value, Access(f".grad_{node.attrs[0]}", None, True, True, False, True))
+        arguments = ", ".join(self.names[given[name]] for name in TURNED)
+        return [f"def vectors_adjoint(args, at, {arguments}):", *indented(function.lines)], tuple(function.accesses)
+
+    def levels(self) -> tuple[list[str], tuple[Access, ...]] | None:
+        """Returns (log decay, gain)."""
+        return None if self.ops.gains is None else self._returning("levels", self._level_exprs())
+
+    def _returning(self, name: str, exprs: Sequence[Expr]) -> tuple[list[str], tuple[Access, ...]]:
+        """A function that returns tiles of what its inputs make."""
+        function = Body(self.names)
+        for node in inputs_of(*exprs):
+            function.load(node, self.access(node))
+        printer = Printer(function.names, RESERVED)
+        values = printer.print(exprs)
+        body = [*function.lines, *printer.lines, f"return {', '.join(values)}"]
+        return [f"def {name}(args, at):", *indented(body)], tuple(function.accesses)
+
+    def program(self) -> tuple[Source, Program]:
+        """The printed file and what the operator knows of it."""
+        parts, accesses = [], {}
+        for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint", *LAST):
+            printed = getattr(self, name)()
+            if printed is not None:
+                parts.append(printed[0])
+                accesses[name] = printed[1]
+        for name, expr in self.there.items():
+            text, accesses[f"made_{name}"] = self._returning(f"made_{name}", [expr])
+            parts.append(text)
+        about = [
+            as_comment(str(self.spec)),
+            "",
+            "Printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise. v1, v2, … are shared",
+            "parts; X is what the chunk kernels take under that name, dX its gradient.",
+        ]
+        source = Source(identifier(self.spec.name), file_of(about, parts), ())
+        return source, self._program(accesses)
+
+    def _program(self, accesses: Mapping[str, tuple[Access, ...]]) -> Program:
+        roles, made = {}, []
+        for name in self._names():
+            mine = [r for r in self.roots if r.name == name]
+            positive = all(bounds(r.expr)[0] >= 0 for r in mine)
+            roles[name] = Role(self.bare.get(name), any(inputs_of(r.expr) for r in mine), positive)
+            if name in self.bare or name in self.there or self._is_column(name):
+                continue
+            used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()
+            if name == "value" and self.column and self.ops.ones is not None:
+                used |= {x.attrs[0] for e in self.ops.ones for x in inputs_of(e)} & self.kinds.keys()
+            rows = self.spec.micro if mine[0].step is not None else 1
+            made.append(Made(name, KEY in mine[0].axes, VALUE in mine[0].axes, rows, tuple(sorted(used))))
+        inputs = tuple(
+            Access(name, kind.steps, kind.time, KEY in kind.axes, VALUE in kind.axes)
+            for name, kind in self.kinds.items()
+        )  # fmt: skip
+        return Program(
+            inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
+            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.gated, self.factor is not None,
+            None if self.beside is None else self.beside[1].attrs[0], self.ops.gains is not None,
+            self.ops.floor if self.ops.lefts else None, tuple(x.attrs[0] for x in self.vectors), dict(accesses),
+        )  # fmt: skip
+
+
+def emit_matrix(spec: Spec, operands: Operands) -> tuple[Source, Program]:
+    """Source and program of a spec of the matrix families."""
+    return _Writer(spec, operands).program()

@@ -1,0 +1,294 @@
+"""Printing: a Spec's expressions and their derivatives as Triton source, the holes of the fused scan.
+
+The text is written to a file named by its content (`DSF_CACHE_DIR`, else the user's cache directory), because Triton
+reads the source of what it compiles; the file is also what a person reads: it carries the spec's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+
+from dsf.language.annotations import Kind
+from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.primitives import derivatives
+from dsf.language.spec import Input, Spec
+from dsf.triton.coefficients import masked, packed
+from dsf.triton.hoist import parts
+from dsf.triton.print_entries import Entries
+from dsf.triton.print_operand import Initial, Operand
+from dsf.triton.printer import (
+    AT,
+    BOTH,
+    COTANGENTS,
+    NAMES,
+    OPERATORS,
+    RESERVED,
+    SINK,
+    STATE,
+    Printer,
+    as_comment,
+    identifier,
+    indented,
+    key_and_rest,
+    name_of,
+    pairing,
+    symbol,
+    unpacked,
+)
+from dsf.triton.regroup import collect, inward, regroup
+from dsf.triton.source import Source, file_of
+from dsf.triton.update import Update, update
+
+VALID = "valid_tokens"
+STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
+COMPARISONS = ("gt", "ge", "lt", "le")
+SINGLE = ("exp", "log", "sqrt", "rsqrt", "pow")  # functions that are one instruction of the unit for them; others two
+
+
+def emit(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
+    """The holes of the fused scan for an elementwise spec.
+
+    tokens: "masked": one more operand, the Scalar VALID, is 0 for tokens that leave the state as it is (padding);
+    "packed": the Scalar STARTS is a sequence's number, from 1, at its first token, else 0; "continued": so, and
+    INITIAL is the states in which the sequences begin. rough: for 16-bit inputs, with functions that err by less than
+    their last bit.
+    """
+    return _Emission(spec, tokens, rough).source()
+
+
+class _Emission:
+    """One spec on its way to source."""
+
+    def __init__(self, spec: Spec, tokens: str, rough: bool) -> None:
+        self.spec = spec
+        self.rough = rough
+        self.kinds = {i.name: i.kind for i in spec.inputs}
+        self.made = parts(spec).made
+        inputs = (*spec.inputs, *(Input(x.attrs[0], Kind(x.axes)) for x in self.made))
+        self.kinds |= {i.name: i.kind for i in inputs[len(spec.inputs) :]}
+        whole = parts(spec).left
+        added: list[Expr] = []
+        if tokens == "masked":
+            added = [symbol(VALID, frozenset())]
+            whole = masked(whole, *added)
+        elif tokens:
+            added = [symbol(STARTS, frozenset())]
+            if tokens == "continued":
+                added.append(symbol(INITIAL, BOTH if spec.has_key else frozenset({VALUE})))
+            whole = packed(whole, spec.system.read == "before", *added)
+        inputs = (*inputs, *(Input(x.attrs[0], Kind(x.axes)) for x in added))
+        self.kinds |= {x.attrs[0]: Kind(x.axes) for x in added}
+        roots = (inward(whole.A), *whole.roots[1:])
+        nodes = inputs_of(*roots)
+        self.tokens = sorted(
+            (x for x in nodes if self.kinds[x.attrs[0]].time),
+            key=lambda x: (x.attrs[0] != STARTS, KEY in x.axes, (VALUE in x.axes) == (KEY in x.axes)),
+        )
+        self.params = [x for x in nodes if not self.kinds[x.attrs[0]].time]
+        self.names = {x: name_of(x) for x in nodes}
+        self.invariants = self._invariants(roots)
+        self.held = {x: symbol(self._held_name(i, x), x.axes) for i, x in enumerate(self.invariants)}
+        self.roots = tuple(substitute(r, self.held) for r in roots)
+        self.operands = self._operands(inputs)
+
+    def _held_name(self, index: int, node: Expr) -> str:
+        return self.names[node] if node.op == "input" else f"held{index}"
+
+    def _invariants(self, roots: tuple[Expr, ...]) -> list[Expr]:
+        """The largest expressions of Params alone, computed once a program."""
+        order = children_first(*roots)
+        tokens, params = set(self.tokens), set(self.params)
+        varies = {x: x in tokens for x in order}
+        bound = {x: x in params for x in order}
+        for x in order:
+            varies[x] |= any(varies[a] for a in x.args) or x.op in COMPARISONS  # truth values are not held
+            bound[x] |= any(bound[a] for a in x.args)
+        fixed = {x for x in order if bound[x] and not varies[x]}
+        used = {a for x in order if varies[x] for a in x.args} | set(roots)
+        return [x for x in order if x in fixed and x in used]
+
+    def _operands(self, inputs: tuple[Input, ...]) -> dict[Expr, Operand]:
+        found: dict[Expr, Operand] = {}
+        place, index = 0, 1  # grads[0] is the batch size
+        for node in sorted(self.names, key=lambda x: (_order(inputs, x), x.attrs[1] or 0)):
+            kind = self.kinds[node.attrs[0]]
+            operand = Operand(node.attrs[0], kind.time, kind.axes, node.attrs[1], place, index)
+            if operand.name == INITIAL:
+                number = self.names[symbol(STARTS, frozenset())]
+                operand = Initial(operand.name, True, kind.axes, None, place, index, number)
+            found[node] = operand
+            place, index = place + 1 + operand.strides, index + 1
+        return found
+
+    def source(self) -> Source:
+        """The whole file."""
+        about = [
+            as_comment(str(self.spec)),
+            *(f"  {name.attrs[0]} = {x}, from a kernel before this one" for name, x in self.made.items()),
+            "",
+            "Printed by dsf from the declaration above; read by dsf.kernels.triton.scan. v1, v2, … are shared parts,",
+            "dX is the gradient of X, and what depends on Params alone is held.",
+        ]
+        parts = [
+            self._setup(),
+            self._load(),
+            self._step(),
+            *self._products(),
+            self._zeros(),
+            self._pull(),
+            self._finish(),
+            *self._entries(),
+        ]
+        operands, keyed = tuple(self.operands.values()), sum(KEY in x.axes for x in self.held.values())
+        name, text = identifier(self.spec.name), file_of(about, parts)
+        return Source(name, text, operands, len(self.held), self._separable, self._special(), keyed)
+
+    def _entries(self) -> list[list[str]]:
+        """What kernels read that take one state entry after the other."""
+        if not self.spec.has_key or not self._separable:
+            return []
+        held, scope, found = list(self.held.values()), self._scope(), self.motion
+        slopes = self.slopes
+        if found.factor is not None:
+            slopes = self._slopes([(found.after, COTANGENTS[1]), *self._pairs()[2:]], [found.factor])
+        return Entries(
+            self.tokens, held, slopes, self.operands, scope, self.roots[0], self.made, self.rough, self.near, found
+        ).functions()  # fmt: skip
+
+    @cached_property
+    def motion(self) -> Update:
+        """How a token moves an entry's state, where one entry is taken after the other."""
+        return update(self.roots[0], self.roots[1], STATE, COTANGENTS[1])
+
+    @cached_property
+    def near(self) -> set[Expr]:
+        """Decays that are a tanh and nothing else is made of: what they multiply is large where they are small."""
+        found, stack = set(), [self.roots[0]]
+        while stack:
+            x = stack.pop()
+            if x.op == "tanh":
+                found.add(x)
+            elif x.op == "where":
+                stack += x.args[1:]
+        return found - set(children_first(*self.roots[1:]))
+
+    @cached_property
+    def _separable(self) -> bool:
+        """True when nothing sums over the Key axis but the readout and the gradients of what has no Key axis.
+
+        A Param without a Key axis inside one with it would need all entries' sums at once when it is finished.
+        """
+        if any(x.op in REDUCTIONS for x in children_first(*self.roots, *self.invariants)):
+            return False
+        mixed = [x for x in self.invariants if KEY in x.axes]
+        return all(KEY in x.axes for x in inputs_of(*mixed))
+
+    def _special(self) -> int:
+        entries = [x for x in children_first(*self.roots) if x.axes == BOTH]
+        found = [x.op for x in entries if x.op not in {*OPERATORS, "input", "where", "abs", "minimum", "maximum"}]
+        return sum(1 if op in SINGLE else 2 for op in found)
+
+    def _setup(self) -> list[str]:
+        printer = Printer(self.names, RESERVED)
+        values = printer.print(self.invariants)
+        return ["def setup(args, at):", *indented([AT, *self._loads(self.params), *printer.lines, _tuple(values)])]
+
+    def _load(self) -> list[str]:
+        names = [self.names[x] for x in self.tokens]
+        return ["def load(args, at):", *indented([AT, *self._loads(self.tokens), _tuple(names)])]
+
+    def _loads(self, nodes: list[Expr]) -> list[str]:
+        return [f"{self.names[x]} = {self.operands[x].load()}" for x in nodes]
+
+    def _scope(self) -> dict[Expr, str]:
+        """Names inside step and pull."""
+        return {x: self.names[x] for x in self.tokens} | {s: s.attrs[0] for s in self.held.values()}
+
+    def _unpack(self, tokens: list[Expr] | None = None) -> list[str]:
+        found = [self.names[x] for x in (self.tokens if tokens is None else tokens)]
+        lines = [AT, *([unpacked(found, "tokens")] if found else [])]
+        if self.held:
+            lines.append(unpacked([s.attrs[0] for s in self.held.values()], "held"))
+        return lines
+
+    def _step(self) -> list[str]:
+        printer = Printer(self._scope(), RESERVED, self.rough, self.near, self.held.values())
+        values = printer.print(self.roots)
+        names = ["A", "B", "C", "E", "D"]
+        if self.roots[4].is_constant and self.roots[4].value == 0:  # adding it costs nothing, unlike +0
+            values[4] = "tl.zeros((1, 1, 1), tl.float32) * -1.0"
+        lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
+        body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
+        return ["def step(tokens, held, at):", *indented(body)]
+
+    def _products(self) -> list[list[str]]:
+        """Where A = exp(r w), r of tokens without a Key axis and w of Params: products of A from sums of r."""
+        decay = self.roots[0]
+        parts = key_and_rest(decay.args[0]) if decay.op == "exp" else None
+        if parts is None or set(inputs_of(parts[0])) & set(self.tokens):
+            return []
+        printer = Printer(self._scope(), RESERVED)
+        (value,) = printer.print([parts[1]])
+        given = self._unpack([x for x in self.tokens if KEY not in x.axes])
+        rate = ["def rate(tokens, held, at):", *indented([*given, *printer.lines, f"return {value} * fn.LOG2E"])]
+        printer = Printer(self._scope(), RESERVED)
+        (value,) = printer.print([parts[0]])
+        names = unpacked([s.attrs[0] for s in self.held.values()], "held")
+        kept = ["def kept(total, held):", *indented([names, *printer.lines, f"return tl.exp2({value} * total)"])]
+        return [rate, kept]
+
+    def _zeros(self) -> list[str]:
+        shapes = ["(1, NB, BP)" if KEY in s.axes else "(1, 1, BP)" for s in self.held.values()] or ["(1, 1, 1)"]
+        values = [f"tl.zeros({shape}, tl.float32)" for shape in shapes]
+        return ["def zeros(NB: tl.constexpr, BP: tl.constexpr):", *indented([_tuple(values)])]
+
+    @cached_property
+    def slopes(self) -> list[Expr]:
+        """The gradients of tokens, then of what is held, made of the coefficients' cotangents."""
+        return self._slopes(self._pairs())
+
+    def _pairs(self) -> list[tuple[Expr, Expr]]:
+        return list(zip(self.roots, COTANGENTS, strict=True))
+
+    def _slopes(self, pairs: list[tuple[Expr, Expr]], kept: Collection[Expr] = ()) -> list[Expr]:
+        found = derivatives(pairing(pairs), const(1), [*self.tokens, *self.held.values()], late=VALUE)
+        return regroup([collect(x) for x in found], kept=kept)
+
+    def _over_channels(self) -> list[bool]:
+        """Which gradients of what is held are sums over channels: these are left for the end."""
+        return [x.op == "sum_value" for x in self.slopes[len(self.tokens) :]]
+
+    def _pull(self) -> list[str]:
+        scope = {**self._scope(), **{c: c.attrs[0] for c in COTANGENTS}}
+        printer = Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near, self.held.values())
+        late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(self.tokens, self.slopes, strict=False)]
+        late += self._over_channels()
+        values = printer.print(x.args[0] if open_ else x for x, open_ in zip(self.slopes, late, strict=True))
+        stores = ["first = p == edge"]
+        for node, value, summed in zip(self.tokens, values, late, strict=False):
+            stores += self.operands[node].store(value, summed)
+        added = [f"sums[{i}] + fn.sum_time({v}, n)" for i, v in enumerate(values[len(self.tokens) :])] or ["sums[0]"]
+        body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
+        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink):", *indented(body)]
+
+    def _finish(self) -> list[str]:
+        given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]
+        slopes = derivatives(pairing(zip(self.invariants, given, strict=True)), const(1), self.params)
+        sums = [f"fn.sum_value(sums[{i}], p_ok)" if x else f"sums[{i}]" for i, x in enumerate(self._over_channels())]
+        scope = {x: self.names[x] for x in self.params} | dict(zip(given, sums, strict=True))
+        printer = Printer(scope, RESERVED)
+        values = printer.print(slopes)
+        stores = ["first = p == edge"]
+        for node, value in zip(self.params, values, strict=True):
+            stores += self.operands[node].store(value)
+        body = [AT, *self._loads(self.params), *printer.lines, *(stores if self.params else ["pass"])]
+        return ["def finish(args, grads, sums, segment, segments, at):", *indented(body)]
+
+
+def _order(inputs: tuple[Input, ...], node: Expr) -> int:
+    return [i.name for i in inputs].index(node.attrs[0])
+
+
+def _tuple(values: list[str]) -> str:
+    return f"return ({', '.join(values)},)" if values else "return (tl.zeros((1, 1, 1), tl.float32),)"

@@ -1,0 +1,225 @@
+"""Printing one step of a recurrence: the decode kernel of any system with a finite state.
+
+The state is one more input of axes {Key, Value}; A, B and the readout act on it as the declaration says, micro-step
+after micro-step, so the whole step is a few expressions: y, the new state, the normaliser's new column and the new
+running maximum. They are printed like any others and run in one launch; what all channels of a normalised system share
+is printed as a function of its own, which a program calls once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsf.kernels.triton.pointwise.programs import Access
+from dsf.kernels.triton.pointwise.step_ops import StepProgram
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.operator import times
+from dsf.language.primitives import abs as absolute
+from dsf.language.primitives import exp, log, log_of, maximum, minimum, sum_key
+from dsf.language.spec import Row, Spec
+from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.lower import FLOOR
+from dsf.triton.chunk import is_delta
+from dsf.triton.print_pointwise import Body
+from dsf.triton.printer import AT, RESERVED, STATE, Printer, as_comment, identifier, indented, name_of, symbol
+from dsf.triton.source import Source, file_of
+
+COLUMN, LEVEL = symbol(".column", frozenset({KEY})), symbol(".level", frozenset({KEY}))  # and STATE: parts of a state
+ZERO, UNIT = const(0), const(1)
+LANES = ".lanes"  # suffix of a Key input as every lane of the channels loads it
+
+
+def step_refusal(spec: Spec) -> str | None:
+    """Why the decode kernel cannot step this, in the user's words; None when it can."""
+    if spec.is_softmax:
+        return "the decode kernel keeps a finite state"
+    if spec.features is not None:
+        return "no printed kernel evaluates Taylor features"
+    if not spec.has_key and any(KEY in x.axes for r in spec.rows for x in (r.normal.decay, *(t.key for t in r.terms))):
+        return "the decode kernel has no vector state (N = 1) made of Key inputs"
+    if spec.ones is not None and spec.den_has_channels:
+        return "the decode kernel takes a normaliser of one number a head"
+    if spec.is_stabilised and (spec.gain_axes or spec.system.D is not ZERO):
+        return "the decode kernel takes exponential gains of one number a head, without D"
+    return None
+
+
+def _place(node: Expr, stored: bool) -> Access:
+    """Where a part of the state lies."""
+    column = {STATE: "p", COLUMN: "P", LEVEL: "COLUMNS - 1"}[node]
+    role = ".new_state" if stored else ".state"
+    return Access(role, None, True, True, VALUE in node.axes, stored, column=column)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """The state at some point of a step: S e^{-level}, the normaliser's column in the same scale, the level."""
+
+    state: Expr
+    column: Expr | None
+    level: Expr | None
+
+
+def _advance(row: Row, ones: Row | None, now: _Moment) -> _Moment:
+    """One micro-step."""
+    level, moved = now.level, None
+    if now.level is not None:
+        decay = row.normal.decay
+        drift = log_of(decay)
+        level = now.level + maximum(drift if drift is not None else log(absolute(decay)), FLOOR)
+        for term in row.terms:
+            level = maximum(level, term.gain if term.gain is not None else 0.0)
+        moved = exp(now.level - level)
+    state = _apply(row, row, now.state, level, moved)
+    column = None if now.column is None or ones is None else _apply(row, ones, now.column, level, moved)
+    return _Moment(state, column, level)
+
+
+def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | None) -> Expr:
+    """A x + B, with B of `source`, in the scale of `level`."""
+    total = times(row.normal.decay, x)
+    for c in row.normal.corrections:
+        total = total + times(c.scale, c.left) * sum_key(c.right * x)
+    if moved is not None:
+        total = total * moved
+    if source.dense is not None:
+        return total + source.dense
+    for term in source.terms:
+        product = times(term.key, term.value)
+        if level is not None:
+            product = product * exp((term.gain if term.gain is not None else const(0)) - level)
+        total = total + product
+    return total
+
+
+def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
+    """What one step stores."""
+    ones, stabilised = spec.ones, spec.is_stabilised
+    top = Expr("max_key", (LEVEL,), (), frozenset()) if stabilised else None
+    scale = exp(LEVEL - top) if top is not None else UNIT
+    now = first = _Moment(STATE * scale, COLUMN * scale if ones is not None else None, top)
+    for i, row in enumerate(spec.rows):
+        now = _advance(row, None if ones is None else ones.rows[i], now)
+    seen = first if spec.system.read == "before" else now
+    y = _read(spec, seen.state) + spec.system.D
+    if spec.rule is not None:
+        assert ones is not None and seen.column is not None
+        one = UNIT if seen.level is None else exp(minimum(-seen.level, 80.0))
+        den = _read(spec, seen.column) + ones.system.D
+        y = substitute(spec.rule, {NUM: y, DEN: den, ONE: one})
+    roots = [
+        (y, Access(".y", None, True, False, True, True)),
+        (now.state, _place(STATE, True)),
+    ]
+    if now.column is not None:
+        roots.append((now.column, _place(COLUMN, True)))
+    if now.level is not None:
+        roots.append((now.level, _place(LEVEL, True)))
+    return roots
+
+
+def _in_lanes(x: Expr) -> Expr:
+    """x with its Key inputs loaded by every lane: beside rows of P + 1 or P + 2 columns, whose layout differs from that
+    of a Key vector, this spares the tile a way through shared memory."""
+    keys = [
+        i for i in inputs_of(x) if i.axes == {KEY} and not i.attrs[0].startswith(".") and not i.attrs[0].endswith(LANES)
+    ]
+    return substitute(x, {i: Expr("input", (), (i.attrs[0] + LANES, i.attrs[1]), i.axes) for i in keys})
+
+
+def _read(spec: Spec, state: Expr) -> Expr:
+    product = spec.readout * state
+    return sum_key(product) if spec.has_key else product
+
+
+def _shared(roots: Sequence[Expr]) -> list[Expr]:
+    """The largest parts of roots with channels that are the same for all of them."""
+    order = children_first(*roots)
+    used = {a for x in order if VALUE in x.axes for a in x.args} | set(roots)
+    return [x for x in order if x in used and VALUE not in x.axes and x.args]
+
+
+class _Printer(Printer):
+    """Knows the largest entry over the Key axis, too."""
+
+    def _expression(self, node: Expr) -> str:
+        if node.op == "max_key":
+            return f"fn.max_key({self.text[node.args[0]]}, n_ok)"
+        return super()._expression(node)
+
+
+class _Step:
+    """One spec on its way to the functions of its decode kernel."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.kinds = {i.name: i.kind for i in spec.inputs}
+        self.names: dict[Expr, str] = {}
+        self.accesses: list[Access] = []
+
+    def name(self, nodes: Sequence[Expr]) -> None:
+        """Give nodes names of their own in the printed text."""
+        for node in (x for x in nodes if x not in self.names):
+            text = name_of(node).strip("_") if "." in node.attrs[0] else name_of(node)
+            while text in {*self.names.values(), "sums", "shared"}:
+                text += "_"
+            self.names[node] = text
+
+    def print(self, roots: Sequence[tuple[Expr, Access]], given: Sequence[Expr], gives: Sequence[Expr]) -> list[str]:
+        """The lines of a function that stores roots and returns `gives`; `given` are among its arguments."""
+        exprs = [*(e for e, _ in roots), *gives]
+        nodes = [x for x in inputs_of(*exprs) if x not in given]
+        self.name(nodes)
+        body = Body(self.names)
+        body.place = sum(a.width for a in self.accesses)
+        body.lines = [AT.replace("N = at", "N, COLUMNS = at")]
+        if given:
+            body.lines.append(f"{', '.join(self.names[x] for x in given)}, = shared")
+        for node in nodes:
+            body.load(node, *self._place(node))
+        printer = _Printer(self.names, RESERVED | {"COLUMNS", "shared"})
+        values = printer.print(exprs)
+        body.lines += [*printer.lines, "tl.debug_barrier()"]  # what is overwritten has been read by every thread
+        for value, (_, access) in zip(values, roots, strict=False):
+            body.store(value, access)
+        if gives:
+            body.lines.append(f"return ({', '.join(values[len(roots) :])},)")
+        self.accesses += body.accesses
+        return indented(body.lines)
+
+    def _place(self, node: Expr) -> tuple[Access, bool]:
+        """Where an input lies, and whether every lane of the channels loads it."""
+        name, step = node.attrs
+        if node in (STATE, COLUMN, LEVEL):
+            return _place(node, False), False
+        kind = self.kinds.get(name.removesuffix(LANES))
+        time = kind is None or kind.time
+        return Access(name.removesuffix(LANES), step, time, KEY in node.axes, VALUE in node.axes), name.endswith(LANES)
+
+
+def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
+    """Source and program of a spec's decode kernel."""
+    roots = _roots(spec)
+    step, parts = _Step(spec), []
+    held: list[Expr] = []
+    if spec.ones is not None:
+        own = [(e, a) for e, a in roots if not a.value]
+        roots = [(e, a) for e, a in roots if a.value]
+        common = _shared([e for e, _ in roots])
+        held = [symbol(f".shared_{i}", x.axes) for i, x in enumerate(common)]
+        parts.append(["def shared(args, at):", *step.print(own, [], common)])
+        roots = [(_in_lanes(substitute(e, dict(zip(common, held, strict=True)))), a) for e, a in roots]
+        step.name(held)
+    parts.append(["def step(args, at, shared):", *step.print(roots, held, [])])
+    about = "One step, printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise.kernel.step."
+    text = file_of([as_comment(str(spec)), "", about], parts)
+    inputs = tuple(
+        Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
+    )
+    whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
+    plain = all(r.normal.decay is UNIT and not r.normal.corrections for r in spec.rows)
+    general = not all(is_delta(r) for r in spec.rows)
+    program = StepProgram(
+        inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, general, plain
+    )
+    return Source(f"{identifier(spec.name)}_step", text, ()), program

@@ -1,0 +1,219 @@
+"""Printing expressions as lines of Triton, with the names that printed functions use."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const
+from dsf.language.operator import times
+from dsf.language.primitives import exp, sum_key, sum_value
+
+WIDTH = 60  # characters up to which an expression used once is written inside its user
+AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
+SINK = "rows, shift = sink"
+NAMES = ("dA", "dB", "dC", "dE", "dD")
+BOTH = frozenset({KEY, VALUE})
+# What functions, arguments and constants of printed files are called, and so no input can be.
+RESERVED = {
+    *AT.replace(" = at", "").split(", "), *SINK.replace(" = sink", "").split(", "),
+    "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton", "sink", "found", "keyed", "loose", "values",
+    "setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP", "rate", "kept",
+    "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "blank", "L", "dA_A",
+    "plain_back", "runs_back", "spread", "parted", "run", "lanes", "moved", "passed", "state", "places", "ok",
+    "keys_at", "keys_added", "keys_stored",
+}  # fmt: skip
+# Functions made of a power of two, and what their argument is multiplied with first.
+POWERS = {
+    "exp": ("tl.exp2", "fn.LOG2E"),
+    "sigmoid": ("fn.sigmoid2", "-fn.LOG2E"),
+    "tanh": ("fn.tanh2", "(2.0 * fn.LOG2E)"),
+}
+ROUGH = {
+    "fn.tanh": "fn.rough_tanh", "fn.tanh2": "fn.rough_tanh2", "fn.softplus": "fn.rough_softplus",
+    "fn.logsigmoid": "fn.rough_logsigmoid",
+}  # where 16-bit inputs say less than float32  # fmt: skip
+NEAR = {"fn.tanh": "fn.near_tanh", "fn.tanh2": "fn.near_tanh2"}  # where it is next to 1 that they must not err
+FAR = 1e-20  # a sum with a constant that is larger is 0, or no denormal number
+OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def symbol(name: str, axes: frozenset[str]) -> Expr:
+    """An input of generated code that is no input of the recurrence."""
+    return Expr("input", (), (name, None), axes)
+
+
+COTANGENTS = [symbol(name, BOTH if name in ("dA", "dB", "dC") else frozenset({VALUE})) for name in NAMES]
+STATE = symbol(".state", BOTH)  # of an entry, before a token
+
+
+class Printer:
+    """Prints nodes as assignments and expressions.
+
+    names: what each input node is called; rough: ROUGH functions; near: nodes for which NEAR ones do then; still:
+    input nodes that are the same for all tokens.
+    """
+
+    def __init__(
+        self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False, near: Collection[Expr] = (),
+        still: Collection[Expr] = (),
+    ) -> None:  # fmt: skip
+        self.rough, self.near, self.still = rough, near, still
+        self.text = dict(names)
+        self.taken = {*taken, *names.values()}
+        self.lines: list[str] = []
+        self.squares: dict[Expr, Expr] = {}  # e^2x - 1 and the e^x that is there anyway
+        self.scaled: set[Expr] = set()  # products whose factors are printed inside a function of a power of two
+        self.count = 0
+
+    def print(self, roots: Iterable[Expr]) -> list[str]:
+        """The text of every root; shared and long parts become lines before it."""
+        roots = list(roots)
+        order = children_first(*roots)
+        uses: dict[Expr, int] = {}
+        for node in order:
+            for place, arg in enumerate(node.args):
+                twice = node.op == "pow" and place == 0
+                uses[arg] = uses.get(arg, 0) + 1 + twice
+        powers = {x.args[0] for x in order if x.op in POWERS and uses[x.args[0]] == 1} - {*roots, *self.text}
+        self.scaled |= {x for x in powers if key_and_rest(x)}
+        self.squares = {x: root for x in order if (root := _root(x)) is not x and root in uses}
+        for root in self.squares.values():
+            uses[root] += 1
+        for node in order:
+            self._add(node, uses)
+        return [f"tl.full((1, 1, 1), {self.text[r]}, tl.float32)" if not r.args and r.op != "input" else self.text[r]
+                for r in roots]  # fmt: skip
+
+    def _add(self, node: Expr, uses: Mapping[Expr, int]) -> None:
+        """A node's text, as a line of its own where it is shared or long."""
+        if node in self.text or node in self.scaled:
+            return
+        if node in self.squares:
+            self._add(self.squares[node], uses)
+        text = self._expression(node)
+        if node.args and (uses.get(node, 0) > 1 or (len(text) > WIDTH and node in uses)):
+            name = self._fresh()
+            self.lines.append(f"{name} = {text}")
+            text = name
+        self.text[node] = text
+
+    def _fresh(self) -> str:
+        while True:
+            self.count += 1
+            if (name := f"v{self.count}") not in self.taken:
+                return name
+
+    def _expression(self, node: Expr) -> str:
+        if node.op == "const":
+            return repr(node.value)
+        if node.op == "size":
+            return "tl.full((1, 1, 1), N, tl.float32)" if node.attrs[0] == KEY else "(P * 1.0)"
+        if node.op in POWERS and node.args[0] in self.scaled and (parts := key_and_rest(node.args[0])):
+            function, scale = POWERS[node.op]
+            key, rest = (self.text[x] for x in parts)
+            if parts[0] in self.still:  # once for all tokens, and the rest is not kept twice
+                return f"{self._rough(function, node)}(({key} * {scale}) * {rest})"
+            return f"{self._rough(function, node)}({key} * ({rest} * {scale}))"
+        args = [self.text[a] for a in node.args]
+        if node in self.squares:
+            return f"fn.expm1_of({args[0]}, {self.text[self.squares[node]]})"
+        if node.op == "pow":
+            return _power(args[0], args[1], node.args[1])
+        if node.op == "div" and (node.args[1].op == "sqrt" or (self.rough and _is_far(node.args[1]))):
+            # too small and too large numbers have no roots like these
+            return f"({args[0]} * fn.reciprocal({args[1]}))"
+        if node.op in OPERATORS:
+            return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
+        if node.op == "where":
+            return f"tl.where({', '.join(args)})"
+        if node.op in REDUCTIONS:
+            mask = "n_ok" if node.op == "sum_key" else "p_ok"
+            return f"fn.{node.op}({args[0]}, {mask})"
+        return f"{self._rough(f'fn.{node.op}', node)}({', '.join(args)})"
+
+    def _rough(self, function: str, node: Expr) -> str:
+        return ((NEAR if node in self.near else {}) or ROUGH).get(function, function) if self.rough else function
+
+
+def _root(node: Expr) -> Expr:
+    """e^x of e^2x - 1; the node itself if it is not that."""
+    if node.op == "expm1" and node.args[0].op == "mul":
+        for number, x in (node.args[0].args, node.args[0].args[::-1]):
+            if number.is_constant and number.value == 2:
+                return exp(x)
+    return node
+
+
+def _is_far(node: Expr) -> bool:
+    """True for what is 0 or not near 0, so that its reciprocal is right (0 beyond 2^126)."""
+    return node.op == "add" and any(x.is_constant and abs(x.value) > FAR for x in node.args)
+
+
+def key_and_rest(node: Expr) -> tuple[Expr, Expr] | None:
+    """The factors of a product of one along the Key axis and one that is the same for all of it, if it is that."""
+    if node.op != "mul" or (KEY in node.args[0].axes) == (KEY in node.args[1].axes):
+        return None
+    first, second = node.args
+    return (first, second) if KEY in first.axes else (second, first)
+
+
+def _power(base: str, exponent: str, node: Expr) -> str:
+    if not node.is_constant:
+        return f"fn.power({base}, {exponent})"
+    value = node.value
+    if value == int(value) and 1 <= abs(value) <= 8:
+        product = " * ".join([base] * int(abs(value)))
+        return f"({product})" if value > 0 else f"(1.0 / ({product}))"
+    if value == 0.5:
+        return f"fn.sqrt({base})"
+    return f"fn.exp({exponent} * fn.log({base}))"
+
+
+def pairing(pairs: Iterable[tuple[Expr, Expr]]) -> Expr:
+    """Σ ⟨x, dx⟩ over the pairs, each summed over the axes it has."""
+    total = const(0)
+    for x, dx in pairs:
+        if x.is_constant:
+            continue
+        product = times(x, dx)
+        if KEY in product.axes:
+            product = sum_key(product)
+        if VALUE in product.axes:
+            product = sum_value(product)
+        total = total + product
+    return total
+
+
+def name_of(node: Expr) -> str:
+    """What an input is called in printed files."""
+    name, step = node.attrs
+    text = name if step is None else f"{name}_{step}"
+    clash = text in RESERVED or keyword.iskeyword(text) or (text[:1] == "v" and text[1:].isdigit())
+    clash = clash or text in (*NAMES, "A_", "B_", "C_", "E_", "D_") or text.startswith("held")
+    return f"{text}__" if clash else identifier(text)
+
+
+def identifier(text: str) -> str:
+    """The text with an underscore for every character that no name may have."""
+    return "".join(c if c.isalnum() or c == "_" else "_" for c in text)
+
+
+def as_comment(text: str) -> str:
+    """The text as it may stand in a docstring."""
+    return text.replace("\\", "/").replace('"""', "'''")
+
+
+def grouped(values: Sequence[str]) -> str:
+    """The text of a tuple."""
+    return f"({', '.join(values)},)" if values else "()"
+
+
+def unpacked(names: Sequence[str], source: str) -> str:
+    """One line that gives names to the members of a tuple."""
+    return "; ".join(f"{name} = {source}[{i}]" for i, name in enumerate(names))
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """The lines of a function's body."""
+    return [f"    {line}" for line in lines]

@@ -1,0 +1,179 @@
+"""The fused scan of one call: a Spec's generated holes, its tensors as operands, and which specs it can run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsf.call import packing
+from dsf.call.bind import Bound, Sizes
+from dsf.language.expr import KEY, VALUE, Expr, children_first
+from dsf.language.spec import Spec
+from dsf.triton import normalised as gpu_ratio
+from dsf.triton.hoist import parts
+from dsf.triton.print_scan import INITIAL, STARTS, VALID, emit
+from dsf.triton.source import Source
+
+LARGEST = 256  # state entries a program holds
+LIGHT = 2  # operations up to which a step is next to nothing
+
+
+def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
+    """Why the fused scan cannot run this, in the user's words; None when it can."""
+    if sizes.n > LARGEST:
+        return f"the fused scan holds at most N = {LARGEST} state entries, got N = {sizes.n}"
+    if dtype == torch.float64:
+        return "GPU kernels compute in float32; float64 inputs run on the torch backend"
+    return _refusal(spec)
+
+
+@functools.cache
+def _refusal(spec: Spec) -> str | None:
+    """The part of it that no size or dtype changes."""
+    if spec.rank or spec.is_softmax:
+        return f"the fused scan is for elementwise A, this is {spec.structure}"
+    if spec.features is not None:
+        return "the fused scan has no Taylor features"
+    if spec.rule is not None and (refused := gpu_ratio.refusal(spec)) is not None:
+        return refused
+    if not spec.has_key and any(KEY in x.axes for x in _nodes(spec)):
+        return "the fused scan has no vector state (N = 1) made of Key inputs"
+    if any(x.op == "sum_value" for x in _nodes(spec)):
+        return "the fused scan cuts the Value axis into blocks, and sum_value needs all of it"
+    return None
+
+
+def kernel_of(spec: Spec, sizes: Sizes, device: torch.device) -> tuple[str, int]:
+    """Name of the kernel with its tile; no chunks."""
+    from dsf.kernels.triton.scan.launches import HOLES, tile_of
+    from dsf.kernels.triton.scan.launches import Sizes as Counts
+
+    counts = Counts(sizes.batch, sizes.tokens, sizes.heads, sizes.n, sizes.p)
+    t = tile_of(HOLES[_hole(spec)], counts, False, device)
+    return f"fused scan, tiles of {t.K * t.G} x {t.NB} x {t.BP}, {t.warps} warps", 0
+
+
+def _nodes(spec: Spec) -> list[Expr]:
+    steps = spec.system.micro_steps
+    return children_first(spec.readout, spec.system.D, *(s.B for s in steps), *(r.normal.decay for r in spec.rows))
+
+
+@functools.cache
+def source_of(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
+    """The printed holes of a spec, once a process. tokens, rough: as `emit` has them."""
+    return emit(_plain(spec), tokens, rough)
+
+
+def _plain(spec: Spec) -> Spec:
+    """The system that the scan walks."""
+    return spec if spec.rule is None else gpu_ratio.doubled(spec)
+
+
+def text_of(spec: Spec, dtype: torch.dtype = torch.float32) -> str:
+    """All that is printed for a spec and inputs of a dtype."""
+    prologue, holes = _prologue(spec), source_of(spec, rough=_is_rough(dtype)).text
+    return holes if prologue is None else f"{prologue[0].text}\n\n{holes}"
+
+
+def _is_rough(dtype: torch.dtype) -> bool:
+    """True for inputs that say less than float32, whose scan may err where they do (`emit`)."""
+    return dtype.itemsize == 2
+
+
+@functools.cache
+def _prologue(spec: Spec) -> tuple[Source, str, list[Expr]] | None:
+    """What is made before a spec's scan: its source, the operators' name for it, what it makes; None for nothing."""
+    from dsf.kernels.triton.pointwise.prologue_ops import PROLOGUES
+    from dsf.triton.print_prologue import emit_prologue
+
+    found = parts(_plain(spec))
+    if not found.made:
+        return None
+    source, prologue = emit_prologue(_plain(spec), found)
+    name = f"{source.name}_{source.digest}"
+    PROLOGUES[name] = replace(prologue, functions=source.module())
+    return source, name, [x for x, _ in found.given]
+
+
+def _make(spec: Spec, tensors: Mapping[str, Tensor]) -> dict[tuple[str, int | None], Tensor]:
+    """What the scan takes instead of inputs, by name and micro-step."""
+    found = _prologue(spec)
+    if found is None:
+        return {}
+    from dsf.kernels.triton.pointwise.prologue_ops import PROLOGUES, scan_prologue
+
+    _, name, made = found
+    operands = [tensors[a.role] for a in PROLOGUES[name].inputs]
+    return dict(zip([x.attrs for x in made], scan_prologue(operands, name), strict=True))
+
+
+@functools.cache
+def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
+    """The name under which the kernels know a spec's holes."""
+    from dsf.kernels.triton.scan.launches import HOLES, Hole, Operand
+
+    source = source_of(spec, tokens, rough)
+    operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
+    fades = rough and spec.rule is None  # a quotient may be one of two sums that all but vanished
+    name = f"{source.name}_{source.digest}{'_fades' if fades else ''}"
+    light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
+    before = spec.system.read == "before"
+    flags = source.sums, source.separable, source.special, source.keyed
+    HOLES[name] = Hole(source.module(), operands, before, light, *flags, fades)
+    return name
+
+
+def packs(spec: Spec) -> bool:
+    """True where packed sequences are walked as they lie: a running maximum would have to start anew with each."""
+    return not spec.is_stabilised or spec.rule is None
+
+
+def fused_scan(
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None,
+    bounds: list[int] | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [B, T, H, P] in the inputs' dtype and the final state [B, H, N, columns].
+
+    timed: the per-token inputs (or a repacking of them); valid: [B, T] bool, False for padding tokens after a sequence.
+    bounds: of packed sequences (B = 1), with a state each; a tensor where their values are not known.
+    """
+    from dsf.kernels.triton.scan.operator import scan as operator
+
+    tokens = "" if valid is None else "masked"
+    tensors = {**bound.tensors, **timed}
+    pairs = None
+    if spec.rule is not None:
+        pairs = gpu_ratio.prepare(spec, bound, timed, state, valid)
+        state = pairs.state
+        tensors |= pairs.tensors
+    if valid is not None:
+        tensors[VALID] = valid.to(bound.dtype).unsqueeze(2)
+    ends = filled = None
+    if bounds is not None:
+        tokens = "packed" if state is None else "continued"
+        if isinstance(bounds, Tensor):
+            tensors[STARTS], ends, filled = packing.hidden_marks(bounds, bound.sizes.tokens)
+        else:
+            tensors[STARTS], ends = packing.marks(bounds, bound.device)
+        tensors |= {} if state is None else {INITIAL: state}
+        state = None
+    rough = _is_rough(bound.dtype)
+    chosen = source_of(spec, tokens, rough).operands
+    made = _make(spec, tensors)
+    operands = [made[key] if (key := (o.name, o.step)) in made else _take(tensors, *key) for o in chosen]
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
+    count = 0 if bounds is None else len(bounds) - 1
+    y, final, _ = operator(operands, state, _hole(spec, tokens, rough), keep, pairs is not None, ends, count)
+    if filled is not None:  # no token of a sequence without any leaves its state
+        first = tensors[INITIAL] if tokens == "continued" else torch.zeros_like(final)
+        final = torch.where(filled[:, None, None, None], final, first)
+    return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)
+
+
+def _take(tensors: Mapping[str, Tensor], name: str, step: int | None) -> Tensor:
+    """An input, or one micro-step of it."""
+    return tensors[name] if step is None else tensors[name].select(2, step)

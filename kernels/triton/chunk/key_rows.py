@@ -1,0 +1,150 @@
+"""Launches of the kernels for decays that differ along the Key axis: what the walks take, kept for backward; gradients.
+
+prepare_keys makes of a chunk's rows what the walks multiply, the products between them and, for the delta rule, their
+inverse. Kept with the chunks' first states, it spares the backward pass this kernel and one walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.chunk.key_gradient import key_gradient, key_pairs
+from dsf.kernels.triton.chunk.keywise import GROUP, prepare_far_keys, prepare_keys
+from dsf.kernels.triton.launch import launch
+
+if TYPE_CHECKING:
+    from dsf.kernels.triton.chunk.matrix import _Call
+    from dsf.kernels.triton.chunk.table import Tiles
+    from dsf.kernels.triton.chunk.walks import Adjoints
+
+
+@dataclass
+class KeyRows:
+    """What a call makes of its rows, each empty where it has no use.
+
+    running: G [B·H, chunks · L, N]; first_levels [B·H, chunks]; scores [B, T, H, L]; reads, writes, erased
+    [B, T', H, N] in memory that has all chunks of a head in one piece; rest: what rounding leaves of scores (delta
+    rules) or reads. Left by the forward walk: entries [B, T, H, P · terms], states [B, H, chunks, N, P], and passed:
+    what each of several segments does to its first state [segments, B·H, ·].
+    """
+
+    running: Tensor
+    first_levels: Tensor
+    scores: Tensor
+    reads: Tensor
+    writes: Tensor
+    erased: Tensor
+    rest: Tensor
+    entries: Tensor
+    states: Tensor
+    passed: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order."""
+        return list(vars(self).values())
+
+
+def room(
+    like: Tensor, heads: int, p: int, chunks: int, found: Tiles, delta: bool, keep: bool, segments: int = 0
+) -> KeyRows:
+    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the backward pass uses.
+
+    segments: into which sequences are cut, if they are.
+    """
+    batch, tokens, _, n = like.shape
+    stored = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
+    chunk, twice = found.chunk, found.key_terms == 2
+
+    def empty(*shape: int, dtype: torch.dtype = stored, wanted: bool = True) -> Tensor:
+        return like.new_empty(shape if wanted else (0,), dtype=dtype)
+
+    def rows(wanted: bool = True) -> Tensor:
+        made = empty(batch, heads, chunks * chunk, n, wanted=wanted)
+        return made.transpose(1, 2) if wanted else made
+
+    return KeyRows(
+        empty(batch * heads, chunks * chunk, n, dtype=torch.float32),
+        empty(batch * heads, chunks, dtype=torch.int32),
+        empty(batch, tokens, heads, chunk),
+        rows(), rows(), rows(delta),
+        empty(batch, tokens, heads, chunk, wanted=twice) if delta else rows(twice and keep),
+        empty(batch, tokens, heads, p * found.key_terms, wanted=keep and delta),
+        empty(batch, heads, chunks, n, p, dtype=torch.float32 if found.wide_states else stored, wanted=keep),
+        empty(segments, batch * heads, *(n,) * (2 if delta else 1), dtype=torch.float32, wanted=keep and segments > 0),
+    )  # fmt: skip
+
+
+def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
+    """Prepare the chunks of log decays g [B, T, Hg, N]; keep: for the backward pass, too.
+
+    Beside the rows what the transform inverts [B, T, H, L] (delta rules), or what rounding left of the written keys.
+    """
+    made = room(call.q, call.heads, call.p, call.chunks, call.tiles, call.delta, keep)
+    left = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.writes
+    t, rows = call.tiles, (*call.rows(call.q), *call.rows(call.k), *call.rows(g))
+    if t.key_terms == 2 and not call.delta:
+        left = torch.empty_like(made.writes)
+    sizes = {name: x for name, x in call.sizes.items() if name not in ("P", "BN")}
+    sizes |= {"BK": call.key_block, "LEVELS": call.levels, "DELTA": call.delta, "KEEP": keep, "TERMS": t.key_terms}
+    launch(
+        prepare_keys, (call.chunks, call.lanes),
+        call.q, call.k, g, made.running, made.reads, made.erased if call.delta else made.writes, made.writes,
+        made.scores, made.rest, left, left, made.first_levels, call.chunk_table,
+        call.tokens, call.heads, call.length, *rows, num_warps=t.prepare_warps, **sizes,
+    )  # fmt: skip
+    launch(
+        prepare_far_keys, (-(-call.chunks // GROUP.value), call.lanes),
+        call.q, call.k, g, made.running, made.scores, made.rest, left, made.first_levels,
+        call.chunk_table, call.tokens, call.heads, call.length, *rows, num_warps=t.prepare_warps, **sizes,
+    )  # fmt: skip
+    return made, left
+
+
+def key_scalars(
+    call: _Call, pieces: int, source: Tensor | None, erase: Tensor | None, read: Tensor | None
+) -> list[Tensor]:
+    """Room for the gradients of the scalars, in parts that are to be added."""
+    lead = (call.batch, call.tokens, call.heads)
+    blocks = pieces * -(-call.n // call.key_block)
+    parts = (pieces if call.delta else blocks, blocks, blocks)
+    shapes = ((1, 0) if x is None else (n, *lead) for n, x in zip(parts, (source, erase, read), strict=True))
+    return [call.empty(*shape, dtype=torch.float32) for shape in shapes]
+
+
+def key_gradients(
+    call: _Call, dy: Tensor, found: Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor],
+    scalars: Sequence[Tensor], source_wanted: bool, read_wanted: bool,
+) -> None:  # fmt: skip
+    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found."""
+    t, (dq, dk, dv), (dg, ds, db, dc) = call.tiles, rows, scalars
+    pieces, blocks = dq.shape[0], -(-call.n // call.key_block)
+    lead = (pieces, call.batch, call.tokens, call.heads)
+    width = t.chunk * (2 if call.delta else 1)
+    pairs = call.empty(*lead, width, dtype=torch.float32 if t.key_terms == 2 else None)
+    alone = call.empty(*lead, dtype=torch.float32)
+    sizes = (call.tokens, call.heads, call.length, call.plane, found.base, found.chunks)
+    common = {
+        "BP": t.gradient_piece, "DELTA": call.delta, "SCALED": call.scaled, "READ_SCALED": call.read,
+        "SOURCE_WANTED": source_wanted, "num_stages": 2, **call.sizes, "TERMS": t.key_terms,
+    }  # fmt: skip
+    launch(
+        key_pairs, (found.chunks, call.lanes, pieces),
+        call.v, dy, call.scalars, call.writes, call.scores, entries, found.entries, found.states, pairs, alone, dv, ds,
+        call.chunk_table, *sizes, *call.rows(call.v), num_warps=t.pair_warps, **common,
+    )  # fmt: skip
+    del common["BN"]
+    for once in (True, False):
+        programs = found.chunks if once else -(-found.chunks // GROUP.value)
+        launch(
+            key_gradient, (programs * blocks, call.lanes, pieces),
+            call.q, call.k, call.v, dy, call.scalars, call.running, call.first_levels, pairs, alone,
+            entries, found.entries, states, found.states, dq, dk, dg, ds, db, dc,
+            call.chunk_table, *sizes, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
+            BK=call.key_block, LEVELS=call.levels, ONCE=once, READ_WANTED=read_wanted,
+            num_warps=t.gradient_warps, **common,
+        )  # fmt: skip

@@ -1,0 +1,253 @@
+"""Decays that differ along the Key axis: products between the rows of a chunk without an exponent above zero.
+
+Rows i > j of a chunk meet in a block of 2m rows, i in its upper half and j in its lower one, where m is the highest bit
+of i xor j. With the middle G' = G of the lower half's last row, exp(G_i - G_j) = exp(G_i - G') exp(G' - G_j), both at
+most one. So each of the log2 L sizes m is one matrix product over all blocks at once (the binary form of GLA's
+secondary chunking, arXiv 2312.06635 §4.3, where no pair of rows is left to elementwise work).
+
+Rows whose G float32's range holds need no blocks: exp(G_i) exp(-G_j) is one product for all of them, where pairs with
+exponents above zero are not used. Scores take it for the rows i whose own G is at least -SPAN, so that no bit of a row
+hangs on later rows. Gradients take it, around the middle row, for whole blocks within REACH of their middle; the
+preparation finds the largest such blocks of each chunk. Slow decays leave one product a chunk, made by a kernel of few
+registers; a second launch looks for the other chunks.
+
+G is kept in units of log 2, chunk by chunk without gaps: [B·H, chunks · L, N] float32. So are the rows that the walks
+multiply with states: queries and erased keys decayed from the chunk's start, written keys decayed to its end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.chunk.tiles import LOG2E, LOG_TINY, load_rows, store_rows
+from dsf.kernels.triton.packed import place_of_chunk
+
+SPAN = tl.constexpr(100.0)
+GROUP = tl.constexpr(8)  # chunks that a program looks through for those whose rows do not all meet at once
+REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
+
+
+@triton.jit
+def prepare_keys(
+    q, k, g, running, reads, erased, writes, scores, rest, rest_of_writes, system, first_levels, table,
+    tokens, heads: tl.constexpr, length,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, g_b, g_t: tl.constexpr, g_h, g_group,
+    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Log decays -> G, the rows for the walks, and scores[i, j] = Σ_n q_i k_j exp(G_i - G_j), i ≥ j [B, T, H, L].
+
+    DELTA: also the erased keys, and system, the scores of k_i with k_j for i > j. BK keys at a time. first_levels
+    [B·H, chunks]: the highest where all rows meet at once; elsewhere 0, and some scores are left to prepare_far_keys.
+    KEEP: all of G is wanted, else of most chunks two rows. TERMS 2: also `rest`, what rounding leaves of the scores
+    [B, T, H, L] (DELTA); else of written keys, and (KEEP), in `rest`, of the queries' rows. Products between rows are
+    of 11 bits: three more than bfloat16's.
+    """
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    q += batch * q_b + head // q_group * q_h
+    k += batch * k_b + head // k_group * k_h
+    g += batch * g_b + head // g_group * g_h
+    BLOCKS: tl.constexpr = (N + BK - 1) // BK
+    local = tl.arange(0, L)
+    begin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = begin + local
+    here = (lane * length + chunk * L) * N
+    scores += (batch * tokens * heads + head) * L
+    if DELTA:
+        rest += (batch * tokens * heads + head) * L
+    system += (batch * tokens * heads + head) * L
+    running += here
+    between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
+    far = tl.full([L], -1.0, tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        keys = block * BK + tl.arange(0, BK)
+        log = load_rows(g, g_t, rows, end, keys, N, BK, tl.float32)
+        rows_q = load_rows(q, q_t, rows, end, keys, N, BK, KIND)
+        rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
+        own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
+        kept = tl.full([L], True, tl.int1) if KEEP else (local == L - 1) | (local == L // 2 - 1)
+        tl.store(running + local[:, None] * N + keys[None, :], own, mask=kept[:, None] & (keys < N)[None, :])
+        tl.debug_barrier()  # two rows are read again, by other threads
+        last, middle = load_row(running, L - 1, keys, N), load_row(running, L // 2 - 1, keys, N)
+        beyond = tl.maximum(tl.abs(own - middle[None, :]) - REACH, -own - SPAN)
+        far = tl.maximum(far, tl.max(beyond, axis=1))
+        written = rows_k.to(tl.float32) * tl.exp2(last[None, :] - own)
+        store_chunk(writes + here, written, local, keys, N, BK)
+        if TERMS == 2 and not DELTA:
+            store_chunk(rest_of_writes + here, written - written.to(KIND).to(tl.float32), local, keys, N, BK)
+        weighed = operand(rows_k.to(tl.float32) * tl.exp2(tl.minimum(-own, SPAN)), PRECISION)
+        from_start = tl.exp2(own)
+        readers = rows_q.to(tl.float32) * from_start
+        store_chunk(reads + here, readers, local, keys, N, BK)
+        if TERMS == 2 and KEEP and not DELTA:
+            store_chunk(rest + here, readers - readers.to(KIND).to(tl.float32), local, keys, N, BK)
+        readers = tl.trans(operand(readers, PRECISION))
+        between_rows += tl.dot(weighed, readers, input_precision=PRECISION)  # sources down, readers across
+        if DELTA:
+            readers = rows_k.to(tl.float32) * from_start
+            store_chunk(erased + here, readers, local, keys, N, BK)
+            readers = tl.trans(operand(readers, PRECISION))
+            between_keys += tl.dot(weighed, readers, input_precision=PRECISION)
+    once = tl.max(far, axis=0) <= 0
+    between_rows, between_keys = tl.trans(between_rows), tl.trans(between_keys)
+    tl.store(first_levels + lane * (length // L) + chunk, tl.where(once, LEVELS - 1, 0))
+    _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, L, DELTA, TERMS)
+
+
+@triton.jit
+def prepare_far_keys(
+    q, k, g, running, scores, rest, system, first_levels, table,
+    tokens, heads: tl.constexpr, length,
+    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, g_b, g_t: tl.constexpr, g_h, g_group,
+    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """The scores of rows whose G is beyond SPAN, by blocks, and the first level, of every GROUP chunks that need it."""
+    lane = tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    q += batch * q_b + head // q_group * q_h
+    k += batch * k_b + head // k_group * k_h
+    g += batch * g_b + head // g_group * g_h
+    scores += (batch * tokens * heads + head) * L
+    if DELTA:
+        rest += (batch * tokens * heads + head) * L
+    system += (batch * tokens * heads + head) * L
+    running += lane * length * N
+    first_levels += lane * (length // L)
+    BLOCKS: tl.constexpr = (N + BK - 1) // BK
+    local = tl.arange(0, L)
+    first = tl.program_id(0) * GROUP
+    for chunk in tl.range(first, tl.minimum(first + GROUP, length // L), num_stages=1):
+        if tl.load(first_levels + chunk) < LEVELS - 1:
+            begin, end = place_of_chunk(table, chunk, tokens, L)
+            rows, here = begin + local, running + chunk * L * N
+            fallen, far = tl.zeros([L], tl.float32), tl.zeros([L], tl.float32)
+            for block in tl.range(0, BLOCKS, num_stages=1):
+                keys = block * BK + tl.arange(0, BK)
+                if KEEP:
+                    own = load_chunk(here, local, keys, N, BK)
+                else:
+                    log = load_rows(g, g_t, rows, end, keys, N, BK, tl.float32)
+                    own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
+                    store_chunk(here, own, local, keys, N, BK)
+                    tl.debug_barrier()  # it is read again, by other threads
+                fallen = tl.maximum(fallen, tl.max(-own, axis=1))
+                gap = own - load_row(here, L // 2 - 1, keys, N)[None, :]
+                far = tl.maximum(far, tl.max(tl.abs(gap), axis=1))
+            tl.store(first_levels + chunk, first_level(tl.max(far, axis=0), here, local, N, BK, LEVELS))
+            meet = meeting(local, 0)
+            between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
+            for step in tl.range(0, LEVELS * BLOCKS, num_stages=1):
+                level, keys = step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
+                reader, writer = factors(here, load_chunk(here, local, keys, N, BK), local, keys, level, N, BK)
+                met = (meet >> level) == 1
+                rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
+                weighed = tl.trans(operand(rows_k * writer, PRECISION))
+                readers = operand(load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * reader, PRECISION)
+                between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=PRECISION), 0.0)
+                if DELTA:
+                    readers = operand(rows_k * reader, PRECISION)
+                    product = tl.dot(readers, weighed, input_precision=PRECISION)
+                    between_keys += tl.where(met, product, 0.0)
+            rows = tl.where(fallen <= SPAN, end, rows)  # those rows have their scores
+            _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, L, DELTA, TERMS)
+
+
+@triton.jit
+def _store_scores(
+    scores, rest, system, between_rows, between_keys, rows, end, heads, local,
+    L: tl.constexpr, DELTA: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Write the products of rows that read rows before them, queries also their own."""
+    between_rows = tl.where(local[:, None] >= local[None, :], between_rows, 0.0)
+    store_rows(scores, heads * L, rows, end, local, L, L, between_rows)
+    if TERMS == 2 and DELTA:
+        left = between_rows - between_rows.to(scores.dtype.element_ty).to(tl.float32)
+        store_rows(rest, heads * L, rows, end, local, L, L, left)
+    if DELTA:
+        between_keys = tl.where(local[:, None] > local[None, :], between_keys, 0.0)
+        store_rows(system, heads * L, rows, end, local, L, L, between_keys)
+
+
+@triton.jit
+def store_chunk(base, x, local, keys, N: tl.constexpr, BN: tl.constexpr):
+    """Write x [L, BN] as the rows of one chunk, without gaps."""
+    at = base + local[:, None] * N + keys[None, :]
+    if N % BN == 0:
+        tl.store(at, x.to(base.dtype.element_ty))
+    else:
+        tl.store(at, x.to(base.dtype.element_ty), mask=keys[None, :] < N)
+
+
+@triton.jit
+def load_chunk(base, local, keys, N: tl.constexpr, BN: tl.constexpr):
+    """Rows `local` of a chunk [L, BN], in float32."""
+    at = base + local[:, None] * N + keys[None, :]
+    if N % BN == 0:
+        return tl.load(at).to(tl.float32)
+    return tl.load(at, mask=keys[None, :] < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_row(base, row, keys, N: tl.constexpr):
+    """One row of a chunk [BN]."""
+    return tl.load(base + row * N + keys, mask=keys < N, other=0.0)
+
+
+@triton.jit
+def last_running(running, lane, length, chunk, keys, N: tl.constexpr, L: tl.constexpr):
+    """G of a chunk's last row [BN]."""
+    return load_row(running + (lane * length + chunk * L) * N, L - 1, keys, N)
+
+
+@triton.jit
+def load_middle(running, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
+    """G' of every row's block of 2^(level+1) rows [L, BN]; running: where the chunk's G begins."""
+    return load_chunk(running, ((local >> (level + 1)) << (level + 1)) + (1 << level) - 1, keys, N, BN)
+
+
+@triton.jit
+def factors(running, own, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
+    """exp(G - G') of rows that read and exp(G' - G) of rows that write [L, BN]; finite where the row never does."""
+    gap = own - load_middle(running, local, keys, level, N, BN)
+    return tl.exp2(tl.minimum(gap, REACH)), tl.exp2(tl.minimum(-gap, REACH))
+
+
+@triton.jit
+def first_level(far, running, local, N: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr):
+    """The highest level whose blocks all lie within REACH of their middles; 0 always does. far: a whole chunk's G."""
+    level = tl.program_id(0) * 0 + LEVELS - 1
+    while (level > 0) & (far > REACH):
+        level -= 1
+        far = tl.zeros([], tl.float32)
+        for block in tl.range(0, (N + BK - 1) // BK, num_stages=1):
+            keys = block * BK + tl.arange(0, BK)
+            gap = load_chunk(running, local, keys, N, BK) - load_middle(running, local, keys, level, N, BK)
+            far = tl.maximum(far, tl.max(tl.max(tl.abs(gap), axis=1), axis=0))
+    return level
+
+
+@triton.jit
+def meeting(local, first):
+    """[L, L] whose highest bit is the level where rows i and j meet, no lower than the first."""
+    return tl.maximum(local[:, None] ^ local[None, :], 1 << first)
+
+
+@triton.jit
+def operand(x, PRECISION: tl.constexpr):
+    """float32 x for a product, rounded where that is in tf32, which leaves out the bits behind its 10."""
+    if PRECISION == "tf32":
+        x = (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """float32 x as products take it: rounded to KIND, or to tf32's 10 bits."""
+    if KIND == tl.float32 and PRECISION == "tf32":
+        out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(KIND)
+    return out

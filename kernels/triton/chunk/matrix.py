@@ -1,0 +1,495 @@
+"""Chunkwise matrix families on the GPU: no, scalar or key-diagonal decay, with or without delta rule.
+
+S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
+q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
+float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32, of packed sequences (B = 1)
+[sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (where decays differ by key, the
+forward pass left them), backwards for the gradients of their last ones, then computes the gradients of all chunks in
+parallel, in long calls a stretch of T at a time, so that these gradients need less memory; where decays are numbers a
+head each stretch is walked forwards only then, from a state that the forward pass kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared, room
+from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, by_lane
+from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
+from dsf.kernels.triton.chunk.states import sizes_of_state
+from dsf.kernels.triton.chunk.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
+from dsf.kernels.triton.chunk.tiles import PLANES, arithmetic, prepare
+from dsf.kernels.triton.chunk.walks import both, forward, forward_launch, reverse, transform
+from dsf.kernels.triton.launch import constant, launch
+from dsf.kernels.triton.packed import Sequences, slots
+
+# Printed: what loads, what makes y of that and of what is read; pointers; where more digits of y go.
+Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
+
+
+class _Call:
+    """What every launch of one call shares: sizes, tiles, strides, switches, and the prepared scalars."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
+        heads: int, log: bool, normal: Normaliser | None = None, finish: Finish | None = None,
+        kept: Sequence[Tensor] | None = None, packed: Sequences | None = None, positive: bool = False,
+        back: bool = False,
+    ) -> None:  # fmt: skip
+        """kept: where decays differ by key, what the forward pass left, or an empty list to make room for it.
+
+        positive: no s is negative. back: in the backward pass.
+        """
+        self.batch, self.tokens, _, self.n = q.shape
+        self.heads, self.p = heads, v.shape[-1]
+        self.q, self.k, self.v = q, k, v
+        self.normal, self.finish, self.back = normal, finish, back
+        self.kind = _kind(g)
+        self.keywise = self.kind == "key"
+        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, self.kind, b is not None, q.device)
+        self.chunks = -(-self.tokens // self.tiles.chunk)
+        self.lanes, self.delta = self.batch * heads, b is not None
+        self.count, self.span, self.finer = _cut(
+            self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device,
+            self.kind == "scalar" and packed is None,
+        )  # fmt: skip
+        self.sequences, self.ends = 1, self.batch  # that follow each other in a row, and those that have states
+        self.chunk_table: Tensor | None = None
+        self.segment_table: Tensor | None = None
+        self.sequence_table: Tensor | None = None
+        if packed is not None:
+            self._pack(packed)
+        self.length = self.chunks * self.tiles.chunk
+        self.plane = self.lanes * self.length
+        self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.state_dtype = torch.float32 if self.tiles.wide_states else self.stored
+        if self.tiles.half_states and (self.delta or normal is not None):
+            self.state_dtype = torch.float16
+        self.decay = 0 if g is None or self.keywise else (1 if log else 2)
+        self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
+        if positive and s is not None and self.decay == 1 and not self.delta:  # between rows they go into exponents
+            self.scaled = 2
+        self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
+        self.pitch = pitch(self.tiles, self.scored)
+        kind, precision = arithmetic(q.dtype)
+        self.sizes = {
+            "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
+            "PRECISION": precision,
+        }  # fmt: skip
+        self.key_block = self.tiles.gradient_keys
+        if q.dtype != torch.bfloat16:  # where narrower blocks of keys were seen wrong
+            self.key_block = min(self.tiles.keys, self.key_block)
+        self.levels = self.tiles.chunk.bit_length() - 1
+        self.scalars = self._prepare(None if self.keywise else g, s, b, c)
+        self.running = self.first_levels = self.scores = self.system = q
+        self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
+        self.rest_of_reads = self.rest_of_writes = q  # what rounding left of them, or of scores
+        self.made: KeyRows | None = None
+        if self.keywise:
+            assert g is not None
+            if kept:
+                self.made = KeyRows(*kept)
+            else:
+                self.made, left = prepared(self, g, kept is not None)
+                self.system, self.rest_of_writes = left, self.made.rest if self.delta else left
+            self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
+            self.reads, self.writes, self.rest_of_reads = self.made.reads, self.made.writes, self.made.rest
+            self.erased = self.made.erased if self.delta else self.writes
+
+    @property
+    def stretches(self) -> int:
+        """In how many stretches of T the backward pass may work."""
+        return self.tiles.stretches if self.normal is None else self.tiles.normal_stretches
+
+    @property
+    def marks(self) -> tuple[int, int] | None:
+        """(how many states, chunks between them) that the forward pass keeps for the backward pass to walk from.
+
+        Without segments S_0 is not among them.
+        """
+        if self.chunk_table is not None:
+            return None
+        return _marks(self.tiles, self.stretches, self.lanes, self.chunks, self.p, self.kind, self.delta, self.q)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces of T are summed up at once where it is walked in segments: several a segment."""
+        return self.count * self.finer
+
+    @property
+    def is_cut(self) -> bool:
+        """True where sequences are walked in several segments at once."""
+        return self.count > self.sequences
+
+    def _pack(self, packed: Sequences) -> None:
+        """Number chunks and segments so that every sequence begins with one of its own."""
+        self.sequences = self.ends = packed.count
+        self.chunks = slots(self.tokens, packed.count, self.tiles.chunk)
+        tables = packed.tables(self.tokens, self.tiles.chunk, self.span if self.count > 1 else None)
+        self.chunk_table, self.segment_table, self.sequence_table = tables
+        self.count = tables.segments.shape[0]
+
+    def _prepare(self, *given: Tensor | None) -> Tensor:
+        """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk.
+
+        Of a normaliser also what each chunk adds to it, or of queries to its gradient where that is what is known.
+        """
+        normal, none = self.normal, all(x is None for x in given)
+        if none and normal is None:
+            return self.q
+        planes = self.q if none else self.empty(PLANES, self.plane, dtype=torch.float32)
+        xs = [self.q if x is None else x for x in given]
+        summed, vectors, drive, added, lanes = 0, self.q, None, None, 4
+        if normal is not None:
+            summed, vectors, drive = (1, self.k, normal.ones) if normal.slope is None else (2, self.q, normal.slope)
+            added = normal.added = self.empty(self.lanes, self.chunks, self.n, dtype=torch.float32)
+            lanes = 1
+        launch(
+            prepare, (self.chunks, -(-self.lanes // lanes)),
+            *xs, planes, self.chunk_table, vectors, *self.given(by_lane(drive), added),
+            self.plane, self.tokens, self.heads, self.length,
+            *(x.stride(i) for x in xs for i in range(3)), *self.rows(vectors),
+            N=self.n, BN=self.tiles.keys, L=self.tiles.chunk, DECAY=self.decay,
+            SCALED=0 if given[1] is None else self.scaled, DELTA=self.delta, READ_SCALED=given[3] is not None,
+            SUMMED=summed, DRIVEN=drive is not None, LANES=lanes, BACK=self.back, num_warps=4 if summed else 1,
+        )  # fmt: skip
+        return planes
+
+    def rows(self, x: Tensor) -> tuple[int, Any, int, int]:
+        """Strides of batch, token (a constant) and head, and how many heads share one of x's."""
+        return x.stride(0), constant(x.stride(1)), x.stride(2), self.heads // x.shape[2]
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised memory on the call's device."""
+        return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
+
+    def states(self, chunks: int) -> Tensor:
+        """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
+        size = sizes_of_state(self.n, self.p, self.state_dtype)
+        return self.empty(self.batch, self.heads, chunks, *size, dtype=self.state_dtype)
+
+    def entries(self, chunks: int, terms: int) -> Tensor:
+        """Uninitialised entries of chunks, or their gradients, in so many terms; of decays by key by token."""
+        if self.keywise:
+            return self.empty(self.batch, chunks * self.tiles.chunk, self.heads, self.p * terms)
+        return self.empty(self.batch, self.heads, chunks, self.tiles.chunk, self.p * terms)
+
+    def segments(self, count: int | None = None) -> Tensor:
+        """Uninitialised states of segments [segments, B, H, N, P]."""
+        return self.empty(count or self.count, self.batch, self.heads, self.n, self.p, dtype=torch.float32)
+
+    def end(self, states: Tensor, last: bool) -> Tensor:
+        """Of the segments' states those of every sequence's last (or first) one, [B or sequences, H, N, P]."""
+        if self.sequence_table is None:
+            return states[-1 if last else 0]
+        if self.is_cut:
+            which = self.sequence_table[:, 3] - 1 if last else self.sequence_table[:, 2]
+            states = states.index_select(0, which)
+        return states.squeeze(1)
+
+    def given(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
+        """Something to point at for operands that a kernel does not use."""
+        return tuple(self.q if x is None else x for x in xs)
+
+    @property
+    def right_terms(self) -> int:
+        """The walks' RIGHT_TERMS where entries are not made to be kept."""
+        return min(self.tiles.right_terms, self.tiles.state_terms)
+
+    @property
+    def row_terms(self) -> int:
+        """Terms of rows that are scaled before the walks write them into states, and of what else TERMS says there."""
+        return self.kept_terms if self.scored and self.back else self.tiles.walk_terms
+
+    @property
+    def score_terms(self) -> int:
+        """Terms of the products between a chunk's rows that y has."""
+        if self.delta:
+            return self.tiles.key_terms if self.keywise else score_terms(self.tiles)
+        if self.keywise:
+            return 1
+        return self.tiles.score_terms if self.normal is None else self.tiles.normal_terms
+
+    @property
+    def read_terms(self) -> int:
+        """Terms of a delta rule's entries as y reads them."""
+        return self.tiles.read_terms if self.keywise else self.score_terms
+
+    @property
+    def pair_terms(self) -> int:
+        """Terms of the products between a chunk's rows that gradients have, where decays are numbers a head."""
+        return self.kept_terms if self.delta else self.score_terms
+
+    @property
+    def whole(self) -> bool:
+        """True where walks need no masks for rows beyond the tokens: of delta rules, where they are worth a kernel."""
+        packed = self.chunk_table is not None
+        return self.delta and not self.keywise and not packed and self.tokens % self.tiles.chunk == 0
+
+    @property
+    def kept_terms(self) -> int:
+        """Terms in which the backward pass keeps a delta rule's entries."""
+        return 2 if self.scored and self.tiles.fine else self.adjoint_terms
+
+    @property
+    def adjoint_terms(self) -> int:
+        """Terms in which it keeps their gradients; where these are fewer, the reverse walk makes those of values."""
+        if not self.delta:
+            return 1
+        return self.tiles.key_terms if self.keywise else self.tiles.walk_terms
+
+    @property
+    def beside(self) -> bool:
+        """True where the backward pass walks both ways at once, a stretch of T after the other, from known states.
+
+        Of decays alone also where the forward pass walks in segments, if two walks have programs enough.
+        """
+        if self.delta:
+            return not self.keywise and self.chunk_table is None and not self.is_cut
+        programs = 2 * self.lanes * -(-self.p // self.tiles.piece) * self.finer
+        enough = not self.is_cut or programs >= 0.7 * limits(self.q.device)[1]
+        return self.marks is not None and enough and self.stretch(self.stretches) < self.chunks
+
+    @property
+    def walked(self) -> int:
+        """Chunks of a stretch of T, of which the backward pass walks all before it walks more."""
+        if self.is_cut:
+            return max(1, self.stretch(self.stretches) // self.span) * self.span if self.beside else self.chunks
+        return self.stretch(self.stretches)
+
+    def stretch(self, most: int) -> int:
+        """Chunks of a stretch of T, when the backward pass may work in so many of them."""
+        return -(-self.chunks // stretches(self.chunks * self.lanes, most, self.delta))
+
+
+def _cut(
+    found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device, alone: bool
+) -> tuple[int, int, int]:  # fmt: skip
+    """(segments of T that are walked at once, chunks a segment, equal pieces of it that are summed up at once).
+
+    alone: of decays that are numbers a head, not packed, where pieces need no walk and may forget.
+    """
+    count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
+    span = -(-chunks // count)
+    pieces = finer(span) if count > 1 and alone and not delta else 1
+    span += -span % pieces
+    return -(-chunks // span), span, pieces
+
+
+def _marks(
+    found: Tiles, most: int, lanes: int, chunks: int, p: int, kind: str, delta: bool, q: Tensor
+) -> tuple[int, int] | None:  # fmt: skip
+    """_Call.marks of sequences that are not packed; kind: of decays (`_kind`)."""
+    count, span, pieces = _cut(found, lanes, chunks, p, delta, q.device, kind == "scalar")
+    if kind == "key" or (delta and count > 1):
+        return None
+    if count > 1:
+        return count * pieces, span // pieces
+    every = -(-chunks // stretches(chunks * lanes, most, delta))
+    return (-(-chunks // every) - 1, every) if every < chunks else None
+
+
+def _kind(decay: Tensor | None) -> str:
+    """The table's word for a decay operand."""
+    return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
+
+
+def _decay_gradient(decay: Tensor | None, heads: int) -> torch.dtype:
+    """The dtype of the decays' gradient: that of log decays by key and head, else float32."""
+    same = decay is not None and decay.dim() == 4 and decay.shape[2] == heads
+    return decay.dtype if decay is not None and same else torch.float32
+
+
+def _chunk_matrix(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
+    read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
+    normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
+    packed: Sequences | None = None, positive: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
+
+    kept: filled with what else the backward pass can use, where decays differ by key.
+    """
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, positive)
+    if normal is not None:
+        normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
+        assert normal.added is not None
+        normal.states, normal.final = between_chunks(call, normal.added, normal.state, False)
+    y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
+    solve = transform(call) if erase is not None else call.empty(0)
+    saved = None if kept is None or call.made is None else (call.made.entries, call.made.states)
+    marks = kept if call.marks is not None else None
+    last, passed = forward(call, solve, state, y, final, saved, marks)
+    if kept is not None and call.made is not None:
+        kept += replace(call.made, passed=passed if call.is_cut else call.made.passed).tensors()
+    return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
+
+
+def _chunk_matrix_shapes(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
+    read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
+    normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
+    packed: Sequences | None = None, positive: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, tokens, _, n = q.shape
+    p = v.shape[-1]
+    ends = batch if packed is None else packed.count
+    shape = (ends, heads, n, p) if final else (0,)
+    stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    found = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
+    chunk = found.chunk
+    chunks = -(-tokens // chunk)
+    count, span, _ = _cut(found, batch * heads, chunks, p, erase is not None, q.device, False)
+    if packed is not None:
+        chunks = slots(tokens, packed.count, chunk)
+    if kept is not None and _kind(decay) == "key":
+        parts = 0 if count == 1 else count if packed is None else slots(chunks, packed.count, span)
+        kept += room(q, heads, p, chunks, found, erase is not None, True, parts).tensors()
+    if kept is not None and packed is None:
+        most = found.stretches if normal is None else found.normal_stretches
+        marks = _marks(found, most, batch * heads, chunks, p, _kind(decay), erase is not None, q)
+        if marks is not None:
+            kept.append(q.new_empty(marks[0], batch, heads, n, p, dtype=torch.float32))
+            if count > 1:
+                kept.append(q.new_empty(marks[0], batch * heads, n, dtype=torch.float32))
+    if normal is not None:
+        normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
+        normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
+        normal.states = q.new_empty(batch * heads, chunks, n, dtype=torch.float32)
+    solve = (0,) if erase is None else (batch, heads, chunks, pitch(found, _kind(decay) == "scalar"))
+    return (
+        q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),
+        q.new_empty(shape, dtype=torch.float32),
+        q.new_empty(solve, dtype=stored),
+    )
+
+
+def _chunk_matrix_backward(
+    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
+    source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
+    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
+    exact: tuple[bool, bool, bool] = (False,) * 3,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
+
+    read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
+    forward pass, if it did. exact: those of q, k, v that are differentiated further, and so in float32.
+    """
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, positive, True)
+    t, lead = call.tiles, (call.batch, call.tokens, heads)
+    dy = dy.contiguous()
+    delta = erase is not None
+    entries = states = passed = q
+    at_once = call.made is None and call.beside and (len(kept) > 0 or call.walked == call.chunks)
+    if call.made is not None:
+        entries, states, passed = call.made.entries, call.made.states, call.made.passed
+    elif not at_once:
+        states = call.states(call.chunks)
+        if kept:
+            passed = kept[1]
+            forward_launch(call, solve, kept[0], None, None, (q, states), (0, call.chunks), None, True, call.finer)
+        elif delta:
+            entries = call.entries(call.chunks, call.kept_terms)
+    if not kept and not at_once:
+        _, passed = forward(call, solve, state, None, False, (entries, states))
+    start = None if final_gradient is None else final_gradient.contiguous()
+    pieces = -(-call.p // t.gradient_piece)
+    parts = (pieces, *lead)
+    summed &= packed is None and not call.keywise and min(q.shape[2], k.shape[2]) < heads
+    together = sharing(in_turn(call), call.chunks * call.lanes, t.gradient_heads) if summed else 1
+    kinds = [torch.float32 if wide else q.dtype for wide in exact]
+    dq, dk = (
+        x.new_empty(x.shape, dtype=kind)
+        if summed
+        else call.empty(*parts, call.n, dtype=kind if pieces == 1 else torch.float32)
+        for x, kind in zip((q, k), kinds[:2], strict=True)
+    )
+    dv = call.empty(*lead, call.p, dtype=kinds[2])
+    scalars = [
+        call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
+        for x in (decay, source, erase, read if read_wanted else None)
+    ]
+    roles = t.gradient_roles if together == 1 else 2
+    read_wanted &= read is not None
+    if skip is not None:
+        skip.sums = call.empty(pieces * call.batch * call.chunks, heads, dtype=torch.float32)
+    values = None
+    if call.kept_terms > call.adjoint_terms:
+        if source is not None:
+            scalars[1] = call.empty(-(-call.p // t.piece), *lead, dtype=torch.float32)
+        values = dv, None if source is None else scalars[1]
+    if call.decay:
+        scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
+    if together > 1 and read is not None and read_wanted:
+        scalars[3] = call.empty(roles * pieces, *lead, dtype=torch.float32)
+    if call.keywise:
+        kind = _decay_gradient(decay, heads) if pieces == 1 else torch.float32
+        scalars = [call.empty(*parts, call.n, dtype=kind), *key_scalars(call, pieces, source, erase, read)]
+    beside: tuple[Tensor | None, ...] = (None,) * 5
+    if normal is not None:
+        assert normal.added is not None
+        normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
+        if normal.ones is not None:
+            normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
+        own = (by_lane(x) for x in (normal.ones, normal.slope))
+        beside = (*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
+    if at_once:
+        walked = both(call, dy, solve, state, start, kept, values)
+    else:
+        walked = reverse(call, dy, solve, start, passed, states, entries, state is not None, values)
+    for found in walked:
+        if call.keywise:
+            key_gradients(
+                call, dy, found, entries, states, (dq, dk, dv), scalars, source is not None, read_wanted
+            )  # fmt: skip
+        else:
+            row_gradients(
+                call, dy, found, (dq, dk, dv), scalars, decay, together, summed, beside,
+                source is not None, read_wanted, skip,
+            )  # fmt: skip
+    if not summed:
+        dq, dk = (sum_pieces(x, kind) for x, kind in zip((dq, dk), kinds[:2], strict=True))
+    ends = [sum_pieces(x, _decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
+    first = call.empty(0, dtype=torch.float32)
+    if state is not None and found.last is not None:
+        first = call.end(found.last, False)
+    return dq, dk, dv, ends[0], ends[1], ends[2], ends[3], first
+
+
+def _chunk_matrix_backward_shapes(
+    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
+    source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
+    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
+    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
+    exact: tuple[bool, bool, bool] = (False,) * 3,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, tokens, _, n = q.shape
+    p, ends = v.shape[-1], batch if packed is None else packed.count
+    summed &= packed is None and _kind(decay) != "key" and min(q.shape[2], k.shape[2]) < heads
+    if skip is not None:
+        t = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
+        chunks = -(-tokens // t.chunk) if packed is None else slots(tokens, packed.count, t.chunk)
+        skip.sums = q.new_empty(-(-int(p) // t.gradient_piece) * batch * chunks, heads, dtype=torch.float32)
+    if normal is not None:
+        normal.first = q.new_empty(ends, heads, n, dtype=torch.float32)
+        if normal.ones is not None:
+            normal.d_ones = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
+
+    def scalar(x: Tensor | None) -> Tensor:
+        shape = (0,) if x is None else (batch, tokens, heads, *x.shape[3:])
+        return q.new_empty(shape, dtype=_decay_gradient(x, heads))
+
+    first = q.new_empty((0,) if state is None else (ends, heads, n, p), dtype=torch.float32)
+    kinds = [torch.float32 if wide else q.dtype for wide in exact]
+    return (
+        q.new_empty(batch, tokens, q.shape[2] if summed else heads, n, dtype=kinds[0]),
+        k.new_empty(batch, tokens, k.shape[2] if summed else heads, n, dtype=kinds[1]),
+        q.new_empty(batch, tokens, heads, p, dtype=kinds[2]),
+        scalar(decay), scalar(source), scalar(erase), scalar(read), first,
+    )  # fmt: skip

@@ -1,0 +1,357 @@
+"""A whole call of the matrix families as one custom operator: printed pointwise kernels around the chunk kernels.
+
+prologue (operands that are no bare inputs), running maximum, chunk kernels, readout; backwards the same in reverse. A
+registered Program says which tensor is which; the operator takes its name, so that torch.compile, autocast,
+checkpointing and graph capture see one operator on tensors. Nothing is computed by chains of elementwise torch ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.chunk import matrix, rank_one_ops
+from dsf.kernels.triton.chunk.normaliser import Normaliser
+from dsf.kernels.triton.chunk.row_gradients import Skip
+from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.pointwise.programs import PROGRAMS, Call, gathered, last_rows
+from dsf.kernels.triton.tape import played
+
+
+def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """S_0 [B or sequences, H, N, columns] beside its normaliser's column, the first running maximum, its rescaling."""
+    if state is None:
+        return None, None, None
+    used = call.p + call.program.ones
+    start, scale, first = state[..., :used], None, None
+    if call.program.stabilised:
+        own = state[..., -1]
+        first = own.amax(-1)
+        scale = (own - first.unsqueeze(-1)).exp().unsqueeze(-1)
+        start = start * scale
+    if call.program.column:
+        start = torch.nn.functional.pad(start, (0, call.columns - used))
+    return start.contiguous(), first, scale
+
+
+def _read_first(call: Call, start: Tensor | None, y: Tensor) -> Tensor:
+    """What the first token reads of S_0, for read="before": [B or sequences, H, columns]."""
+    if start is None:
+        return y.new_zeros(call.ends, call.heads, call.columns + call.inside)
+    query, read = call.operand("query"), call.operand("read")
+    assert query is not None
+    q = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1)
+    seen = (q.unsqueeze(-2) @ start).squeeze(-2)
+    return (seen if read is None else seen * call.first(read).unsqueeze(-1)).to(y.dtype)
+
+
+def _run(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None, real: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs.
+
+    bounds: [S + 1], where packed sequences begin and end in one row; each has a state [S, H, N, columns] then.
+    """
+    known = PROGRAMS[program]
+    call = Call(known, operands, real, bounds)
+    start, first, _ = _start(call, state)
+    saved = []
+    if known.stabilised:
+        level, last = call.level(first)
+        call.keep_level(level)
+        saved.append(level)
+    saved += call.make()
+    wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
+    more = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=torch.int8) if keep and call.refined else None
+    call.tensors[".more"] = more
+    y, ends, kept, den = _chunks(call, start, wide, keep)
+    if known.micro > 1:
+        last_of_token = slice(known.micro - 1, None, known.micro)
+        y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
+    if known.before:
+        first_read = _read_first(call, start, y)
+        y = call.later(y, first_read[..., : y.shape[-1]])
+        if den is not None:
+            den = call.later(den, first_read[..., -1])
+    saved += kept
+    if wide:
+        call.keep_output(y, den)
+        if known.ones or known.gated:  # the backward pass of a quotient needs y, not num
+            saved += ([] if known.quotient else [y]) + ([] if den is None else [den])
+        y = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
+        call.tensors[".y"] = y
+        call.launch("readout")
+    elif den is not None:  # a quotient, already divided
+        saved.append(den)
+    saved += [] if more is None else [more]
+    if known.column:
+        ends[0] = ends[0][..., : call.p + 1]
+    if known.stabilised:
+        ends.append(last[..., None, None].expand(*ends[0].shape[:-1], 1))
+    final = ends[0] if len(ends) == 1 else torch.cat(ends, dim=-1)
+    return y.contiguous(), final.contiguous(), saved if keep else []
+
+
+def _chunks(
+    call: Call, start: Tensor | None, wide: bool, keep: bool
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor | None]:
+    """By the chunk kernels: y (float32 when `wide`), S_T's columns, what they keep for backward, the normaliser."""
+    arguments = call.chunk_arguments(start)
+    if call.program.floor is not None:
+        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep, real=call.real)
+        return y, [final], kept, None
+    kernels: Callable[..., Any] = matrix._chunk_matrix if call.real else matrix._chunk_matrix_shapes
+    finish = None
+    if not wide and "finish" in call.program.accesses:
+        f = call.program.functions
+        finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"]), call.tensors[".more"]
+    rows: list[Tensor] | None = [] if keep else None
+    y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows)
+    normal: Normaliser | None = arguments["normal"]
+    if normal is None:
+        return y, [final], [solve, *(rows or ())], None
+    assert normal.states is not None and normal.final is not None
+    return y, [final, normal.final.unsqueeze(-1)], [solve, normal.states, *(rows or ())], normal.read
+
+
+def _forward(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return played(_forward_real, (bounds, state, *operands), program, keep)
+
+
+def _forward_real(tensors: Sequence[Any], program: str, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    bounds, state, *operands = tensors
+    return _run(operands, state, program, keep, bounds, True)
+
+
+def _forward_shapes(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return _run(operands, state, program, keep, bounds, False)
+
+
+def _read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of what the chunk kernels read, [B, T, H, columns] and of a normaliser [B, T, H], from y's."""
+    call.tensors[".dy"] = dy
+    if "readout_adjoint" not in call.program.accesses:
+        return dy, None
+    if call.program.quotient:
+        of_den, factor = (call.empty(call.batch, call.heads, call.tokens).movedim(1, -1) for _ in range(2))
+        call.tensors |= {".dden": of_den, ".factor": factor}
+        call.launch("readout_adjoint")
+        return dy, of_den
+    out = call.empty(call.batch, call.tokens, call.heads, call.columns, dtype=call.dtype)
+    slope = call.empty(call.batch, call.heads, call.tokens).movedim(1, -1) if call.inside else None
+    call.tensors |= {".dnum": out[..., : call.p], ".dtail": out[..., call.p :], ".dden": slope}
+    call.launch("readout_adjoint")
+    return out, slope
+
+
+def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of the next token's query (and read scale) back at their own token; what the first one reads of S_0."""
+    found = {}
+    query, read = call.operand("query"), call.operand("read")
+    for name, x in gradients.items():
+        found[name] = call.later(x, x.new_zeros(call.ends, *x.shape[2:]))
+    if start is None or query is None:
+        return found
+    q = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1)
+    d = d_first.float()
+    if read is not None:
+        if "read" in found:
+            of_read = ((q.unsqueeze(-2) @ start).squeeze(-2) * d).sum(-1)
+            found["read"] = call.later(gradients["read"], of_read)
+        d = d * call.first(read).unsqueeze(-1)
+    of_query = (start @ d.unsqueeze(-1)).squeeze(-1)
+    found["query"] = call.later(gradients["query"], of_query.to(gradients["query"].dtype))
+    found["state"] = q.unsqueeze(-1) * d.unsqueeze(-2)
+    return found
+
+
+def _chunk_gradients(
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
+    known, micro = call.program, call.program.micro
+    d_first = dy[:, 0]
+    if known.before:
+        d_first = call.first(dy)
+        if slope is not None:
+            d_first = torch.cat([d_first.float(), call.first(slope).unsqueeze(-1)], dim=-1)
+        dy, slope = call.earlier(dy), None if slope is None else call.earlier(slope)
+    if micro > 1:
+        dy, slope = last_rows(dy, micro), None if slope is None else last_rows(slope, micro)
+    if dfinal is not None and known.column:
+        dfinal = torch.nn.functional.pad(dfinal[..., : call.p + 1], (0, call.columns - call.p - 1)).contiguous()
+    found, first = _unchunk(call, dy, slope, dfinal, start, kept)
+    token = {name: x for name, x in found.items() if name in ("query", "read")}
+    sums = {"skip": found.pop("skip")} if "skip" in found else {}
+    rows = {name: x for name, x in found.items() if name not in token}
+    if micro > 1:
+        token = {name: x[:, micro - 1 :: micro] for name, x in token.items()}
+        rows = {name: x.unflatten(1, (call.tokens, micro)) for name, x in rows.items()}
+    if known.before:
+        token = _pull_first(call, d_first, start, token)
+        if "state" in token:
+            first = first + token.pop("state")
+    if known.column:
+        rows["ones"], rows["value"] = rows["value"][..., call.p], rows["value"][..., : call.p]
+    return token | rows | sums, first
+
+
+def _unchunk(
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of the operands row by row, and of S_0, by the chunk kernels."""
+    arguments = call.chunk_arguments(start)
+    if call.program.floor is not None:
+        pull = call.printed_with("vectors_adjoint")
+        return rank_one_ops.backward(**arguments, dy=dy, final_gradient=dfinal, saved=kept, real=call.real, pull=pull)
+    kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
+    normal: Normaliser | None = arguments["normal"]
+    if normal is not None:
+        normal.slope, normal.states = slope, kept[1]
+        dfinal, normal.final_gradient = call.split(dfinal)
+    skip = None
+    if call.program.skip is not None:
+        f = call.program.functions
+        skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
+    names, direct = ("query", "key", "value", "decay", "source", "erase", "read"), {*call.program.direct.values()}
+    *found, first = kernels(
+        **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
+        summed={"query", "key"} <= direct and not call.program.before, skip=skip,
+        kept=kept[1 if normal is None else 2 :], exact=tuple(name not in direct for name in names[:3]),
+    )  # fmt: skip
+    by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}
+    if skip is not None and skip.sums is not None:
+        by_name["skip"] = skip.sums
+    if normal is not None:
+        if normal.d_ones is not None:
+            by_name["ones"] = normal.d_ones
+        if normal.first is not None:
+            first = torch.cat([first, normal.first.unsqueeze(-1)], dim=-1)
+    return by_name, first
+
+
+def _backward(
+    real: bool, dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
+    saved: Sequence[Tensor], program: str, needs: Sequence[bool], bounds: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Gradients of the operands that need one, in order, and of the state (empty without one)."""
+    known = PROGRAMS[program]
+    call = Call(known, operands, real, bounds)
+    start, _, scale = _start(call, state)
+    rest = list(saved)
+    if known.stabilised:
+        call.keep_level(rest.pop(0))
+    call.keep([rest.pop(0) for _ in known.made])
+    outputs = 2 if call.inside else int(known.ones or known.gated)
+    if known.quotient:
+        outputs += call.refined
+        call.tensors |= {".den": rest[-outputs], ".more": rest[-2] if call.refined else None, ".y": rest[-1]}
+    elif outputs:
+        call.keep_output(rest[-outputs], rest[-1])
+    kept = rest[: len(rest) - outputs]
+    wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
+    for a in known.inputs:
+        own = a.role in wanted and a.role in known.vectors
+        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if own else None
+    found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, kept)
+    call.tensors |= {f".d{name}": x for name, x in found.items()}
+    made = {*known.direct, known.skip, *known.vectors}
+    pulled = [a for a in known.inputs if a.role in wanted and a.role not in made]
+    for a in pulled:
+        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role])
+    if pulled:
+        call.launch("adjoint")
+    out = []
+    for a in known.inputs:
+        if a.role not in wanted:
+            continue
+        like = wanted[a.role]
+        operand = "skip" if a.role == known.skip else known.direct.get(a.role)
+        x = call.need(f".grad_{a.role}") if operand is None else found[operand]
+        if operand is not None and a.step == 1:  # the kernels' rows are its micro-steps: they have no axis for one
+            x = x.unsqueeze(2)
+        out.append(gathered(a, x, like))
+    if state is None:
+        return out, call.empty(0)
+    first = first[..., : call.p + known.ones]
+    if scale is not None:
+        first = torch.nn.functional.pad(first * scale, (0, 1))
+    return out, first.contiguous()
+
+
+def _backward_played(
+    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
+    program: str, needs: Sequence[bool], bounds: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    return played(_backward_real, (bounds, dy, dfinal, state, *operands, *saved), program, tuple(needs))
+
+
+def _backward_real(tensors: Sequence[Any], program: str, needs: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
+    bounds, dy, dfinal, state, *rest = tensors
+    return _backward(True, dy, dfinal, rest[: len(needs)], state, rest[len(needs) :], program, needs, bounds)
+
+
+def _backward_shapes(*args: Any) -> tuple[list[Tensor], Tensor]:
+    return _backward(False, *args)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, program: str, bounds: Tensor | None, state: Tensor | None, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, final, saved = matrix_mixer(list(operands), state, program, True, bounds)
+        ctx.save_for_backward(bounds, state, *operands, *saved, *([y] if PROGRAMS[program].quotient else []))
+        ctx.program, ctx.count = program, len(operands)
+        ctx.set_materialize_grads(False)
+        return y, final
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+        bounds, state, *rest = ctx.saved_tensors
+        operands, saved = rest[: ctx.count], rest[ctx.count :]
+        if dy is None:
+            call = Call(PROGRAMS[ctx.program], operands, False)
+            dy = operands[0].new_zeros(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
+        needs = list(ctx.needs_input_grad[3:])
+        found, first = matrix_mixer_backward(dy, dfinal, operands, state, saved, ctx.program, needs, bounds)
+        given = iter(found)
+        return None, None, None if state is None else first, *(next(given) if need else None for need in needs)
+
+
+def _autograd(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The operator at the Autograd key."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
+        return *_Differentiable.apply(program, bounds, state, *operands), []
+    with torch._C._AutoDispatchBelowAutograd():
+        return matrix_mixer(operands, state, program, keep, bounds)
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_LIBRARY.define(
+    "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None) -> "
+    "(Tensor, Tensor, Tensor[])"
+)
+_LIBRARY.define(
+    "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
+    "bool[] needs, Tensor? bounds=None) -> (Tensor[], Tensor)"
+)
+_LIBRARY.impl("matrix_mixer", at_tensors(_forward), "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_mixer_backward", at_tensors(_backward_played), "CompositeExplicitAutograd")
+torch.library.register_fake("dsf::matrix_mixer", _forward_shapes, lib=_LIBRARY)
+torch.library.register_fake("dsf::matrix_mixer_backward", _backward_shapes, lib=_LIBRARY)
+_LIBRARY.impl("matrix_mixer", _autograd, "Autograd")
+matrix_mixer = torch.ops.dsf.matrix_mixer.default
+matrix_mixer_backward = torch.ops.dsf.matrix_mixer_backward.default

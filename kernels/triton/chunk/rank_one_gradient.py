@@ -1,0 +1,329 @@
+"""Diagonal plus rank one, backwards: the gradients of one chunk from its first state and its last state's adjoint.
+
+With S_0 and the adjoint dS_L of S_L (rank_one.py's walk in both directions), all chunks in parallel: first the rows
+
+    u = W S_0 + T BK v,   f = Tᵀ â dS_L + (QA T)ᵀ dy,   dv = Mᵀ dy + K dS_L
+
+(f: the gradient of BK v + b̃ S_0), then for each key what the four vectors of a row take part in. Reads q and b have
+dy and f in front of S_0, u and v; writes a and k have u and v in front of dS_L, dy and f: one function for all four.
+
+Log decays: every product of rows decays by exp(G_i - G_j), so a decay's gradient sums the products whose reading row is
+after it (or at it, for q) less those whose writing row is. Both take the same rounded factors, so that products inside
+the sum cancel; products that no decay touches (q with its own row, b with the row before) are left out of both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.chunk.halves import load_half, store_half
+from dsf.kernels.triton.chunk.keywise import load_chunk, rounded
+from dsf.kernels.triton.chunk.rank_one import factor, load_earlier, meeting, middle_of, place_of_rows, rows_of
+from dsf.kernels.triton.chunk.states import load_state, place_of_state
+from dsf.kernels.triton.chunk.tiles import load_rows, product, split, store_rows, turn
+from dsf.kernels.triton.packed import place_of_chunk
+
+
+@triton.jit
+def rank_one_entries(
+    outer, inner, writes, mixed, factors, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, scales,
+    d_own, table,
+    tokens, heads: tl.constexpr, length, v_b, v_t: tl.constexpr, v_h, v_group,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
+    KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L].
+
+    factors: of `mixed` (halves.py); scales: of the weights, then of BP channels after the others of u and of f.
+    d_own [B, H, T]: the gradient of what y has of a row's own value.
+    """
+    PIECES: tl.constexpr = (P + BP - 1) // BP
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    keys, local = tl.arange(0, BN), tl.arange(0, L)
+    origin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = origin + local
+    at = batch * tokens * heads + head
+    mixed += at * 4 * L
+    row, wide = heads * P, heads * 4 * L
+    block = (lane * length + chunk * L) * N
+    states = place_of_state(states, lane * (length // L) + chunk, N * P)
+    adjoints = place_of_state(adjoints, lane * (length // L) + chunk, N * P)
+    factors += lane * length + chunk * L
+    scales += lane * length + chunk * L
+    plane = tl.num_programs(1).to(tl.int64) * length
+    v += batch * v_b + head // v_group * v_h
+    dy += at * P
+    entries += at * P
+    adjoint_entries += at * P
+    for first in tl.range(0, P, BP, num_stages=1):
+        columns = first + tl.arange(0, BP)
+        values = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
+        state = load_whole(states, keys, first // BP, BP, N, P, KIND)
+        out = tl.dot(load_rows(inner + block, N, local, L, keys, N, BN, KIND), state, input_precision=PRECISION)
+        known = load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L)
+        out = product(split(known, KEY_TERMS, KIND), (values, values), KEY_TERMS, 1, PRECISION, out)
+        of_piece = scales + (4 + first // BP) * plane
+        store_half(entries, row, of_piece, rows, end, local, columns, P, BP, out)
+        adjoint = load_whole(adjoints, keys, first // BP, BP, N, P, KIND)
+        given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
+        out = tl.dot(load_rows(outer + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
+        inverse = load_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L).to(KIND)
+        out = tl.dot(tl.trans(inverse), out.to(KIND), out, input_precision=PRECISION)
+        through = load_half(mixed + 3 * L, wide, factors + 3 * plane, rows, end, local, local, L, L)
+        out = product(turn(split(through, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
+        store_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP, out)
+        out = tl.dot(load_rows(writes + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
+        direct = load_half(mixed, wide, factors, rows, end, local, local, L, L)
+        out = product(turn(split(direct, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
+        store_rows(dv + at * P, row, rows, end, columns, P, BP, out)
+    qa = tl.zeros([L, L], tl.float32)
+    qk = tl.zeros([L, L], tl.float32)
+    ba = tl.zeros([L, L], tl.float32)
+    bk = tl.zeros([L, L], tl.float32)
+    tl.debug_barrier()  # u and f are read again, by other threads
+    for first in tl.range(0, P, BP, num_stages=2):
+        columns = first + tl.arange(0, BP)
+        given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
+        of_piece = scales + (4 + first // BP) * plane
+        entry = load_half(entries, row, of_piece, rows, end, local, columns, P, BP)
+        entry = turn(split(entry, KEY_TERMS, KIND, True))
+        adjoint = load_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP)
+        adjoint = split(adjoint, KEY_TERMS, KIND, True)
+        values = tl.trans(load_rows(v, v_t, rows, end, columns, P, BP, KIND))
+        qa = product((given, given), entry, 1, KEY_TERMS, PRECISION, qa)
+        qk = tl.dot(given, values, qk, input_precision=PRECISION)
+        ba = tl.dot(adjoint[0], entry[0], ba, input_precision=PRECISION)
+        bk = product(adjoint, (values, values), KEY_TERMS, 1, PRECISION, bk)
+    down, across = local[:, None], local[None, :]
+    if d_own is not None:
+        tl.store(d_own + lane * tokens + rows, tl.sum(tl.where(down == across, qk, 0.0), axis=1), mask=rows < end)
+    qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
+    ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
+    weights += at * 4 * L
+    store_half(weights, wide, scales, rows, end, local, local, L, L, qa)
+    store_half(weights + L, wide, scales + plane, rows, end, local, local, L, L, qk)
+    store_half(weights + 2 * L, wide, scales + 2 * plane, rows, end, local, local, L, L, ba)
+    store_half(weights + 3 * L, wide, scales + 3 * plane, rows, end, local, local, L, L, bk)
+
+
+@triton.jit
+def rank_one_gradient(
+    q, b, a, k, v, dy, adjoint_entries, entries, weights, scales, running, states, adjoints, dq, db, da, dk, dg,
+    extra, given, table,
+    tokens, heads: tl.constexpr, length,
+    q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
+    a_group, k_b, k_t: tl.constexpr, k_h, k_group,
+    v_b, v_t: tl.constexpr, v_h, v_group,
+    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, PULL: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk.
+
+    PIECE: channels of u and of f that share scales. LEFT: the printed function that makes a, of `given`. PULL: the
+    printed function that takes the gradients of a, b and the decays instead of memory, and stores what they give, with
+    pointers and strides `extra`.
+    """
+    BLOCKS: tl.constexpr = (N + BK - 1) // BK
+    chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
+    keys, local = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, L)
+    batch, head = lane // heads, lane % heads
+    q += batch * q_b + head // q_group * q_h
+    b += batch * b_b + head // b_group * b_h
+    if LEFT is None:
+        a += batch * a_b + head // a_group * a_h
+    k += batch * k_b + head // k_group * k_h
+    v += batch * v_b + head // v_group * v_h
+    of_left = given, batch, head, tokens, heads
+    at = batch * tokens * heads + head
+    weights += at * 4 * L
+    scales += lane * length + chunk * L
+    plane = tl.num_programs(1).to(tl.int64) * length
+    states = place_of_state(states, lane * (length // L) + chunk, N * P)
+    adjoints = place_of_state(adjoints, lane * (length // L) + chunk, N * P)
+    running += (lane * length + chunk * L) * N
+    origin, end = place_of_chunk(table, chunk, tokens, L)
+    rows = origin + local
+    row, narrow = heads * P, heads * N
+    PIECES: tl.constexpr = (P + PIECE - 1) // PIECE
+    of_u, of_f = scales + 4 * plane, scales + (4 + PIECES) * plane
+    last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
+    carried = tl.zeros([BK], tl.float32)
+    for begin in tl.range(0, P, BP, num_stages=1):
+        state = load_whole(states, keys, begin // BP, BP, N, P, tl.float32)
+        carried += tl.sum(state * load_whole(adjoints, keys, begin // BP, BP, N, P, tl.float32), axis=1)
+    carried *= tl.exp2(last)
+    if PULL is None:
+        da += at * N
+        db += at * N
+    _, of_k, at_end = _of_a_vector(
+        v, v_t, None, adjoints, weights, scales, k, k_t, None, q, q_t, None, b, b_t, of_left,
+        dk + at * N, running, last, rows, end, heads, keys, local, plane, 1, False,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+    )  # fmt: skip
+    carried += at_end
+    log = -of_k
+    tl.debug_barrier()  # or loads move up, and registers run out
+    _, of_q, at_end = _of_a_vector(
+        dy + at * P, row, None, states, weights, scales, q, q_t, None, a, a_t, LEFT, k, k_t, of_left,
+        dq + at * N, running, last, rows, end, heads, keys, local, plane, 0, True,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+    )  # fmt: skip
+    log += of_q
+    tl.debug_barrier()
+    dleft, of_a, at_end = _of_a_vector(
+        entries + at * P, row, of_u, adjoints, weights, scales, a, a_t, LEFT, q, q_t, None, b, b_t, of_left,
+        da, running, last, rows, end, heads, keys, local, plane, 0, False,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+    )  # fmt: skip
+    carried += at_end
+    log -= of_a
+    tl.debug_barrier()
+    dright, of_b, at_end = _of_a_vector(
+        adjoint_entries + at * P, row, of_f, states, weights, scales, b, b_t, None, a, a_t, LEFT, k, k_t, of_left,
+        db, running, last, rows, end, heads, keys, local, plane, 1, True,
+        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+    )  # fmt: skip
+    log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
+    if PULL is None:
+        store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
+    else:
+        at = place_of_rows(batch, head, lane * 0 + origin, local, rows < end, keys, tokens, heads, P, N)
+        PULL(extra, at, dleft, dright, log)
+
+
+@triton.jit
+def _of_a_vector(
+    field, field_t, scales_of_field, state_of, weights, scales, x, x_t, X: tl.constexpr, first, first_t,
+    FIRST: tl.constexpr, second, second_t, of_left, out, running, last, rows, end, heads, keys, local, plane,
+    turn: tl.constexpr, READS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the vector x of every row: field meets the state, weights the vectors first and second of other rows.
+
+    READS: x reads first and second, else first and second read x. turn: 1 for the second of both kinds; where that is
+    b, it reads what was before its row. AT_ONCE: products that no decay touches cancel in what the log
+    decays are given. scales_of_field: if it is u or f. X, FIRST: what makes x and first. KEY_TERMS 2: what rows give
+    each other in tf32. Returns the gradient, what each row of x gives the decays up to it, or takes from them [L, BK],
+    and all of them [BK].
+    """
+    ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
+    HALF: tl.constexpr = KEY_TERMS == 2 and scales_of_field is not None
+    grad = tl.zeros([L, BK], tl.float32)
+    for begin in tl.range(0, P, BP):
+        columns = begin + tl.arange(0, BP)
+        if HALF:  # both u or f and the state are kept in float16
+            place = keys[:, None] * P + columns[None, :]
+            inside = (keys[:, None] < N) & (columns[None, :] < P)
+            state, scale = load_state(state_of, place, inside, begin // BP, N, P, KIND)
+            given = load_rows(field, field_t, rows, end, columns, P, BP, tl.float16)
+            scale *= tl.load(scales_of_field + begin // PIECE * plane + local)[:, None]
+            grad += tl.dot(given, tl.trans(state)) * scale
+        else:
+            given = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
+            state = load_whole(state_of, keys, begin // BP, BP, N, P, KIND)
+            grad = tl.dot(given, tl.trans(state), grad, input_precision=PRECISION)
+    wide = heads * 4 * L
+    if READS:
+        at_one, at_two, to_one, to_two = 2 * turn, 2 * turn + 1, turn, turn
+    else:
+        at_one, at_two, to_one, to_two = turn, 2 + turn, 0, 1
+    with_one = load_half(weights + at_one * L, wide, scales + at_one * plane, rows, end, local, local, L, L)
+    with_one = with_one.to(ROWS)  # float16 has tf32's digits
+    with_two = load_half(weights + at_two * L, wide, scales + at_two * plane, rows, end, local, local, L, L)
+    with_two = with_two.to(ROWS)
+    if not READS:
+        with_one, with_two = tl.trans(with_one), tl.trans(with_two)
+    rows_x = rows_of(x, x_t, X, of_left, rows, end, keys, N, BK, KIND)
+    rows_1 = rows_of(first, first_t, FIRST, of_left, rows, end, keys, N, BK, KIND)
+    rows_2 = load_rows(second, second_t, rows, end, keys, N, BK, KIND)
+    own = load_chunk(running, local, keys, N, BK)
+    before = own if READS and turn == 0 else load_earlier(running, local, keys, N, BK)
+    carried = tl.zeros([BK], tl.float32)
+    nothing = 0.0 * own
+    if AT_ONCE:
+        source = tl.exp2(-own)
+        if READS:
+            mine, theirs, others = tl.exp2(before), source, source
+        else:
+            mine, theirs, others = source, tl.exp2(own), tl.exp2(before)
+        to_log = rounded(rows_x.to(tl.float32) * mine, ROWS, PRECISION).to(tl.float32)
+        if not READS:
+            grad *= tl.exp2(last)[None, :]
+            carried = tl.sum(grad * to_log, axis=0)
+        grad = _meet(grad, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PRECISION)
+        of_rows = grad * to_log
+        grad *= mine
+    else:
+        if READS:
+            grad *= tl.exp2(before)
+            of_rows = grad * rows_x.to(tl.float32)
+        else:  # what is carried to the chunk's end gives to the decays after its row: to all, less those up to it
+            grad *= tl.exp2(last[None, :] - own)
+            of_rows = tl.where((local < L - 1)[:, None], grad * rows_x.to(tl.float32), 0.0)
+            carried = tl.sum(of_rows, axis=0)
+        for level in tl.range(0, LEVELS, num_stages=1):
+            middle = middle_of(running, local, keys, level, N, BK)
+            source = factor(middle - own, False)
+            if READS:
+                here, there, beside = factor(before - middle, False), source, source
+            else:
+                here, there, beside = source, factor(own - middle, False), factor(before - middle, False)
+            meet_one, meet_two = meeting(local, level, to_one + 1, False), meeting(local, level, to_two + 1, False)
+            if not READS:
+                meet_one, meet_two = tl.trans(meet_one), tl.trans(meet_two)
+            met = _meet(
+                nothing, nothing, tl.where(meet_one, with_one, 0.0), tl.where(meet_two, with_two, 0.0),
+                rows_1, rows_2, there, beside, PRECISION,
+            )  # fmt: skip
+            grad += met * here
+            of_rows += met * rounded(rows_x.to(tl.float32) * here, ROWS, PRECISION).to(tl.float32)
+        # what no decay touches: the row's own, or the neighbour's that b reads
+        gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
+        near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
+        beside = _neighbours(rows_1, first, first_t, FIRST, of_left, rows, end, keys, turn, READS, 0, N, BK)
+        grad += near[:, None] * beside
+        near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
+        beside = _neighbours(rows_2, second, second_t, None, of_left, rows, end, keys, turn, READS, 1, N, BK)
+        grad += near[:, None] * beside
+    if out is not None:
+        store_rows(out, heads * N, rows, end, keys, N, BK, grad)
+    return grad, of_rows, carried
+
+
+@triton.jit
+def _meet(start, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PRECISION: tl.constexpr):
+    """start plus the products of the weights with first and second rows [L, BK], rounded as the weights are.
+
+    nothing: zeros that the compiler does not know to be; it would make one product start from the other one's result,
+    which gets its warps in another order.
+    """
+    scaled = rounded(rows_1.to(tl.float32) * theirs, with_one.dtype, PRECISION)
+    out = tl.dot(with_one, scaled, start, input_precision=PRECISION)
+    scaled = rounded(rows_2.to(tl.float32) * others, with_two.dtype, PRECISION)
+    return out + tl.dot(with_two, scaled, nothing, input_precision=PRECISION)
+
+
+@triton.jit
+def _neighbours(
+    own_rows, base, stride, MAKE: tl.constexpr, of_left, rows, end, keys, turn: tl.constexpr,
+    READS: tl.constexpr, SECOND: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The rows that meet without decay: their own, or for b those before; of b those after."""
+    if READS:
+        return rows_of(base, stride, MAKE, of_left, tl.maximum(rows - turn, 0), end, keys, N, BK, tl.float32)
+    if SECOND:
+        return load_rows(base, stride, rows + 1, end, keys, N, BK, tl.float32)
+    return own_rows.to(tl.float32)
+
+
+@triton.jit
+def load_whole(base, keys, piece, BP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr):
+    """A piece of a kept state [N, P] in KIND."""
+    columns = piece * BP + tl.arange(0, BP)
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    found, scale = load_state(base, keys[:, None] * P + columns[None, :], inside, piece, N, P, KIND)
+    return (found.to(tl.float32) * scale).to(KIND)

@@ -1,0 +1,223 @@
+"""Launches of the diagonal-plus-rank-one kernels: one call forwards, one backwards, with or without real memory.
+
+S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t. q, k, left a, right b [B, T, H', N] and v
+[B, T, H', P] in one dtype, but left in float32 where it has digits for that; decay log w [B, T, H', N], head counts
+divisors of H; own [B, T, H], where y_t has own_t · v_t beside what is read; states [B, H, N, P] float32. made: of left,
+decay and own (summed over keys then) the printed functions that make them in the kernels, from pointers and strides,
+instead of tensors. floor: what no log decay is further from zero than. What the forward pass made of a chunk's rows,
+and the chunks' first states, are kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.chunk import matrix
+from dsf.kernels.triton.chunk.rank_one import rank_one_chunk, rank_one_walk
+from dsf.kernels.triton.chunk.rank_one_gradient import rank_one_entries, rank_one_gradient
+from dsf.kernels.triton.chunk.states import sizes_of_state
+from dsf.kernels.triton.chunk.table import Tiles
+from dsf.kernels.triton.chunk.tiles import arithmetic
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.packed import Sequences, slots
+
+Function = tuple[Any, tuple[Any, ...]]  # a printed one, with its pointers and strides
+SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^60
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the forward pass leaves: G, what rank_one_chunk made of each chunk, and the chunks' first states."""
+
+    running: Tensor
+    mixed: Tensor
+    factors: Tensor
+    reads: Tensor
+    inner: Tensor
+    writes: Tensor
+    outer: Tensor
+    states: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order."""
+        return list(vars(self).values())
+
+
+class _Call:
+    """Sizes, tiles and strides of one call; `real` is False where nothing may be launched."""
+
+    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, packed: Sequences | None, real: bool) -> None:
+        self.q, self.v, self.heads, self.real = q, v, heads, real
+        self.batch, self.tokens, _, self.n = q.shape
+        self.p = v.shape[-1]
+        self.tiles: Tiles = matrix.tiles(int(self.n), int(self.p), q.dtype, "rank_one", True, q.device)
+        self.chunk = self.tiles.chunk
+        self.chunks = -(-self.tokens // self.chunk)
+        self.sequences, self.ends = 1, self.batch  # that follow each other in a row, and those that have states
+        self.chunk_table: Tensor | None = None
+        self.segment_table: Tensor | None = None
+        if packed is not None:
+            self.sequences = self.ends = packed.count
+            self.chunks = slots(self.tokens, packed.count, self.chunk)
+        if packed is not None and real:
+            self.chunk_table, self.segment_table, _ = packed.tables(self.tokens, self.chunk)
+        self.lanes, self.length = self.batch * heads, self.chunks * self.chunk
+        self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.finer = torch.float16 if self.tiles.key_terms == 2 else self.stored  # of what halves.py keeps
+        self.levels = self.chunk.bit_length() - 1
+        self.at_once = -floor * self.chunk <= SPAN
+        if real:
+            kind, precision = arithmetic(q.dtype)
+            self.common = {
+                "N": self.n, "L": self.chunk, "KEY_TERMS": self.tiles.key_terms, "KIND": kind, "PRECISION": precision,
+            }  # fmt: skip
+            self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised memory on the call's device."""
+        return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
+
+    def states(self, chunks: int) -> Tensor:
+        """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
+        size = sizes_of_state(self.n, self.p, self.finer)
+        return self.empty(self.batch, self.heads, chunks, *size, dtype=self.finer)
+
+    def end(self) -> Tensor:
+        """Uninitialised first or last states [B or sequences, H, N, P]."""
+        return self.empty(self.ends, self.heads, self.n, self.p, dtype=torch.float32)
+
+    def strides(self, *xs: Tensor | None) -> list[int]:
+        """Strides of batch, token and head, and how many heads share one of x's, of each."""
+        return [y for x in xs for y in ((0, 0, 0, 1) if x is None else (*x.stride()[:3], self.heads // x.shape[2]))]
+
+    def printed(self, made: Mapping[str, Function | None], *names: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of each of these operands the function that makes it, or None; and what all of them are given."""
+        found = [made[name] or (None, (self.q,)) for name in names]
+        return tuple(x[0] for x in found), tuple(x[1] for x in found)
+
+    def kept(self, states: bool) -> Kept:
+        """Room for what the forward pass leaves; states: for the backward pass, not for the walk alone."""
+        block = (self.lanes, self.length, self.n)
+        parts = 4 if states else 2
+        mixed = self.empty(self.batch, self.tokens, self.heads, parts * self.chunk, dtype=self.finer)
+        reads, inner, writes, outer = (self.empty(*block) for _ in range(4))
+        starts = self.states(self.chunks if states else 0)
+        running, factors = self.empty(*block, dtype=torch.float32), self.factors(parts)
+        return Kept(running, mixed, factors, reads, inner, writes, outer, starts)
+
+    def factors(self, planes: int) -> Tensor:
+        """Room for what rows in float16 are to be multiplied with."""
+        return self.empty(planes, self.lanes, self.length if self.tiles.key_terms == 2 else 0, dtype=torch.float32)
+
+    def parts(self, kept: Kept) -> int:
+        """How many matrices of a chunk's rows `mixed` holds."""
+        return kept.mixed.shape[-1] // self.chunk
+
+    def walk(
+        self, kept: Kept, x: Tensor, start: Tensor | None, y: Tensor | None, states: Tensor | None,
+        final: Tensor | None, reverse: bool,
+    ) -> None:  # fmt: skip
+        """Run the walk; reverse: on the adjoint, whose operands are the same with their parts exchanged."""
+        t, unused = self.tiles, kept.running
+        outer, inner, writes, reads = kept.outer, kept.inner, kept.writes, kept.reads
+        if reverse:
+            outer, inner, writes, reads = inner, outer, reads, writes
+        launch(
+            rank_one_walk, (-(-self.p // t.piece), self.lanes, self.sequences),
+            outer, inner, writes, reads, kept.mixed, kept.factors, x, kept.running, unused if y is None else y,
+            unused if states is None else states, unused if start is None else start,
+            unused if final is None else final, self.segment_table,
+            self.tokens, self.heads, self.length, *self.strides(x),
+            P=self.p, BN=t.keys, BP=t.piece, REVERSE=reverse, START=start is not None, OUTPUT=y is not None,
+            STATES=states is not None, FINAL=final is not None, PARTS=self.parts(kept), STAGES=t.walk_stages,
+            num_warps=t.walk_warps, num_stages=t.walk_stages, **self.common,
+        )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
+    made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, wide: bool, keep: bool,
+    real: bool, packed: Sequences | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
+    call = _Call(q, v, heads, floor, packed, real)
+    y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
+    final, kept = call.end(), call.kept(keep)
+    if real:
+        t = call.tiles
+        functions, given = call.printed(made, "left", "decay", "own")
+        launch(
+            rank_one_chunk, (call.chunks, call.lanes),
+            q, right, left, k, decay, own, given, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner,
+            kept.writes, kept.outer, call.chunk_table, call.tokens, heads, call.length,
+            *call.strides(q, right, left, k, decay), *((0, 0, 0) if own is None else own.stride()),
+            BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
+            TERMS=t.transform_terms, LEFT=functions[0], DECAY=functions[1], OWN=functions[2],
+            num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers, **call.common,
+        )  # fmt: skip
+        call.walk(kept, v, state, y, kept.states if keep else None, final, False)
+    return y, final, kept.tensors() if keep else []
+
+
+def backward(
+    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
+    left: Tensor | None, right: Tensor, own: Tensor | None, made: Mapping[str, Function | None], state: Tensor | None,
+    heads: int, floor: float, saved: list[Tensor], real: bool, packed: Sequences | None = None,
+    pull: Function | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+    """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0.
+
+    pull: the printed function that stores what those of left, right and decay give, instead of these, and its pointers
+    and strides.
+    """
+    call, kept, dy = _Call(q, v, heads, floor, packed, real), Kept(*saved), dy.contiguous()
+    lead = (call.batch, call.tokens, heads)
+    found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "key")}
+    if pull is None:  # rounded once they meet
+        found |= {x: call.empty(*lead, call.n, dtype=torch.float32) for x in ("right", "left", "decay")}
+    found["value"] = call.empty(*lead, call.p, dtype=q.dtype)
+    if own is not None or made["own"] is not None:
+        found["own"] = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
+    first = call.end() if state is not None else call.empty(0, dtype=torch.float32)
+    if real:
+        adjoints = call.states(call.chunks)
+        start = None if final_gradient is None else final_gradient.contiguous()
+        call.walk(kept, dy, start, None, adjoints, first if state is not None else None, True)
+        _gradients(call, kept, dy, (q, right, left, k), v, made, adjoints, found, pull)
+    return found, first
+
+
+def _gradients(
+    call: _Call, kept: Kept, dy: Tensor, vectors: tuple[Tensor | None, ...], v: Tensor,
+    made: Mapping[str, Function | None], adjoints: Tensor, found: dict[str, Tensor], pull: Function | None,
+) -> None:  # fmt: skip
+    """Fill `found`, all chunks in parallel."""
+    t = call.tiles
+    lead = (call.batch, call.tokens, call.heads)
+    piece = t.entry_piece or t.piece
+    entries, adjoint_entries = (call.empty(*lead, call.p, dtype=call.finer) for _ in range(2))
+    weights = call.empty(*lead, 4 * call.chunk, dtype=call.finer)
+    scales = call.factors(4 + 2 * -(-call.p // piece))
+    sizes: dict[str, Any] = {"P": call.p, "num_stages": 2, **call.common}
+    launch(
+        rank_one_entries, (call.chunks, call.lanes),
+        kept.outer, kept.inner, kept.writes, kept.mixed, kept.factors, v, dy, kept.states, adjoints, entries,
+        adjoint_entries, found["value"], weights, scales, found.get("own"), call.chunk_table, call.tokens,
+        call.heads, call.length, *call.strides(v), BN=t.keys, BP=piece, num_warps=t.entry_warps, **sizes,
+    )  # fmt: skip
+    xs = (*vectors, v)
+    (left,), given = call.printed(made, "left")
+    launch(
+        rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
+        *xs, dy, adjoint_entries, entries, weights, scales, kept.running, kept.states, adjoints,
+        *(found.get(name) for name in ("query", "right", "left", "key", "decay")),
+        (call.q,) if pull is None else pull[1], *given, call.chunk_table, call.tokens, call.heads, call.length,
+        *call.strides(*xs),
+        BK=call.block, BP=t.gradient_piece, PIECE=piece, LEVELS=call.levels, AT_ONCE=call.at_once,
+        LEFT=left, PULL=None if pull is None else pull[0], num_warps=t.gradient_warps, **sizes,
+    )  # fmt: skip

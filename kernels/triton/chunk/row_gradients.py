@@ -1,0 +1,137 @@
+"""Launches of the gradients of chunks whose states and adjoint states are known, where decays are numbers a head.
+
+Those of queries and keys that heads share are made a stretch of T at a time, and summed over the heads at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.chunk.gradient import chunk_gradient
+from dsf.kernels.triton.chunk.normaliser import kind_of
+from dsf.kernels.triton.chunk.shared_gradient import shared_gradient, sum_heads
+from dsf.kernels.triton.chunk.table import SHARED_STRETCHES, padded
+from dsf.kernels.triton.launch import launch
+
+if TYPE_CHECKING:
+    from dsf.kernels.triton.chunk.matrix import _Call
+    from dsf.kernels.triton.chunk.walks import Adjoints
+
+SUMMED = 8  # rows of a program that sums heads
+
+
+@dataclass
+class Skip:
+    """What y has beside what is read, backwards: the printed functions that load and that differentiate it, pointers.
+
+    sums is filled by the call: what is to be summed over its rows for an input without time [·, H].
+    """
+
+    loads: Any
+    adjoint: Any
+    extra: tuple[Any, ...]
+    sums: Tensor | None = None
+
+
+class Stretch(NamedTuple):
+    """Chunks from `first` on, whose gradients go to dq and dk [slices, B, rows, H, N] of tokens from `shift` on."""
+
+    first: int
+    chunks: int
+    shift: int
+    rows: int
+    dq: Tensor
+    dk: Tensor
+
+
+def stretches_of(
+    first: int, count: int, span: int, chunk: int, tokens: int, parts: tuple[int, ...], sums: tuple[Tensor, Tensor],
+) -> Iterator[Stretch]:  # fmt: skip
+    """`span` chunks at a time of `count`; what is written to each is summed into sums [B, T, heads, N].
+
+    parts: slices, B, H, N of what the kernel writes, in float32, so that sums alone are rounded.
+    """
+    slices, batch, heads, n = parts
+    for begin in range(first, first + count, span):
+        here = min(span, first + count - begin)
+        shift = begin * chunk
+        rows = min(here * chunk, tokens - shift)
+        apart = [torch.empty(slices, batch, rows, heads, n, dtype=torch.float32, device=x.device) for x in sums]
+        yield Stretch(begin, here, shift, rows, *apart)
+        for x, total in zip(apart, sums, strict=True):
+            out = total[:, shift : shift + rows]
+            launch(
+                sum_heads, (-(-rows // SUMMED), out.shape[2], batch),
+                x, out, batch, rows, *out.stride()[:3],
+                N=n, BN=padded(n), ROWS=SUMMED, EACH=heads // out.shape[2], SLICES=slices, num_warps=4,
+            )  # fmt: skip
+
+
+def in_turn(call: _Call) -> int:
+    """Consecutive heads that one program could take in turn: those that share both q and k, of decays alone."""
+    if call.delta or call.keywise or call.normal is not None:
+        return 1
+    return math.gcd(call.heads // call.q.shape[2], call.heads // call.k.shape[2])
+
+
+def row_gradients(
+    call: _Call, dy: Tensor, found: Adjoints,
+    rows: Sequence[Tensor], scalars: Sequence[Tensor], decay: Tensor | None, together: int, summed: bool,
+    beside: Sequence[Tensor | None], source_wanted: bool, read_wanted: bool, skip: Skip | None,
+) -> None:  # fmt: skip
+    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found.
+
+    together: heads in one program. summed: dq and dk over the heads that share q and k. beside: of the normaliser.
+    """
+    t, (dq, dk, dv), g, (states, since, held) = call.tiles, rows, call.given(decay)[0], found.known
+    pieces = -(-call.p // t.gradient_piece)
+    outs: Iterable[Stretch] = [Stretch(found.base, found.chunks, 0, call.tokens, dq, dk)]
+    if summed:
+        outs = stretches_of(
+            found.base, found.chunks, call.stretch(SHARED_STRETCHES), t.chunk, call.tokens,
+            (pieces, call.batch, call.heads // together, call.n), (dq, dk),
+        )  # fmt: skip
+    common: dict[str, Any] = {
+        "BP": t.gradient_piece, "DECAY": call.decay, "SCALED": call.scaled, "READ_SCALED": call.read,
+        "SOURCE_WANTED": source_wanted, "READ_WANTED": read_wanted, "LOADS": None, "SKIP": None,
+        "num_warps": t.gradient_warps, "num_stages": 2, **call.sizes,
+    }  # fmt: skip
+    beyond: tuple[Any, Any] = (call.q,), call.q
+    if skip is not None:
+        beyond = skip.extra, skip.sums
+        common |= {"LOADS": skip.loads, "SKIP": skip.adjoint}
+    for out in outs:
+        where = (
+            call.tokens, call.heads, call.length, call.plane, call.batch, found.base, found.chunks,
+            out.first, out.shift, out.rows, since, held, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
+            *g.stride()[:3],
+        )  # fmt: skip
+        if together > 1:
+            launch(
+                shared_gradient, (3 * out.chunks, call.lanes // together, pieces),
+                call.q, call.k, call.v, dy, g, call.scalars, states, found.states,
+                out.dq, out.dk, dv, scalars[0], scalars[1], scalars[3], *beyond, *where,
+                HEADS=together, STAGES=t.gradient_stages, PAIR_TERMS=call.pair_terms, **common,
+            )  # fmt: skip
+        else:
+            launch(
+                chunk_gradient, (out.chunks * t.gradient_roles, call.lanes, pieces),
+                call.q, call.k, call.v, dy, g, call.scalars, found.written, found.entries, states, found.states,
+                out.dq, out.dk, dv, *scalars, *call.given(*beside), *beyond, call.chunk_table, *where,
+                DELTA=call.delta, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
+                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms,
+                ADJOINT_TERMS=call.adjoint_terms, **common,
+            )  # fmt: skip
+
+
+def sum_pieces(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gradients [slices, ...] that were computed slice by slice, in `dtype`."""
+    if x.shape[0] == 2:  # one pass where sum and cast are two
+        return torch.add(x[0], x[1], out=torch.empty_like(x[0], dtype=dtype))
+    return (x[0] if x.shape[0] == 1 else x.sum(0)).to(dtype)

@@ -1,0 +1,184 @@
+"""What pieces of T add to a state of zero, all at once, and the first state of every piece from that.
+
+Of decays that are numbers a head, without corrections: a piece's sum is one long product of its rows, each scaled by
+all decays from it to the piece's end (or, of adjoint states, from the piece's start), so that nothing in it waits for
+a state. Rows whose decays float32 no longer holds are left out, finite or not.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.chunk.tiles import (
+    TOTAL,
+    first_term,
+    load_rows,
+    read_scale,
+    written_scale,
+)
+from dsf.kernels.triton.packed import place_of_segment, segments_of
+
+
+@triton.jit
+def _times(a, b):
+    """A product of products."""
+    return a * b
+
+
+@triton.jit(do_not_specialize=["per_piece", "chunks", "skipped"])
+def sum_piece(
+    a, b, scalars, sums, passed, table,
+    tokens, heads: tl.constexpr, per_piece, chunks, skipped, length, plane,
+    a_b, a_t: tl.constexpr, a_h, a_group, b_b, b_t: tl.constexpr, b_h, b_group,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, MOST: tl.constexpr,
+    DECAY: tl.constexpr, SCALED: tl.constexpr, REVERSE: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """sums [pieces, B, H, N, P]: Σ of a piece's a bᵀ, rows of keys and values, or (REVERSE) of queries and dy.
+
+    SCALED: b has scales of its own, of sources or of reads. passed [pieces, B, H, N]: the product of its decays, not
+    written in REVERSE. skipped: pieces before the first that is summed. EVERY: of so many, a segment, only the sum is
+    of use, so that what its other pieces forget is left out, too; they have at most MOST chunks, a power of two.
+    """
+    slice_of_p, lane, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) + skipped
+    batch, head = lane // heads, lane % heads
+    a += batch * a_b + head // a_group * a_h
+    b += batch * b_b + head // b_group * b_h
+    first, stop, shift, end = place_of_segment(table, piece, per_piece, tokens, True)
+    count = tl.maximum(tl.minimum(stop, chunks) - first, 0)
+    last = first + count - 1
+    scalars += lane * length - shift
+    keys, columns, local = tl.arange(0, BN), slice_of_p * BP + tl.arange(0, BP), tl.arange(0, L)
+    at = piece * tl.num_programs(1) + lane
+    if DECAY:
+        each = tl.arange(0, MOST)  # chunks from where the sum is wanted
+        behind = (piece % EVERY if REVERSE else EVERY - 1 - piece % EVERY) * per_piece
+        if REVERSE:
+            in_turn, there = first - behind + each, first - behind + each < chunks
+        else:
+            end_of_all = tl.minimum(stop + behind, chunks)
+            behind = end_of_all - tl.minimum(stop, chunks)
+            in_turn, there = end_of_all - 1 - each, end_of_all - 1 - each >= 0
+        totals = tl.load(scalars + TOTAL * plane + in_turn * L + shift, mask=there, other=1.0)
+        if not REVERSE:
+            own = tl.where((each >= behind) & (each < behind + count), totals, 1.0)
+            whole = tl.reduce(own, 0, _times)
+            tl.store(passed + at * N + keys, whole + keys * 0.0, mask=(keys < N) & (slice_of_p == 0))
+        alive = 1 + tl.sum((tl.cumprod(totals, axis=0) != 0).to(tl.int32), axis=0)
+        count = tl.maximum(tl.minimum(alive - behind, count), 0)
+        count = tl.sum(tl.where(tl.arange(0, 32) == 0, count, 0), axis=0)  # so that the loop is known not to diverge
+    elif not REVERSE:
+        tl.store(passed + at * N + keys, keys * 0.0 + 1.0, mask=(keys < N) & (slice_of_p == 0))
+    state = tl.zeros([BN, BP], tl.float32)
+    between = 1.0
+    for step in tl.range(0, count, num_stages=STAGES):
+        chunk = first + step if REVERSE else last - step
+        rows = chunk * L + local + shift
+        rows_a = tl.trans(load_rows(a, a_t, rows, end, keys, N, BN, KIND))
+        given = load_rows(b, b_t, rows, end, columns, P, BP, KIND)
+        if DECAY or SCALED:
+            if REVERSE:
+                scale = read_scale(scalars, plane, rows, DECAY, SCALED)
+            else:
+                scale = written_scale(scalars, plane, rows, DECAY, SCALED)
+            if DECAY:
+                scale *= between
+                between *= tl.load(scalars + TOTAL * plane + chunk * L + shift)
+            exact = given.to(tl.float32) * scale[:, None]
+            kept = first_term(exact, TERMS)
+            state = tl.dot(rows_a, kept.to(KIND), state, input_precision=PRECISION)
+            if TERMS == 2:
+                state = tl.dot(rows_a, (exact - kept).to(KIND), state, input_precision=PRECISION)
+        else:
+            state = tl.dot(rows_a, given, state, input_precision=PRECISION)
+    place = keys[:, None].to(tl.int64) * P + columns[None, :]
+    tl.store(sums + at * N * P + place, state, mask=(keys[:, None] < N) & (columns[None, :] < P))
+
+
+@triton.jit
+def combine_segments(
+    local, passed, start, starts, table, segments, size, P,
+    N: tl.constexpr, BLOCK: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """First state of every segment from what each adds: S_{s+1} = passed_s S_s + local_s, in either direction.
+
+    EVERY: of so many that follow each other only that of the first to be walked is wanted.
+    """
+    lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    low, stop = segments_of(table, sequence, segments)
+    lanes = tl.num_programs(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    if START:
+        state = tl.load(start + (sequence * lanes + lane) * size + at, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BLOCK], tl.float32)
+    passed += at // P
+    local += at
+    starts += at
+    onward = -1 if REVERSE else 1
+    for step in range(0, stop - low, 4):  # what four pieces do is asked for at once
+        piece = stop - 1 - step if REVERSE else low + step
+        a = _of_piece(local, passed, piece, low, stop, size, inside, N)
+        b = _of_piece(local, passed, piece + onward, low, stop, size, inside, N)
+        c = _of_piece(local, passed, piece + 2 * onward, low, stop, size, inside, N)
+        d = _of_piece(local, passed, piece + 3 * onward, low, stop, size, inside, N)
+        state = _after_piece(state, a, starts, piece, low, stop, size, inside, EVERY, REVERSE)
+        state = _after_piece(state, b, starts, piece + onward, low, stop, size, inside, EVERY, REVERSE)
+        state = _after_piece(state, c, starts, piece + 2 * onward, low, stop, size, inside, EVERY, REVERSE)
+        state = _after_piece(state, d, starts, piece + 3 * onward, low, stop, size, inside, EVERY, REVERSE)
+
+
+@triton.jit
+def _of_piece(local, passed, piece, low, stop, size, inside, N: tl.constexpr):
+    """What a piece multiplies a state by, and what it adds."""
+    there = inside & (piece >= low) & (piece < stop)
+    at = piece * tl.num_programs(1) + tl.program_id(1).to(tl.int64)
+    return tl.load(passed + at * N, mask=there, other=1.0), tl.load(local + at * size, mask=there, other=0.0)
+
+
+@triton.jit
+def _after_piece(
+    state, of_piece, starts, piece, low, stop, size, inside, EVERY: tl.constexpr, REVERSE: tl.constexpr
+):  # fmt: skip
+    """The state after a piece; the one before it is stored, if it is wanted."""
+    wanted = ((piece + 1 if REVERSE else piece) % EVERY == 0) & (piece >= low) & (piece < stop)
+    at = piece // EVERY * tl.num_programs(1) + tl.program_id(1).to(tl.int64)
+    tl.store(starts + at * size, state, mask=inside & wanted)
+    return state * of_piece[0] + of_piece[1]
+
+
+@triton.jit
+def combine_moves(
+    local, moves, start, starts, table, segments,
+    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+    START: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same with transitions [N, N] (transposed in reverse), which meet the stored state BK rows at a time."""
+    lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    low, stop = segments_of(table, sequence, segments)
+    lanes = tl.num_programs(1)
+    keys, columns = tl.arange(0, BN), tl.program_id(0) * BP + tl.arange(0, BP)
+    place = keys[:, None] * P + columns[None, :]
+    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    if START:
+        state = tl.load(start + (sequence * lanes + lane) * N * P + place, mask=inside, other=0.0)
+    else:
+        state = tl.zeros([BN, BP], tl.float32)
+    for step in range(stop - low):
+        segment = (stop - 1 - step if REVERSE else low + step) * lanes + lane
+        first = starts + segment * N * P
+        tl.store(first + place, state, mask=inside)
+        tl.debug_barrier()  # it is read again, by other threads
+        state = tl.load(local + segment * N * P + place, mask=inside, other=0.0)
+        for block in tl.range(0, BN, BK, num_stages=2):
+            inner = block + tl.arange(0, BK)
+            if REVERSE:
+                at = inner[None, :] * N + keys[:, None]
+            else:
+                at = keys[:, None] * N + inner[None, :]
+            move = tl.load(moves + segment * N * N + at, mask=(keys[:, None] < N) & (inner[None, :] < N), other=0.0)
+            rows = (inner[:, None] < N) & (columns[None, :] < P)
+            part = tl.load(first + inner[:, None] * P + columns[None, :], mask=rows, other=0.0)
+            state = tl.dot(move, part, state, input_precision=PRECISION)

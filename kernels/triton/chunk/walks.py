@@ -1,0 +1,298 @@
+"""Launches of a delta rule's transform, and of the walks: forwards with outputs, or with states of all chunks, and
+backwards with adjoint states.
+
+In segments where whole sequences would leave the GPU idle; backwards a stretch of T at a time where that saves memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.chunk.normaliser import by_lane, kind_of
+from dsf.kernels.triton.chunk.sums import combine_moves, combine_segments, sum_piece
+from dsf.kernels.triton.chunk.table import limits, lower
+from dsf.kernels.triton.chunk.transform import delta_transform
+from dsf.kernels.triton.chunk.walk import both_walks, forward_walk, reverse_walk
+from dsf.kernels.triton.launch import launch
+
+if TYPE_CHECKING:
+    from dsf.kernels.triton.chunk.matrix import _Call
+
+
+REGISTERS = 255  # the most of a thread: unasked, ptxas gave both walks of a delta rule in float32 only 32
+Values = tuple[Tensor, Tensor | None] | None  # dv, and ds if it is wanted, of a reverse walk that makes them
+
+
+class Adjoints(NamedTuple):
+    """What the reverse walk found for `chunks` chunks from `base` on; last: the gradient of their first state.
+
+    known: first states of chunks, the one that they begin with, of how many there is room; written: their entries.
+    """
+
+    base: int
+    chunks: int
+    entries: Tensor
+    states: Tensor
+    last: Tensor | None
+    known: tuple[Tensor, int, int]
+    written: Tensor
+
+
+def transform(call: _Call) -> Tensor:
+    """The delta rule's triangular inverses [B, H, chunks, ·], in their terms; with scalar decays scores lie behind."""
+    t = call.tiles
+    solve = call.empty(call.batch, call.heads, call.chunks, call.pitch)
+    sizes = {name: x for name, x in call.sizes.items() if name != "P"}
+    launch(
+        delta_transform, (call.chunks, call.lanes),
+        call.q, call.k, call.scalars, call.system, solve, scores_of(call, solve), call.chunk_table,
+        call.tokens, call.heads, call.length, call.plane,
+        *call.rows(call.q), *call.rows(call.k),
+        LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
+        TERMS=t.transform_terms, ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, PITCH=call.pitch,
+        num_warps=t.transform_warps,
+        maxnreg=t.transform_registers, **sizes,
+    )  # fmt: skip
+    return solve
+
+
+def forward(
+    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: bool,
+    saved: tuple[Tensor, Tensor] | None, marks: list[Tensor] | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill; marks: filled with
+    the first states of all stretches but the first one, or of pieces of segments, and what each does to its first one.
+
+    Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
+    """
+    passed, every = call.q, call.finer if marks is None else 1
+    if call.is_cut:
+        local = call.segments(call.pieces)
+        shape = (call.pieces, call.lanes, *(call.n,) * (2 if call.delta else 1))
+        passed = call.empty(*shape, dtype=torch.float32)
+        whole = saved or marks is not None or call.segment_table is not None
+        if call.delta or call.keywise:
+            stop = call.chunks if whole else (call.count - 1) * call.span
+            forward_launch(call, solve, None, None, local, None, (0, stop), passed, y is None)
+        else:
+            summed = (0, call.pieces if whole else call.pieces - call.finer)
+            _sum_pieces(call, call.k, call.v, local, passed, summed, every)
+        start = _segment_starts(call, local, passed, start, False, every)
+        if marks is not None:
+            marks += [start, passed]
+    last = call.segments(1 if call.segment_table is None else None) if final else None
+    walked, firsts, held = call.chunks, None, call.finer // every
+    if marks is not None and call.marks is not None and not call.is_cut:
+        walked, firsts = call.marks[1], call.segments(call.marks[0])
+        marks.append(firsts)
+        if start is None:
+            start, held = firsts[0], -1
+    for base in range(0, call.chunks, walked):
+        limit, to = min(base + walked, call.chunks), last
+        if firsts is not None and limit < call.chunks:
+            to = firsts[base // walked]
+        forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None, held)
+        start = to
+    return None if last is None else call.end(last, True), passed
+
+
+def forward_launch(
+    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None, chunks: tuple[int, int], passed: Tensor | None, back: bool, held: int = 1,
+) -> None:  # fmt: skip
+    """Walk forwards from one chunk up to another. back: in the backward pass; held: the walk's START, of `start`."""
+    t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
+    entries, states = saved or (unused, unused)
+    beside = (None,) * 3 if normal is None else (by_lane(normal.ones), by_lane(normal.read), normal.states)
+    pieces = -(-call.p // t.piece)
+    if passed is not None and call.delta:
+        pieces += -(-call.n // t.piece)
+    late = t.late and y is not None
+    if late and t.walk_stages > 2:
+        late = pieces * call.lanes * call.count > limits(call.q.device)[1]
+    stages = 2 if late else t.walk_stages if saved is None else min(t.walk_stages, t.saved_stages)
+    launch(
+        forward_walk, (pieces, call.lanes, call.count),
+        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, scores_of(call, solve),
+        call.rest_of_writes, solve, unused if y is None else y, entries, states, unused if start is None else start,
+        unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
+        (call.q,) if call.finish is None else (call.finish[2] or (call.q,)),
+        None if y is None or call.finish is None else call.finish[3], call.segment_table,
+        call.tokens, call.heads, call.count, call.span, *chunks, 0, call.length, call.plane,
+        *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
+        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
+        LOADS=None if y is None or call.finish is None else call.finish[0],
+        FINISH=None if y is None or call.finish is None else call.finish[1],
+        START=0 if start is None else held, OUTPUT=y is not None, STATES=saved is not None,
+        FINAL=final is not None, SUMMARY=passed is not None,
+        RIGHT_TERMS=t.state_terms if back else call.right_terms, WHOLE=call.whole,
+        TERMS=call.row_terms, STATE_TERMS=t.state_terms, SCORE_TERMS=call.score_terms, READ_TERMS=call.read_terms,
+        STAGES=stages, KEY_TERMS=t.key_terms, AHEAD=t.ahead, LATE=late,
+        num_warps=t.walk_warps, num_stages=stages, **call.sizes,
+    )  # fmt: skip
+
+
+def reverse(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, written: Tensor,
+    first: bool, values: Values,
+) -> Iterator[Adjoints]:  # fmt: skip
+    """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next.
+
+    states: the first ones of all chunks, written: their entries. first: the gradient of S_0 is wanted. values: to fill.
+    """
+    if call.is_cut:
+        start = _adjoint_starts(call, dy, solve, start, passed, call.finer)
+    stretch = call.walked
+    entries = call.q
+    if call.delta:
+        entries = call.entries(stretch, call.adjoint_terms)
+    adjoints = call.states(stretch)
+    last = call.segments() if first or stretch < call.chunks else None  # of every stretch in turn, in one place
+    for base in reversed(range(0, call.chunks, stretch)):
+        limit, to = min(base + stretch, call.chunks), last if first or base > 0 else None
+        _reverse_launch(call, dy, solve, start, (entries, adjoints), to, (base, limit), values)
+        yield Adjoints(base, limit - base, entries, adjoints, to, (states, 0, call.chunks), written)
+        start = to
+
+
+def both(
+    call: _Call, dy: Tensor, solve: Tensor, state: Tensor | None, start: Tensor | None, marks: Sequence[Tensor],
+    values: Values,
+) -> Iterator[Adjoints]:  # fmt: skip
+    """The reverse walk of each stretch of T, and its first states from those that the forward pass kept, or from S_0.
+
+    In pieces, if the forward pass walked in segments. marks: what `forward` filled; values: dv and ds to fill.
+    """
+    t, unused, stretch = call.tiles, call.q, call.walked
+    adjoints, states = call.states(stretch), call.states(stretch)
+    entries, written = (
+        call.entries(stretch, terms) if call.delta else unused for terms in (call.adjoint_terms, call.kept_terms)
+    )
+    span = stretch
+    if call.is_cut:
+        start, span = _adjoint_starts(call, dy, unused, start, marks[1], 1), call.span // call.finer
+    last, ended = call.segments(-(-stretch // span)), start is not None
+    stages = min(t.walk_stages, t.saved_stages)
+    scales = call.scalars, call.running, scores_of(call, solve), unused
+    for base in reversed(range(0, call.chunks, stretch)):
+        limit, at = min(base + stretch, call.chunks), base // span
+        pieces = -(-(limit - base) // span)
+        known = marks[0][at] if call.is_cut else state if base == 0 else marks[0][at - 1]
+        behind = last if start is None else start[at:] if call.is_cut else start
+        forward = (
+            call.q, call.k, call.k, call.v, *scales, solve, unused, written, states, last if known is None else known,
+            *(unused,) * 6, None, None,
+        )  # fmt: skip
+        reverse = call.q, call.k, call.k, dy, *scales, solve, entries, adjoints, behind, last
+        launch(
+            both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
+            forward, (*call.rows(call.q), *call.rows(call.k), *call.rows(call.v)),
+            reverse, _values(call, values), (*call.rows(call.q), *call.rows(call.k)),
+            call.tokens, call.heads, pieces, span, base, limit, call.length, call.plane,
+            BP=t.piece, DECAY=call.decay, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+            SCORED=call.scored, PITCH=call.pitch, FIRST=1 if call.is_cut or state is not None else -1,
+            START=1 if ended else -1, SOURCE_WANTED=values is not None and values[1] is not None, WHOLE=call.whole,
+            TERMS=call.row_terms, STATE_TERMS=t.state_terms, RIGHT_TERMS=call.right_terms, ADJOINT_TERMS=t.walk_terms,
+            STAGES=stages, REVERSE_STAGES=t.reverse_stages, num_warps=t.walk_warps,
+            num_stages=max(stages, t.reverse_stages), maxnreg=REGISTERS if call.delta else t.walk_registers,
+            **call.sizes,
+        )  # fmt: skip
+        yield Adjoints(base, limit - base, entries, adjoints, last, (states, base, limit - base), written)
+        start = start if call.is_cut else last
+
+
+def _values(call: _Call, values: Values) -> tuple[Any, ...] | None:
+    """v and `values` as the reverse walk takes them."""
+    return None if values is None else (call.v, *call.given(*values), *call.rows(call.v))
+
+
+def _adjoint_starts(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, every: int
+) -> Tensor:  # fmt: skip
+    """The gradient of the last state of each piece, or of the last one of `every`, from that of S_T."""
+    local, low = call.segments(call.pieces), 1 if call.segment_table is None else 0
+    if call.delta or call.keywise:
+        _reverse_launch(call, dy, solve, None, None, local[low:], (low * call.span, call.chunks))
+    else:
+        _sum_pieces(call, call.q, dy, local, None, (low * every, call.pieces), every)
+    return _segment_starts(call, local, passed, start, True, every)
+
+
+def _sum_pieces(
+    call: _Call, a: Tensor, b: Tensor, sums: Tensor, passed: Tensor | None, pieces: tuple[int, int], every: int
+) -> None:  # fmt: skip
+    """What pieces from one up to another add to states (passed: to fill, too) or, without it, to adjoint states.
+
+    every: of so many only their sum is of use.
+    """
+    t, span = call.tiles, call.span // call.finer
+    launch(
+        sum_piece, (-(-call.p // t.piece), call.lanes, pieces[1] - pieces[0]),
+        a, b, call.scalars, sums, *call.given(passed), call.segment_table,
+        call.tokens, call.heads, span, call.chunks, pieces[0], call.length, call.plane, *call.rows(a), *call.rows(b),
+        BP=t.piece, MOST=1 << (span * every - 1).bit_length(), EVERY=every, DECAY=call.decay,
+        SCALED=call.read if passed is None else call.scaled, REVERSE=passed is None, TERMS=t.walk_terms,
+        STAGES=t.sum_stages, num_warps=t.walk_warps, num_stages=t.sum_stages, maxnreg=t.walk_registers, **call.sizes,
+    )  # fmt: skip
+
+
+def _reverse_launch(
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
+    final: Tensor | None, chunks: tuple[int, int], values: Values = None,
+) -> None:  # fmt: skip
+    t, unused = call.tiles, call.q
+    entries, adjoints = saved or (unused, unused)
+    count = call.count if call.segment_table is not None else -(-(chunks[1] - chunks[0]) // call.span)
+    launch(
+        reverse_walk, (-(-call.p // t.piece), call.lanes, count),
+        call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve),
+        call.rest_of_reads, solve, entries, adjoints, unused if start is None else start,
+        unused if final is None else final,
+        _values(call, values),
+        call.segment_table,
+        call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
+        *call.rows(call.reads), *call.rows(call.writes),
+        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
+        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
+        FINAL=final is not None, RIGHT_TERMS=call.right_terms, WHOLE=call.whole,
+        TERMS=call.row_terms, STATE_TERMS=t.state_terms, ADJOINT_TERMS=t.walk_terms,
+        SOURCE_WANTED=values is not None and values[1] is not None,
+        STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, KEY_TERMS=t.key_terms,
+        num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
+    )  # fmt: skip
+
+
+def _segment_starts(
+    call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool, every: int
+) -> Tensor:  # fmt: skip
+    """First state of every piece [pieces, B, H, N, P] from what each adds on its own (local) and S_0.
+
+    passed: what a piece does to its first state. reverse: the walk runs backwards, so that a piece starts from
+    those after it. every: of so many pieces only the first one's.
+    """
+    starts, size = call.segments(call.pieces // every), call.n * call.p
+    given, how = local if start is None else start, {"START": start is not None, "REVERSE": reverse}
+    if call.delta:
+        launch(
+            combine_moves, (-(-call.p // 32), call.lanes, call.sequences),
+            local, passed, given, starts, call.sequence_table, call.count,
+            N=call.n, P=call.p, BN=call.tiles.keys, BP=32, BK=min(32, call.tiles.keys),
+            PRECISION=call.sizes["PRECISION"], num_warps=4, num_stages=2, **how,
+        )  # fmt: skip
+    else:
+        launch(
+            combine_segments, (-(-size // 512), call.lanes, call.sequences),
+            local, passed, given, starts, call.sequence_table, call.pieces, size, call.p,
+            N=call.n, BLOCK=512, EVERY=every, num_warps=4, **how,
+        )  # fmt: skip
+    return starts
+
+
+def scores_of(call: _Call, solve: Tensor) -> Tensor:
+    """Where the walks find the products between a chunk's rows, if they were made before."""
+    return solve[..., lower(call.tiles.chunk) * call.tiles.state_terms :] if call.scored else call.scores

@@ -1,0 +1,1 @@
+"""Printed functions run a token and head at a time: prologues, readouts, decode steps."""

@@ -1,0 +1,138 @@
+"""The pointwise skeleton: a spec's expressions of one token and head, before and after the matrix kernels.
+
+A program owns one head and `span` tokens, and walks them `K` at a time; a tile is [K, N, P] with size one where an
+expression lacks an axis, so that Key and Value vectors lie whole in one program and sums over them stay inside it. What
+is computed comes in as a printed function (dsf.triton.print_chunk) that loads, computes and stores:
+
+    body(args, sums, at) -> sums, after storing a tile      zeros(NB, BP) -> sums before the first
+    finish(args, sums, at, row): stores the sums over this program's tokens as row `row`
+
+`args`: pointers and strides. `at`: where the tile lies, as in the fused scan.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.packed import place_of_chunk, sequence_of_chunk
+
+
+@triton.jit
+def no_sums(NB: tl.constexpr, BP: tl.constexpr):
+    """Nothing is summed over tokens."""
+    return (tl.zeros((1, 1, 1), tl.float32),)
+
+
+@triton.jit
+def no_finish(args, sums, at, row):
+    """Nothing was summed over tokens."""
+    pass
+
+
+@triton.jit
+def place_of(i_b, i_h, t0, T, H, P, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr):
+    """Where the tile at token t0 lies."""
+    t = tl.arange(0, K)[:, None, None]
+    n = tl.arange(0, NB)[None, :, None]
+    p = tl.arange(0, BP)[None, None, :]
+    return i_b, i_h, t0, t, n, p, t0 + t < T, n < N, p < P, 0, 0, T, H, P, N
+
+
+@triton.jit(do_not_specialize=["T", "span", "segments"])
+def pointwise(
+    args, T, H: tl.constexpr, P: tl.constexpr, span, segments,
+    body: tl.constexpr, zeros: tl.constexpr, finish: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Every token of B sequences and H heads: grid (H · segments · B), heads fastest."""
+    program = tl.program_id(0)
+    i_h = (program % H).to(tl.int64)
+    segment = (program // H) % segments
+    i_b = (program // H // segments).to(tl.int64)
+    begin = segment * span
+    sums = zeros(NB, BP)
+    for t0 in range(begin, tl.minimum(begin + span, T), K):
+        sums = body(args, sums, place_of(i_b, i_h, i_b * 0 + t0, T, H, P, N, K, NB, BP))
+    finish(args, sums, place_of(i_b, i_h, i_b * 0 + begin, T, H, P, N, K, NB, BP), i_b * segments + segment)
+
+
+@triton.jit
+def _later(drift, level, drift_next, level_next):
+    """m → max(m + drift, level) after another such map."""
+    return drift + drift_next, tl.maximum(level + drift_next, level_next)
+
+
+@triton.jit
+def _maps(args, i_b, i_h, t0, T, H, body: tl.constexpr, K: tl.constexpr):
+    """The running maximum's map of every row of a block and of all rows up to it, [K]."""
+    log, gain = body(args, place_of(i_b, i_h, t0, T, H, 1, 1, K, 1, 1))
+    inside = t0 + tl.arange(0, K) < T
+    log = tl.where(inside, tl.reshape(tl.broadcast_to(log, (K, 1, 1)), (K,)), 0.0)
+    gain = tl.where(inside, tl.reshape(tl.broadcast_to(gain, (K, 1, 1)), (K,)), -1e30)
+    return tl.associative_scan((log, gain), 0, _later)
+
+
+@triton.jit(do_not_specialize=["T", "blocks"])
+def level_blocks(args, maps, table, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
+    """What each block of K tokens does to the running maximum: its map (drift, level), two planes [B·H, blocks]."""
+    block, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin, end = place_of_chunk(table, block, T, K)
+    drift, level = _maps(args, lane // H, lane % H, lane * 0 + begin, end, H, body, K)
+    last = tl.arange(0, K) == K - 1
+    to = maps + (lane * blocks + block) * 2
+    tl.store(to, tl.sum(tl.where(last, drift, 0.0), 0))
+    tl.store(to + 1, tl.sum(tl.where(last, level, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["T", "blocks"])
+def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
+    """m_r = max(m_{r-1} + log decay_r, gain_r): out [2, B·H, T] before and after every row, and the last one.
+
+    It begins with first [B·H], None where there is nothing yet; of packed sequences first and last are [S, H].
+    """
+    block, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin, end = place_of_chunk(table, block, T, K)
+    sequence, low = sequence_of_chunk(table, block)
+    lanes = tl.num_programs(1)
+    level = tl.full((), -1e30, tl.float32)
+    if first is not None:
+        level = tl.load(first + sequence * lanes + lane)
+    for before in range(low, block):
+        at = maps + (lane * blocks + before) * 2
+        level = tl.maximum(level + tl.load(at), tl.load(at + 1))
+    drift, own = _maps(args, lane // H, lane % H, lane * 0 + begin, end, H, body, K)
+    local = tl.arange(0, K)
+    rows = begin + local
+    to, after = out + lane * T + rows, tl.maximum(level + drift, own)
+    tl.store(to, tl.zeros([K], tl.float32) + level, mask=(local == 0) & (rows < end))
+    tl.store(to + 1, after, mask=(local < K - 1) & (rows + 1 < end))
+    tl.store(to + lanes * T, after, mask=rows < end)
+    tl.store(last + sequence * lanes + lane + local * 0, after, mask=rows == end - 1)
+
+
+@triton.jit
+def step(
+    args, H, P, body: tl.constexpr, shared: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr,
+    BP: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One token of every sequence: a program owns BLOCKS · BP channels of one head. Grid (P / those · H · B).
+
+    shared: what all channels need, with the columns of the state that it overwrites; None where there is nothing.
+    """
+    program = tl.program_id(0)
+    parts = tl.cdiv(P, BP * BLOCKS)
+    part = program % parts
+    i_h = (program // parts % H).to(tl.int64)
+    i_b = (program // parts // H).to(tl.int64)
+    t = tl.arange(0, 1)[:, None, None]
+    n = tl.arange(0, NB)[None, :, None].to(tl.int64)  # constant multiples of it become offsets inside instructions
+    p = tl.arange(0, BP)[None, None, :]
+    held = (t,)
+    if shared is not None:
+        held = shared(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, part, part, 1, H, P, N, COLUMNS))
+    for block in range(BLOCKS):
+        place = part * BLOCKS + block
+        channel = place * BP + p
+        at = (i_b, i_h, i_b * 0, t, n, channel, t < 1, n < N, channel < P, place, place * BP, 1, H, P, N, COLUMNS)
+        body(args, at, held)

@@ -1,0 +1,107 @@
+"""What is made once a token before the fused scan, as custom operators: one launch, and one for its adjoint.
+
+A registered Prologue says which tensor is which (dsf.triton.print_prologue prints the kernels); the operators take its
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.pointwise.programs import Access, Made, Pointwise, gathered
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """What the operators know of a spec. inputs: those that it reads; accesses: of each printed function."""
+
+    inputs: tuple[Access, ...]
+    made: tuple[Made, ...]
+    accesses: Mapping[str, tuple[Access, ...]]
+    functions: Any = field(default=None, compare=False)
+
+
+PROLOGUES: dict[str, Prologue] = {}
+
+
+def _room(call: Pointwise, m: Made) -> Tensor:
+    """Room for what is made: [B, T, H, N], or [B, T, H] contiguous in time."""
+    heads = call.heads_of(m.of)
+    if m.key:
+        return call.empty(call.batch, call.tokens, heads, call.n)
+    return call.empty(call.batch, heads, call.tokens).movedim(1, -1)
+
+
+def _make(operands: Sequence[Tensor], prologue: str, real: bool) -> list[Tensor]:
+    known = PROLOGUES[prologue]
+    call = Pointwise(known, operands, real)
+    made = [_room(call, m) for m in known.made]
+    call.tensors |= {f".{m.name}": x for m, x in zip(known.made, made, strict=True)}
+    call.launch("prologue")
+    return made
+
+
+def _pull(
+    given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool], real: bool
+) -> list[Tensor]:
+    known = PROLOGUES[prologue]
+    call = Pointwise(known, operands, real)
+    call.tensors |= {f".d{m.name}": x for m, x in zip(known.made, given, strict=True)}
+    wanted = [(a, x) for a, x, need in zip(known.inputs, operands, needs, strict=True) if need]
+    call.tensors |= {f".grad_{a.role}": None for a in known.inputs}
+    call.tensors |= {f".grad_{a.role}": call.room(a, x) for a, x in wanted}
+    call.launch("adjoint")
+    return [gathered(a, call.need(f".grad_{a.role}"), x) for a, x in wanted]
+
+
+@torch.library.custom_op("dsf::scan_prologue", mutates_args=())
+@at_tensors
+def scan_prologue(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
+    """What the scan takes instead of these inputs, in float32: [B, T, H, N] or [B, T, H] each."""
+    return _make(operands, prologue, True)
+
+
+@scan_prologue.register_fake
+def _fake_prologue(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
+    return _make(operands, prologue, False)
+
+
+@torch.library.custom_op("dsf::scan_prologue_adjoint", mutates_args=())
+@at_tensors
+def scan_prologue_adjoint(
+    given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of the operands that need one, in order, from those of all that was made."""
+    return _pull(given, operands, prologue, needs, True)
+
+
+@scan_prologue_adjoint.register_fake
+def _fake_adjoint(
+    given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]
+) -> list[Tensor]:
+    return _pull(given, operands, prologue, needs, False)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    operands, ctx.prologue = inputs
+    ctx.save_for_backward(*operands)
+    ctx.needs = [x.requires_grad for x in operands]
+    ctx.made = [x.shape for x in output]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, given: Sequence[Tensor | None]) -> Any:
+    operands = ctx.saved_tensors
+    pairs = zip(given, ctx.made, strict=True)
+    whole = [operands[0].new_zeros(s, dtype=torch.float32) if x is None else x for x, s in pairs]
+    found = iter(scan_prologue_adjoint(whole, list(operands), ctx.prologue, ctx.needs))
+    return [next(found) if need else None for need in ctx.needs], None
+
+
+scan_prologue.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,145 @@
+"""The decode step as custom operators: one launch a token, the state new or overwritten.
+
+A registered StepProgram says which tensor is which (dsf.emit_step prints the kernel); the operators take its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.pointwise.kernel import step
+from dsf.kernels.triton.pointwise.programs import EMPTY, Access, arguments_of
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """What the operators know of a spec. ones: the state has a column driven by ones, stabilised: and one of running
+    maxima; whole: a sum over all channels needs them in one program; corrected: A sums over the Key axis; general:
+    more than delta rules do; plain: it is the identity."""
+
+    inputs: tuple[Access, ...]
+    accesses: tuple[Access, ...]
+    ones: bool
+    stabilised: bool
+    whole: bool
+    corrected: bool
+    general: bool
+    plain: bool
+    functions: Any = field(default=None, compare=False)
+
+
+STEPS: dict[str, StepProgram] = {}
+
+
+def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    """B, H, N, P."""
+    batch = heads = n = p = 1
+    for a, x in zip(program.inputs, operands, strict=True):
+        if a.time:
+            batch, heads = x.shape[0], max(heads, int(a.heads(x)))
+        n = int(x.shape[-1 - a.value]) if a.key else n
+        p = int(x.shape[-1]) if a.value else p
+    return batch, heads, n, p
+
+
+def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
+    """Padded N, channels at a time and warps of a program.
+
+    Sums over many keys are best kept inside one warp where the new state waits for them; beside a normaliser's column
+    a program has several blocks to walk, and as many numbers under way as registers allow. Where A is the identity 8
+    warps were found faster than 4.
+    """
+    keys, channels = (1 << (x - 1).bit_length() for x in (n, p))
+    numbers, own = 4096, 1024
+    if keys == 1:
+        numbers, own = 1024, 256
+    if (keys >= 128 and (program.corrected or program.ones)) or (keys == 64 and program.general):
+        numbers, own = (2048 if program.corrected else 8192), 2048
+    elif keys >= 128 and program.plain:
+        own = 512
+    if not program.whole:
+        channels = max(min(channels, 16), min(channels, numbers // keys))
+    return keys, channels, max(1, min(16, keys * channels // own))
+
+
+def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new: Tensor) -> Tensor:
+    """Write the new state (into the old one where they are the same) and return y [B, 1, H, P]."""
+    batch, heads, n, p = _sizes(program, operands)
+    first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
+    y = torch.empty((batch, 1, heads, p), dtype=first.dtype, device=first.device)
+    tensors: dict[str, Tensor | None] = {a.role: x for a, x in zip(program.inputs, operands, strict=True)}
+    tensors[".y"] = y
+    tensors |= {".state": state, ".new_state": new}
+    keys, channels, warps = tile(n, p, program)
+    parts = -(-p // channels)
+    together = program.ones and new is state  # the column that all channels read: one program must own them
+    blocks = parts if together else 1
+    args = arguments_of(program.accesses, tensors, heads, False)  # no tape plays steps, and one token has no stride
+    step[(parts // blocks * heads * batch,)](
+        args,
+        heads,
+        p,
+        body=program.functions.step,
+        shared=program.functions.shared if program.ones else None,
+        N=n,
+        COLUMNS=state.shape[-1],
+        NB=keys,
+        BP=channels,
+        BLOCKS=blocks,
+        num_warps=warps,
+    )
+    return y
+
+
+def _start(program: StepProgram, operands: Sequence[Tensor]) -> Tensor:
+    """The state before the first token."""
+    batch, heads, n, p = _sizes(program, operands)
+    columns = p + program.ones + program.stabilised
+    state = torch.zeros((batch, heads, n, columns), dtype=torch.float32, device=operands[0].device)
+    if program.stabilised:
+        state[..., -1] = EMPTY
+    return state
+
+
+def _step(operands: Sequence[Tensor], state: Tensor | None, program: str) -> tuple[Tensor, Tensor]:
+    known = STEPS[program]
+    old = _start(known, operands) if state is None else state.contiguous()
+    new = torch.empty_like(old)
+    return _launch(known, operands, old, new), new
+
+
+def _step_in_place(operands: Sequence[Tensor], state: Tensor, program: str) -> Tensor:
+    return _launch(STEPS[program], operands, state, state)
+
+
+def _output(operands: Sequence[Tensor], program: str) -> Tensor:
+    known = STEPS[program]
+    batch, heads, _, p = _sizes(known, operands)
+    first = next(x for a, x in zip(known.inputs, operands, strict=True) if a.time)
+    return first.new_empty(batch, 1, heads, p)
+
+
+def _step_shapes(operands: Sequence[Tensor], state: Tensor | None, program: str) -> tuple[Tensor, Tensor]:
+    like = _start(STEPS[program], operands) if state is None else state
+    return _output(operands, program), torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _step_in_place_shapes(operands: Sequence[Tensor], state: Tensor, program: str) -> Tensor:
+    return _output(operands, program)
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_LIBRARY.define("matrix_step(Tensor[] operands, Tensor? state, str program) -> (Tensor, Tensor)")
+_LIBRARY.define("matrix_step_(Tensor[] operands, Tensor(a!) state, str program) -> Tensor")
+_LIBRARY.impl("matrix_step", at_tensors(_step), "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_step_", at_tensors(_step_in_place), "CompositeExplicitAutograd")
+torch.library.register_fake("dsf::matrix_step", _step_shapes, lib=_LIBRARY)
+torch.library.register_fake("dsf::matrix_step_", _step_in_place_shapes, lib=_LIBRARY)
+matrix_step = torch.ops.dsf.matrix_step.default
+matrix_step_in_place = torch.ops.dsf.matrix_step_.default

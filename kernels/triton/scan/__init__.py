@@ -1,0 +1,1 @@
+"""The fused scan of elementwise systems."""

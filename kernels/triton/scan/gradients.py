@@ -1,0 +1,199 @@
+"""Gradients of the fused scan: launches of its adjoint, buffers, and the deterministic sums of what programs share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.launch import launch as start
+from dsf.kernels.triton.scan.adjoint import gradients
+from dsf.kernels.triton.scan.entries import entry_gradients
+from dsf.kernels.triton.scan.launches import (
+    HOLES,
+    Hole,
+    Launch,
+    Operand,
+    _arguments,
+    _entering,
+    _states,
+    launch,
+    sizes_of,
+)
+from dsf.kernels.triton.scan.table import AHEAD, shared_states
+
+SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
+ENTRY_HOLES = (
+    "setup", "plain", "runs", "spread", "whole", "step", "moved", "passed", "parted", "merge", "entry", "keys_at",
+    "keys_added", "keys_stored", "after", "puts", "blank", "finish",
+)  # fmt: skip
+TWINS = {name: f"{name}_back" for name in ("plain", "runs")}  # what forward passes read otherwise
+
+
+def fused_scan_adjoint(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    operands: Sequence[Tensor],
+    saved: Tensor,
+    hole: str,
+    needs: Sequence[bool],
+    ends: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing)."""
+    spec = HOLES[hole]
+    sizes = sizes_of(spec, operands)
+    go = launch(spec, sizes, True, dy.device)
+    args = _arguments(spec, operands, sizes, go.by_entry)
+    dy, dfinal = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
+    entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
+    if go.segments > 1:
+        cotangents = _entering(go, spec, args, dy, entering, dy, ends, arriving)
+    else:
+        cotangents = go.states(dy, 1).zero_() if entering is None else entering.unsqueeze(2).clone()
+    wanted = list(zip(spec.operands, operands, needs, strict=True))
+    length = _stretch([(o, x) for o, x, need in wanted if need], go)
+    partial = [_partial(o, x, go, length) if need else None for o, x, need in wanted]
+    trios = [(o, x, g) for (o, x, _), g in zip(wanted, partial, strict=True) if g is not None]
+    if length == go.chunks:
+        totals = _totals(spec, go, dy) if go.by_entry else None
+        rows = (go.segments * length * go.tile.chunk, length * go.tile.chunk) if go.padded else (sizes.tokens, go.span)
+        _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, (0, length), rows)
+        return [_whole(o, x, _by_token(o, g, go)) for o, x, g in trios], _initial(cotangents, ends)
+    totals = _totals(spec, go, dy)
+    each = length * go.tile.chunk
+    gathered = {i: _gathered(g, go, _axis(o, go)) for i, (o, _, g) in enumerate(trios) if _is_shared(o)}
+    for low in reversed(range(0, go.chunks, length)):
+        high = min(low + length, go.chunks)
+        over = (low, high), (go.segments * each, each)
+        _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, *over)
+        count = (high - low) * go.tile.chunk
+        for i, found in gathered.items():
+            o, _, g = trios[i]
+            axis = _axis(o, go)
+            parts = g.unflatten(axis, (go.segments, each)).narrow(axis + 1, 0, count)
+            torch.sum(parts, 0, out=found.narrow(axis, low * go.tile.chunk, count))
+    for i, found in gathered.items():
+        o, x, _ = trios[i]
+        trios[i] = o, x, found.flatten(_axis(o, go) - 1, _axis(o, go))[None]
+    return [_whole(o, x, _by_token(o, g, go)) for o, x, g in trios], _initial(cotangents, ends)
+
+
+def _axis(o: Operand, go: Launch) -> int:
+    """Which axis of a shared gradient's parts are tokens."""
+    return 4 if go.by_entry and o.along else 2
+
+
+def _by_token(o: Operand, g: Tensor, go: Launch) -> Tensor:
+    """A gradient's parts as [blocks, B, T, H, N], where they came as [blocks, B, H, N, T]."""
+    return g.permute(0, 1, 4, 2, 3) if _axis(o, go) == 4 else g
+
+
+def _totals(hole: Hole, go: Launch, like: Tensor) -> Tensor:
+    """Room for the Params' sums of every program, zeros."""
+    each = hole.sums + hole.keyed * (go.sizes.n - 1) if go.by_entry else max(hole.sums, 1) * go.tile.NB
+    return torch.zeros(go.grid[0] * max(each, 1) * go.tile.BP, dtype=torch.float32, device=like.device)
+
+
+def _initial(cotangents: Tensor, ends: Tensor | None) -> Tensor:
+    """Gradient of the first state; of packed sequences it is an operand's."""
+    return cotangents[:, :, 0].contiguous() if ends is None else cotangents.new_empty(0)
+
+
+def _pull(
+    go: Launch, hole: Hole, args: Any, partial: Sequence[Tensor | None],
+    outer: tuple[Tensor, Tensor | None, Tensor | None], saved: Tensor, cotangents: Tensor, totals: Tensor | None,
+    chunks: tuple[int, int], rows: tuple[int, int],
+) -> None:  # fmt: skip
+    """One launch of the adjoint, over these chunks of every segment. outer: dy, ends, arriving."""
+    t, f = go.tile, hole.functions
+    rows_of, states = _rows(go, hole, saved.device) if go.by_entry else ({}, t.M // (t.U * t.K) * t.NB)
+    scratch = torch.empty(go.grid[0] * states * t.BP, dtype=torch.float32, device=saved.device)
+    given = (args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch, *go.scalars, *chunks, *rows)
+    if go.by_entry:
+        holes = {name: getattr(f, TWINS.get(name, name)) for name in ENTRY_HOLES}
+        start(
+            entry_gradients, go.grid, *given, **holes, BEFORE=hole.before, M=t.M, KEYED=hole.keyed,
+            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0, **rows_of, **go.entry,
+        )  # fmt: skip
+    else:
+        start(
+            gradients, go.grid, *given, setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros,
+            finish=f.finish, BEFORE=hole.before, M=t.M, U=t.U, **go.shape, **go.runs,
+        )  # fmt: skip
+
+
+def _rows(go: Launch, hole: Hole, device: torch.device) -> tuple[dict[str, Any], int]:
+    """What entry_gradients is told of an entry's row, and the numbers a channel that a program has in scratch."""
+    t, n, runs = go.tile, go.sizes.n, go.tile.M // go.tile.K
+    keys = sum(o.along for o in hole.operands)
+    found = shared_states(t, n, hole.keyed, keys, device)
+    slots, shared = found or runs, found > 0 and device.type == "cuda"
+    left = (-(-runs // slots) - 1) * slots
+    some = 1 if n % AHEAD else AHEAD
+    rows = 0 if shared else (n + some) * (1 + 2 * hole.keyed + slots)
+    return {"KEYS": keys, "S": slots, "SHARED": shared, "U": some}, rows + left * n
+
+
+def _is_shared(o: Operand) -> bool:
+    """True for what has a value a token and none a channel: all programs of a head add to its gradient."""
+    return o.time and not o.value
+
+
+def _stretch(wanted: Sequence[tuple[Operand, Tensor]], go: Launch) -> int:
+    """Chunks of every segment that one launch of the adjoint takes, so that parts of gradients fit in SHARED."""
+    s = go.sizes
+    width = sum(s.n if o.key else 1 for o, _ in wanted if _is_shared(o))
+    stretches = min(-(-4 * go.blocks * s.rows * s.tokens * width // SHARED), go.chunks)
+    return -(-go.chunks // max(stretches, 1))
+
+
+def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
+    """Room for one operand's gradient: a part for every program that shares an entry, and all heads."""
+    if o.start:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    s = go.sizes
+    whole = length == go.chunks
+    tokens = s.tokens if o.value or (whole and not go.padded) else go.segments * length * go.tile.chunk
+    if go.by_entry and o.along:
+        return torch.empty(go.blocks, s.batch, s.heads, s.n, tokens, dtype=torch.float32, device=x.device)
+    lead: tuple[int, ...] = (s.batch, tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
+    if not o.value:
+        lead = (go.blocks, *lead)
+    shape = (*lead, *((s.n,) if o.key else ()), *((s.p,) if o.value else ()))
+    alone = o.time and o.heads(x) == s.heads and (o.value or (go.blocks == 1 and whole))
+    return torch.empty(shape, dtype=x.dtype if alone else torch.float32, device=x.device)
+
+
+def _gathered(g: Tensor, go: Launch, axis: int) -> Tensor:
+    """Room for one shared gradient of all tokens, parts added, with segments before a segment's tokens."""
+    return g.new_empty(*g.shape[1:axis], go.segments, go.chunks * go.tile.chunk, *g.shape[axis + 1 :])
+
+
+def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
+    """Sum the parts, in a fixed order, to the operand's shape and dtype."""
+    if o.start:
+        return g
+    if not o.value:
+        g = g.sum(0) if g.shape[0] > 1 else g[0]
+    g = g[:, : x.shape[1]] if o.time else g.flatten(0, 1).sum(0)
+    heads = 2 if o.time else 0
+    if g.shape[heads] != x.shape[heads]:
+        g = g.unflatten(heads, (x.shape[heads], -1)).sum(heads + 1)
+    return g.to(x.dtype).contiguous()
+
+
+def adjoint_shapes(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    operands: Sequence[Tensor],
+    saved: Tensor,
+    hole: str,
+    needs: Sequence[bool],
+    ends: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:
+    """Empty tensors as `fused_scan_adjoint` returns them."""
+    grads = [x.new_empty(x.shape) for x, need in zip(operands, needs, strict=True) if need]
+    s = sizes_of(HOLES[hole], operands)
+    return grads, _states(s, dy, s.batch) if ends is None else saved.new_empty(0)

@@ -1,0 +1,384 @@
+"""Calls of the fused scan: launches, buffers, and the deterministic sums of what programs share.
+
+HOLES holds the generated functions of every spec under a name, which calls take (dsf.kernels.triton.scan.operator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dsf.kernels.triton.launch import constant, row_strides
+from dsf.kernels.triton.launch import launch as start
+from dsf.kernels.triton.scan.forward import outputs_by_entry, summaries_by_entry
+from dsf.kernels.triton.scan.table import (
+    ADJOINT,
+    BLOCK,
+    ENOUGH,
+    FORGOTTEN,
+    FORWARD,
+    SUMMARIES,
+    Tile,
+    backward,
+    by_entry,
+    finer,
+    segments,
+    shares,
+    tile,
+    vector,
+)
+from dsf.kernels.triton.scan.walk import combine, outputs, summaries
+
+ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
+COMBINE = 1024  # state numbers of one program of the combination
+ALIGNED = 16  # tokens that rows of Key inputs along time are a multiple of
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a tensor of the list is: [B, T, H, (N), (P)] a token, [H, (N), (P)] for a Param, or (start) the states
+    [sequences, H, N, P] in which packed sequences begin."""
+
+    time: bool
+    key: bool
+    value: bool
+    start: bool = False
+
+    @property
+    def along(self) -> bool:
+        """True for what has a Key axis and a value a token, and no Value axis."""
+        return self.time and self.key and not self.value
+
+    def heads(self, x: Tensor) -> int:
+        """Its heads."""
+        return x.shape[2 if self.time else 0]
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
+
+    light: a step computes next to nothing. fades: a state of which next to nothing is left may be taken for forgotten.
+    sums, separable, special, keyed: as in the printed source.
+    """
+
+    functions: ModuleType
+    operands: tuple[Operand, ...]
+    before: bool
+    light: bool
+    sums: int
+    separable: bool
+    special: int
+    keyed: int = 0
+    fades: bool = False
+
+    def by_entry(self, s: Sizes) -> bool:
+        """True where kernels may take one state entry after the other, whose inputs they find by 32-bit offsets."""
+        return self.separable and s.n > 1 and s.n * (s.tokens + ALIGNED) < 1 << 31
+
+
+HOLES: dict[str, Hole] = {}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """B, T, H, N, P of one call. dense: the channels of every token lie side by side in memory."""
+
+    batch: int
+    tokens: int
+    heads: int
+    n: int
+    p: int
+    dense: bool = True
+
+    @property
+    def rows(self) -> int:
+        """States side by side."""
+        return self.batch * self.heads
+
+    @property
+    def fixed(self) -> bool:
+        """True where H, P and strides are constants of the kernels, which measured slower for vector states."""
+        return self.n > 1
+
+
+def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
+    """The sizes, read off the operands."""
+    pairs = [(o, x) for o, x in zip(hole.operands, operands, strict=True) if not o.start]
+    batch, tokens = next((x.shape[0], x.shape[1]) for o, x in pairs if o.time)
+    heads = max(o.heads(x) for o, x in pairs)
+    n = next((x.shape[-1 - o.value] for o, x in pairs if o.key), 1)
+    p = next((x.shape[-1] for o, x in pairs if o.value), 1)
+    dense = all(x.stride(-1) == 1 for o, x in pairs if o.time and o.value)
+    return Sizes(batch, tokens, heads, n, p, dense)
+
+
+def _arguments(hole: Hole, operands: Sequence[Tensor], s: Sizes, rows: bool = False) -> tuple[Any, ...]:
+    """Pointers and strides in the order that the printed holes read them; rows: tokens of a state entry in a row."""
+    found: list[Any] = []
+    for o, x in zip(hole.operands, operands, strict=True):
+        if o.start:
+            found.append(x.contiguous())
+            continue
+        if o.key and not o.value:
+            # every lane reads these: converting them once is cheaper than in every program
+            x = _in_rows(x) if rows and o.time else x.float()
+        lead, at = (row_strides(x) if s.fixed else x.stride()[:2], 2) if o.time else ((), 0)
+        found += [x, *lead, x.stride(at), s.heads // o.heads(x), *x.stride()[at + 1 :]]
+    return tuple(found)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x [B, T, H, N] in float32, an entry's tokens side by side, in rows filled up with zeros to whole tiles."""
+    batch, tokens, heads, n = x.shape
+    padded = -(-tokens // ALIGNED) * ALIGNED
+    room = x.new_empty(batch, heads, n, padded, dtype=torch.float32)
+    if padded > tokens:
+        room[..., tokens:] = 0.0
+    return room[..., :tokens].permute(0, 3, 1, 2).copy_(x)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Grid and tile of one direction of one call."""
+
+    sizes: Sizes
+    tile: Tile
+    segments: int
+    span: int
+    blocks: int
+
+    @property
+    def grid(self) -> tuple[int]:
+        """One program a channel block, segment and state."""
+        return (self.blocks * self.segments * self.sizes.rows,)
+
+    @property
+    def by_entry(self) -> bool:
+        """True where a program takes single state entries one after the other."""
+        return self.tile.NB == 1 and self.sizes.n > 1
+
+    @property
+    def padded(self) -> bool:
+        """True where it takes tokens past the end, so that buffers of shared gradients must have room for them."""
+        return self.by_entry and self.sizes.tokens % self.tile.K > 0
+
+    @property
+    def chunks(self) -> int:
+        """Stretches of a segment that the adjoint takes one after the other."""
+        return -(-self.span // self.tile.chunk)
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        """T, H, P, segments, span."""
+        s = self.sizes
+        width = (constant(s.heads), constant(s.p)) if s.fixed else (s.heads, s.p)
+        return s.tokens, *width, self.segments, self.span
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The kernels' tile arguments."""
+        t = self.tile
+        even = self.sizes.p % t.BP == 0
+        shape = {"N": self.sizes.n, "K": t.K, "NB": t.NB, "BP": t.BP, "V": t.V, "EVEN": even, "num_warps": t.warps}
+        return shape | ({"maxnreg": t.registers} if t.registers else {})
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The tile arguments of what takes one state entry after the other."""
+        return {"L" if name == "K" else name: x for name, x in self.shape.items() if name != "NB"}
+
+    @property
+    def near(self) -> bool:
+        """True where the L1 has room for what such a kernel loads next."""
+        return self.sizes.n <= BLOCK
+
+    @property
+    def runs(self) -> dict[str, int]:
+        """What a vector state's tile has besides."""
+        return {"G": self.tile.G, "STAGES": self.tile.stages}
+
+    def states(self, like: Tensor, count: int) -> Tensor:
+        """Room for `count` states a row: [B, H, count, N, P] float32."""
+        s = self.sizes
+        return torch.empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32, device=like.device)
+
+
+def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
+    """The tile of one direction. The forward pass cuts time where the adjoint finds a state saved.
+
+    Tiles of `vector` want channels side by side, which lanes then load for shared memory.
+    """
+    if s.n == 1 and s.dense:
+        t = vector(adjoint, s.p, s.rows, hole.light, device)
+    elif not adjoint and _outputs_by_entry(hole, s, device):
+        t = by_entry(s.p)
+    else:
+        t = tile(ADJOINT if adjoint else FORWARD, s.n, s.p)
+        t = backward(t, s.n <= BLOCK and hole.special > 1) if adjoint and hole.by_entry(s) else t
+    return t if adjoint else replace(t, M=max(t.M, tile_of(hole, s, True, device).M))
+
+
+def _outputs_by_entry(hole: Hole, s: Sizes, device: torch.device) -> bool:
+    """True where the output pass takes one state entry after the other: where that is faster.
+
+    With BLOCK entries that is where an entry needs no function, for the others too few warps hide what one takes. With
+    many it is where sequences alone fill the GPU, with so few warps.
+    """
+    if not hole.by_entry(s) or s.n <= BLOCK:
+        return hole.by_entry(s) and hole.special == 0
+    t = by_entry(s.p)
+    return s.n > 2 * BLOCK and segments(s.tokens, -(-s.p // t.BP) * s.rows, t, device)[0] == 1
+
+
+def launch(hole: Hole, sizes: Sizes, adjoint: bool, device: torch.device) -> Launch:
+    """Tile and segments of one call."""
+    t = tile_of(hole, sizes, adjoint, device)
+    blocks = -(-sizes.p // t.BP)
+    count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
+    return Launch(sizes, t, count, span, blocks)
+
+
+def _entering(
+    go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor,
+    ends: Tensor | None = None, arriving: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What enters every segment: states, or with dy cotangents from the segments' ends.
+
+    Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's.
+    """
+    if hole.by_entry(go.sizes):
+        return _entering_by_entry(go, hole, args, dy, first, like, ends, arriving)
+    if go.tile.G * go.tile.stages > 1:  # wide, and without runs, for which this would need a scan more
+        t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
+        go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
+    fine = finer(go.segments, go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
+    count = (go.segments - 1) * fine + 1
+    span = go.span // fine
+    local, product = go.states(like, count), go.states(like, count)
+    f = hole.functions
+    start(
+        summaries, (go.grid[0] // go.segments * (count - 1),),
+        args, dy, ends, arriving, local, product, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
+        setup=f.setup, load=f.load, step=f.step, rate=getattr(f, "rate", None), kept=getattr(f, "kept", None),
+        BEFORE=hole.before, AHEAD=go.tile.skim, **go.shape,
+    )  # fmt: skip
+    return _combined(go, local, product, first, dy is not None)[:, :, ::fine].contiguous()
+
+
+def _entering_by_entry(
+    go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor, ends: Tensor | None,
+    arriving: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The same, by one state entry after the other; args: with tokens in rows."""
+    t = by_entry(go.sizes.p)
+    go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
+    fine = finer(go.segments, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
+    count, span = (go.segments - 1) * fine + 1, go.span // fine
+    local, products = go.states(like, count).zero_(), go.states(like, count).fill_(1.0)
+    programs = go.blocks * go.sizes.rows * (count - 1)
+    shared = shares(go.sizes.n, programs, like.device)
+    start(
+        summaries_by_entry, (programs, shared),
+        args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
+        BEFORE=hole.before, NEAR=go.near, LOW=FORGOTTEN if hole.fades else 0.0, PARTS=shared, **_functions(hole),
+        **go.entry,
+    )  # fmt: skip
+    return _combined(go, local, products, first, dy is not None)[:, :, ::fine].contiguous()
+
+
+def _combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
+    """What enters every piece [B, H, pieces, N, P], in place of what each adds."""
+    size = go.sizes.n * go.sizes.p
+    block = min(COMBINE, triton.next_power_of_2(size))
+    grid = (-(-size // block) * go.sizes.rows,)
+    start(combine, grid, local, product, first, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse)
+    return local
+
+
+def fused_scan(
+    operands: Sequence[Tensor],
+    state: Tensor | None,
+    hole: str,
+    keep: bool,
+    wide: bool,
+    ends: Tensor | None,
+    sequences: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, T, H, P], the final state [B, H, N, P], with `keep` the adjoint's checkpoints.
+
+    y has the operands' dtype, or float32 where `wide`. ends: None, or the last tokens of this many packed sequences
+    (dsf.kernels.triton.scan.walk.packed_ends), which have a final state each; B is 1, and `state` None.
+    """
+    spec = HOLES[hole]
+    sizes = sizes_of(spec, operands)
+    first = _timed(spec, operands)
+    go = launch(spec, sizes, False, first.device)
+    args = _arguments(spec, operands, sizes, go.by_entry)
+    starts = None if state is None else state.contiguous()
+    if go.segments > 1:
+        rows = args if go.by_entry == spec.by_entry(sizes) else _arguments(spec, operands, sizes, True)
+        starts = _entering(go, spec, rows, None, starts, first)
+    y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
+    final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)
+    step = tile_of(spec, sizes, True, first.device).M if keep else ALL_TOKENS
+    saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
+    f = spec.functions
+    if go.by_entry:
+        if starts is None:
+            states = go.states(first, 1).zero_()
+        else:
+            states = starts if go.segments > 1 else starts.unsqueeze(2).clone()
+        start(
+            outputs_by_entry, go.grid, args, y, states, final, saved if keep else None, ends, *go.scalars,
+            BEFORE=spec.before, M=step, U=2 - sizes.n % 2, NEAR=go.near, moved=f.moved, **_functions(spec),
+            **go.entry,
+        )  # fmt: skip
+        return y, states[:, :, -1].contiguous() if ends is None else final, saved
+    start(
+        outputs, go.grid, args, y, starts, final, saved if keep else None, ends, *go.scalars,
+        setup=f.setup, load=f.load, step=f.step, BEFORE=spec.before, M=step, **go.shape, **go.runs,
+    )  # fmt: skip
+    return y, final, saved
+
+
+def _functions(hole: Hole) -> dict[str, Any]:
+    """The functions of what takes one state entry after the other."""
+    f = hole.functions
+    return {name: getattr(f, name) for name in ("setup", "plain", "runs", "whole", "ahead", "step")}
+
+
+def _states(sizes: Sizes, like: Tensor, sequences: int) -> Tensor:
+    """Room for a state a sequence, [sequences, H, N, P] float32."""
+    return like.new_empty(sequences, sizes.heads, sizes.n, sizes.p, dtype=torch.float32)
+
+
+def scan_shapes(
+    operands: Sequence[Tensor],
+    state: Tensor | None,
+    hole: str,
+    keep: bool,
+    wide: bool,
+    ends: Tensor | None,
+    sequences: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors as `fused_scan` returns them."""
+    spec = HOLES[hole]
+    s, first = sizes_of(spec, operands), _timed(spec, operands)
+    count = -(-s.tokens // tile_of(spec, s, True, first.device).M) if keep else 0
+    y = first.new_empty(s.batch, s.tokens, s.heads, s.p, dtype=torch.float32 if wide else None)
+    final = _states(s, first, s.batch if ends is None else sequences)
+    return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)
+
+
+def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
+    """An input a token as it came: what is made for the scan is in float32, and has no Value axis."""
+    found = [(o, x) for o, x in zip(hole.operands, operands, strict=True) if o.time and not o.start]
+    wide = [x for o, x in found if o.value]
+    return wide[0] if wide else next(x for _, x in found if x.dtype != torch.int32)

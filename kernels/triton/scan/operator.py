@@ -1,0 +1,100 @@
+"""The fused scan as custom operators, dsf::fused_scan and dsf::fused_scan_adjoint.
+
+They take the name under which a spec's generated functions are registered, so that torch.compile, autocast,
+checkpointing and graph capture see plain operators on tensors. Calls are played from tapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.scan.gradients import adjoint_shapes, fused_scan_adjoint
+from dsf.kernels.triton.scan.launches import HOLES, fused_scan, scan_shapes, sizes_of
+from dsf.kernels.triton.tape import played
+
+
+def _forward(
+    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool, ends: Tensor | None,
+    sequences: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return played(_forward_real, (ends, state, *operands), hole, keep, wide, sequences)
+
+
+def _forward_real(tensors: Sequence[Any], hole: str, keep: bool, wide: bool, sequences: int) -> tuple[Tensor, ...]:
+    ends, state, *operands = tensors
+    return fused_scan(operands, state, hole, keep, wide, ends, sequences)
+
+
+def _backward(
+    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], saved: Tensor, hole: str, needs: Sequence[bool],
+    ends: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    return played(_backward_real, (ends, dy, dfinal, saved, *operands), hole, tuple(needs))
+
+
+def _backward_real(tensors: Sequence[Any], hole: str, needs: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
+    ends, dy, dfinal, saved, *operands = tensors
+    return fused_scan_adjoint(dy, dfinal, operands, saved, hole, needs, ends)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hole: str, wide: bool, ends: Tensor | None, sequences: int, state: Tensor | None, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, final, saved = scan(list(operands), state, hole, True, wide, ends, sequences)
+        ctx.save_for_backward(ends, saved, *operands)
+        ctx.hole, ctx.has_state = hole, state is not None
+        ctx.mark_non_differentiable(saved)
+        ctx.set_materialize_grads(False)
+        return y, final, saved
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: Any) -> tuple[Any, ...]:
+        ends, saved, *operands = ctx.saved_tensors
+        if dy is None:
+            s = sizes_of(HOLES[ctx.hole], operands)
+            dy = saved.new_zeros(s.batch, s.tokens, s.heads, s.p)
+        needs = list(ctx.needs_input_grad[5:])
+        found, initial = scan_adjoint(dy, dfinal, operands, saved, ctx.hole, needs, ends)
+        given = iter(found)
+        grads = [next(given) if need else None for need in needs]
+        return None, None, None, None, initial if ctx.has_state else None, *grads
+
+
+def _autograd(
+    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool, ends: Tensor | None,
+    sequences: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The operator at the Autograd key."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
+        found: tuple[Tensor, Tensor, Tensor] = _Differentiable.apply(hole, wide, ends, sequences, state, *operands)
+        return found
+    with torch._C._AutoDispatchBelowAutograd():
+        return scan(operands, state, hole, keep, wide, ends, sequences)
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_LIBRARY.define(
+    "fused_scan(Tensor[] operands, Tensor? state, str hole, bool keep, bool wide, Tensor? ends, SymInt sequences) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "fused_scan_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor saved, str hole, bool[] needs, "
+    "Tensor? ends) -> (Tensor[], Tensor)"
+)
+_LIBRARY.impl("fused_scan", at_tensors(_forward), "CompositeExplicitAutograd")
+_LIBRARY.impl("fused_scan_adjoint", at_tensors(_backward), "CompositeExplicitAutograd")
+torch.library.register_fake("dsf::fused_scan", scan_shapes, lib=_LIBRARY)
+torch.library.register_fake("dsf::fused_scan_adjoint", adjoint_shapes, lib=_LIBRARY)
+_LIBRARY.impl("fused_scan", _autograd, "Autograd")
+scan = torch.ops.dsf.fused_scan.default
+scan_adjoint = torch.ops.dsf.fused_scan_adjoint.default
