@@ -18,12 +18,14 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, Sizes
 from dsf.language.bounds import bounds
+from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const
 from dsf.language.operator import factors_of, split_factors, split_scale, times
 from dsf.language.spec import Row, Spec
 from dsf.triton.source import Source
 
 LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold
+GRID = 65_535  # programs along the second and third axis of a CUDA grid: heads of a batch, and packed sequences
 ZERO, UNIT = const(0), const(1)
 Timed = Mapping[str, Tensor]
 
@@ -84,6 +86,8 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     for name, size in (("N", sizes.n), ("P", sizes.p + ops.column)):
         if size > LARGEST:
             return f"the matrix kernels hold at most {name} = {LARGEST}, got {size}"
+    if sizes.heads > GRID:
+        return f"the matrix kernels take at most {GRID:,} heads, got {sizes.heads:,}"
     return None
 
 
@@ -256,14 +260,29 @@ def run_matrix(
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them.
 
-    bounds: of packed sequences, [S + 1]; they have a state each.
+    bounds: of packed sequences, [S + 1]; they have a state each. A batch with more heads than a grid has programs runs
+    in parts. Raises InputError for more packed sequences than that.
     """
     from dsf.kernels.triton.chunk.operator import matrix_mixer
 
     _, name = program_of(spec)
-    operands = [timed[i.name] if i.name in timed else bound.tensors[i.name] for i in spec.inputs]
-    y, final, _ = matrix_mixer(operands, state, name, False, bounds)
-    return y, final
+    if bounds is not None and bounds.shape[0] > GRID + 1:
+        raise InputError(
+            f"{spec.name}: cu_seqlens of {bounds.shape[0] - 1:,} packed sequences; the matrix kernels take at most "
+            f"{GRID:,} a call: pack fewer, or ask for backend='torch'"
+        )
+    batch = next(iter(timed.values())).shape[0]
+    together = max(GRID // bound.sizes.heads, 1)
+    outputs, finals = [], []
+    for first in range(0, batch, together):
+        part = slice(first, first + together)
+        rows = timed if together >= batch else {entry: x[part] for entry, x in timed.items()}
+        start = state if state is None or together >= batch else state[part]
+        operands = [rows[i.name] if i.name in rows else bound.tensors[i.name] for i in spec.inputs]
+        y, final, _ = matrix_mixer(operands, start, name, False, bounds)
+        outputs.append(y)
+        finals.append(final)
+    return (outputs[0], finals[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(finals))
 
 
 def step_refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:

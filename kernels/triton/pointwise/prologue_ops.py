@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.pointwise.programs import Access, Made, Pointwise, gathered
 
@@ -97,6 +98,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, given: Sequence[Tensor | None]) -> Any:
+    refuse_second_order()
     operands = ctx.saved_tensors
     pairs = zip(given, ctx.made, strict=True)
     whole = [operands[0].new_zeros(s, dtype=torch.float32) if x is None else x for x, s in pairs]

@@ -140,7 +140,7 @@ def _in_rows(x: Tensor) -> Tensor:
     padded = -(-tokens // ALIGNED) * ALIGNED
     room = x.new_empty(batch, heads, n, padded, dtype=torch.float32)
     if padded > tokens:
-        room[..., tokens:] = 0.0
+        room[..., tokens:].zero_()
     return room[..., :tokens].permute(0, 3, 1, 2).copy_(x)
 
 
