@@ -52,6 +52,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "check": "dsf.checking.check",
     "convert": "dsf.analysis.convert",
+    "register_operators": "dsf.triton.names",
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",
     "analysis": "dsf.analysis",
@@ -62,7 +63,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'dsf' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    return getattr(module, name) if name in ("check", "convert") else module
+    return getattr(module, name) if name in ("check", "convert", "register_operators") else module
 
 
 __all__ = [

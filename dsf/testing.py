@@ -96,22 +96,28 @@ def keys(shape: tuple[int, int, int, int]) -> st.SearchStrategy[Tensor]:
     return tensors(shape, UNIT, Key.kind)  # type: ignore[attr-defined]
 
 
-@st.composite
 def examples(
-    draw: Any,
     recurrence: Recurrence,
     ranges: Given | None = None,
     tokens: tuple[int, int] = (1, 130),
     dtype: str = "float64",
     plain: bool = False,
-) -> Example:
+) -> st.SearchStrategy[Example]:
     """Inputs of a recurrence as `Example`s. plain: every input in its plainest regime, at most 2 of anything else."""
     spec, allowed = recurrence.spec, ranges_of(recurrence.spec, ranges)
+    timed = tuple(i.name for i in spec.inputs if i.kind.time)
+    ways = {i.name: regimes_of(spec, i.name, allowed[i.name]) for i in spec.inputs}
+    return _examples(timed, ways, tokens, dtype, plain)  # Hypothesis may hold a strategy for ever: not the recurrence
+
+
+@st.composite
+def _examples(
+    draw: Any, timed: tuple[str, ...], ways: dict[str, tuple[str, ...]], tokens: tuple[int, int], dtype: str, plain: bool
+) -> Example:
+    """Of a recurrence with these inputs, and the regimes in which each can be drawn."""
     most = {"heads": 2, "n": 2, "p": 2, "batch": 1} if plain else {}
     b, t, h, n, p = draw(shapes(tokens, **most))
-    timed = [i.name for i in spec.inputs if i.kind.time]
     shared = {name: draw(groups(h)) for name in timed[1:]} if h > 1 else {}
-    ways = {i.name: regimes_of(spec, i.name, allowed[i.name]) for i in spec.inputs}
     regimes = {name: draw(st.one_of(st.just(w[0]), st.sampled_from(w[1:]))) for name, w in ways.items()}
     return Example(
         batch=b, tokens=t, heads=h, n=n, p=p, dtype=dtype,

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from dsf.call import packing
 from dsf.call.bind import Bound, Sizes, bind, check_bounds, check_cache, check_packing, check_state, state_keys
-from dsf.call.calls import Calls, allow, call_in_graph, packs_in_graph, register
+from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.plan import Plan, forms_of, make_plan
 from dsf.call.run import run, run_packed, run_softmax
 from dsf.kernels.attention import KVCache
+from dsf.language.derived import interned
 from dsf.language.errors import FormError, InputError, TraceError
 from dsf.language.expr import substitute
 from dsf.language.operator import I
@@ -33,18 +34,22 @@ class Recurrence:
     """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+        self.spec = interned(spec)
         self.name = spec.name
         self.__name__ = spec.name
         self.__doc__ = spec.doc
-        self._calls = Calls(spec)
-        self._key = register(self)
+        self._calls = calls_of(self.spec)
+        self._key = key_of(self.spec)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recurrence, (self.spec,)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Recurrence.__init__(self, state["spec"])
+    def __copy__(self) -> Recurrence:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recurrence:
+        """It is immutable: copies of a model share what was planned and printed for it."""
+        return self
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -87,7 +92,7 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        bound, plan = self._calls.prepare(args, kwargs, state, form, backend)
+        bound, plan = self._calls.prepare(self.spec, args, kwargs, state, form, backend)
         bounds = None if cu_seqlens is None else self._bounds(cu_seqlens, bound, plan)
         y, final = self._run(bound, bounds, state, plan)
         y = y.to(bound.dtype)
@@ -145,7 +150,7 @@ class Recurrence:
     def _step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool, backend: str
     ) -> tuple[Tensor, State]:
-        bound, plan = self._calls.prepare(args, kwargs, state, "recurrent", backend, True)
+        bound, plan = self._calls.prepare(self.spec, args, kwargs, state, "recurrent", backend, True)
         if in_place and state is not None:
             y = self._overwrite(bound, state, plan)
             return y[:, 0].to(bound.dtype), state
