@@ -112,7 +112,12 @@ def examples(
 
 @st.composite
 def _examples(
-    draw: Any, timed: tuple[str, ...], ways: dict[str, tuple[str, ...]], tokens: tuple[int, int], dtype: str, plain: bool
+    draw: Any,
+    timed: tuple[str, ...],
+    ways: dict[str, tuple[str, ...]],
+    tokens: tuple[int, int],
+    dtype: str,
+    plain: bool,
 ) -> Example:
     """Of a recurrence with these inputs, and the regimes in which each can be drawn."""
     most = {"heads": 2, "n": 2, "p": 2, "batch": 1} if plain else {}

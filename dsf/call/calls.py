@@ -110,6 +110,10 @@ def call_in_graph(
     cu_seqlens: Tensor | None, *tensors: Tensor,
 ) -> Any:  # fmt: skip
     """A call (or step) of the recurrence of that name, as one node of a compiled graph."""
+    proxy = next((x for x in tensors if isinstance(x, torch.fx.Proxy)), None)
+    if proxy is not None:  # torch.fx reads a saved graph: this stays one node of it
+        given = (name, method, options, names, state, cu_seqlens, *tensors)
+        return proxy.tracer.create_proxy("call_function", call_in_graph, given, {})
     count = len(tensors) - len(names)
     kwargs = dict(zip(names, tensors[count:], strict=True))
     packing = () if cu_seqlens is None else (cu_seqlens,)
