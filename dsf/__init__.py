@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dsf.call.packing import Packing
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.kernels.attention import KVCache
@@ -67,9 +68,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Param",
-    "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs", "compose",
-    "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid", "maximum",
-    "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key",
-    "sum_value", "tanh", "taylor_features", "where",
+    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Packing",
+    "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs",
+    "compose", "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid",
+    "maximum", "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt",
+    "sum_key", "sum_value", "tanh", "taylor_features", "where",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ except ImportError as error:
     ) from error
 
 SEEDS = st.integers(0, 2**16)
+EMPTIES = st.lists(st.integers(0, 4), max_size=3).map(tuple)  # where sequences without tokens lie
 
 
 def dtypes(*names: str) -> st.SearchStrategy[str]:
@@ -65,8 +66,9 @@ def cuts(tokens: int, most: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def packings(tokens: int, most: int = 3) -> st.SearchStrategy[Tensor]:
-    """cu_seqlens of sequences that fill `tokens`."""
-    return cuts(tokens, most).map(lambda places: torch.tensor([0, *places, tokens]))
+    """cu_seqlens of sequences that fill `tokens`, some of them maybe empty."""
+    drawn = st.tuples(cuts(tokens, most), EMPTIES)
+    return drawn.map(lambda x: torch.tensor(Example(tokens=tokens, cuts=x[0], empties=x[1]).packed_bounds))
 
 
 def groups(heads: int) -> st.SearchStrategy[int]:
@@ -128,7 +130,7 @@ def _examples(
         batch=b, tokens=t, heads=h, n=n, p=p, dtype=dtype,
         groups={name: g for name, g in shared.items() if g < h},
         regimes={} if plain else {k: v for k, v in regimes.items() if v != ways[k][0]},
-        initial=draw(st.booleans()), cuts=draw(cuts(t)), seed=draw(SEEDS),
+        initial=draw(st.booleans()), cuts=draw(cuts(t)), seed=draw(SEEDS), empties=draw(EMPTIES),
     )  # fmt: skip
 
 
@@ -168,7 +170,7 @@ def simpler(draw: Any, example: Example) -> Example:
     return replace(
         example, batch=up_to(example.batch), tokens=tokens, heads=heads, n=up_to(example.n), p=up_to(example.p),
         groups=shared, regimes=regimes, cuts=kept, initial=example.initial and draw(st.booleans()),
-        seed=some(4, example.seed),
+        seed=some(4, example.seed), empties=tuple(place for place in example.empties if draw(st.booleans())),
     )  # fmt: skip
 
 

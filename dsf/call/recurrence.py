@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dsf.call import packing
-from dsf.call.bind import Bound, Sizes, bind, check_bounds, check_cache, check_packing, check_state, state_keys
+from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
+from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
 from dsf.call.run import run, run_packed, run_softmax
 from dsf.kernels.attention import KVCache
@@ -61,7 +62,7 @@ class Recurrence:
         /,
         *args: Tensor,
         initial_state: State | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         return_state: bool = False,
         form: str = "auto",
         backend: str = "auto",
@@ -72,7 +73,8 @@ class Recurrence:
         Inputs by position or name: per token [B, T, H, ·] (a divisor of H heads is shared by groups), Steps
         [B, T, n, H, ·], Param [H, ·]. One dtype for all per-token inputs, Params that or float32.
         initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention.
-        cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences; states then have S rows.
+        cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences, empty ones among them; states then have S
+          rows, those of empty sequences as they were. Or a dsf.Packing, which many calls share.
         form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
 
         Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. Second derivatives pass
@@ -83,6 +85,7 @@ class Recurrence:
             options = (return_state, form, backend)
             tensors = (*args, *kwargs.values())
             x = tensors[0]
+            cu_seqlens = packing.tensor_of(cu_seqlens, x.device)
             if cu_seqlens is None or packs_in_graph(self._key, form, backend, x.is_cuda, x.dtype == torch.float64):
                 allow()
                 return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
@@ -90,7 +93,7 @@ class Recurrence:
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
     ) -> Any:  # fmt: skip
         bound, plan = self._calls.prepare(self.spec, args, kwargs, state, form, backend)
         bounds = None if cu_seqlens is None else self._bounds(cu_seqlens, bound, plan)
@@ -98,15 +101,20 @@ class Recurrence:
         y = y.to(bound.dtype)
         return (y, final) if return_state else y
 
-    def _bounds(self, cu_seqlens: Tensor, bound: Bound, plan: Plan) -> list[int] | Tensor:
+    def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
         check_packing(self.spec, cu_seqlens, bound.sizes)
+        tokens = bound.sizes.tokens
         on_device = plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype)
-        in_graph = on_device or (plan.backend == "triton" and gpu.packs(self.spec))
-        if in_graph and packing.is_hidden(cu_seqlens):
-            return cu_seqlens.to(bound.device)
+        if on_device or (plan.backend == "triton" and gpu.packs(self.spec)):
+            if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or packing.is_hidden(cu_seqlens)):
+                packing.check_once(self.name, cu_seqlens, tokens)
+                return cu_seqlens.to(bound.device)
+            if isinstance(cu_seqlens, Packing) and packing.is_captured(bound.device):
+                packing.check_bounds(self.name, cu_seqlens.bounds, tokens)
+                return cu_seqlens.on(bound.device)
         bounds = packing.values(cu_seqlens)
-        check_bounds(self.spec, bounds, bound.sizes)
+        packing.check_bounds(self.name, bounds, tokens)
         return packing.on_device(cu_seqlens, bounds, bound.device) if on_device else bounds
 
     def _run(self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan) -> tuple[Tensor, State]:

@@ -168,13 +168,18 @@ def fused_scan(
         tensors |= pairs.tensors
     if valid is not None:
         tensors[VALID] = valid.to(bound.dtype).unsqueeze(2)
-    ends = filled = None
+    ends = filled = kept = None
     if bounds is not None:
         tokens = PACKED[state is not None]
         if isinstance(bounds, Tensor):
             tensors[STARTS], ends, filled = packing.hidden_marks(bounds, bound.sizes.tokens)
         else:
-            tensors[STARTS], ends = packing.marks(bounds, bound.device)
+            tensors[STARTS], ends, filled = packing.marks(bounds, bound.device)
+        kept = state
+        if filled is not None:
+            filled = filled[:, None, None, None]
+            # Kernels neither read nor differentiate states of sequences without tokens: no row of theirs comes back.
+            state = None if state is None else torch.where(filled, state, 0.0)
         tensors |= {} if state is None else {INITIAL: state}
         state = None
     rough = _is_rough(bound.dtype)
@@ -185,8 +190,7 @@ def fused_scan(
     count = 0 if bounds is None else len(bounds) - 1
     y, final, _ = operator(operands, state, _hole(spec, tokens, rough), keep, pairs is not None, ends, count)
     if filled is not None:  # no token of a sequence without any leaves its state
-        first = tensors[INITIAL] if tokens == "continued" else torch.zeros_like(final)
-        final = torch.where(filled[:, None, None, None], final, first)
+        final = torch.where(filled, final, torch.zeros_like(final) if kept is None else kept)
     return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)
 
 
