@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsf import Recurrence
+from dsf import Packing, Recurrence
+from dsf.call.packing import tensor_of
 from dsf.mixers._conv import ShortConv
 
 Side = tuple[Tensor, ...]
@@ -72,12 +73,13 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> tuple[Tensor, MixerState]:
         """Mix a sequence.
 
         x: [B, T, d_model]. state: what an earlier call returned, or None at the start of the sequences.
-        cu_seqlens: int [S+1], boundaries of sequences packed along T; then B is 1 and the state has S rows.
+        cu_seqlens: int [S+1] or a dsf.Packing, boundaries of sequences packed along T, which may be empty; then B is 1
+        and the state has S rows.
         tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
         d_model], state).
         """
@@ -97,7 +99,7 @@ class Mixer(nn.Module):
         return self.readout(y.unsqueeze(1), side).squeeze(1), MixerState(conv, after)
 
     def inputs(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """The very tensors `forward` feeds to `recurrence`: `m.recurrence.trajectory(**m.inputs(x))`."""
         return self._prepare(x, state, cu_seqlens, tokens)[0]
@@ -113,11 +115,11 @@ class Mixer(nn.Module):
         return heads * rows * columns + window
 
     def _prepare(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, tokens: dict[str, Tensor]
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, tokens: dict[str, Tensor]
     ) -> tuple[dict[str, Any], Side, Tensor | None]:
         """(inputs of the recurrence, side, new state of the convolution)."""
         u, side = self.project(x)
-        window = None
+        window, cu_seqlens = None, tensor_of(cu_seqlens, x.device)
         if self.conv1d is not None:
             u, window = self.conv1d(u, None if state is None else state.conv, cu_seqlens)
         return self.arguments(u, side, Span(state is None, cu_seqlens), **tokens), side, window

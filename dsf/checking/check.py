@@ -212,6 +212,7 @@ class _Run:
         return Example(
             batch=2 if longest > 3 else 1, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype,
             groups=dict.fromkeys(timed[1:2], heads // 2), initial=True, cuts=cuts, seed=self.seed,
+            empties=(0, 1, 1, len(cuts) + 1),
         )  # fmt: skip
 
     @property

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -28,6 +30,16 @@ class OperatorBase:
 
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_lock = threading.RLock()  # of _interned: a garbage collection while it is held may build expressions in this thread
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)  # another thread's hold on it does not end in the child
 
 # Operations that are not elementwise in their arguments' axes.
 REDUCTIONS = {"sum_key": KEY, "sum_value": VALUE}
@@ -69,8 +81,11 @@ class Expr:
             return found
         self = object.__new__(cls)
         self.op, self.args, self.attrs, self.axes, self.features = op, args, attrs, axes, features
-        _interned[identity] = self
-        return self
+        with _lock:  # whoever comes second takes the first one's node
+            found = _interned.get(identity)
+            if found is None:
+                _interned[identity] = found = self
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Expr, (self.op, self.args, self.attrs, self.axes, self.features)

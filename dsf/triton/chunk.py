@@ -8,7 +8,6 @@ inputs' dtype.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,10 +17,12 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, Sizes
 from dsf.language.bounds import bounds
+from dsf.language.derived import derived
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const
 from dsf.language.operator import factors_of, split_factors, split_scale, times
 from dsf.language.spec import Row, Spec
+from dsf.triton.names import name_of
 from dsf.triton.source import Source
 
 LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold
@@ -113,7 +114,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
     return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)
 
 
-@functools.cache
+@derived
 def operands_of(spec: Spec) -> Operands:
     """The operands of `spec`. Raises _Unfit with the reason where it has none."""
     if spec.is_softmax or spec.is_elementwise or VALUE in spec.decay_axes:
@@ -243,14 +244,14 @@ def split_value(x: Expr) -> tuple[Expr, Expr]:
     return scale, core
 
 
-@functools.cache
+@derived
 def program_of(spec: Spec) -> tuple[Source, str]:
     """The printed kernels of a spec, and the name under which the operator knows them; once a process."""
     from dsf.kernels.triton.pointwise.programs import PROGRAMS
     from dsf.triton.print_chunk import emit_matrix
 
     source, program = emit_matrix(spec, operands_of(spec))
-    name = f"{source.name}_{source.digest}"
+    name = name_of(spec, source, program)
     PROGRAMS[name] = replace(program, functions=source.module())
     return source, name
 
@@ -302,16 +303,28 @@ def step_refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     return None
 
 
-@functools.cache
+@derived
 def step_of(spec: Spec) -> tuple[Source, str]:
     """The printed decode kernel of a spec, and the name under which the operators know it; once a process."""
     from dsf.kernels.triton.pointwise.step_ops import STEPS
     from dsf.triton.print_step import emit_step
 
     source, program = emit_step(spec)
-    name = f"{source.name}_{source.digest}"
+    name = name_of(spec, source, program)
     STEPS[name] = replace(program, functions=source.module())
     return source, name
+
+
+def names(spec: Spec) -> list[str]:
+    """Names of the programs that are printed for a spec, which are there then."""
+    return [program_of(spec)[1]] if fits(spec) else []
+
+
+def step_names(spec: Spec) -> list[str]:
+    """The same of its decode step."""
+    from dsf.triton.print_step import step_refusal
+
+    return [step_of(spec)[1]] if step_refusal(spec) is None else []
 
 
 def step_kernel_of(spec: Spec, sizes: Sizes) -> str:

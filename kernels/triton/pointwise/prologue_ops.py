@@ -16,6 +16,7 @@ from torch import Tensor
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.pointwise.programs import Access, Made, Pointwise, gathered
+from dsf.kernels.triton.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Prologue:
     functions: Any = field(default=None, compare=False)
 
 
-PROLOGUES: dict[str, Prologue] = {}
+PROLOGUES: Registry[Prologue] = Registry("prologue")
 
 
 def _room(call: Pointwise, m: Made) -> Tensor:
