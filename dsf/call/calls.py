@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsf.call.bind import Bound, bind
+from dsf.call.guard import looks_swapped
 from dsf.call.plan import Plan, make_plan
 from dsf.language.spec import Spec
 from dsf.triton.choose import interpreted, packs_hidden
@@ -49,6 +50,7 @@ class Calls:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.kept: dict[Any, tuple[Any, ...]] = {}
+        self.warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Calls, (self.spec,)
@@ -80,6 +82,8 @@ class Calls:
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if isinstance(x, Tensor))
         plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device, grad, transformed)
         if key is not None:
+            if not (self.warned or one_token or state is not None or torch.compiler.is_compiling()):
+                self.warned = looks_swapped(self.spec, bound.sizes)
             if len(self.kept) >= LARGEST:
                 self.kept.clear()
             self.kept[key] = (bound.sizes, bound.dtype, bound.compute, bound.device, plan)
