@@ -42,7 +42,6 @@ app = typer.Typer(
     help="Sequence mixers as dynamical systems: list them, see how they are compiled, check them, compare them, "
     "and open up trained models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
@@ -205,8 +204,10 @@ def check(
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     backend: Annotated[str, typer.Option(help="torch, triton or auto: both where there is a GPU")] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="the errors of every form, not the verdict alone")]
+    = False,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Test that every form of a recurrence is right, forward and backward; exit code 1 if a law is broken."""
     recurrence = find(subject).recurrence
     with Console(stderr=True).status(f"checking {recurrence.name} …"):
@@ -214,7 +215,7 @@ def check(
     if as_json:
         _print_json(report.to_dict())
     else:
-        typer.echo(str(report))
+        typer.echo(str(report) if verbose else report.brief())
     if not report.ok:
         raise typer.Exit(LAW_BROKEN)
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from contextvars import ContextVar, Token
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,21 +79,23 @@ def _count(change: int) -> None:
 def looks_swapped(spec: Spec, sizes: Sizes) -> bool:
     """Warn, naming the user's line, where there are more heads than tokens: [B, H, T, ·] may have been given.
 
-    Called for the first call of a shape only. Layers (and whatever else of dsf calls) lay out their tensors themselves
-    and are left alone. Returns whether it warned.
+    Called for the first call of a shape only. Calls from within dsf (layers, dsf.check and what it is given) are left
+    alone. Returns whether it warned.
     """
     if sizes.heads <= sizes.tokens:
         return False
-    depth = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dsf.call."):
-        frame, depth = frame.f_back, depth + 1
-    if frame.f_globals.get("__name__", "").partition(".")[0] == "dsf":
+    depth, names = 0, list[str]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names.append(frame.f_globals.get("__name__", ""))
+        depth += depth == len(names) - 1 and names[-1].startswith("dsf.call.")
+        frame = frame.f_back
+    if any(name.partition(".")[0] == "dsf" for name in names[depth:]):
         return False
     warnings.warn(
         f"{spec.name}: the inputs have H = {sizes.heads} heads and T = {sizes.tokens} tokens; a call takes "
         "[B, T, H, ·], tokens before heads. If [B, H, T, ·] was given, x.transpose(1, 2) mends it. Said once",
         UserWarning,
-        stacklevel=depth + 1,
+        stacklevel=depth + 2,
     )
     return True

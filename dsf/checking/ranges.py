@@ -106,7 +106,8 @@ def _of_input(spec: Spec, name: str, value: Range | tuple[float, float]) -> Rang
 def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range:
     """What a user gave as the range of an input. Raises InputError, naming the owner, unless it is one."""
     try:
-        found = value if isinstance(value, Range) else Range(*map(float, value))
+        low, high = (value.low, value.high) if isinstance(value, Range) else value
+        found = value if isinstance(value, Range) else Range(float(low), float(high))
     except (TypeError, ValueError) as error:
         raise InputError(f"{owner}: the range of `{name}` must be (low, high), got {value!r}") from error
     if not found.low <= found.high:
