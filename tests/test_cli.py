@@ -328,6 +328,12 @@ def test_help_and_version():
     assert run("--version").stdout.startswith("dsf ")
 
 
+def test_shells_can_complete():
+    assert "--install-completion" in run("--help").stdout
+    typed = {"_DSF_COMPLETE": "complete_bash", "COMP_WORDS": "dsf do", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], env=typed, prog_name="dsf").stdout.split() == ["doctor"]
+
+
 def test_without_extras_one_line_names_them():
     """The entry point, with typer out of reach."""
     program = "import sys; sys.modules['typer'] = None; from dsf.analysis.cli import main; main()"
