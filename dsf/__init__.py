@@ -52,6 +52,7 @@ __version__ = "0.1.0"
 # Rooms and tools that load only when used: attribute -> module.
 _LAZY = {
     "check": "dsf.checking.check",
+    "validate": "dsf.checking.validate",
     "convert": "dsf.analysis.convert",
     "register_operators": "dsf.triton.names",
     "testing": "dsf.testing",
@@ -64,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'dsf' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    return getattr(module, name) if name in ("check", "convert", "register_operators") else module
+    return getattr(module, name) if name in ("check", "convert", "register_operators", "validate") else module
 
 
 __all__ = [

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsf.call.bind import Bound, bind
+from dsf.call.guard import looks_swapped
 from dsf.call.plan import Plan, make_plan
 from dsf.language.derived import derived, digest
 from dsf.language.spec import Spec
@@ -44,6 +45,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.kept: dict[Any, tuple[Any, ...]] = {}
+        self.warned = False
 
     def prepare(
         self, spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, form: str, backend: str,
@@ -72,6 +74,8 @@ class Calls:
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if isinstance(x, Tensor))
         plan = make_plan(spec, bound.sizes, bound.dtype, form, backend, bound.device, grad, transformed)
         if key is not None:
+            if not (self.warned or one_token or state is not None or torch.compiler.is_compiling()):
+                self.warned = looks_swapped(spec, bound.sizes)
             for oldest in list(self.kept)[: len(self.kept) + 1 - LARGEST]:
                 self.kept.pop(oldest, None)
             self.kept[key] = (bound.sizes, bound.dtype, bound.compute, bound.device, plan)

@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from dsf.call import packing
+from dsf.call import guard, packing
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.packing import Packing
@@ -97,8 +97,13 @@ class Recurrence:
     ) -> Any:  # fmt: skip
         bound, plan = self._calls.prepare(self.spec, args, kwargs, state, form, backend)
         bounds = None if cu_seqlens is None else self._bounds(cu_seqlens, bound, plan)
+        watch = guard.current() if guard.ON else None
+        if watch is not None:
+            watch.inputs(self.spec, bound, bounds, state)
         y, final = self._run(bound, bounds, state, plan)
         y = y.to(bound.dtype)
+        if watch is not None:
+            watch.outputs(self.spec, bound, bounds, y, final)
         return (y, final) if return_state else y
 
     def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
@@ -159,11 +164,17 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool, backend: str
     ) -> tuple[Tensor, State]:
         bound, plan = self._calls.prepare(self.spec, args, kwargs, state, "recurrent", backend, True)
+        watch = guard.current() if guard.ON else None
+        if watch is not None:
+            watch.inputs(self.spec, bound, None, state)
         if in_place and state is not None:
-            y = self._overwrite(bound, state, plan)
-            return y[:, 0].to(bound.dtype), state
-        y, final = self._run(bound, None, state, plan)
-        return y[:, 0].to(bound.dtype), final
+            y, final = self._overwrite(bound, state, plan), state
+        else:
+            y, final = self._run(bound, None, state, plan)
+        y = y.to(bound.dtype)
+        if watch is not None:
+            watch.outputs(self.spec, bound, None, y, final)
+        return y[:, 0], final
 
     def _overwrite(self, bound: Bound, state: Any, plan: Plan) -> Tensor:
         """One step that leaves the new state where the old one was."""
