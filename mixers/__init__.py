@@ -76,7 +76,7 @@ class Entry:
         return rest.partition(" Symbols:")[0] or None
 
 
-def _variant(module: type[Mixer], **options: object) -> Callable[..., Mixer]:
+def _variant(module: type[Mixer], **options: Any) -> Callable[..., Mixer]:
     """`module` with some constructor arguments set, keeping its name and docstring."""
     return update_wrapper(partial(module, **options), module, updated=())
 
