@@ -107,15 +107,15 @@ class Mixer(Owner):
             )
         return found
 
-    def width(self, d_model: int, n_heads: int, given: int | None, name: str) -> int:
-        """The width of a head: as given, or d_model / n_heads. Raises InputError where that does not divide."""
+    def width(self, channels: int, n_heads: int, given: int | None, name: str) -> int:
+        """The width of a head: as given, or channels / n_heads. Raises InputError where that does not divide."""
         if n_heads < 1 or (given is not None and given < 1):
             raise InputError(f"{type(self).__name__}: n_heads is {n_heads} and {name} {given}; both must be positive")
-        if given is None and d_model % n_heads:
+        if given is None and channels % n_heads:
             raise InputError(
-                f"{type(self).__name__}: n_heads ({n_heads}) must divide d_model ({d_model}), or give {name}="
+                f"{type(self).__name__}: n_heads ({n_heads}) must divide its {channels} channels, or give {name}="
             )
-        return given if given is not None else d_model // n_heads
+        return given if given is not None else channels // n_heads
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         """x [B, T, d_model] -> (u [B, T, C], side)."""
@@ -124,6 +124,14 @@ class Mixer(Owner):
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         """Inputs of `recurrence` by name."""
         raise NotImplementedError
+
+    def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
+        """What `readout` gets as side: that of `project`, unless it needs more.
+
+        u: after the convolution. inputs: what `arguments` returned; what is no input of the recurrence and only
+        `readout` reads is to be taken out of it here.
+        """
+        return side
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         """y [B, T, H, P] -> [B, T, d_model]."""
@@ -193,7 +201,11 @@ class Mixer(Owner):
             u, window = self.conv1d(u, None if state is None else state.conv, cu_seqlens)
         inputs = self.arguments(u, side, span, **tokens)
         position = span.after(x) if self.positional else None
-        return inputs, side, MixerState(window, None if state is None else state.recurrent, position)
+        return (
+            inputs,
+            self.seen(u, side, inputs),
+            MixerState(window, None if state is None else state.recurrent, position),
+        )
 
     def _check_mask(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
         """Raise InputError unless the mask says that every token counts."""

@@ -71,7 +71,7 @@ class Owner(nn.Module):
                 return tensor.to(found.device, torch.float32)
             return found
 
-        super()._apply(wide if ids else fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(wide if ids else fn, recurse)
         for name in self.starts:
             self._mark(name)
         return self
@@ -105,7 +105,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if isinstance(module, Owner)
         for name in module.no_weight_decay()
     }
-    decayed, rest = [], []
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             alone = id(parameter) in spared or getattr(parameter, "_no_weight_decay", False) or parameter.dim() < 2
