@@ -15,7 +15,6 @@ from dsf.mixers import ZOO, Entry, Mixer, get
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers.layer import Layer
 
-
 # What `dsf compare` takes without names: one mixer or two of each family, so that it ends within minutes.
 FAMILIES = (
     "softmax_attention", "linear_attention", "normalized_attention_exp", "s6", "ssd", "longhorn", "qlstm", "rg_lru",
