@@ -44,8 +44,9 @@ class Layer(Mixer):
     headdim, d_conv: N, P and conv by the names that the other layers have for them.
 
     Biases of what the decay is made of start such that memories are spread as the papers' are, up to LONGEST in the
-    direction that keeps more; Params that the transition reads likewise, others at one. init says otherwise: by input
-    name a number, a tensor or a function of the shape, the value that a Param, or a gate on average, begins at.
+    direction that keeps more; Params that the transition reads are normal and shifted likewise, others one. init says
+    otherwise: by input name a number, a tensor or a function of the shape, the value that a Param, or a gate on
+    average, begins at.
     Raises InputError for sizes that do not divide, and for an init of what has none or outside its range.
     """
 
@@ -126,8 +127,9 @@ class Layer(Mixer):
             elif entry.kind.time:
                 found[name] = partial(_spread, plain=0.0, memory=self.known.memory.get(name, 0.0))
             else:
-                kind = _drawn if name in self.known.transition else _spread
-                found[name] = partial(kind, plain=1.0, memory=self.known.memory.get(name, 0.0))
+                memory = self.known.memory.get(name, 0.0)
+                settled = name not in self.known.transition or (name in self.known.decay and not memory)
+                found[name] = partial(_spread if settled else _drawn, plain=1.0, memory=memory)
         return found
 
     def _given_start(self, entry: Input, shape: torch.Size, given: Any) -> Start:

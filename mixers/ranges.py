@@ -85,12 +85,13 @@ class Known:
     """What a declaration says of its inputs, by name.
 
     ranges: where each must lie. memory: the direction, -1 or 1, in which the state keeps more, of the decay's inputs.
-    transition: those that A reads. plain: those with a Key or Value axis that are read as they are, not through a gate,
-    and may be any vector or any of unit length: what a layer convolves.
+    decay, transition: those that the decay, and all of A, read. plain: those with a Key or Value axis that are read as
+    they are, not through a gate, and may be any vector or any of unit length: what a layer convolves.
     """
 
     ranges: Mapping[str, Range]
     memory: Mapping[str, float]
+    decay: frozenset[str]
     transition: frozenset[str]
     plain: frozenset[str]
 
@@ -111,7 +112,7 @@ def known(recurrence: Recurrence) -> Known:
         and i.name in direct - memory.keys()
         and (ranges[i.name].is_real or ranges[i.name].unit)
     }
-    return Known(ranges, memory, frozenset(_in_transition(spec)), frozenset(plain))
+    return Known(ranges, memory, frozenset(_in_decay(spec)), frozenset(_in_transition(spec)), frozenset(plain))
 
 
 def _direct(*roots: Expr) -> set[str]:
@@ -130,16 +131,20 @@ def _direct(*roots: Expr) -> set[str]:
 def _memory(recurrence: Recurrence) -> dict[str, float]:
     """For each input of the decay the direction, -1 or 1, in which the state keeps more; none if it is even."""
     spec, found = recurrence.spec, {}
-    names = {i.attrs[0] for row in spec.rows for i in inputs_of(row.normal.decay)}
+    names = _in_decay(spec)
     for name in (i.name for i in spec.inputs if i.name in names):
         kept = {}
         for shift in (-2.0, 0.0, 2.0):
             inputs = random_inputs(recurrence, tokens=32, heads=2, N=4, P=4, shift={name: shift})
             kept[shift / 2] = float(recurrence.trajectory(**inputs).transition.decay.abs().mean())
         best = max(kept, key=lambda direction: kept[direction])
-        if best:
+        if best and kept[best] < 1:  # at 1 nothing is forgotten, and nothing learnt: a relu that is closed
             found[name] = best
     return found
+
+
+def _in_decay(spec: Spec) -> set[str]:
+    return {i.attrs[0] for row in spec.rows for i in inputs_of(row.normal.decay)}
 
 
 def _in_transition(spec: Spec) -> set[str]:
