@@ -20,10 +20,10 @@ from dsf.fuzz.declaration import smaller
 from dsf.fuzz.draw import GPU, TORCH, Cases
 from dsf.fuzz.grammar import DECK, FAMILIES, KNOWN, draw
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
-from dsf.fuzz.run import takes_empty
+from dsf.fuzz.loop import takes_empty
 from dsf.fuzz.truth import truths
 
-SMALL = replace(TORCH, n=(1, 2, 3, 4), p=(1, 2, 3, 5), heads=(1, 2, 2, 3), longest=70, far=0.0)
+SMALL = replace(TORCH, n=(1, 2, 3, 4), p=(1, 2, 3, 5), heads=(1, 2, 2, 3), longest=70, far=0.0, calls=(1, 1, 1, 2, 3))
 PARTS = 12  # of the 3,000 cases, for runners side by side
 
 
@@ -130,7 +130,7 @@ def test_rows_that_nobody_wrote_are_found(monkeypatch: pytest.MonkeyPatch, poiso
 
 def test_a_call_that_writes_into_its_inputs_or_beside_them_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
-    leaking(monkeypatch, lambda y: (given[0].fill_(0.0), y)[1])
+    leaking(monkeypatch, lambda y: (given[0].data.fill_(0.0), y)[1])
     put = Memory.put
 
     def noted(self, x, way, heads):  # type: ignore[no-untyped-def]

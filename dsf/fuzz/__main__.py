@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from dsf.fuzz.loop import run
 from dsf.fuzz.report import stderr
-from dsf.fuzz.run import run
 from dsf.language.errors import DsfError
 
 

@@ -69,7 +69,7 @@ class Declaration:
         used = _names(*self.parts)
         return {name: kind for name, kind in KINDS.items() if name in used}
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The decorated function and what it imports."""
         used = _names(*self.parts, self.rule) | {"System"} | ({"compose"} if len(self.steps) > 1 else set())

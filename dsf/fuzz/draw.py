@@ -11,6 +11,9 @@ from dsf.checking.examples import regimes_of
 from dsf.checking.measure import KERNELS, Subject
 from dsf.checking.ranges import Range
 from dsf.fuzz.case import EXPANDED, LAYOUTS, Case
+from dsf.language.expr import Expr, children_first
+from dsf.language.operator import Operator
+from dsf.triton.choose import is_scan
 
 RESIDUES = 64  # T takes every value of this modulus, whatever the chunks of a kernel
 
@@ -21,7 +24,8 @@ class Profile:
 
     n, p, heads, batches: sizes that are drawn; longest: tokens; far: share of lengths beyond two times RESIDUES. alike:
     cases of one kind, which share dtype, N, P, heads, layouts and options. dtypes: as often as they stand there.
-    calls: how many a case has. other: share of kinds that another recurrence may run between.
+    calls: how many a case has. other: share of kinds that another recurrence may run between. scans: longest of fused
+    scans, whose tokens the interpreter walks one by one.
     """
 
     n: tuple[int, ...]
@@ -34,12 +38,13 @@ class Profile:
     dtypes: tuple[str, ...]
     calls: tuple[int, ...]
     other: float
+    scans: int = 10_000
 
 
 SMALL = (1, 2, 3, 4, 5, 6, 7)
 HALVES = ("bfloat16", "bfloat16", "bfloat16", "float32", "float32", "float16")
 TORCH = Profile(SMALL, SMALL, (1, 2, 2, 3, 4), (1, 2), 130, 0.05, 2, ("float64",) * 4 + ("float32",), (1, 2, 3), 0.5)
-INTERPRETER = Profile((1, 3, 4, 5), (1, 3, 5, 8), (1, 1, 2), (1,), 20, 0.0, 2, HALVES, (1, 1, 3), 0.2)
+INTERPRETER = Profile((1, 2, 3), (1, 3, 4), (1, 1, 1, 2), (1,), 20, 0.0, 2, HALVES, (1, 1, 1, 1, 3), 0.1, scans=5)
 GPU = Profile(
     (1, 3, 8, 16, 16, 17, 24, 32, 40, 64, 64, 100, 128), (1, 5, 8, 16, 17, 32, 40, 64, 64, 100, 128), (1, 2, 2, 3, 4),
     (1, 2, 3), 900, 0.08, 12, HALVES, (1, 3, 3, 4, 4), 0.25,
@@ -62,6 +67,8 @@ class Cases:
         self.residue = residue
         self.other = False
         self.inputs = recurrence.spec.inputs
+        # A direction of one number never changes: its gradient is nothing but rounding, relative to nothing.
+        self.keys = [n for n in profile.n if n > 1] if _has_directions(recurrence) else list(profile.n)
 
     def draw(self) -> Case:
         """The next case."""
@@ -88,7 +95,7 @@ class Cases:
         loss = rng.choice(["both"] * 6 + ["y", "y", "y", "state", ""])
         frozen = tuple(n for n in self._names if rng.random() < 0.4) if rng.random() < 0.25 else ()
         case = Case(
-            heads=heads, n=rng.choice(profile.n), p=rng.choice(profile.p), dtype=dtype, form=form, groups=groups,
+            heads=heads, n=rng.choice(self.keys), p=rng.choice(profile.p), dtype=dtype, form=form, groups=groups,
             layouts=layouts, initial=rng.random() < 0.4, loss=loss,
             frozen=frozen if len(frozen) < len(self._names) else (), lengths=(1,) if rng.random() < 0.3 else (),
         )  # fmt: skip
@@ -108,7 +115,7 @@ class Cases:
 
     def _one(self, kind: Case) -> Case:
         rng, profile = self.rng, self.profile
-        tokens = self._tokens(12 if kind.step else 70 if kind.form == "kernel" else profile.longest)
+        tokens = self._tokens(self._longest(kind))
         calls = rng.choice(profile.calls)
         regimes = {}
         for i in self.inputs:
@@ -120,6 +127,13 @@ class Cases:
             lengths=self._lengths(tokens) if kind.lengths else (), regimes=regimes, seed=rng.randrange(2**16),
         )  # fmt: skip
         return self._aliased(case) if rng.random() < 0.45 else case
+
+    def _longest(self, kind: Case) -> int:
+        if kind.step:
+            return min(12, self.profile.longest)
+        if kind.form == KERNELS and is_scan(self.recurrence.spec):
+            return min(self.profile.scans, self.profile.longest)
+        return min(70, self.profile.longest) if kind.form == "kernel" else self.profile.longest
 
     def _tokens(self, longest: int) -> int:
         """All residues in turn, then how many times RESIDUES."""
@@ -171,3 +185,15 @@ class Cases:
         """True where numbers of one input are legal for the others, those of a real one aside."""
         narrow = {self.ranges[n] for n in names if not self.ranges[n].is_real}
         return len(names) > 1 and len(narrow) <= 1
+
+
+def _has_directions(recurrence: Recurrence) -> bool:
+    """True where vectors are brought to one length, as l2norm does."""
+    spec = recurrence.spec
+    roots = [spec.readout, spec.system.D, *(x for s in spec.system.micro_steps for x in (s.B, *_leaves(s.A)))]
+    norms = [x for x in children_first(*roots) if x.op in ("rsqrt", "sqrt")]
+    return any(y.op == "sum_key" for x in norms for y in children_first(x))
+
+
+def _leaves(a: Operator) -> list[Expr]:
+    return [*a.exprs, *(x for part in a.parts for x in _leaves(part))]

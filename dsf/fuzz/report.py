@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from dsf.fuzz.attempt import Verdict
 from dsf.fuzz.case import Case
 from dsf.fuzz.draw import RESIDUES
+from dsf.fuzz.judge import Verdict
 
 # What the issue of the adversary asks to be met, and how many of each a run had.
 QUOTAS = (

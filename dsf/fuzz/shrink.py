@@ -11,9 +11,9 @@ import torch
 
 from dsf.call.recurrence import Recurrence
 from dsf.checking.ranges import Given
-from dsf.fuzz.attempt import Verdict, attempt
 from dsf.fuzz.case import Case
 from dsf.fuzz.declaration import Declaration, smaller
+from dsf.fuzz.judge import Verdict, attempt
 from dsf.language.errors import DsfError
 
 

@@ -17,11 +17,11 @@ import torch
 from dsf.call.recurrence import Recurrence
 from dsf.checking.measure import KERNELS
 from dsf.checking.ranges import Given, ranges_of
-from dsf.fuzz.attempt import Finding, Verdict
 from dsf.fuzz.case import Case
 from dsf.fuzz.declaration import Declaration
 from dsf.fuzz.draw import GPU, INTERPRETER, TORCH, Cases, Profile
 from dsf.fuzz.grammar import DECK, KNOWN, draw
+from dsf.fuzz.judge import Finding, Verdict
 from dsf.fuzz.report import Result
 from dsf.fuzz.shrink import Subject, script, shrunk
 from dsf.language.errors import FormError, InputError, TraceError
