@@ -206,10 +206,21 @@ def check(
     backend: Annotated[str, typer.Option(help="torch, triton or auto: both where there is a GPU")] = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="the errors of every form, not the verdict alone")]
     = False,
+    fuzz: Annotated[
+        float | None, typer.Option("--fuzz", min=1, help="seconds of random calls in place of laws")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Test that every form of a recurrence is right, forward and backward; exit code 1 if a law is broken."""
     recurrence = find(subject).recurrence
+    if fuzz is not None:
+        from dsf.fuzz import run
+
+        found = run(
+            fuzz, seed=seed, device=device, backend=None if backend == "auto" else backend, recurrence=recurrence
+        )
+        _print_json(found.to_dict()) if as_json else typer.echo(str(found))
+        raise typer.Exit(0 if found.ok else LAW_BROKEN)
     with Console(stderr=True).status(f"checking {recurrence.name} …"):
         report = dsf.check(recurrence, examples=examples, tokens=tokens, seed=seed, device=device, backend=backend)
     if as_json:
