@@ -18,7 +18,8 @@ from dsf.language.operator import Operator
 from dsf.language.spec import Spec
 from dsf.language.system import System, rule_of
 
-Rest, Found = ParamSpec("Rest"), TypeVar("Found")
+Rest = ParamSpec("Rest")
+Found = TypeVar("Found")
 
 _specs: weakref.WeakValueDictionary[str, Spec] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
