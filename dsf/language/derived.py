@@ -38,7 +38,7 @@ def derived(
             results = spec.__dict__.setdefault("_derived", {})
         key = (function, args)
         if key not in results:  # of threads that race, the first one's result is everybody's
-            results.setdefault(key, function(spec, *args))
+            results.setdefault(key, function(spec, *args, **kwargs))
         found: Found = results[key]
         return found
 
