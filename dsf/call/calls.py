@@ -114,7 +114,8 @@ def call_in_graph(
     cu_seqlens: Tensor | None, *tensors: Tensor,
 ) -> Any:  # fmt: skip
     """A call (or step) of the recurrence of that name, as one node of a compiled graph."""
-    proxy = next((x for x in tensors if isinstance(x, torch.fx.Proxy)), None)
+    found: tuple[Any, ...] = tensors
+    proxy = next((x for x in found if isinstance(x, torch.fx.Proxy)), None)
     if proxy is not None:  # torch.fx reads a saved graph: this stays one node of it
         given = (name, method, options, names, state, cu_seqlens, *tensors)
         return proxy.tracer.create_proxy("call_function", call_in_graph, given, {})

@@ -176,8 +176,8 @@ def _untouched_cache(spec: Spec, bound: Bound, cache: KVCache | None, rows: Tens
     if cache is not None:
         return KVCache(*(x.index_select(0, rows) for x in cache))
     heads, sizes = cache_heads(spec, bound.sizes), bound.sizes
-    like = {"dtype": bound.dtype, "device": bound.device}
-    k, v = (torch.zeros(len(rows), h, 0, n, **like) for h, n in zip(heads, (sizes.keys, sizes.p), strict=True))
+    none = torch.zeros(len(rows), 1, 0, 1, dtype=bound.dtype, device=bound.device)
+    k, v = none.expand(-1, heads[0], -1, sizes.keys), none.expand(-1, heads[1], -1, sizes.p)
     return KVCache(k, v, torch.zeros(len(rows), dtype=torch.int64, device=bound.device))
 
 

@@ -18,7 +18,8 @@ from dsf.language.operator import Operator
 from dsf.language.spec import Spec
 from dsf.language.system import System, rule_of
 
-Rest, Found = ParamSpec("Rest"), TypeVar("Found")
+Rest = ParamSpec("Rest")
+Found = TypeVar("Found")
 
 _specs: weakref.WeakValueDictionary[str, Spec] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
@@ -37,7 +38,7 @@ def derived(
             results = spec.__dict__.setdefault("_derived", {})
         key = (function, args)
         if key not in results:  # of threads that race, the first one's result is everybody's
-            results.setdefault(key, function(spec, *args))
+            results.setdefault(key, function(spec, *args, **kwargs))
         found: Found = results[key]
         return found
 
