@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import pickle
 
 import pytest
@@ -292,6 +293,22 @@ def test_the_way_out_of_padding_works():
     torch.testing.assert_close(y[:, 3:], layer(x[1:, :4])[0])
 
 
+@pytest.mark.parametrize("name", ["rwkv4", "rwkv7", "retnet", "kda"])
+def test_empty_sequences_in_a_packed_row_keep_their_state(name):
+    layer, cuts = moved(build(mixers.get(name))).double(), [0, 0, 4, 4, 9, 9]
+    x, state, alone = torch.randn(1, 9, 32, dtype=torch.float64), None, [None] * 5
+    for _ in range(2):
+        y, state = layer(x, state, cu_seqlens=torch.tensor(cuts))
+        for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            if begin < end:
+                expected, alone[i] = layer(x[:, begin:end], alone[i])
+                torch.testing.assert_close(y[:, begin:end], expected, rtol=1e-9, atol=1e-9)
+                for got, wanted in zip(state, alone[i], strict=True):
+                    assert (got is None) == (wanted is None)
+                    if got is not None:
+                        torch.testing.assert_close(got[i : i + 1], wanted, rtol=1e-9, atol=1e-9)
+
+
 def test_rwkv7_takes_the_values_of_the_first_layer():
     torch.manual_seed(0)
     first, second = mixers.RWKV7(16).double(), mixers.RWKV7(16, value_residual=True).double()
@@ -429,6 +446,7 @@ def test_a_layer_for_every_way_to_give_a_mixer(tmp_path):
                     "def held(v: Value, keep: Scalar) -> System:\n    return System(A=keep, B=v, C=1)\n")  # fmt: skip
     found = [layer_for(m, 16, n_heads=2) for m in ("gated_deltanet", mixers.GLA, mixers.gla, f"{path}:held")]
     assert [type(layer) for layer in found] == [mixers.GatedDeltaNet, mixers.GLA, Layer, Layer]
+    assert type(layer_for("mamba", 16)) is mixers.S6 and type(layer_for("GatedDeltaNet", 16)) is mixers.GatedDeltaNet
     assert layer_for("s6_negative", 16).recurrence is mixers.s6_negative
     for given, words in (
         ("gated_delta", "near names"), (f"{path}:hold", "its recurrences are held"), (f"{path}", "which function"),

@@ -208,11 +208,11 @@ def _against_whole(
 
 def packed(subject: Subject, form: str, example: Example) -> Measures:
     """Sequences packed by cu_seqlens equal the sequences run one by one."""
-    if form == AGAINST or not example.cuts:
+    bounds, timed = example.packed_bounds, {name for name, kind in subject.kinds.items() if kind.time}
+    if form == AGAINST or len(bounds) < 3:
         return
     example = replace(example, batch=1)
-    bounds, timed = example.bounds, {name for name, kind in subject.kinds.items() if kind.time}
-    inputs, state = subject.inputs(example), subject.state(example, rows=len(example.bounds) - 1)
+    inputs, state = subject.inputs(example), subject.state(example, rows=len(bounds) - 1)
     dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
 
     def together(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
@@ -221,6 +221,9 @@ def packed(subject: Subject, form: str, example: Example) -> Measures:
     def separate(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
         outputs, states = [], []
         for row, (begin, end) in enumerate(pairwise(bounds)):
+            if begin == end:  # what it began with
+                states.append(_row(state, row))
+                continue
             part = {name: x[:, begin:end] if name in timed else x for name, x in inputs.items()}
             y, final = subject.run(form, part, _row(state, row))
             outputs.append(y)
@@ -240,7 +243,10 @@ def _row(state: State | None, row: int) -> State | None:
 
 
 def _stack(states: list[State | None]) -> State | None:
-    """Final states of single sequences as the rows of one state."""
+    """Final states of single sequences as the rows of one state; None: of one that began with nothing and is empty."""
+    some = next(s for s in states if s is not None)
+    blank = KVCache(*map(torch.zeros_like, some)) if isinstance(some, KVCache) else torch.zeros_like(some)
+    states = [blank if s is None else s for s in states]
     caches = [s for s in states if isinstance(s, KVCache)]
     if not caches:
         return torch.cat([s for s in states if isinstance(s, Tensor)], dim=0)

@@ -258,6 +258,13 @@ def distance(
         return 0.0
     if not got.isfinite().all():
         return math.inf
+    return float(misfits(got, expected, kind, dtype, scale, terms).max())
+
+
+def misfits(
+    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None
+) -> Tensor:
+    """Relative errors [heads of every batch row, blocks of tokens], of which `distance` is the worst."""
     ref = by_head(expected.double(), kind)
     difference = by_head(got.double(), kind) - ref
     share, floor = RESOLUTION[dtype]
@@ -270,8 +277,7 @@ def distance(
     if terms is not None:
         size = torch.maximum(size, by_head(terms.double(), kind).norm(dim=-1))
     error = difference.norm(dim=-1)
-    ratio = torch.where(error == 0, 0.0, error / size)
-    return float(ratio.max())
+    return torch.where(error == 0, 0.0, error / size)
 
 
 def typical_entry(x: Tensor, kind: Kind | None) -> float:

@@ -17,6 +17,7 @@ from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.launch import launch, row_strides
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise.kernel import level_blocks, levels, no_finish, no_sums, pointwise
+from dsf.kernels.triton.registry import Registry
 
 PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
@@ -111,7 +112,7 @@ class Program:
     functions: Any = field(default=None, compare=False)
 
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS: Registry[Program] = Registry("program")
 
 
 def arguments_of(
