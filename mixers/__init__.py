@@ -15,6 +15,7 @@ from dsf.language.errors import InputError
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState
 from dsf.mixers._own import parameter_groups
+from dsf.mixers._shard import shard_rates
 from dsf.mixers.delta_product import (
     DeltaProduct,
     GatedDeltaProduct,
@@ -271,6 +272,7 @@ __all__ = [
     "rwkv7",
     "s6",
     "s6_negative",
+    "shard_rates",
     "softmax_attention",
     "ssd",
     "ssd_with",
