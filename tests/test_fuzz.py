@@ -13,7 +13,7 @@ from dsf.call.calls import Calls
 from dsf.checking.laws import forms
 from dsf.checking.measure import ORACLE, Subject
 from dsf.checking.ranges import ranges_of
-from dsf.fuzz import Case, attempt, combined, poisoned, run
+from dsf.fuzz import Case, attempt, combined, poisoned, run, shrink
 from dsf.fuzz.__main__ import main
 from dsf.fuzz.case import EXPANDED, LAYOUTS
 from dsf.fuzz.declaration import smaller
@@ -109,6 +109,34 @@ def test_calls_that_take_two_inputs_for_one_because_they_once_were_are_found(mon
     seen.clear()
     result = run(cases=200, seed=3, profile=replace(SMALL, dtypes=("float32",)), shrink=0)
     assert not result.ok
+
+
+def test_a_failure_that_needs_an_earlier_call_is_printed_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last: list[int] = []
+
+    def odd(y: torch.Tensor) -> torch.Tensor:
+        """Wrong for one token where the call before had more."""
+        wrong = y.shape[1] == 1 and bool(last) and last[-1] > 1
+        last.append(y.shape[1])
+        return y * 2 if wrong else y
+
+    monkeypatch.setattr(shrink, "forget", lambda recurrence: last.clear())
+    leaking(monkeypatch, odd)
+    recurrence = plain()
+    subject = shrink.Subject(None, recurrence)
+    cases = [Case(tokens=t, form="recurrent", seed=t) for t in (1, 1, 3, 4)]
+    final = Case(tokens=1, form="recurrent")
+    for case in cases:
+        assert subject.attempt(case, "cpu").status == "right"
+    verdict = subject.attempt(final, "cpu")
+    *_, history = shrink.shrunk(subject, final, verdict, "cpu", 20.0, history=cases)
+    assert history == (cases[-1],)
+    program = shrink.script(subject, final, verdict, "cpu", history=history)
+    last.clear()
+    exec(program, {"fuzzed": recurrence})
+    assert capsys.readouterr().out.startswith("wrong")
 
 
 @pytest.mark.parametrize("poison", [True, False])

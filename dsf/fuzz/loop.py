@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -175,7 +175,7 @@ def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
     left = math.inf if plan.cases is None else plan.cases
     empty = takes_empty()
     yield "empty", empty
-    failures: list[tuple[Subject, Case, Verdict, int]] = []
+    failures: list[tuple[Subject, Case, Verdict, int, list[Case]]] = []
     place = plan.start
     while left > 0 and time.perf_counter() < deadline:
         seed = plan.seed * SEED_STEP + place
@@ -189,6 +189,7 @@ def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
         ranges = ranges_of(spec, subject.ranges)
         cases = Cases(subject.recurrence, ranges, rng, plan.sizes, plan.backend, empty, seed)
         end = min(deadline, time.perf_counter() + (plan.share or math.inf))
+        history: list[Case] = []
         for _ in range(plan.each):
             if left <= 0 or time.perf_counter() > end:
                 break
@@ -202,12 +203,15 @@ def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
                     yield "failure", _failure(plan, subject, case, verdict, seed)
                     yield "lost", place
                     return
-                failures.append((subject, case, verdict, seed))
+                failures.append((subject, case, verdict, seed, history))
                 break
-    for number, (subject, case, verdict, seed) in enumerate(failures):
+            history.append(case)
+    for number, (subject, case, verdict, seed, earlier) in enumerate(failures):
+        before = tuple(earlier)
         if number < SHRUNK and plan.shrink > 0:
-            subject, case, verdict = shrunk(subject, case, verdict, plan.device, plan.shrink, plan.poison)
-        yield "failure", _failure(plan, subject, case, verdict, seed)
+            found = shrunk(subject, case, verdict, plan.device, plan.shrink, plan.poison, before)
+            subject, case, verdict, before = found
+        yield "failure", _failure(plan, subject, case, verdict, seed, before)
 
 
 def _declared(plan: Plan, place: int, rng: random.Random) -> Subject | None:
@@ -241,12 +245,14 @@ def _is_lost(verdict: Verdict) -> bool:
     return verdict.finding is not None and any(word in verdict.finding.detail for word in LOST)
 
 
-def _failure(plan: Plan, subject: Subject, case: Case, verdict: Verdict, seed: int) -> dict[str, Any]:
+def _failure(
+    plan: Plan, subject: Subject, case: Case, verdict: Verdict, seed: int, history: Sequence[Case] = ()
+) -> dict[str, Any]:
     assert verdict.finding is not None
     return {
         "seed": seed, "structure": subject.recurrence.spec.structure, "dtype": case.dtype,
         "quantity": verdict.finding.quantity, "error": verdict.finding.error, "finding": str(verdict.finding),
-        "script": script(subject, case, verdict, plan.device, plan.poison),
+        "script": script(subject, case, verdict, plan.device, plan.poison, history),
     }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from dsf.call.recurrence import Recurrence
 from dsf.checking.ranges import Given
 from dsf.fuzz.case import Case
 from dsf.fuzz.declaration import Declaration, smaller
-from dsf.fuzz.judge import Verdict, attempt
+from dsf.fuzz.judge import Verdict, attempt, forget
 from dsf.language.errors import DsfError
 
 
@@ -24,26 +24,71 @@ class Subject:
     declaration: Declaration | None
     recurrence: Recurrence
     ranges: Given | None = None
+    fresh: bool = False  # what calls remember is dropped before a case
 
     def attempt(self, case: Case, device: torch.device | str, poison: bool = True) -> Verdict:
         """The case tried on the recurrence."""
+        if self.fresh:
+            forget(self.recurrence)
         return attempt(self.recurrence, case, device, self.ranges, poison)
 
 
 def shrunk(
-    subject: Subject, case: Case, verdict: Verdict, device: torch.device | str, seconds: float, poison: bool = True
-) -> tuple[Subject, Case, Verdict]:
-    """The smallest subject and case found within `seconds` that fail alike, and how."""
+    subject: Subject, case: Case, verdict: Verdict, device: torch.device | str, seconds: float, poison: bool = True,
+    history: Sequence[Case] = (),
+) -> tuple[Subject, Case, Verdict, tuple[Case, ...]]:  # fmt: skip
+    """The smallest subject and case found within `seconds` that fail alike, and how.
+
+    history: cases of the subject that were tried before, without which this one may not fail: calls remember. What is
+    needed of it comes last; where nothing is, every try begins with nothing remembered.
+    """
     deadline = time.perf_counter() + seconds
     kind = _kind(verdict)
-    best = (subject, case, verdict)
+    subject = replace(subject, fresh=True)
+    now = _safely(subject, case, device, poison)
+    if now is None or now.status != "wrong":
+        return subject, case, verdict, _needed(subject, case, device, deadline, poison, tuple(history))
+    kind = _kind(now)
+    best = (subject, case, now)
     changed = True
     while changed and time.perf_counter() < deadline:
         changed = False
         for candidates in (_cases, _declarations):
             best, better = _descend(best, candidates, kind, device, deadline, poison)
             changed = changed or better
-    return best
+    return *best, ()
+
+
+def _safely(subject: Subject, case: Case, device: torch.device | str, poison: bool) -> Verdict | None:
+    try:
+        return subject.attempt(case, device, poison)
+    except Exception:  # the oracle's own refusal: no legal case
+        return None
+
+
+def _needed(
+    subject: Subject, case: Case, device: torch.device | str, deadline: float, poison: bool, history: tuple[Case, ...]
+) -> tuple[Case, ...]:
+    """The earlier cases without which this one does not fail; all of them where it does not fail again."""
+
+    def fails(before: tuple[Case, ...]) -> bool:
+        forget(subject.recurrence)
+        later = replace(subject, fresh=False)
+        for one in before:
+            _safely(later, one, device, poison)
+        found = _safely(later, case, device, poison)
+        return found is not None and found.status == "wrong"
+
+    size = len(history)
+    while size and time.perf_counter() < deadline:
+        for start in range(0, len(history), size):
+            less = history[:start] + history[start + size :]
+            if len(less) < len(history) and time.perf_counter() < deadline and fails(less):
+                history = less
+                break
+        else:
+            size //= 2
+    return history
 
 
 Found = tuple[Subject, Case, Verdict]
@@ -64,11 +109,8 @@ def _descend(
             if name in tried:
                 continue
             tried.add(name)
-            try:
-                verdict = subject.attempt(case, device, poison)
-            except Exception:  # the oracle's own refusal: no legal case
-                continue
-            if verdict.status == "wrong" and _kind(verdict) == kind:
+            verdict = _safely(subject, case, device, poison)
+            if verdict is not None and verdict.status == "wrong" and _kind(verdict) == kind:
                 best, better = (subject, case, verdict), True
                 break
         else:
@@ -156,18 +198,21 @@ def _declarations(subject: Subject, case: Case) -> Iterator[tuple[Subject, Case]
         except (DsfError, SyntaxError, TypeError, NameError):
             continue
         lost = set(subject.declaration.inputs) - set(other.inputs)
-        yield Subject(other, recurrence), case.without(lost)
+        yield replace(subject, declaration=other, recurrence=recurrence), case.without(lost)
 
 
-def script(subject: Subject, case: Case, verdict: Verdict, device: str, poison: bool = True, where: str = "") -> str:
-    """A program that shows the failure again. where: the import of a recurrence whose text is not known."""
+def script(
+    subject: Subject, case: Case, verdict: Verdict, device: str, poison: bool = True, history: Sequence[Case] = ()
+) -> str:
+    """A program that shows the failure again. history: cases that come before."""
     name = "fuzzed" if subject.declaration is not None else subject.recurrence.name
-    text = subject.declaration.text if subject.declaration is not None else f"{where or f'# {name}: your recurrence'}\n"
+    text = subject.declaration.text if subject.declaration is not None else f"# {name}: your recurrence\n"
     more = f", device={device!r}" if device != "cpu" else ""
     more += f", ranges={dict(subject.ranges)!r}" if subject.ranges else ""
     more += "" if poison else ", poison=False"
     first = "# run with TRITON_INTERPRET=1\n" if case.form == "triton" and device == "cpu" else ""
+    earlier = "".join(f"attempt({name}, {one!r}{more})\n" for one in history)
     return (
-        f"{first}{text}\n\nfrom dsf.fuzz import Case, attempt\n\ncase = {case!r}\n"
+        f"{first}{text}\n\nfrom dsf.fuzz import Case, attempt\n\n{earlier}case = {case!r}\n"
         f"print(attempt({name}, case{more}))\n# {verdict.status}: {verdict.finding}\n"
     )
