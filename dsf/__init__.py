@@ -54,6 +54,7 @@ _LAZY = {
     "convert": "dsf.analysis.convert",
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",
+    "models": "dsf.mixers.models",
     "analysis": "dsf.analysis",
 }
 
