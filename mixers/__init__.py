@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
+from typing import Any
 
 from dsf import Recurrence
+from dsf.language.errors import InputError
+from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState
 from dsf.mixers.delta_product import delta_product, delta_product_of, gated_delta_product
 from dsf.mixers.deltanet import DeltaNet, deltanet
@@ -15,6 +19,7 @@ from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_delta
 from dsf.mixers.gla import gla
 from dsf.mixers.hgrn import hgrn, hgrn2
 from dsf.mixers.kda import kda
+from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
 from dsf.mixers.mingru import mingru
@@ -119,12 +124,55 @@ def get(name: str) -> Entry:
     raise KeyError(f"no mixer is called {name!r}; {hint}")
 
 
+def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: Any) -> Mixer:
+    """A layer [B, T, d_model] -> [B, T, d_model] for a mixer, however it is given.
+
+    mixer: a name of the zoo ("gated_deltanet"), file.py:function, a class of this package or of yours, or a
+    recurrence (which gets a `Layer`). options: of the constructor: n_heads, d_state, headdim, expand, d_conv, bare,
+    layer_idx, device, dtype, ... Raises InputError for a mixer that cannot be found or an option its layer has not.
+    """
+    make = constructor_of(mixer)
+    try:
+        inspect.signature(make).bind(d_model, **options)
+    except TypeError as error:
+        raise InputError(
+            f"{_class_name(make)}: {error}; it takes {', '.join(inspect.signature(make).parameters)}"
+        ) from error
+    return make(d_model, **options)
+
+
+def constructor_of(mixer: str | type[Mixer] | Recurrence) -> Callable[..., Mixer]:
+    """What `layer_for` calls with d_model and options. Raises InputError for a mixer that cannot be found."""
+    if isinstance(mixer, type) and issubclass(mixer, Mixer):
+        return mixer
+    if isinstance(mixer, str) and is_file(mixer):
+        mixer = recurrence_in(mixer)
+    if isinstance(mixer, Recurrence):
+        return _around(mixer)
+    if not isinstance(mixer, str):
+        raise InputError(f"a mixer is a name, file.py:function, a class or a recurrence, not {type(mixer).__name__}")
+    try:
+        entry = get(mixer)
+    except KeyError as error:
+        raise InputError(str(error.args[0])) from error
+    return entry.module if entry.module is not None else _around(entry.recurrence)
+
+
+def _class_name(make: Callable[..., Mixer]) -> str:
+    return str(getattr(make, "__name__", None) or make.func.__name__)  # type: ignore[attr-defined]
+
+
+def _around(recurrence: Recurrence) -> Callable[..., Mixer]:
+    return partial(Layer, recurrence)
+
+
 __all__ = [
     "DeltaNet",
     "Entry",
     "GatedDeltaNet",
     "GeneralizedLinearAttention",
     "LinearAttention",
+    "Layer",
     "Longhorn",
     "Mixer",
     "MixerState",
@@ -147,6 +195,7 @@ __all__ = [
     "hgrn",
     "hgrn2",
     "kda",
+    "layer_for",
     "linear_attention",
     "longhorn",
     "longhorn_exact",

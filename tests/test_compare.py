@@ -10,13 +10,13 @@ import torch
 import dsf
 from dsf import Scalar, System
 from dsf.analysis import compare as engine
-from dsf.analysis.generic import GenericMixer, random_inputs, squash
 from dsf.analysis.probe import disagreement, first, spectrum, speeds
 from dsf.analysis.subjects import find, find_all
 from dsf.analysis.text import load_text
 from dsf.analysis.training import Setup, build, make_model, train
 from dsf.checking.ranges import Range
 from dsf.mixers import ZOO
+from dsf.mixers.layer import Layer, random_inputs, squash
 
 SETUP = Setup(steps=12, batch=4, seq=64, d_model=32, n_heads=2, layers=1)
 NAMES = ["gated_deltanet", "mlstm"]  # one with its paper's layer, one in a generic layer
@@ -57,7 +57,7 @@ def test_every_mixer_has_a_whole_record(result):
     data = json.loads(json.dumps(result.to_dict()))
     assert data["schema"] == "dsf.compare/1" and not data["failed"]
     assert [m["name"] for m in data["mixers"]] == [*NAMES, "leaky"]
-    assert [m["layer"] for m in data["mixers"]] == ["GatedDeltaNet", "GenericMixer", "GenericMixer"]
+    assert [m["layer"] for m in data["mixers"]] == ["GatedDeltaNet", "Layer", "Layer"]
     for m in data["mixers"]:
         assert {"before", "after"} <= m["bits_per_byte"].keys()
         assert len(m["training"]["bits_per_byte"]) == SETUP.steps
@@ -172,7 +172,7 @@ def test_any_bytes_are_text(tmp_path):
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
 def test_a_generic_layer_wraps_any_recurrence_and_learns(entry):
-    layer = GenericMixer(entry.recurrence, 16, n_heads=2)
+    layer = Layer(entry.recurrence, 16, n_heads=2)
     x = torch.randn(2, 9, 16)
     y, state = layer(x)
     assert y.shape == x.shape and y.isfinite().all()
@@ -283,7 +283,7 @@ def test_a_recurrence_without_channels_has_a_layer():
     def counter(s: Scalar, f: Scalar) -> System:
         return System(A=dsf.sigmoid(f), B=s, C=1)
 
-    layer = GenericMixer(counter, 16, n_heads=2)
+    layer = Layer(counter, 16, n_heads=2)
     y, state = layer(torch.randn(2, 9, 16))
     assert y.shape == (2, 9, 16) and state.recurrent.shape == (2, 2, 1, 1)
     assert layer.state_size() == 2

@@ -197,7 +197,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _layer(subject: Subject) -> str:
-    return getattr(subject.make, "__name__", "GenericMixer") if subject.has_module else "GenericMixer"
+    return getattr(subject.make, "__name__", "Layer") if subject.has_module else "Layer"
 
 
 def _states(subject: Subject, model: ByteLM) -> dict[str, Any]:

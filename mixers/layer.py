@@ -1,4 +1,4 @@
-"""`GenericMixer`: a layer around any recurrence, for those that come without the module of their paper."""
+"""`Layer`: a layer around any recurrence, for those that come without the module of their paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsf import Recurrence
 from dsf.checking.ranges import Range, key_axis, ranges_of
 from dsf.language.expr import KEY, VALUE, inputs_of
 from dsf.language.spec import Input, Spec
-from dsf.mixers import Mixer
+from dsf.mixers._module import Mixer
 
 LONGEST = 4.0  # sigmoid(4) = 0.982, a half-life of 38 tokens
 
@@ -63,7 +63,7 @@ def random_inputs(
     return inputs
 
 
-class GenericMixer(Mixer):
+class Layer(Mixer):
     """A layer around any recurrence: every token input is a linear map of x, squashed into the range it needs.
 
     The ranges are those that the traced expressions demand for states to stay bounded
