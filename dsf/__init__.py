@@ -54,7 +54,7 @@ _LAZY = {
     "convert": "dsf.analysis.convert",
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",
-    "models": "dsf.mixers.models",
+    "models": "dsf.models",
     "analysis": "dsf.analysis",
 }
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers.models.config import ATTENTION, ModelConfig
-from dsf.mixers.models.naming import layer_for
+from dsf.mixers.models.naming import constructor_of, layer_for, takes
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
@@ -37,7 +37,9 @@ class CausalOutput:
 
 def build_mixer(config: ModelConfig, mixer: str) -> Mixer:
     """One mixer of a model: softmax attention with the model's rotary positions, anything else by `layer_for`."""
-    options = {"n_heads": config.heads(mixer), **config.mixer_options.get(mixer, {})}
+    options = dict(config.mixer_options.get(mixer, {}))
+    if takes(constructor_of(mixer), "n_heads"):
+        options.setdefault("n_heads", config.heads(mixer))
     if mixer == ATTENTION and config.rope_base is not None:
         return RotaryAttention(config.d_model, **{"rope_base": config.rope_base, **options})
     return layer_for(mixer, config.d_model, **options)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from dsf.language.errors import InputError
-from dsf.mixers.models.naming import Named, mixer_name, resolve
+from dsf.mixers.models.naming import Named, constructor_of, mixer_name
 
 ATTENTION = "softmax_attention"
 MULTIPLE = 64  # the hidden width of an MLP is rounded up to a multiple of it: tiles of matrix products
@@ -28,7 +28,7 @@ class ModelConfig(BaseModel):
     mlp_ratio, mlp_hidden: a SwiGLU has mlp_hidden channels; None: 2/3 · mlp_ratio · d_model, rounded up to 64.
     norm_eps: added to mean squares in RMS norms. tie_embeddings: the head is the embedding, transposed.
     rope_base: base of the rotary positions of softmax attention, which no other mixer gets; None: no positions.
-    max_length: tokens that the model is meant for, which nothing but softmax attention limits; None: any number.
+    context_length: tokens that the model is meant for, which nothing but softmax attention limits; None: any number.
     init_std: standard deviation of the normal start of embeddings and MLPs; mixers start as their papers say.
     fused_loss: in training with labels, compute the loss piece by piece, so that the logits of all tokens are never
         in memory (and are None in the output).
@@ -47,7 +47,7 @@ class ModelConfig(BaseModel):
     norm_eps: float = Field(default=1e-6, gt=0)
     tie_embeddings: bool = True
     rope_base: float | None = Field(default=10000.0, gt=0)
-    max_length: int | None = Field(default=None, gt=0)
+    context_length: int | None = Field(default=None, gt=0)
     init_std: float = Field(default=0.02, ge=0)
     fused_loss: bool = False
 
@@ -77,7 +77,7 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _fit_together(self) -> ModelConfig:
         for mixer in dict.fromkeys(self.mixers):
-            resolve(mixer)
+            constructor_of(mixer)
         if self.n_layers % len(self.mixers):
             raise ValueError(
                 f"mixers has {len(self.mixers)} entries, which do not divide n_layers = {self.n_layers}; "
@@ -138,10 +138,10 @@ class ModelConfig(BaseModel):
 
 # Width, layers and context of the named sizes; parameters with a vocabulary of 32,000 and tied embeddings.
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"d_model": 128, "n_layers": 4, "n_heads": 2, "max_length": 512},
-    "20m": {"d_model": 384, "n_layers": 6, "n_heads": 6, "max_length": 2048},
-    "100m": {"d_model": 768, "n_layers": 12, "max_length": 4096},
-    "340m": {"d_model": 1024, "n_layers": 24, "max_length": 4096},
+    "tiny": {"d_model": 128, "n_layers": 4, "n_heads": 2, "context_length": 512},
+    "20m": {"d_model": 384, "n_layers": 6, "n_heads": 6, "context_length": 2048},
+    "100m": {"d_model": 768, "n_layers": 12, "context_length": 4096},
+    "340m": {"d_model": 1024, "n_layers": 24, "context_length": 4096},
 }
 
 

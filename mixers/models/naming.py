@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dsf import Recurrence
 from dsf.language.errors import InputError
-from dsf.mixers import ZOO, Mixer, get
-from dsf.mixers.models._shim import find_mixer, layer_for
+from dsf.mixers import ZOO, Mixer, constructor_of, layer_for
 
 Named = (str, Recurrence, type)  # what may stand for one mixer
 
@@ -24,18 +25,23 @@ def mixer_name(mixer: Any) -> str:
     for entry in ZOO:
         if mixer is entry.recurrence or (entry.module is not None and mixer is entry.module):
             return entry.name
-    if isinstance(mixer, Recurrence) or (isinstance(mixer, type) and issubclass(mixer, Mixer)):
+    if isinstance(mixer, Recurrence):
         return _in_file(mixer)
+    if isinstance(mixer, type) and issubclass(mixer, Mixer):
+        raise InputError(
+            f"{mixer.__name__} is a class outside the zoo, which a configuration cannot name; give its recurrence, in a "
+            "file, as file.py:function"
+        )
     raise InputError(
         f"a mixer is a name of the zoo, file.py:function, a Recurrence or a class of layers, got {type(mixer).__name__}"
     )
 
 
-def _in_file(mixer: Any) -> str:
-    """`file.py:name`, where the file is one that is imported and has the mixer under that name."""
+def _in_file(mixer: Recurrence) -> str:
+    """`file.py:name`, where the file is one that is imported and has the recurrence under its name."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and getattr(module, mixer.__name__, None) is mixer and Path(file).is_file():
+        if file and vars(module).get(mixer.__name__) is mixer and Path(file).is_file():
             return f"{Path(file).resolve()}:{mixer.__name__}"
     raise InputError(
         f"{mixer.__name__} is not defined in a file under that name, so that a saved model could not find it again; "
@@ -43,9 +49,9 @@ def _in_file(mixer: Any) -> str:
     )
 
 
-def resolve(mixer: str) -> Any:
-    """What a text stands for, as `layer_for` takes it. Raises InputError, with near names."""
-    return find_mixer(mixer)
+def takes(make: Callable[..., Any], option: str) -> bool:
+    """Whether a constructor (or a partial of one) names this argument."""
+    return option in inspect.signature(make).parameters
 
 
-__all__ = ["Named", "get", "layer_for", "mixer_name", "resolve"]
+__all__ = ["Named", "constructor_of", "layer_for", "mixer_name", "takes"]
