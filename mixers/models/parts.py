@@ -71,17 +71,20 @@ def next_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     return after.index_fill(1, last % after.shape[1], IGNORED)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean in nats over the targets that are not IGNORED, 0 if there are none. logits [B, T, V], targets [B, T]."""
-    counted = (targets != IGNORED).sum().clamp(min=1)
+def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
+    """Mean in nats over the targets that are not IGNORED, 0 if there are none. logits [B, T, V], targets [B, T].
+
+    count: what the sum is divided by instead: the targets of several batches whose gradients are added up.
+    """
+    counted = (targets != IGNORED).sum().clamp(min=1) if count is None else count
     total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / counted
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     """`cross_entropy` of hidden @ weight.T, a piece of the tokens at a time; logits of all tokens are never in memory.
 
-    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. Gradients of hidden and weight are made in the forward pass, since
+    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. Gradients of hidden and weight are made in the forward pass, since
     logits that are not kept would have to be made again; second derivatives are refused.
     """
     kind = hidden.device.type
@@ -91,9 +94,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     kernel = _kernel("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", hidden)
     if kernel is not None:
         found = kernel.apply(hidden.flatten(0, 1), weight, targets.flatten())
-        return found[0] if isinstance(found, tuple) else found
-    loss: Tensor = _Pieces.apply(hidden.flatten(0, 1), weight, targets.flatten())
-    return loss
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+    else:
+        loss = _Pieces.apply(hidden.flatten(0, 1), weight, targets.flatten())
+    return loss if count is None else loss * ((targets != IGNORED).sum().clamp(min=1) / count)
 
 
 class _Pieces(torch.autograd.Function):
