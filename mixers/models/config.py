@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class ModelConfig(BaseModel):
     @field_validator("mixers", mode="before")
     @classmethod
     def _as_names(cls, given: Any) -> tuple[str, ...]:
-        several = [given] if isinstance(given, Named) else list(given)
+        several = [given] if isinstance(given, Named) else list(given) if isinstance(given, Iterable) else [given]
         if not several:
             raise ValueError("names no mixer")
         return tuple(mixer_name(mixer) for mixer in several)

@@ -65,6 +65,21 @@ class StateLayer(CacheLayerMixin):
     def _each(self, function: Callable[[Tensor], Tensor]) -> None:
         self.state = mapped(self.state, function)
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences. Raises AttributeError before the first call, as transformers' own layers do."""
+        rows = rows_of(self.state)
+        if rows is None:
+            raise AttributeError("no state yet")
+        return rows
+
+    max_batch_size = batch_size  # before 5.13
+
+    @property
+    def max_cache_len(self) -> int:
+        """Places that masks have beside static layers, -1 for any number."""
+        return -1 if self.width is None else self.width
+
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Nothing: the first state is the initialisation."""
 
@@ -132,12 +147,6 @@ class DsfCache(Cache):
         """Keep the states after `tokens` more tokens."""
         for i, s in enumerate(state.layers):
             state_layer(self, i).store(s, tokens)
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences, -1 before the first call."""
-        rows = [rows_of(x.state) for x in self.layers if getattr(x, "state", None) is not None]
-        return rows[0] if rows and rows[0] is not None else -1
 
 
 def state_layer(cache: Any, index: int) -> StateLayer:
@@ -233,6 +242,17 @@ class DsfPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # decay rates and their kin: rounded to bfloat16, memories of thousands of tokens all become one length
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]  # noqa: RUF012
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Every module that is not initialised yet. (transformers' own passes by modules that hold no weight
+        themselves, and such a module here starts those inside it.)"""
+        if getattr(self, "_is_hf_initialized", False):
+            return
+        for module in self.modules():
+            if not getattr(module, "_is_hf_initialized", False):
+                self._init_weights(module)
+                module._is_hf_initialized = True  # type: ignore[assignment]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -354,14 +374,14 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
     def of(cls, model: CausalLM) -> DsfForCausalLM:
         """A copy of a torch-only model, with its weights."""
         made = cls(DsfConfig.of(model.config))
-        made.load_state_dict(model.state_dict())
+        copy_weights(made, model)
         return made.train(model.training)
 
     def to_torch(self) -> CausalLM:
         """A copy as a torch-only model."""
         made = CausalLM(self.config.model_config)
-        made.load_state_dict(self.state_dict())
-        return made.to(self.device).train(self.training)
+        copy_weights(made, self)
+        return made.train(self.training)
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""
@@ -435,6 +455,13 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         from dsf.mixers.models.decay import undecayed_names
 
         return undecayed_names(self)
+
+
+def copy_weights(to: nn.Module, source: nn.Module) -> None:
+    """The parameters of `source`, in their types and on their devices, in a model of the same names."""
+    theirs = dict(source.named_parameters())
+    for name, p in to.named_parameters():
+        p.data = theirs[name].detach().clone()
 
 
 def _register(auto: Any, *what: Any) -> None:

@@ -77,7 +77,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     count: what the sum is divided by instead: the targets of several batches whose gradients are added up.
     """
     counted = (targets != IGNORED).sum().clamp(min=1) if count is None else count
-    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / counted
 
 
@@ -97,7 +98,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count:
         loss: Tensor = found[0] if isinstance(found, tuple) else found
     else:
         loss = _Pieces.apply(hidden.flatten(0, 1), weight, targets.flatten())
-    return loss if count is None else loss * ((targets != IGNORED).sum().clamp(min=1) / count)
+    return loss if count is None else loss * (targets != IGNORED).sum().clamp(min=1) / count
 
 
 class _Pieces(torch.autograd.Function):
@@ -121,7 +122,7 @@ class _Pieces(torch.autograd.Function):
                 if d_hidden is None and d_weight is None:
                     continue
                 slope = logs.exp_().scatter_add_(1, place, -torch.ones_like(place, dtype=logs.dtype))
-                slope = (slope * (shown / counted)).to(hidden.dtype)
+                slope = (slope * (shown.to(slope.dtype) / counted)).to(hidden.dtype)
                 if d_hidden is not None:
                     torch.matmul(slope, weight, out=d_hidden[begin : begin + rows])
                 if d_weight is not None:
