@@ -13,17 +13,25 @@ from dsf import Recurrence
 from dsf.language.errors import InputError
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState
-from dsf.mixers.delta_product import delta_product, delta_product_of, gated_delta_product
+from dsf.mixers._own import parameter_groups
+from dsf.mixers.delta_product import (
+    DeltaProduct,
+    GatedDeltaProduct,
+    delta_product,
+    delta_product_of,
+    gated_delta_product,
+)
 from dsf.mixers.deltanet import DeltaNet, deltanet
 from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_deltanet_log
-from dsf.mixers.gla import gla
-from dsf.mixers.hgrn import hgrn, hgrn2
-from dsf.mixers.kda import kda
+from dsf.mixers.gla import GLA, gla
+from dsf.mixers.hgrn import HGRN, hgrn
+from dsf.mixers.hgrn2 import HGRN2, hgrn2
+from dsf.mixers.kda import KDA, kda
 from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
-from dsf.mixers.mingru import mingru
-from dsf.mixers.mlstm import mlstm
+from dsf.mixers.mingru import MinGRU, mingru
+from dsf.mixers.mlstm import MLSTM, mlstm
 from dsf.mixers.normalized_attention import (
     GeneralizedLinearAttention,
     NormalizedAttention,
@@ -33,11 +41,11 @@ from dsf.mixers.normalized_attention import (
     normalized_attention_softplus,
 )
 from dsf.mixers.qlstm import QLSTM, modified_qlstm, qlstm
-from dsf.mixers.retnet import retnet
+from dsf.mixers.retnet import RetNet, retnet
 from dsf.mixers.rg_lru import RGLRU, rg_lru
-from dsf.mixers.rwkv4 import rwkv4
-from dsf.mixers.rwkv6 import rwkv6
-from dsf.mixers.rwkv7 import rwkv7
+from dsf.mixers.rwkv4 import RWKV4, rwkv4
+from dsf.mixers.rwkv6 import RWKV6, rwkv6
+from dsf.mixers.rwkv7 import RWKV7, rwkv7
 from dsf.mixers.s6 import S6, s6, s6_negative
 from dsf.mixers.softmax_attention import SoftmaxAttention, softmax_attention
 from dsf.mixers.ssd import SSD, ssd, ssd_with
@@ -76,7 +84,7 @@ class Entry:
         return rest.partition(" Symbols:")[0] or None
 
 
-def _variant(module: type[Mixer], **options: object) -> Callable[..., Mixer]:
+def _variant(module: type[Mixer], **options: Any) -> Callable[..., Mixer]:
     """`module` with some constructor arguments set, keeping its name and docstring."""
     return update_wrapper(partial(module, **options), module, updated=())
 
@@ -98,19 +106,19 @@ ZOO: tuple[Entry, ...] = (
     Entry(deltanet, DeltaNet),
     Entry(gated_deltanet, GatedDeltaNet),
     Entry(longhorn, Longhorn),
-    Entry(longhorn_exact),
-    Entry(retnet),
-    Entry(gla),
-    Entry(hgrn),
-    Entry(hgrn2),
-    Entry(mingru),
-    Entry(rwkv4),
-    Entry(rwkv6),
-    Entry(rwkv7),
-    Entry(kda),
-    Entry(mlstm),
-    Entry(delta_product),
-    Entry(gated_delta_product),
+    Entry(longhorn_exact, _variant(Longhorn, exact=True)),
+    Entry(retnet, RetNet),
+    Entry(gla, GLA),
+    Entry(hgrn, HGRN),
+    Entry(hgrn2, HGRN2),
+    Entry(mingru, MinGRU),
+    Entry(rwkv4, RWKV4),
+    Entry(rwkv6, RWKV6),
+    Entry(rwkv7, RWKV7),
+    Entry(kda, KDA),
+    Entry(mlstm, MLSTM),
+    Entry(delta_product, DeltaProduct),
+    Entry(gated_delta_product, GatedDeltaProduct),
 )
 
 
@@ -168,17 +176,29 @@ def _around(recurrence: Recurrence) -> Callable[..., Mixer]:
 
 __all__ = [
     "DeltaNet",
+    "DeltaProduct",
     "Entry",
+    "GLA",
     "GatedDeltaNet",
+    "GatedDeltaProduct",
     "GeneralizedLinearAttention",
-    "LinearAttention",
+    "HGRN",
+    "HGRN2",
+    "KDA",
     "Layer",
+    "LinearAttention",
     "Longhorn",
+    "MLSTM",
+    "MinGRU",
     "Mixer",
     "MixerState",
     "NormalizedAttention",
     "QLSTM",
     "RGLRU",
+    "RWKV4",
+    "RWKV6",
+    "RWKV7",
+    "RetNet",
     "S6",
     "SSD",
     "SoftmaxAttention",
@@ -205,6 +225,7 @@ __all__ = [
     "normalized_attention_exp",
     "normalized_attention_sigmoid",
     "normalized_attention_softplus",
+    "parameter_groups",
     "qlstm",
     "retnet",
     "rg_lru",

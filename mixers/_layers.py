@@ -1,12 +1,12 @@
-"""Small pieces that several mixers share: norms, decay-rate initialisation."""
+"""Small pieces that several mixers share: norms, splitting into heads."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dsf.mixers._own import Start, fill
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -36,26 +36,22 @@ class GatedRMSNorm(nn.RMSNorm):
         return x if gate is None or self.gate_first else x * F.silu(gate)
 
 
-def undecayed(start: Tensor) -> nn.Parameter:
-    """A parameter that weight decay must leave alone, marked the way training code for Mamba looks for."""
-    parameter = nn.Parameter(start)
-    parameter._no_weight_decay = True  # type: ignore[attr-defined]
-    return parameter
-
-
-def log_uniform_dt_bias(size: int, dt_min: float = 1e-3, dt_max: float = 0.1, floor: float = 1e-4) -> Tensor:
-    """A bias b [size] with softplus(b) log-uniform in [dt_min, dt_max] (the time-step init of Mamba)."""
-    dt = torch.exp(torch.rand(size) * math.log(dt_max / dt_min) + math.log(dt_min)).clamp(min=floor)
-    return inverse_softplus(dt)
-
-
-def inverse_softplus(y: Tensor) -> Tensor:
-    """x with softplus(x) = y, for y > 0; stable for small y."""
-    return y + torch.log(-torch.expm1(-y))
-
-
 def split_heads(x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     """Split [B, T, H1·D1 + H2·D2 + …] into [B, T, H1, D1], [B, T, H2, D2], … sizes: H1, D1, H2, D2, …"""
     heads, widths = sizes[::2], sizes[1::2]
     parts = x.split([h * d for h, d in zip(heads, widths, strict=True)], dim=-1)
     return tuple(part.unflatten(-1, (h, d)) for part, h, d in zip(parts, heads, widths, strict=True))
+
+
+class StartLinear(nn.Linear):
+    """A linear map whose weight begins as start(out_features, in_features), and its bias as zeros."""
+
+    def __init__(self, in_features: int, out_features: int, start: Start, bias: bool = False):
+        self.start = start
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight again; the bias is zero."""
+        fill(self.weight, self.start)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)

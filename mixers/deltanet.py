@@ -1,9 +1,13 @@
 """DeltaNet: linear attention that overwrites."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer
+from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import GatedRMSNorm, l2norm, split_heads
 from dsf.mixers._module import Mixer, Side, Span
@@ -40,12 +44,15 @@ class DeltaNet(Mixer):
         d_conv: int = 4,
         allow_neg_eigval: bool = False,
         bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        n, p = d_state or d_model // n_heads, headdim or d_model // n_heads
+        super().__init__(layer_idx)
         keys = n_key_heads or n_heads
         if n_heads % keys:
-            raise ValueError(f"{type(self).__name__}: n_key_heads ({keys}) must divide n_heads ({n_heads})")
+            raise InputError(f"{type(self).__name__}: n_key_heads ({keys}) must divide n_heads ({n_heads})")
+        n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
         self.dims = (n_heads, n, p)
         self.split = (keys, n, keys, n, n_heads, p)
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
@@ -55,6 +62,7 @@ class DeltaNet(Mixer):
         self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False)
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
+        self.place(device, dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.qkv_proj(x), (x,)

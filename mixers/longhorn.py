@@ -1,5 +1,8 @@
 """Longhorn: the state space model that solves an online regression in closed form."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 import dsf
@@ -35,11 +38,29 @@ def longhorn_exact(q: Key, k: Key, x: Value, beta: Value, D: Param[Value]) -> Sy
 class Longhorn(MambaBlock):
     """Longhorn in the Mamba block, without Mamba's A_log; arguments as `MambaBlock`.
 
+    exact=True takes `longhorn_exact`, the update before its diagonal approximation.
+
     beta = sigmoid(low-rank map of x). Linear maps keep torch's default init and D is 1, as in the released
     code (whose `dt_head` is `dt_proj` here).
     """
 
     recurrence = longhorn
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        exact: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d_model, d_state, d_conv, expand, dt_rank, bare, layer_idx, device, dtype)
+        self.recurrence = longhorn_exact if exact else longhorn
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         beta, k, q = self._low_rank(u)
