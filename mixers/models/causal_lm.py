@@ -27,19 +27,22 @@ Turn = tuple[Tensor, Tensor]  # cos, sin
 class CausalOutput:
     """What a model returns. logits: [B, T, vocab_size], or None if only the loss was asked for.
 
-    loss: mean cross entropy in nats of the tokens that labels give, or None without labels. state: a `ModelState`.
+    loss: mean cross entropy in nats of the tokens that labels give, or None without labels. state: a `ModelState`, or
+    None with return_state=False.
     """
 
     logits: Tensor | None
     loss: Tensor | None
-    state: ModelState
+    state: ModelState | None
 
 
-def build_mixer(config: ModelConfig, mixer: str) -> Mixer:
+def build_mixer(config: ModelConfig, mixer: str, index: int) -> Mixer:
     """One mixer of a model: softmax attention with the model's rotary positions, anything else by `layer_for`."""
-    options = dict(config.mixer_options.get(mixer, {}))
-    if takes(constructor_of(mixer), "n_heads"):
+    make, options = constructor_of(mixer), dict(config.mixer_options.get(mixer, {}))
+    if takes(make, "n_heads"):
         options.setdefault("n_heads", config.heads(mixer))
+    if takes(make, "layer_idx"):
+        options["layer_idx"] = index
     if mixer == ATTENTION and config.rope_base is not None:
         return RotaryAttention(config.d_model, **{"rope_base": config.rope_base, **options})
     return layer_for(mixer, config.d_model, **options)
@@ -55,28 +58,38 @@ class Block(nn.Module):
         super().__init__()
         self.index = index
         self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mixer = build_mixer(config, config.layer_mixers[index])
+        self.mixer = build_mixer(config, config.layer_mixers[index], index)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.hidden)
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
 
     def forward(
-        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, turn: Turn | None = None
+        self,
+        x: Tensor,
+        state: Any = None,
+        cu_seqlens: Tensor | None = None,
+        turn: Turn | None = None,
+        keep: bool = True,
     ) -> tuple[Tensor, Any]:
-        """x: [B, T, d_model] -> (the same shape, state of the mixer). turn: the rotation, if the mixer takes one."""
-        mixed, state = self._mix(self.mixer_norm(x), state, cu_seqlens, turn)
+        """x: [B, T, d_model] -> (the same shape, state of the mixer, or None where it is not to be kept).
+
+        turn: the rotation, if the mixer takes one.
+        """
+        mixed, state = self._mix(self.mixer_norm(x), state, cu_seqlens, turn, keep)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
 
-    def _mix(self, x: Tensor, state: Any, cu_seqlens: Tensor | None, turn: Turn | None) -> tuple[Tensor, Any]:
+    def _mix(
+        self, x: Tensor, state: Any, cu_seqlens: Tensor | None, turn: Turn | None, keep: bool
+    ) -> tuple[Tensor, Any]:
         one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
         if one:  # a decode step is one launch
             tokens = {} if turn is None else {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
             y, state = self.mixer.step(x[:, 0], state, **tokens)
             return y.unsqueeze(1), state
         tokens = {} if turn is None else {"cos": turn[0], "sin": turn[1]}
-        return self.mixer(x, state, cu_seqlens, **tokens)
+        return self.mixer(x, state, cu_seqlens, use_cache=keep, **tokens)
 
 
 class Backbone(nn.Module):
@@ -93,9 +106,9 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
     def run(
-        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, ModelState]:
-        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state)."""
+        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None, keep: bool = True
+    ) -> tuple[Tensor, ModelState | None]:
+        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state, or None unless it is kept)."""
         if state is not None:
             check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         turns: dict[tuple[int, float], Turn] = {}
@@ -109,11 +122,11 @@ class Backbone(nn.Module):
                 kind = (block.mixer.dims[1], block.mixer.rope_base)
                 turn = turns[kind] = turns.get(kind) or block.mixer.turns(x, before, cu_seqlens)
             if self.training and block.gradient_checkpointing:
-                x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn)
+                x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn, keep)
             else:
-                x, new = block(x, before, cu_seqlens, turn)
+                x, new = block(x, before, cu_seqlens, turn, keep)
             after.append(new)
-        return self.norm(x), ModelState(tuple(after))
+        return self.norm(x), ModelState(tuple(after)) if keep else None
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.layers:
@@ -159,16 +172,17 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         state: ModelState | None = None,
         cu_seqlens: Tensor | None = None,
+        return_state: bool = True,
     ) -> CausalOutput:
         """Predict the next token after each.
 
         ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is what token t predicts, -100
         counts as nothing. state: the .state of an earlier call, whose sequences go on. cu_seqlens: [S + 1] boundaries of
         sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
-        Raises InputError for shapes and states that do not fit.
+        return_state: False spares memory and time in training. Raises InputError for shapes and states that do not fit.
         """
         self._check(ids, labels, cu_seqlens)
-        hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens)
+        hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state)
         if labels is None:
             return CausalOutput(self.lm_head(hidden), None, state)
         targets = next_labels(labels, cu_seqlens)

@@ -329,11 +329,11 @@ class DsfModel(DsfPreTrainedModel):
             past_key_values = DsfCache(self.config)
         state = None if past_key_values is None else _states_of(past_key_values, len(self.layers))
         if padding is None:
-            hidden, state = self.run(x, state, bounds)
+            hidden, state = self.run(x, state, bounds, bool(use_cache))
         else:  # once for the whole model
-            hidden, state = self.run(padding.pack(x), state, padding.cu_seqlens)
+            hidden, state = self.run(padding.pack(x), state, padding.cu_seqlens, bool(use_cache))
             hidden = padding.unpack(hidden, x.shape)
-        if use_cache and past_key_values is not None:
+        if state is not None and use_cache:
             for i, after in enumerate(state.layers):
                 state_layer(past_key_values, i).store(after, tokens)
         return BaseModelOutputWithPast(

@@ -144,7 +144,7 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
     for i, layer in zip(chosen, new, strict=True):
         attention = found[i].self_attn
         like = next(attention.parameters())
-        _to(layer, like)
+        layer.to(device=like.device, dtype=like.dtype)  # rates stay float32
         handle._before[i], handle.mixers[i] = attention, layer
         found[i].self_attn = SwappedAttention(layer, i).train(attention.training)
     handle.record["layers"] = chosen
@@ -208,15 +208,6 @@ def _name_or_none(mixer: Any) -> str | None:
         return mixer_name(mixer)
     except InputError:
         return None
-
-
-def _to(layer: Mixer, like: Tensor) -> None:
-    """Device and dtype of the attention; rates, marked `_no_weight_decay`, stay float32."""
-    for module in layer.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                keep = getattr(p, "_no_weight_decay", False)
-                p.data = p.data.to(like.device, p.dtype if keep else like.dtype)
 
 
 def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
