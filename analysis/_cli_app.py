@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import dsf
-from dsf.analysis import _cli_analyze
+from dsf.analysis import _cli_analyze, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
 from dsf.analysis.report import count, duration, finite
@@ -303,6 +303,9 @@ def analyze(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not found.deviation <= LAW:
         raise typer.Exit(LAW_BROKEN)
+
+
+_cli_train.register(app, _one_line_errors)
 
 
 def _chosen(mixers: str | None, subjects: list[str]) -> list[str]:

@@ -32,16 +32,13 @@ def test_every_member_of_the_zoo_is_opened():
 def test_a_recorded_model_shows_what_its_layers_computed():
     model = CausalLM(ModelConfig(vocab_size=31, d_model=32, n_layers=2, n_heads=2, mixers=["ssd", "softmax_attention"]))
     model, ids = model.eval().double(), torch.randint(0, 31, (1, 12))
-    seen = []
     mixer = model.model.layers[0].mixer
-    inner = mixer.readout
-    mixer.readout = lambda y, side: seen.append(y) or inner(y, side)
     with dsf.convert(model) as converted, record(converted, dtype=torch.float64) as rec:
         model(ids)
     assert rec.layers == ("model.layers.0.mixer", "model.layers.1.mixer")
     trajectory = rec.trajectory("model.layers.0.mixer")
     phi = measures.kernel_matrix(trajectory)
-    assert phi.shape[-1] == 12 and measures.half_life(trajectory).isfinite().all()
+    assert phi.shape.count(12) == 2 and measures.half_life(trajectory).isfinite().all()
     assert rec.trajectory("model.layers.1.mixer").attention.k.shape == (1, 2, 12, 16)
     size = converted.state_size(100)
     assert size["model.layers.0.mixer"].recurrent + size["model.layers.0.mixer"].conv == mixer.state_size(100)

@@ -27,8 +27,9 @@ def generated(model, ids, **options):
     return model.generate(ids, **{"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options})
 
 
-@pytest.mark.parametrize("layers", [[0, 1, 3], None])
-@pytest.mark.parametrize("mixer", [dsf.mixers.GatedDeltaNet, "s6", "rg_lru", "mlstm"])
+@pytest.mark.parametrize(
+    ("mixer", "layers"), [(dsf.mixers.GatedDeltaNet, [0, 1, 3]), ("s6", None), ("rg_lru", [1]), ("mlstm", [0, 1, 3])]
+)
 def test_generation_with_and_without_a_cache(mixer, layers):
     model, ids = llama(), torch.randint(1, 64, (2, 9))
     before, names = model(ids).logits, set(dict(model.named_parameters()))

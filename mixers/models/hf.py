@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -221,9 +222,35 @@ class DsfConfig(PreTrainedConfig):
         return ModelConfig(**{name: getattr(self, name) for name in FIELDS})
 
     @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """The fields in a folder's config.json; files of mixers that are gone are looked for beside it."""
+        fields, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return _beside(fields, pretrained_model_name_or_path), rest
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A configuration from its fields."""
+        return super().from_dict(_beside(config_dict, kwargs.get("name_or_path")), **kwargs)
+
+    @classmethod
     def of(cls, config: ModelConfig, **fields: Any) -> DsfConfig:
         """The configuration of a torch-only model."""
         return cls(**{**config.model_dump(), **fields})
+
+
+def _beside(fields: dict[str, Any], folder: Any) -> dict[str, Any]:
+    """Fields whose mixers are in files that are gone, with the files of the same name in the model's folder."""
+
+    def found(mixer: str) -> str:
+        path, colon, name = mixer.rpartition(":")
+        copy = Path(str(folder)) / Path(path).name
+        return f"{copy.resolve()}:{name}" if colon and not Path(path).is_file() and copy.is_file() else mixer
+
+    if folder is None or not all(isinstance(m, str) for m in fields.get("mixers", ())):
+        return fields
+    moved = {"mixers": [found(m) for m in fields.get("mixers", ())]}
+    moved["mixer_options"] = {found(m): o for m, o in fields.get("mixer_options", {}).items()}  # type: ignore[assignment]
+    return {**fields, **{k: v for k, v in moved.items() if k in fields}}
 
 
 DEFAULTS: dict[str, Any] = {"vocab_size": 32000, "d_model": 128, "n_layers": 4, "mixers": ["gated_deltanet"]}
