@@ -29,7 +29,7 @@ from dsf.analysis import _cli_analyze, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
 from dsf.analysis.report import count, duration, finite
-from dsf.analysis.subjects import find, find_all, with_modules
+from dsf.analysis.subjects import FAMILIES, find, find_all, with_modules
 from dsf.analysis.training import Setup
 from dsf.call.plan import FORMS
 from dsf.mixers import ZOO
@@ -113,8 +113,8 @@ def zoo(
         "" if console.width >= WIDE else " A wider terminal (or --json) also shows numbers, parameters and forms."
     )
     console.print(
-        f"Numbers and parameters: {records[0]['state']['of']}; “–”: a recurrence without a layer of its own, which "
-        "compare wraps in a generic one. Eigenvalues: real parts of A_t met on random inputs in their legal ranges. "
+        f"Numbers and parameters: {records[0]['state']['of']}. "
+        "Eigenvalues: real parts of A_t met on random inputs in their legal ranges. "
         f"Forms: {', '.join(FORMS)}.{left_out}",
         style="dim",
         highlight=False,
@@ -223,9 +223,7 @@ def check(
 @_one_line_errors
 def compare(
     subjects: Annotated[list[str] | None, typer.Argument(metavar="[NAME|FILE.py:FUNCTION]...", help=_NAME)] = None,
-    mixers: Annotated[
-        str | None, typer.Option(help="names with commas between; zoo: all with their paper's layer; all: everything")
-    ] = None,
+    mixers: Annotated[str | None, typer.Option(help="names with commas between; zoo or all: every mixer")] = None,
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
     out: Annotated[Path, typer.Option(help="folder for compare.html and compare.json")] = Path("report"),
     steps: Annotated[int, typer.Option(min=1, help="training steps of each mixer")] = Setup.steps,
@@ -309,9 +307,9 @@ _cli_train.register(app, _one_line_errors)
 
 
 def _chosen(mixers: str | None, subjects: list[str]) -> list[str]:
-    """What is compared: --mixers and the subjects named; the zoo's layers when neither is given."""
+    """What is compared: --mixers and the subjects named; one or two of each family when neither is given."""
     if mixers is None:
-        return subjects or with_modules()
+        return subjects or list(FAMILIES)
     groups = {"zoo": with_modules(), "all": [entry.name for entry in ZOO]}
     names = groups.get(mixers) or [name.strip() for name in mixers.split(",") if name.strip()]
     if not names:

@@ -15,6 +15,12 @@ from dsf.mixers import ZOO, Entry, Mixer, get
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers.layer import Layer
 
+# What `dsf compare` takes without names: one mixer or two of each family, so that it ends within minutes.
+FAMILIES = (
+    "softmax_attention", "linear_attention", "normalized_attention_exp", "s6", "ssd", "longhorn", "qlstm", "rg_lru",
+    "mingru", "hgrn2", "retnet", "gla", "mlstm", "rwkv7", "deltanet", "gated_deltanet", "kda", "delta_product",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -34,7 +40,7 @@ class Subject:
 
     @property
     def has_module(self) -> bool:
-        """True when the layer is the paper's, not a Layer."""
+        """True when the layer is the paper's, not a `Layer` made of the declaration."""
         return self.entry is not None and self.entry.module is not None
 
     @property

@@ -85,7 +85,7 @@ def test_zoo_json_says_all_about_every_mixer():
     assert softmax["state"]["numbers"] == 2 * 4096 * 2048 and "scan" not in softmax["forms"]
     assert delta["inputs"]["beta"]["range"] == "in [0, 2]" and delta["eigenvalues"]["low"] < -0.9
     assert s6["module"]["class"] == "S6" and s6["module"]["options"]["d_state"] == 16
-    assert by_name["mlstm"]["module"] is None and by_name["mlstm"]["state"]["formula"] == "H·N·(P+2)"
+    assert by_name["mlstm"]["module"]["class"] == "MLSTM" and by_name["mlstm"]["state"]["formula"] == "H·N·(P+2)"
 
 
 def test_zoo_of_one_shows_its_equations(own):
