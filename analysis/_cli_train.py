@@ -14,7 +14,7 @@ from dsf.analysis._cli_analyze import Bar, _quiet_transformers
 
 
 def train(
-    mixer: Annotated[str, typer.Option(help="a mixer of the zoo or file.py:function; several with commas between: a pattern over the layers")],
+    mixer: Annotated[str, typer.Option(help="of the zoo or file.py:function; with commas: a pattern of layers")],
     out: Annotated[Path, typer.Option(help="folder for the model, its checkpoints, train.json and loss.png")],
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
     size: Annotated[str, typer.Option(help="of the model: tiny, 20m, 100m or 340m")] = "tiny",

@@ -99,7 +99,7 @@ def _from_folder(folder: Path) -> Pretrained:
 
 
 def _ours(folder: Path) -> str | None:
-    """ "model" of dsf.models, whose classes transformers is then told about, "swapped" for one that it has mixers in."""
+    """What a folder holds of ours: "model" (transformers is then told about its classes), "swapped", or None."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -141,7 +141,9 @@ def _last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path 
     for field, value in identity.items():
         if before.get(field) != value:
             old, new = _difference(before.get(field), value)
-            raise InputError(f"--resume: the run in {out} has another {field}{old}, and not{new}; its checkpoint does not fit")
+            raise InputError(
+                f"--resume: the run in {out} has another {field}{old}, and not{new}; its checkpoint does not fit"
+            )
     whole = [p for p in (out / "checkpoints").glob("checkpoint-*") if (p / WHOLE).is_file()]
     return max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
 
@@ -197,7 +199,7 @@ def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any
     """
     from dsf.analysis.trainer import make_trainer
 
-    run, out = prepared.run, prepared.run.out
+    out = prepared.run.out
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -213,7 +215,7 @@ def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any
         seconds = time.perf_counter() - start
         record = _record(prepared, trainer, seconds)
         trainer.model.config.fused_loss = False  # what is opened later wants its logits
-        _save_whole(out, lambda folder: (trainer.model.save_pretrained(folder), prepared.tokenizer.save_pretrained(folder)))
+        _save_whole(out, trainer.model, prepared.tokenizer)
         _curve(out / "loss.png", record)
         _write(out / RECORD, json.dumps(record, indent=1))
     return record
@@ -256,13 +258,14 @@ def _write(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _save_whole(out: Path, save: Callable[[str], Any]) -> None:
+def _save_whole(out: Path, *parts: Any) -> None:
     """Save into a folder beside, then move file by file: a full disk leaves what was there."""
     beside = out / ".part"
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir()
-        save(str(beside))
+        for part in parts:
+            part.save_pretrained(str(beside))
         for file in sorted(beside.iterdir()):
             os.replace(file, out / file.name)
     finally:
@@ -274,14 +277,12 @@ def _disk_errors(out: Path) -> Iterator[None]:
     """A full disk in one sentence, whichever library met it."""
     try:
         yield
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # safetensors has an error of its own
         if not any(words in str(error) for words in ("No space left", "Disk quota", "File too large")):
             raise
-        raise DsfError(f"the disk of {out} is full; its last whole checkpoint is kept, --resume goes on from it") from error
-    except Exception as error:  # safetensors has an error of its own
-        if "No space left" not in str(error):
-            raise
-        raise DsfError(f"the disk of {out} is full; its last whole checkpoint is kept, --resume goes on from it") from error
+        raise DsfError(
+            f"the disk of {out} is full; its last whole checkpoint is kept, --resume goes on from it"
+        ) from error
 
 
 def _curve(path: Path, record: dict[str, Any]) -> None:
@@ -296,7 +297,8 @@ def _curve(path: Path, record: dict[str, Any]) -> None:
         points = record[name]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, marker="o" if name == "held_out" else None, markersize=3)
-    axes.set(xlabel="step", ylabel="nats per token", title=f"{record['identity']['model']['mixers'][0]} on {record['text']['name']}")
+    title = f"{', '.join(record['identity']['model']['mixers'])} on {record['text']['name']}"
+    axes.set(xlabel="step", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     beside = path.with_name(f".{path.name}.part")

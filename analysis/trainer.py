@@ -1,4 +1,4 @@
-"""transformers' Trainer as `dsf train` sets it up: text in a fixed order, rates without weight decay, whole checkpoints."""
+"""transformers' Trainer as `dsf train` sets it up: fixed order of data, no decay of rates, whole checkpoints."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from dsf.language.errors import DsfError
-from dsf.mixers.models.decay import undecayed_names
 from dsf.mixers.models.hf import DsfConfig, DsfForCausalLM
+from dsf.mixers.models.weights import undecayed_names
 
 if TYPE_CHECKING:
     from dsf.analysis.train import Prepared, Progress

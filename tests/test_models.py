@@ -17,7 +17,9 @@ PATTERNS = [HYBRID, ["s6", "rg_lru"], ["ssd"], ["mlstm"]]
 
 def tiny(mixers=("gated_deltanet", "softmax_attention"), **fields):
     layers = len(mixers) if isinstance(mixers, list | tuple) and mixers else 2
-    return ModelConfig(**{"vocab_size": 31, "d_model": 32, "n_layers": layers, "n_heads": 2, "mixers": mixers, **fields})
+    return ModelConfig(
+        **{"vocab_size": 31, "d_model": 32, "n_layers": layers, "n_heads": 2, "mixers": mixers, **fields}
+    )
 
 
 def ids_of(batch=2, tokens=11, vocabulary=31):
@@ -101,7 +103,7 @@ def test_states_of_other_models_and_batches_are_refused():
         model(ids[:1], state=state)
     with pytest.raises(dsf.InputError, match="layer 0 is of another model: its convolution"):
         CausalLM(tiny(["gated_deltanet"] * 2, d_model=64))(ids, state=state)
-    with pytest.raises(dsf.InputError, match="initial_state|another model"):
+    with pytest.raises(dsf.InputError, match=r"initial_state|another model"):
         CausalLM(tiny(["mingru"] * 2))(ids, state=CausalLM(tiny(["mingru"] * 2, d_model=64))(ids).state)
     with pytest.raises(dsf.InputError, match="type tuple"):
         model(ids, state=tuple(state.layers))
@@ -317,7 +319,9 @@ def test_unknown_options_and_sizes_are_refused():
         ModelConfig.from_json("{")
 
 
-@pytest.mark.parametrize(("size", "low", "high"), [("tiny", 4, 6), ("20m", 20, 26), ("100m", 100, 125), ("340m", 330, 365)])
+@pytest.mark.parametrize(
+    ("size", "low", "high"), [("tiny", 4, 6), ("20m", 20, 26), ("100m", 100, 125), ("340m", 330, 365)]
+)
 def test_named_sizes_have_their_parameters(size, low, high):
     for mixer in ("softmax_attention", "gated_deltanet"):
         with torch.device("meta"):

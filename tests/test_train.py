@@ -60,7 +60,7 @@ def test_a_run_is_trained_saved_and_opened(folder):
     assert not list((folder / "run").glob(".*"))
     (folder / "own.py").unlink()  # the run has a copy
     found = dsf.analysis.models.load_model("run")
-    assert found.tokenize("Ωa") == [0xCE, 0xA9, ord("a")] and found.decode(ord("a")) == "a"
+    assert found.tokenize("Ωa") == [0xCE, 0xA9, ord("a")] and found.piece(ord("a")) == "a"
     ids = torch.tensor([found.tokenize(TEXT[:60])])
     assert found.model(ids, labels=ids).loss.item() == pytest.approx(record["held_out"][-1][1], abs=0.6)
     opened = CliRunner().invoke(app, ["analyze", "run", "--tokens", "24", "--out", "a.html", "--text", "text.txt"])

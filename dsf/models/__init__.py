@@ -1,4 +1,4 @@
-"""`dsf.models`: the names of dsf.mixers.models, where the code is; `import dsf.models.hf` loads what needs transformers."""
+"""`dsf.models`: the names of dsf.mixers.models, where the code is; `import dsf.models.hf` needs transformers."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@
 
 from dsf.mixers.models.causal_lm import Block, CausalLM, CausalOutput
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
-from dsf.mixers.models.decay import decay_groups, undecayed_names
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.swapping import Swapped, load_swapped, swap
+from dsf.mixers.models.weights import decay_groups, undecayed_names
 
 __all__ = [
     "SIZES", "Block", "CausalLM", "CausalOutput", "ModelConfig", "ModelState", "RotaryAttention", "Swapped",

@@ -176,9 +176,9 @@ class CausalLM(nn.Module):
     ) -> CausalOutput:
         """Predict the next token after each.
 
-        ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is what token t predicts, -100
-        counts as nothing. state: the .state of an earlier call, whose sequences go on. cu_seqlens: [S + 1] boundaries of
-        sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
+        ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is what token t predicts,
+        -100 counts as nothing. state: the .state of an earlier call, whose sequences go on. cu_seqlens: [S + 1]
+        boundaries of sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
         return_state: False spares memory and time in training. Raises InputError for shapes and states that do not fit.
         """
         self._check(ids, labels, cu_seqlens)

@@ -6,8 +6,6 @@ The one file that imports transformers (5.6 to 5.23 are tried): what a later rel
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,18 +25,17 @@ from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers.models.causal_lm import Backbone, CausalLM, reset_mixer, reset_mlp
 from dsf.mixers.models.config import ATTENTION, ModelConfig
+from dsf.mixers.models.naming import beside
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
-from dsf.mixers.models.states import ModelState, mapped, rows_of
+from dsf.mixers.models.states import Kept, ModelState, rows_of
+from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
 
 
-class StateLayer(CacheLayerMixin):
-    """A mixer's state in a transformers cache, whatever it is made of; counts tokens, since generate() asks for it.
-
-    static: later states are copied into the memory of the first, so that a captured graph finds them there.
-    """
+class StateLayer(Kept, CacheLayerMixin):
+    """A mixer's state in a transformers cache; counts tokens, since generate() asks for it."""
 
     is_compileable = False
     is_croppable = False
@@ -47,24 +44,9 @@ class StateLayer(CacheLayerMixin):
     record_past = False
 
     def __init__(self, static: bool = False) -> None:
-        super().__init__()
-        self.static = static
+        CacheLayerMixin.__init__(self)
+        Kept.__init__(self, static)
         self.width: int | None = None  # of masks, beside static layers of keys and values
-        self.state: Any = None
-        self.seen = 0
-
-    def store(self, state: Any, tokens: int) -> None:
-        """Keep the state after `tokens` more tokens."""
-        self.seen += tokens
-        if self.static and self.state is not None and _same_shapes(self.state, state):
-            copies = iter(_tensors(state))
-            mapped(self.state, lambda kept: kept.copy_(next(copies)))
-        else:
-            self.state = state
-        self.is_initialized = True
-
-    def _each(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.state = mapped(self.state, function)
 
     @property
     def batch_size(self) -> int:
@@ -115,11 +97,11 @@ class StateLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the states of some sequences."""
-        self._each(lambda x: x[indices.to(x.device)])
+        self.each(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times."""
-        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+        self.each(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, *_: Any) -> None:
         """Refuse: a recurrent state cannot forget single tokens."""
@@ -171,25 +153,12 @@ def state_layer(cache: Any, index: int) -> StateLayer:
     return fresh
 
 
-def _tensors(state: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(state, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found
-
-
-def _same_shapes(one: Any, other: Any) -> bool:
-    ours, theirs = _tensors(one), _tensors(other)
-    return len(ours) == len(theirs) and all(
-        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 class DsfConfig(PreTrainedConfig):
     """`ModelConfig` as transformers wants it: the same names, and the usual ones (hidden_size, ...) beside them."""
 
     model_type = "dsf"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012: transformers' own spelling
-    attribute_map = {  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layers",
         "max_position_embeddings": "context_length",
@@ -225,32 +194,17 @@ class DsfConfig(PreTrainedConfig):
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """The fields in a folder's config.json; files of mixers that are gone are looked for beside it."""
         fields, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return _beside(fields, pretrained_model_name_or_path), rest
+        return beside(fields, pretrained_model_name_or_path), rest
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """A configuration from its fields."""
-        return super().from_dict(_beside(config_dict, kwargs.get("name_or_path")), **kwargs)
+        return super().from_dict(beside(config_dict, kwargs.get("name_or_path")), **kwargs)
 
     @classmethod
     def of(cls, config: ModelConfig, **fields: Any) -> DsfConfig:
         """The configuration of a torch-only model."""
         return cls(**{**config.model_dump(), **fields})
-
-
-def _beside(fields: dict[str, Any], folder: Any) -> dict[str, Any]:
-    """Fields whose mixers are in files that are gone, with the files of the same name in the model's folder."""
-
-    def found(mixer: str) -> str:
-        path, colon, name = mixer.rpartition(":")
-        copy = Path(str(folder)) / Path(path).name
-        return f"{copy.resolve()}:{name}" if colon and not Path(path).is_file() and copy.is_file() else mixer
-
-    if folder is None or not all(isinstance(m, str) for m in fields.get("mixers", ())):
-        return fields
-    moved = {"mixers": [found(m) for m in fields.get("mixers", ())]}
-    moved["mixer_options"] = {found(m): o for m, o in fields.get("mixer_options", {}).items()}  # type: ignore[assignment]
-    return {**fields, **{k: v for k, v in moved.items() if k in fields}}
 
 
 DEFAULTS: dict[str, Any] = {"vocab_size": 32000, "d_model": 128, "n_layers": 4, "mixers": ["gated_deltanet"]}
@@ -263,12 +217,12 @@ class DsfPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["Block"]
     _is_stateful = True  # a rejected draft cannot be taken back out of a state
     _supports_sdpa = True  # softmax layers use torch's fused attention
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]
     # decay rates and their kin: rounded to bfloat16, memories of thousands of tokens all become one length
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -286,24 +240,13 @@ class DsfPreTrainedModel(PreTrainedModel):
         """A mixer starts as its paper says; what is inside one is left to it. Weights that were loaded stay."""
         config = self.config.model_config
         if isinstance(module, Mixer):
-            _but_loaded(module, reset_mixer)
+            but_loaded(module, reset_mixer)
         elif isinstance(module, SwiGLU):
-            _but_loaded(module, lambda m: reset_mlp(m, config))
+            but_loaded(module, lambda m: reset_mlp(m, config))
         elif isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
-            _but_loaded(module, lambda m: nn.init.normal_(m.weight, std=config.init_std))
+            but_loaded(module, lambda m: nn.init.normal_(m.weight, std=config.init_std))
         elif isinstance(module, RMSNorm):
-            _but_loaded(module, RMSNorm.reset_parameters)
-
-
-def _but_loaded(module: Any, reset: Callable[[Any], object]) -> None:
-    """Reset a module, except parameters that transformers has loaded (and marked)."""
-    parameters = list(module.parameters())
-    loaded = [(p, p.detach().clone()) for p in parameters if getattr(p, "_is_hf_initialized", False)]
-    if len(loaded) == len(parameters) and parameters:
-        return
-    reset(module)
-    for parameter, value in loaded:
-        parameter.data.copy_(value)
+            but_loaded(module, RMSNorm.reset_parameters)
 
 
 class DsfModel(DsfPreTrainedModel):
@@ -363,9 +306,7 @@ class DsfModel(DsfPreTrainedModel):
         if state is not None and use_cache:
             for i, after in enumerate(state.layers):
                 state_layer(past_key_values, i).store(after, tokens)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden, past_key_values=past_key_values if use_cache else None
-        )
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values if use_cache else None)
 
     def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int) -> Unpadded | None:
         if mask is not None and bounds is not None:
@@ -383,12 +324,12 @@ def _states_of(cache: Any, layers: int) -> ModelState | None:
 
 
 class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
-    """A causal language model around any mixers, for transformers' generate, Trainer, pipelines and what builds on them.
+    """A causal language model around any mixers, for transformers' generate, Trainer, pipelines and what follows them.
 
     The same parameters, by the same names, as `dsf.models.CausalLM`.
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: DsfConfig) -> None:
         super().__init__(config)
@@ -445,15 +386,14 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
 
         logits_to_keep: of so many last tokens, 0 for all. num_items_in_batch: what the loss is divided by, if given.
         """
-        out = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens, cu_seq_lens_q
-        )
+        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, bounds)
         hidden, cache = out.last_hidden_state, out.past_key_values
         if labels is None:
-            part = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-            kept = hidden if isinstance(part, int) else hidden[:, part]
+            counted = isinstance(logits_to_keep, int)
+            part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
+            kept = hidden if counted and not logits_to_keep else hidden[:, part]
             return CausalLMOutputWithPast(logits=self.lm_head(kept), past_key_values=cache)
-        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if bounds is None and attention_mask is None and past_key_values is None:
             bounds = restarts(position_ids, hidden.shape[1])
         targets = next_labels(labels, bounds)
@@ -479,16 +419,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that weight decay must leave alone: rates, biases, norms, embeddings excepted."""
-        from dsf.mixers.models.decay import undecayed_names
-
         return undecayed_names(self)
-
-
-def copy_weights(to: nn.Module, source: nn.Module) -> None:
-    """The parameters of `source`, in their types and on their devices, in a model of the same names."""
-    theirs = dict(source.named_parameters())
-    for name, p in to.named_parameters():
-        p.data = theirs[name].detach().clone()
 
 
 def _register(auto: Any, *what: Any) -> None:

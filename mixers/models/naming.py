@@ -29,8 +29,8 @@ def mixer_name(mixer: Any) -> str:
         return _in_file(mixer)
     if isinstance(mixer, type) and issubclass(mixer, Mixer):
         raise InputError(
-            f"{mixer.__name__} is a class outside the zoo, which a configuration cannot name; give its recurrence, in a "
-            "file, as file.py:function"
+            f"{mixer.__name__} is a class outside the zoo, which a configuration cannot name; give its recurrence, in "
+            "a file, as file.py:function"
         )
     raise InputError(
         f"a mixer is a name of the zoo, file.py:function, a Recurrence or a class of layers, got {type(mixer).__name__}"
@@ -47,6 +47,21 @@ def _in_file(mixer: Recurrence) -> str:
         f"{mixer.__name__} is not defined in a file under that name, so that a saved model could not find it again; "
         "write it into a file and give file.py:function"
     )
+
+
+def beside(fields: dict[str, Any], folder: Any) -> dict[str, Any]:
+    """Fields whose mixers are in files that are gone, with the files of the same name in the model's folder."""
+
+    def found(mixer: str) -> str:
+        path, colon, name = mixer.rpartition(":")
+        copy = Path(str(folder)) / Path(path).name
+        return f"{copy.resolve()}:{name}" if colon and not Path(path).is_file() and copy.is_file() else mixer
+
+    if folder is None or not all(isinstance(m, str) for m in fields.get("mixers", ())):
+        return fields
+    moved = {"mixers": [found(m) for m in fields.get("mixers", ())]}
+    moved["mixer_options"] = {found(m): o for m, o in fields.get("mixer_options", {}).items()}  # type: ignore[assignment]
+    return {**fields, **{k: v for k, v in moved.items() if k in fields}}
 
 
 def takes(make: Callable[..., Any], option: str) -> bool:

@@ -37,10 +37,9 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway."""
         kernel = _kernel("rms_norm", "LigerRMSNormFunction", x)
-        if kernel is None:
-            y = super().forward(x)
-        else:  # offset 0, float32 as Llama's, not in place: the gradient of x may be needed elsewhere
-            y = kernel.apply(x, self.weight, self.eps, 0.0, "llama", False)
+        # liger-kernel: offset 0, float32 as Llama's, not in place (the gradient of x may be needed elsewhere)
+        options = (x, self.weight, self.eps, 0.0, "llama", False)
+        y = super().forward(x) if kernel is None else kernel.apply(*options)
         kind = x.device.type
         return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
 
@@ -85,8 +84,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     """`cross_entropy` of hidden @ weight.T, a piece of the tokens at a time; logits of all tokens are never in memory.
 
-    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. Gradients of hidden and weight are made in the forward pass, since
-    logits that are not kept would have to be made again; second derivatives are refused.
+    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. Gradients of hidden and weight are
+    made in the forward pass, since logits that are not kept would have to be made again; no second derivatives.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):

@@ -19,7 +19,7 @@ def mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def rows_of(state: Any) -> int | None:
     """Sequences of a mixer's state: rows of its first tensor."""
-    leaves = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    leaves = tensors_of(state)
     return leaves[0].shape[0] if leaves else None
 
 
@@ -27,8 +27,8 @@ def rows_of(state: Any) -> int | None:
 class ModelState:
     """The states of all layers; immutable, so that a state that is kept is a snapshot to go back to.
 
-    layers: what each block's mixer returned. Not a pytree, so that wrappers that cast the arguments of a module (FSDP2's
-    mixed precision) leave it in float32.
+    layers: what each block's mixer returned. Not a pytree, so that wrappers that cast the arguments of a module
+    (FSDP2's mixed precision) leave it in float32.
     """
 
     layers: tuple[Any, ...]
@@ -48,6 +48,44 @@ class ModelState:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+
+class Kept:
+    """A mixer's state between calls, whatever it is made of, and the tokens that it has seen.
+
+    static: later states are copied into the memory of the first, so that a captured graph finds them there.
+    """
+
+    def __init__(self, static: bool = False) -> None:
+        self.static = static
+        self.state: Any = None
+        self.seen = 0
+
+    def store(self, state: Any, tokens: int) -> None:
+        """Keep the state after `tokens` more tokens."""
+        self.seen += tokens
+        if self.static and self.state is not None and same_shapes(self.state, state):
+            for kept, new in zip(tensors_of(self.state), tensors_of(state), strict=True):
+                kept.copy_(new)
+        else:
+            self.state = state
+        self.is_initialized = True
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to every tensor of the state."""
+        self.state = mapped(self.state, function)
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a mixer's state, in a fixed order."""
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def same_shapes(one: Any, other: Any) -> bool:
+    """Whether two states have tensors of the same shapes, types and devices."""
+    return [(x.shape, x.dtype, x.device) for x in tensors_of(one)] == [
+        (x.shape, x.dtype, x.device) for x in tensors_of(other)
+    ]
 
 
 def check_state(state: Any, layers: int, sequences: int) -> None:

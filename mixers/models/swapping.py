@@ -91,7 +91,7 @@ class Swapped:
         self._before: dict[int, nn.Module] = {}
 
     def undo(self) -> Any:
-        """Give the model its own attention back, with its weights, and return it. Raises InputError after a later swap."""
+        """Give the model its own attention back and return it. Raises InputError if another swap came after."""
         layers = decoder_layers(self.model)
         for i, mixer in self.mixers.items():
             if getattr(layers[i].self_attn, "mixer", None) is not mixer:
@@ -125,7 +125,7 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
         handle.undo()
 
     model: of transformers, with decoder layers that call self_attn(hidden_states, ...) (Llama, Mistral, Qwen, ...).
-    mixer: a class of layers, a name of the zoo, file.py:function or a Recurrence. layers: which, from 0; all by default.
+    mixer: a class of layers, a name of the zoo, file.py:function or a Recurrence. layers: which, from 0; None for all.
     options: constructor arguments; n_heads is the model's unless given. generate works with a cache and without,
     with beams, and with padding on either side; save_pretrained also writes down what was swapped, for `load_swapped`.
     Raises InputError for a model without such layers, a layer that it does not have, a mixer that cannot be found.
@@ -170,7 +170,9 @@ def load_swapped(folder: str | Path, **options: Any) -> Any:
     model = hf.AutoModelForCausalLM.from_config(config, **options)
     for record in records:
         if record["mixer"] is None:
-            raise InputError(f"{folder}: its mixer has no name to find it by; swap it in yourself, then load_state_dict")
+            raise InputError(
+                f"{folder}: its mixer has no name to find it by; swap it in yourself, then load_state_dict"
+            )
         swap(model, record["mixer"], record["layers"], **record["options"])
     load_file = importlib.import_module("safetensors.torch").load_file
     files = sorted(folder.glob("*.safetensors"))
@@ -215,10 +217,8 @@ def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     records = getattr(model.config, RECORD, [])
     where = "; ".join(f"{r['mixer'] or 'a mixer without a name'} in layers {r['layers']}" for r in records)
     warnings.warn(
-        f"{save_directory} holds {where}. from_pretrained makes {type(model).__name__}'s own attention there, with random "
-        "weights; dsf.models.load_swapped makes this model",
+        f"{save_directory} holds {where}. from_pretrained makes {type(model).__name__}'s own attention there, with "
+        "random weights; dsf.models.load_swapped makes this model",
         stacklevel=2,
     )
     return result
-
-
