@@ -282,7 +282,7 @@ def main():
         record = json.loads(lines[0][7:])
         records.append(record)
         shown = (
-            f"{record['tokens_per_second']:>10,.0f} tokens/s  MFU {record['mfu']:.1%}  {record['peak_mib'] or 0:>8,.0f} MiB"
+            f"{record['tokens_per_second']:>10,.0f} tokens/s  MFU {record['mfu']:.1%}  {record['peak_mib'] or 0:,.0f} M"
             if record["kind"] == "training"
             else f"{record['ms_a_token']:>10.3f} ms a token" + (" (graph)" if record["graph"] else "")
         )

@@ -157,8 +157,8 @@ class CausalLM(nn.Module):
     def reset_parameters(self) -> None:
         """Start anew: embeddings and MLPs normal, projections into the residual stream smaller with depth, mixers as
         their papers say. Also after `to_empty` on a model of the meta device."""
-        for module in (self.model.embed_tokens, self.lm_head):
-            nn.init.normal_(module.weight, std=self.config.init_std)
+        for weight in (self.model.embed_tokens.weight, self.lm_head.weight):
+            nn.init.normal_(weight, std=self.config.init_std)
         for block in self.model._blocks():
             reset_mixer(block.mixer)
             reset_mlp(block.mlp, self.config)

@@ -233,7 +233,7 @@ class DsfPreTrainedModel(PreTrainedModel):
         for module in self.modules():
             if not getattr(module, "_is_hf_initialized", False):
                 self._init_weights(module)
-                module._is_hf_initialized = True  # type: ignore[assignment]
+                module._is_hf_initialized = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -254,7 +254,7 @@ class DsfModel(DsfPreTrainedModel):
 
     def __init__(self, config: DsfConfig) -> None:
         super().__init__(config)
-        Backbone.build(self, config.model_config)  # type: ignore[arg-type]
+        Backbone.build(self, config.model_config)
         self.post_init()
 
     run = Backbone.run

@@ -72,10 +72,26 @@ class RotaryAttention(SoftmaxAttention):
         return inputs
 
     def forward(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
-    ) -> tuple[Tensor, MixerState]:
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = True,
+        **tokens: Tensor,
+    ) -> tuple[Tensor, MixerState | None]:
         """As `Mixer.forward`; cos, sin: a rotation that is known already (`turns`)."""
-        return super().forward(x, state, cu_seqlens, **self._turned(x, state, cu_seqlens, tokens))
+        turned = self._turned(x, state, cu_seqlens, tokens)
+        return super().forward(
+            x,
+            state,
+            cu_seqlens,
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            cos=turned["cos"],
+            sin=turned["sin"],
+        )
 
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
         """As `Mixer.step`; cos, sin [B, N/2]: a rotation that is known already."""

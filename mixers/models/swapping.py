@@ -86,7 +86,7 @@ class Swapped:
     def __init__(self, model: Any, mixer: str | None, options: dict[str, Any], names: str) -> None:
         self.model = model
         self.mixers: dict[int, Mixer] = {}
-        self.record = {"mixer": mixer, "layers": [], "options": options}
+        self.record: dict[str, Any] = {"mixer": mixer, "layers": [], "options": options}
         self._name = names
         self._before: dict[int, nn.Module] = {}
 
