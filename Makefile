@@ -18,7 +18,7 @@ run: $(READY)  ## the main job: compare the zoo, write report/compare.html and r
 	$(BIN)/dsf compare --out report
 
 test: lint  ## all checks, on the installed package
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist worksteal tests/test_triton_*.py
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist worksteal tests/test_triton_*.py tests/test_steady.py
 	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(READY)

@@ -1,7 +1,7 @@
-"""The commands `dsf zoo`, `dsf plan`, `dsf check`, `dsf compare` and `dsf analyze`.
+"""The commands `dsf zoo`, `dsf plan`, `dsf check`, `dsf compare`, `dsf analyze` and `dsf doctor`.
 
-Exit codes: 0 fine, 1 a law is broken, a mixer failed or a conversion is off, 2 wrong usage or input (one line on
-stderr).
+Exit codes: 0 fine, 1 a law or a backend is broken, a mixer failed or a conversion is off, 2 wrong usage or input (one
+line on stderr).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import dsf
-from dsf.analysis import _cli_analyze, _cli_train
+from dsf.analysis import _cli_analyze, _cli_doctor, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
 from dsf.analysis.report import count, duration, finite
@@ -42,7 +42,6 @@ app = typer.Typer(
     help="Sequence mixers as dynamical systems: list them, see how they are compiled, check them, compare them, "
     "and open up trained models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
@@ -205,16 +204,29 @@ def check(
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     backend: Annotated[str, typer.Option(help="torch, triton or auto: both where there is a GPU")] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="the errors of every form, not the verdict alone")]
+    = False,
+    fuzz: Annotated[
+        float | None, typer.Option("--fuzz", min=1, help="seconds of random calls in place of laws")
+    ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Test that every form of a recurrence is right, forward and backward; exit code 1 if a law is broken."""
     recurrence = find(subject).recurrence
+    if fuzz is not None:
+        from dsf.fuzz import run
+
+        found = run(
+            fuzz, seed=seed, device=device, backend=None if backend == "auto" else backend, recurrence=recurrence
+        )
+        _print_json(found.to_dict()) if as_json else typer.echo(str(found))
+        raise typer.Exit(0 if found.ok else LAW_BROKEN)
     with Console(stderr=True).status(f"checking {recurrence.name} …"):
         report = dsf.check(recurrence, examples=examples, tokens=tokens, seed=seed, device=device, backend=backend)
     if as_json:
         _print_json(report.to_dict())
     else:
-        typer.echo(str(report))
+        typer.echo(str(report) if verbose else report.brief())
     if not report.ok:
         raise typer.Exit(LAW_BROKEN)
 
@@ -300,6 +312,19 @@ def analyze(
         for line in [*_cli_analyze.verdict(found), *written]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not found.deviation <= LAW:
+        raise typer.Exit(LAW_BROKEN)
+
+
+@app.command()
+@_one_line_errors
+def doctor(
+    quick: Annotated[bool, typer.Option(help="without calls, which take seconds (on a GPU, a minute)")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what is installed, what will run where, and whether it works; exit code 1 if something is broken."""
+    found = _cli_doctor.look(calls=not quick)
+    _print_json(found) if as_json else _cli_doctor.show(_console(), found)
+    if not found["ok"]:
         raise typer.Exit(LAW_BROKEN)
 
 

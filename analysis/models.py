@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,25 @@ def load_model(given: str) -> Pretrained:
     if folder.exists():
         raise InputError(f"{given} is a file; expected the folder of a model (config.json, weights, tokenizer)")
     near = difflib.get_close_matches(given, PRETRAINED, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise InputError(f"there is no model folder {given!r}, and no model of that name: {', '.join(PRETRAINED)}{hint}")
+    words = f"there is no model folder {given!r}, and no model of that name: {', '.join(PRETRAINED)}"
+    if near:
+        raise InputError(f"{words}; did you mean {near[0]}?")
+    if not HUB_ID.fullmatch(given):
+        raise InputError(words)
+    raise InputError(f"{words}. A model of the Hugging Face hub is saved to a folder first: {save_line(given)}")
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def save_line(given: str) -> str:
+    """The command that saves a model of the hub, with its tokenizer, to a folder, and analyzes that."""
+    folder = given.rpartition("/")[2]
+    return (
+        'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+        f"M.from_pretrained('{given}').save_pretrained('{folder}'); "
+        f"T.from_pretrained('{given}').save_pretrained('{folder}')\" && dsf analyze ./{folder}"
+    )
 
 
 def longest_context(model: nn.Module) -> int | None:
@@ -73,7 +91,11 @@ def _from_folder(folder: Path) -> Pretrained:
         raise InputError(f"{folder}: {config.model_type} is an encoder-decoder; analyze takes decoders and encoders")
     cls = _class_of(transformers, config)
     _check_size(folder, config)
+    if not any(_is_tokenizers(file.name) for file in folder.iterdir()):
+        raise InputError(_without_tokenizer(folder, "has a model, but no tokenizer (tokenizer.json or the like)"))
     tokenizer = _attempt(folder, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder, **LOCAL))
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise InputError(_without_tokenizer(folder, "has a tokenizer without a vocabulary"))
     if ours == "swapped":
         from dsf.models import load_swapped
 
@@ -108,6 +130,20 @@ def _ours(folder: Path) -> str | None:
         importlib.import_module("dsf.mixers.models.hf")
         return "model"
     return "swapped" if config.get("dsf_swap") else None
+
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+
+
+def _is_tokenizers(name: str) -> bool:
+    return name.startswith(TOKENIZER_FILES) or name.endswith((".tiktoken", ".model"))
+
+
+def _without_tokenizer(folder: Path, what: str) -> str:
+    return (
+        f"{folder} {what}, so a text cannot become its tokens; save the one it was trained with beside it: "
+        f"AutoTokenizer.from_pretrained(WHERE_THE_MODEL_CAME_FROM).save_pretrained('{folder}'), from transformers"
+    )
 
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}

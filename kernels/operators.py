@@ -29,8 +29,8 @@ def refuse_second_order() -> None:
     """For backward passes that cannot be differentiated again: RuntimeError when create_graph=True asks for it."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "second derivatives (create_graph=True) do not pass through this form; ask for form='recurrent', which has "
-            "them for every recurrence"
+            "second derivatives (create_graph=True) do not pass through this form; ask for form='recurrent', "
+            "backend='torch', which has them for every recurrence"
         )
 
 

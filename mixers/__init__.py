@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
@@ -14,6 +15,7 @@ from dsf.language.errors import InputError
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState
 from dsf.mixers._own import parameter_groups
+from dsf.mixers._shard import shard_rates
 from dsf.mixers.delta_product import (
     DeltaProduct,
     GatedDeltaProduct,
@@ -122,13 +124,48 @@ ZOO: tuple[Entry, ...] = (
 )
 
 
+# What papers, models and libraries call them; case, hyphens, underscores and a final "Layer" or "Mixer" do not matter.
+ALIASES = {
+    "mamba": "s6", "mamba1": "s6", "selective_ssm": "s6", "mamba2": "ssd", "state_space_duality": "ssd",
+    "attention": "softmax_attention", "softmax": "softmax_attention", "self_attention": "softmax_attention",
+    "gdn": "gated_deltanet", "gated_delta_rule": "gated_deltanet", "delta_rule": "deltanet",
+    "gated_linear_attention": "gla", "kimi_delta_attention": "kda", "kimi_linear": "kda", "retention": "retnet",
+    "griffin": "rg_lru", "hawk": "rg_lru", "real_gated_lru": "rg_lru", "xlstm": "mlstm", "goose": "rwkv7",
+    "finch": "rwkv6", "fast_weights": "unnormalized_linear_attention",
+}  # fmt: skip
+
+
+def canonical(name: str) -> str:
+    """The zoo's name for what people call a mixer: an alias, its layer's class, any spelling; else the name itself."""
+    known = _known()
+    plain = _plain(name)
+    for end in ("", "layer", "mixer"):
+        if plain.removesuffix(end) in known:
+            return known[plain.removesuffix(end)]
+    return name
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def _known() -> dict[str, str]:
+    """The zoo's names by names without case and punctuation; of several with one class, the first has its name."""
+    classes = {_plain(getattr(e.module, "__name__", "")): e.name for e in reversed(ZOO) if e.module is not None}
+    aliases = {_plain(alias): name for alias, name in ALIASES.items()}
+    return classes | aliases | {_plain(e.name): e.name for e in ZOO}
+
+
 def get(name: str) -> Entry:
-    """The entry called `name`. Raises KeyError, with the nearest names, if there is none."""
+    """The entry called `name`, or what `canonical` makes of it. Raises KeyError, with the nearest names, if none is."""
     by_name = {entry.name: entry for entry in ZOO}
-    if name in by_name:
-        return by_name[name]
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), by_name, n=4, cutoff=0.5)
-    hint = f"near names: {', '.join(near)}" if near else f"the zoo has: {', '.join(by_name)}"
+    found = by_name.get(name) or by_name.get(canonical(name))
+    if found is not None:
+        return found
+    asked = name.lower().replace("-", "_")
+    near = difflib.get_close_matches(asked, by_name, n=4, cutoff=0.5)
+    near = near or [f"{x} ({ALIASES[x]})" for x in difflib.get_close_matches(asked, ALIASES, n=4, cutoff=0.5)]
+    hint = f"near names: {', '.join(near)}" if near else f"`dsf zoo` lists all {len(ZOO)}, dsf.mixers.ZOO holds them"
     raise KeyError(f"no mixer is called {name!r}; {hint}")
 
 
@@ -203,6 +240,7 @@ __all__ = [
     "SSD",
     "SoftmaxAttention",
     "ZOO",
+    "canonical",
     "delta_product",
     "delta_product_of",
     "deltanet",
@@ -234,6 +272,7 @@ __all__ = [
     "rwkv7",
     "s6",
     "s6_negative",
+    "shard_rates",
     "softmax_attention",
     "ssd",
     "ssd_with",

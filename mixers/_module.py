@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf import Recurrence
+from dsf import Packing, Recurrence
+from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
@@ -141,7 +142,7 @@ class Mixer(Owner):
         self,
         x: Tensor,
         state: MixerState | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         *,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
@@ -150,7 +151,8 @@ class Mixer(Owner):
         """Mix a sequence.
 
         x: [B, T, d_model]. state: what an earlier call returned, or None at the start of the sequences.
-        cu_seqlens: int [S+1], boundaries of sequences packed along T; then B is 1 and the state has S rows.
+        cu_seqlens: int [S+1] or a dsf.Packing, boundaries of sequences packed along T, which may be empty; then B is 1
+        and the state has S rows.
         attention_mask: [B, T] of ones, as models pass it where nothing is padded. use_cache: False returns no state.
         tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
         d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
@@ -175,7 +177,7 @@ class Mixer(Owner):
         return self.readout(y.unsqueeze(1), side).squeeze(1), state._replace(recurrent=after)
 
     def inputs(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """The very tensors `forward` feeds to `recurrence`: `m.recurrence.trajectory(**m.inputs(x))`."""
         return self._prepare(x, state, cu_seqlens, tokens)[0]
@@ -191,10 +193,11 @@ class Mixer(Owner):
         return heads * rows * columns + window
 
     def _prepare(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, tokens: dict[str, Tensor]
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, tokens: dict[str, Tensor]
     ) -> tuple[dict[str, Any], Side, MixerState]:
         """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`)."""
         u, side = self.project(x)
+        cu_seqlens = tensor_of(cu_seqlens, x.device)
         span = Span(state is None, cu_seqlens, None if state is None else state.position)
         window = None
         if self.conv1d is not None:
@@ -207,7 +210,7 @@ class Mixer(Owner):
             MixerState(window, None if state is None else state.recurrent, position),
         )
 
-    def _check_mask(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    def _check_mask(self, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
         """Raise InputError unless the mask says that every token counts."""
         name = type(self).__name__
         if cu_seqlens is not None:

@@ -100,7 +100,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     and "norm" in names, give it that optimizer: `Trainer(..., optimizers=(optimizer, None))`.
     """
     spared = {
-        id(getattr(module, name))
+        id(module._parameters.get(name))
         for module in model.modules()
         if isinstance(module, Owner)
         for name in module.no_weight_decay()

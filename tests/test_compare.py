@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -287,3 +290,34 @@ def test_a_recurrence_without_channels_has_a_layer():
     y, state = layer(torch.randn(2, 9, 16))
     assert y.shape == (2, 9, 16) and state.recurrent.shape == (2, 2, 1, 1)
     assert layer.state_size() == 2
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, threading, time
+from dsf.analysis import compare
+from dsf.analysis.text import load_text
+from dsf.analysis.training import Setup
+
+def interrupt():
+    while not multiprocessing.active_children():
+        time.sleep(0.01)
+    time.sleep(1.0)
+    os.killpg(0, signal.SIGINT)  # as a terminal does: this process and its workers, which are importing torch
+
+if __name__ == "__main__":
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        compare.compare(["qlstm", "mingru"], load_text(), Setup(steps=100_000), workers=2)
+    except KeyboardInterrupt:
+        print("ended", multiprocessing.active_children())
+        sys.exit(130)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_an_interrupt_while_workers_start_ends_them_without_a_word(tmp_path):
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "ended []\n", "")

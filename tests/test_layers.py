@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import pickle
 
 import pytest
@@ -164,6 +165,53 @@ def test_parameter_groups_spare_rates_biases_and_norms():
     torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3).step()
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("apart", [False, True])
+def test_fsdp_policies_cast_rates_unless_they_are_sharded_apart(apart, tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = mixers.GatedDeltaNet(16)
+        expected, names = {n: p.clone() for n, p in layer.state_dict().items()}, set(layer.state_dict())
+        model = nn.Sequential(layer)
+        mesh, seen = init_device_mesh("cpu", (1,)), {}
+        arguments = layer.arguments
+        layer.arguments = lambda *given: seen.update(arguments(*given)) or dict(seen)
+        if apart:
+            assert len(mixers.shard_rates(model, mesh=mesh)) == 1 and isinstance(layer, mixers.GatedDeltaNet)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        y, _ = model(torch.randn(2, 5, 16))
+        y.float().square().mean().backward()
+        assert seen["A_log"].dtype is seen["dt_bias"].dtype is (torch.float32 if apart else torch.bfloat16)
+        assert seen["q"].dtype is torch.bfloat16 and all(p.grad is not None for p in model.parameters())
+        assert set(layer.state_dict()) == names
+        assert all(torch.equal(p.full_tensor(), expected[n]) for n, p in layer.state_dict().items())
+        if apart:
+            assert len(parameter_groups(model, 0.1)[1]["params"]) == 3  # two rates, one norm
+            saved = {n: p.clone() + 1 for n, p in layer.state_dict().items()}
+            layer.load_state_dict(saved)
+            assert all(torch.equal(p, saved[n]) for n, p in layer.state_dict().items())
+            with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
+                layer.load_state_dict({**saved, "other": saved["A_log"]})
+            with pytest.raises(RuntimeError, match=r"Missing key.*A_log"):
+                layer.load_state_dict({n: p for n, p in saved.items() if n != "A_log"})
+            with pytest.raises(TypeError, match="float32"):
+                mixers.shard_rates(model, mp_policy=MixedPrecisionPolicy())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "retnet", "mlstm"])
+def test_layers_with_states_of_their_own_are_one_graph(name):
+    layer, x = build(mixers.get(name)), torch.randn(2, 12, 32)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    y, state = compiled(x, attention_mask=torch.ones(2, 12))
+    torch.testing.assert_close(y, layer(x)[0])
+    torch.testing.assert_close(compiled(x, state)[0], layer(x, state)[0])
+
+
 # One vocabulary
 
 
@@ -243,6 +291,22 @@ def test_the_way_out_of_padding_works():
     y, _ = layer(packed, cu_seqlens=cuts)
     torch.testing.assert_close(y[:, :3], layer(x[:1, 2:])[0])
     torch.testing.assert_close(y[:, 3:], layer(x[1:, :4])[0])
+
+
+@pytest.mark.parametrize("name", ["rwkv4", "rwkv7", "retnet", "kda"])
+def test_empty_sequences_in_a_packed_row_keep_their_state(name):
+    layer, cuts = moved(build(mixers.get(name))).double(), [0, 0, 4, 4, 9, 9]
+    x, state, alone = torch.randn(1, 9, 32, dtype=torch.float64), None, [None] * 5
+    for _ in range(2):
+        y, state = layer(x, state, cu_seqlens=torch.tensor(cuts))
+        for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            if begin < end:
+                expected, alone[i] = layer(x[:, begin:end], alone[i])
+                torch.testing.assert_close(y[:, begin:end], expected, rtol=1e-9, atol=1e-9)
+                for got, wanted in zip(state, alone[i], strict=True):
+                    assert (got is None) == (wanted is None)
+                    if got is not None:
+                        torch.testing.assert_close(got[i : i + 1], wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_rwkv7_takes_the_values_of_the_first_layer():
@@ -382,6 +446,7 @@ def test_a_layer_for_every_way_to_give_a_mixer(tmp_path):
                     "def held(v: Value, keep: Scalar) -> System:\n    return System(A=keep, B=v, C=1)\n")  # fmt: skip
     found = [layer_for(m, 16, n_heads=2) for m in ("gated_deltanet", mixers.GLA, mixers.gla, f"{path}:held")]
     assert [type(layer) for layer in found] == [mixers.GatedDeltaNet, mixers.GLA, Layer, Layer]
+    assert type(layer_for("mamba", 16)) is mixers.S6 and type(layer_for("GatedDeltaNet", 16)) is mixers.GatedDeltaNet
     assert layer_for("s6_negative", 16).recurrence is mixers.s6_negative
     for given, words in (
         ("gated_delta", "near names"), (f"{path}:hold", "its recurrences are held"), (f"{path}", "which function"),
