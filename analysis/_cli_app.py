@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import dsf
-from dsf.analysis import _cli_analyze, _cli_doctor
+from dsf.analysis import _cli_analyze, _cli_doctor, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
 from dsf.analysis.report import count, duration, finite
@@ -326,6 +326,9 @@ def doctor(
     _print_json(found) if as_json else _cli_doctor.show(_console(), found)
     if not found["ok"]:
         raise typer.Exit(LAW_BROKEN)
+
+
+_cli_train.register(app, _one_line_errors)
 
 
 def _chosen(mixers: str | None, subjects: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import math
 import os
 import re
@@ -84,6 +85,7 @@ def _from_folder(folder: Path) -> Pretrained:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise DsfError("model folders need transformers: pip install 'dsf-zoo[convert]'") from error
+    ours = _ours(folder)
     config = _attempt(folder, "configuration", lambda: transformers.AutoConfig.from_pretrained(folder, **LOCAL))
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{folder}: {config.model_type} is an encoder-decoder; analyze takes decoders and encoders")
@@ -94,11 +96,17 @@ def _from_folder(folder: Path) -> Pretrained:
     tokenizer = _attempt(folder, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder, **LOCAL))
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise InputError(_without_tokenizer(folder, "has a tokenizer without a vocabulary"))
-    model, loading = _attempt(
-        folder,
-        "model",
-        lambda: cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **LOCAL),
-    )
+    if ours == "swapped":
+        from dsf.models import load_swapped
+
+        loading: Any = {}
+        model = _attempt(folder, "model", lambda: load_swapped(folder))
+    else:
+        model, loading = _attempt(
+            folder,
+            "model",
+            lambda: cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **LOCAL),
+        )
     about = f"{type(model).__name__} from the folder {folder.resolve().name}"
     missing = sorted(loading.get("missing_keys", ()))
     if missing:
@@ -110,6 +118,18 @@ def _from_folder(folder: Path) -> Pretrained:
         return list(tokenizer(text).input_ids)
 
     return Pretrained(folder.resolve().name, model.eval(), tokenize, about, lambda token: tokenizer.decode([token]))
+
+
+def _ours(folder: Path) -> str | None:
+    """What a folder holds of ours: "model" (transformers is then told about its classes), "swapped", or None."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if config.get("model_type") == "dsf":
+        importlib.import_module("dsf.mixers.models.hf")
+        return "model"
+    return "swapped" if config.get("dsf_swap") else None
 
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")

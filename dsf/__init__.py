@@ -57,6 +57,7 @@ _LAZY = {
     "register_operators": "dsf.triton.names",
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",
+    "models": "dsf.models",
     "analysis": "dsf.analysis",
 }
 
