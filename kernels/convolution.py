@@ -61,12 +61,13 @@ def short_convolution(
 
         ys, final = fused(x, weight, bias, state, cu_seqlens, activation == "silu", *_columns(pieces))
         return tuple(ys), final
-    y, final = _torch(x, weight, bias, state, cu_seqlens)
+    y, final = _torch(x.to(torch.promote_types(x.dtype, torch.float32)), weight, bias, state, cu_seqlens)
     y = F.silu(y) if activation == "silu" else y
-    return tuple(
+    parts = [
         l2norm(part.unflatten(-1, (-1, p.head)), p.scale).flatten(-2) if p.head else part
         for part, p in zip(y.split([p.width for p in pieces], -1), pieces, strict=True)
-    ), final
+    ]
+    return tuple(part.to(x.dtype) for part in parts), final.to(x.dtype)
 
 
 def short_convolution_step(

@@ -39,5 +39,5 @@ def _plain_weight(module: Any) -> Tensor | None:
     if type(module) is not nn.Linear or "forward" in vars(module):
         return None
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    own = module.bias is None and type(module.weight) is nn.Parameter and not any(hooks)
-    return module.weight if own else None
+    alone = not any(hooks) and module.bias is None
+    return module.weight if alone and type(module.weight) is nn.Parameter else None
