@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import GatedRMSNorm, split_heads
+from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side
+from dsf.mixers._norm import GatedRMSNorm
 
 
 class Heads(Mixer):
     """One map to all that is convolved, a recurrence, RMSNorm a head, a gate silu(g_proj(x)), o_proj.
 
     sections: heads and widths of what in_proj gives, H1, D1, H2, D2, ... (see `split_heads`). d_conv: taps of the
-    convolution with SiLU, 0 for none. gate: the module that makes the output gate from x, or None.
+    convolution with SiLU, 0 for none. gate: the module that makes the output gate from x, or None. lengths: to what
+    Euclidean length the heads of each section are brought, None as they are.
     """
 
     def __init__(
@@ -25,13 +26,14 @@ class Heads(Mixer):
         gate: nn.Module | None = None,
         bias: bool = False,
         layer_idx: int | None = None,
+        lengths: tuple[float | None, ...] = (),
     ):
         super().__init__(layer_idx)
         heads, _, p = self.dims = dims
-        self.sections = sections
+        self.sections, self.lengths = sections, lengths
         channels = sum(h * d for h, d in zip(sections[::2], sections[1::2], strict=True))
         self.in_proj = nn.Linear(d_model, channels, bias=bias)
-        self.conv1d = ShortConv(channels, d_conv, bias=False) if d_conv else None
+        self.conv1d = ShortConv(channels, d_conv, bias=False, pieces=heads_of(sections, lengths)) if d_conv else None
         self.g_proj = gate
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(heads * p, d_model, bias=bias)
@@ -40,8 +42,8 @@ class Heads(Mixer):
         return self.in_proj(x), (x,)
 
     def split(self, u: Tensor) -> tuple[Tensor, ...]:
-        """[B, T, C] -> the sections, each [B, T, H, D]."""
-        return split_heads(u, *self.sections)
+        """What the convolution gave, or [B, T, C] without one -> the sections, each [B, T, H, D]."""
+        return split_heads(u, self.sections, self.lengths)
 
     def per_head(self, x: Tensor) -> Tensor:
         """[B, T, H·D] -> [B, T, H, D]."""

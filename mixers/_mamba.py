@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side
+from dsf.mixers._norm import gated
 from dsf.mixers._own import Owner, time_step, uniform
 
 
@@ -77,5 +78,5 @@ class MambaBlock(Mixer):
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
         for z in side:
-            y = y * nn.functional.silu(z)
+            y = gated(y, z)
         return self.out_proj(y)

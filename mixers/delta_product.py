@@ -10,7 +10,6 @@ import dsf
 from dsf import Expr, I, Key, Param, Recurrence, Scalar, Steps, System, Value, compose, exp, outer, softplus
 from dsf.language.errors import InputError
 from dsf.mixers._heads import Heads
-from dsf.mixers._layers import l2norm
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import log_uniform, time_step
 
@@ -112,7 +111,8 @@ class DeltaProduct(Heads):
             raise InputError(f"{type(self).__name__}: n_steps is {n_steps}; at least 1 is needed")
         gate = nn.Linear(d_model, n_heads * p, bias=False) if self.gated and not bare else None
         sections = (n_heads, n, n_steps * n_heads, n, n_steps * n_heads, p)
-        super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, layer_idx=layer_idx)
+        lengths = (n**-0.5, 1.0, None)
+        super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, False, layer_idx, lengths)
         self.recurrence = delta_product_of(n_steps, "rate" if self.gated else False)
         self.steps, self.beta_max = (n_steps, n_heads), 2.0 if allow_neg_eigval else 1.0
         self.b_proj = nn.Linear(d_model, n_steps * n_heads, bias=False)
@@ -121,8 +121,8 @@ class DeltaProduct(Heads):
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)
         return {
-            "q": l2norm(q) * self.dims[1] ** -0.5,
-            "k": l2norm(k).unflatten(2, self.steps),
+            "q": q,
+            "k": k.unflatten(2, self.steps),
             "v": v.unflatten(2, self.steps),
             "beta": self.beta_max * self.b_proj(side[0]).unflatten(-1, self.steps).sigmoid(),
         }

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Param, Scalar, System, Value, exp, outer, softplus
+from dsf.mixers._layers import side_by_side
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import log_uniform, time_step
 from dsf.mixers.deltanet import DeltaNet
@@ -71,8 +72,8 @@ class GatedDeltaNet(DeltaNet):
         self.place(device, dtype)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        inputs = super().arguments(u, side, span)
-        return {**inputs, "a": self.a_proj(side[0]), "A_log": self.A_log, "dt_bias": self.dt_bias}
+        b, a = side_by_side(side[0], self.b_proj, self.a_proj)
+        return {**self._written(u, b), "a": a, "A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)

@@ -11,8 +11,8 @@ import dsf
 from dsf import System, Value, sigmoid
 from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import GatedRMSNorm
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm
 
 
 @dsf.recurrence

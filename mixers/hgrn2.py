@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import dsf
 from dsf import Key, System, Value, diag, sigmoid
 from dsf.mixers._heads import Heads
-from dsf.mixers._layers import GatedRMSNorm
 from dsf.mixers._module import Side, Span
+from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers.hgrn import bounded_below
 
 

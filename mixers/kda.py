@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import dsf
 from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, softplus
 from dsf.mixers._heads import Heads, low_rank
-from dsf.mixers._layers import l2norm
 from dsf.mixers._module import Side, Span
+from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers._own import log_uniform, time_step
 
 
@@ -61,7 +61,9 @@ class KDA(Heads):
         p = self.width(d_model, n_heads, headdim, "headdim")
         gate = None if bare else low_rank(d_model, p, n_heads * p, bias=True)
         sections = (n_heads, n, n_heads, n, n_heads, p)
-        super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, layer_idx=layer_idx)
+        lengths = (n**-0.5, 1.0, None)
+        super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, False, layer_idx, lengths)
+        self.o_norm = GatedRMSNorm(p, activation="sigmoid")
         self.f_proj = low_rank(d_model, p, n_heads * n, bias=False)
         self.b_proj = nn.Linear(d_model, n_heads, bias=False)
         self.own("A_log", partial(log_uniform, low=1.0, high=16.0), n_heads, kind="rate")
@@ -71,17 +73,11 @@ class KDA(Heads):
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)
         return {
-            "q": l2norm(q) * self.dims[1] ** -0.5,
-            "k": l2norm(k),
+            "q": q,
+            "k": k,
             "v": v,
             "a": self.per_head(self.f_proj(side[0])),
             "beta": self.b_proj(side[0]).sigmoid(),
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
         }
-
-    def readout(self, y: Tensor, side: Side) -> Tensor:
-        y = self.o_norm(y)
-        if self.g_proj is not None:
-            y = y * self.g_proj(side[0]).view_as(y).sigmoid()
-        return self.o_proj(y.flatten(2))

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Recurrence
@@ -18,8 +17,8 @@ from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, inputs_of
 from dsf.language.spec import Input
 from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import GatedRMSNorm
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm, gated
 from dsf.mixers._own import Start, fill
 from dsf.mixers.ranges import known, random_inputs, shape_of, squash, unsquash
 
@@ -178,7 +177,7 @@ class Layer(Mixer):
         if self.o_norm is not None:
             y = self.o_norm(y, gate)
         elif gate is not None:
-            y = y * F.silu(gate)
+            y = gated(y, gate)
         return self.o_proj(y.flatten(2))
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:

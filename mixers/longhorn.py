@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import dsf
-from dsf import I, Key, Param, System, Value, dot, outer
+from dsf import I, Key, Param, System, Value, dot, outer, sigmoid
 from dsf.mixers._mamba import MambaBlock
 from dsf.mixers._module import Side, Span
 
@@ -20,6 +20,14 @@ def longhorn(q: Key, k: Key, x: Value, beta: Value, D: Param[Value]) -> System:
     Objective: argmin over S of |S - S_{t-1}|^2 + sum_p beta_p (S[:, p]'k_t - x_p)^2, solved exactly.
     Symbols: eps = beta / (1 + beta k'k), beta in (0, 1); q and k are not normalised.
     """
+    eps = beta / (1 + beta * dot(k, k))
+    return System(A=1 - eps * k**2, B=k * (eps * x), C=q, D=D * x)
+
+
+@dsf.recurrence
+def longhorn_gate(q: Key, k: Key, x: Value, b: Value, D: Param[Value]) -> System:
+    """Longhorn with its rate beta = sigmoid(b) computed inside, what the layer runs."""
+    beta = sigmoid(b)
     eps = beta / (1 + beta * dot(k, k))
     return System(A=1 - eps * k**2, B=k * (eps * x), C=q, D=D * x)
 
@@ -44,7 +52,7 @@ class Longhorn(MambaBlock):
     code (whose `dt_head` is `dt_proj` here).
     """
 
-    recurrence = longhorn
+    recurrence = longhorn_gate
 
     def __init__(
         self,
@@ -60,8 +68,9 @@ class Longhorn(MambaBlock):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(d_model, d_state, d_conv, expand, dt_rank, bare, layer_idx, device, dtype)
-        self.recurrence = longhorn_exact if exact else longhorn
+        self.recurrence = longhorn_exact if exact else longhorn_gate
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        beta, k, q = self._low_rank(u)
-        return {"q": q, "k": k, "x": u.unsqueeze(2), "beta": beta.sigmoid(), "D": self.D[None]}
+        b, k, q = self._low_rank(u)
+        rate = {"beta": b.sigmoid()} if self.recurrence is longhorn_exact else {"b": b}
+        return {"q": q, "k": k, "x": u.unsqueeze(2), **rate, "D": self.D[None]}

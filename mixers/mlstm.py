@@ -13,6 +13,7 @@ from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import gated
 from dsf.mixers._own import Owner, normal
 
 
@@ -130,5 +131,5 @@ class MLSTM(Mixer):
         *gates, u = side
         y = F.layer_norm(y, y.shape[-1:]).flatten(2) * self.norm + self.skip * u
         for z in gates:
-            y = y * F.silu(z)
+            y = gated(y, z)
         return self.down_proj(y)

@@ -81,6 +81,6 @@ class RetNet(Heads):
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)
         if self.rotary_base:
-            position = span.positions(u)
+            position = span.positions(side[0])
             q, k = rotated(q, position, self.rotary_base), rotated(k, position, self.rotary_base)
         return {"q": q, "k": k * self.dims[1] ** -0.5, "v": v, "slope": self.slope}

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import dsf
 from dsf import Key, Param, Recurrence, Scalar, System, Value, exp, maximum, minimum, softplus
 from dsf.language.errors import InputError
-from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import GatedRMSNorm, split_heads
+from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers._own import log_uniform, time_step
 
 NO_LIMIT = (0.0, math.inf)
@@ -84,7 +84,8 @@ class SSD(Mixer):
         channels = d_inner + 2 * n_groups * d_state
         self.widths = [0 if bare else d_inner, channels, heads]  # z, what is convolved (x, b, c), dt
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
-        self.conv1d = None if bare else ShortConv(channels, d_conv)
+        self.split = (heads, headdim, n_groups, d_state, n_groups, d_state)  # x, b, c
+        self.conv1d = None if bare else ShortConv(channels, d_conv, pieces=heads_of(self.split))
         self.own("dt_bias", partial(time_step, dt_min=dt_min, dt_max=dt_max), heads, kind="rate")
         self.own("A_log", partial(log_uniform, low=1.0, high=16.0), heads, kind="rate")
         self.own("D", torch.ones, heads, kind="rate")
@@ -97,8 +98,7 @@ class SSD(Mixer):
         return u, (dt, z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        heads, n, p = self.dims
-        x, b, c = split_heads(u, heads, p, self.n_groups, n, self.n_groups, n)
+        x, b, c = split_heads(u, self.split)
         return {"x": x, "dt": side[0], "b": b, "c": c, "A_log": self.A_log, "D": self.D, "dt_bias": self.dt_bias}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

@@ -216,3 +216,28 @@ def test_import_pulls_in_nothing_heavy():
     heavy = "transformers", "matplotlib", "rich", "typer"
     code = f"import sys, dsf.mixers; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_small_maps_side_by_side_are_the_maps_and_wrapped_ones_are_called():
+    from dsf.mixers._layers import side_by_side
+
+    first, second = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(4, 3, bias=False)
+    x = torch.randn(2, 5, 4)
+    for a, b in zip(side_by_side(x, first, second), (first(x), second(x)), strict=True):
+        torch.testing.assert_close(a, b)
+    second.register_forward_hook(lambda module, args, out: out + 1)
+    for a, b in zip(side_by_side(x, first, second), (first(x), second(x)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_convolution_refuses_what_is_not_its_own_in_words():
+    from dsf.language.errors import InputError
+
+    conv = mixers.DeltaNet(8, 2).conv1d
+    x = torch.randn(2, 5, 24)
+    with pytest.raises(InputError, match=r"expected \[B, T, 24\]"):
+        conv(x[..., 1:])
+    with pytest.raises(InputError, match="as an earlier call of this module returned it"):
+        conv(x, torch.zeros(2, 24, 2))
+    with pytest.raises(InputError, match="of one row"):
+        conv(x, cu_seqlens=torch.tensor([0, 5]))
