@@ -304,12 +304,13 @@ def distance(
         return 0.0
     if not got.isfinite().all():
         return math.inf
-    return float(misfits(got, expected, kind, dtype, scale, terms).max())
+    return float(misfits(got, expected, kind, dtype, scale, terms, condition).max())
 
 
 def misfits(
-    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None
-) -> Tensor:
+    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None,
+    condition: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Relative errors [heads of every batch row, blocks of tokens], of which `distance` is the worst."""
     ref = by_head(expected.double(), kind)
     difference = by_head(got.double(), kind) - ref
