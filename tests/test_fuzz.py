@@ -350,6 +350,15 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path, capsys: pytest
     assert record["cases"] == 4 and record["seeds"] == [2] and record["failures"] == []
 
 
+def test_dsf_check_fuzz_draws_calls_of_one_recurrence() -> None:
+    typer_testing = pytest.importorskip("typer.testing")
+    from dsf.analysis._cli_app import app
+
+    done = typer_testing.CliRunner().invoke(app, ["check", "retnet", "--fuzz", "1", "--json"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and found["declarations"] == 1 and found["failures"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
