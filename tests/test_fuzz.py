@@ -37,7 +37,8 @@ def plain() -> dsf.Recurrence:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_torch_forms_withstand_random_calls_of_random_declarations(part: int) -> None:
-    result = run(cases=3000 // PARTS, seed=100 + part, profile=SMALL, each=10)
+    profile = SMALL if part % 3 == 0 else replace(SMALL, longest=33)  # a third of them crosses chunks of 64 tokens
+    result = run(cases=3000 // PARTS, seed=100 + part, profile=profile, each=10)
     assert result.ok, str(result)
     assert result.cases == 3000 // PARTS
     assert len(result.declarations) >= 3000 // PARTS // 10
