@@ -99,7 +99,7 @@ class Cases:
             layouts=layouts, initial=rng.random() < 0.4, loss=loss,
             frozen=frozen if len(frozen) < len(self._names) else (), lengths=(1,) if rng.random() < 0.3 else (),
         )  # fmt: skip
-        if rng.random() < 0.08 and self._steps(case):
+        if rng.random() < (0.08 if form == KERNELS else 0.3) and self._steps(case):
             case = replace(case, step=True, lengths=(), loss="" if form == KERNELS else case.loss)
         return case
 
