@@ -29,6 +29,10 @@ def test_the_table_of_the_matrix_families_is_the_record():
     assert {r["run"] for r in data["rows"]} <= data["runs"].keys()
 
 
+def test_the_table_of_layers_is_the_record():
+    assert_page_shows("layers.json", load("layers_page").page)
+
+
 @pytest.mark.parametrize("name", ["gpu_accuracy", "gpu_decode", "gpu_scan"])
 def test_the_other_tables_are_their_records(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
