@@ -11,10 +11,10 @@ from typing import Any
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.kernels.attention import KVCache
-from dsf.language.annotations import Key, Param, Scalar, Steps, Value
+from dsf.language.annotations import Key, Pair, Param, Scalar, Steps, Value
 from dsf.language.errors import DsfError, FormError, InputError, LawError, TraceError
 from dsf.language.expr import Expr
-from dsf.language.operator import I, Operator, diag, outer
+from dsf.language.operator import I, Operator, diag, outer, turn
 from dsf.language.primitives import (
     N,
     P,
@@ -30,6 +30,7 @@ from dsf.language.primitives import (
     logsigmoid,
     maximum,
     minimum,
+    prev,
     relu,
     rsqrt,
     sigmoid,
@@ -66,9 +67,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Param",
-    "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs", "compose",
-    "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid", "maximum",
-    "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key",
-    "sum_value", "tanh", "taylor_features", "where",
+    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Pair",
+    "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs",
+    "compose", "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid",
+    "maximum", "minimum", "outer", "prev", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus",
+    "sqrt", "sum_key", "sum_value", "tanh", "taylor_features", "turn", "where",
 ]  # fmt: skip

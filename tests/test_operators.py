@@ -46,7 +46,8 @@ def operators(draw: st.DrawFn, count: int = 1) -> tuple[int, int, list[Transitio
         rank, wide = draw(st.integers(0, 3)), draw(st.sampled_from([1, p]))
         decay = randn(draw(st.sampled_from([1, n])), draw(st.sampled_from([1, p])))
         low = [randn(rank, n, wide), randn(rank, n, wide)] if rank else [None, None]
-        found.append(Transition(decay, *low))
+        cross = randn(n, draw(st.sampled_from([1, p]))) if n % 2 == 0 and draw(st.booleans()) else None
+        found.append(Transition(decay, *low, cross))
     return n, p, found
 
 

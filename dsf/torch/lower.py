@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.problem import Problem
+from dsf.kernels.turns import signed, turn_pairs
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
+from dsf.language.frame import Leaf
 from dsf.language.operator import split_factors, split_scale
 from dsf.language.primitives import exp
 from dsf.language.spec import Row, Spec, Term
@@ -49,6 +51,24 @@ def columns(spec: Spec, p: int) -> Columns:
     den = 0 if spec.ones is None else (p if spec.den_has_channels else 1)
     gain = 0 if not spec.is_stabilised else (p if VALUE in spec.gain_axes else 1)
     return Columns(p, den, gain)
+
+
+def leaf_columns(leaf: Leaf, n: int, keys: int, p: int) -> int:
+    """Columns of a state of n rows that one value of a leaf takes."""
+    return -(-leaf_size(leaf, keys, p) // n)
+
+
+def leaf_size(leaf: Leaf, keys: int, p: int) -> int:
+    """Numbers of one value of a leaf."""
+    return math.prod({KEY: keys, VALUE: p}[a] for a in leaf.source.axes)
+
+
+def state_columns(spec: Spec, n: int, keys: int, p: int) -> int:
+    """All columns of a state of `spec`: of its plain system and of what is remembered."""
+    total = columns(spec.inner, p).total
+    if spec.frame is None:
+        return total
+    return total + sum(len(leaf.nodes) * leaf_columns(leaf, n, keys, p) for leaf in spec.frame.leaves)
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,9 @@ def lower(
     low: dict[str, Tensor | None] = {}
     if spec.rank:
         low = _corrections(spec, values, shape)
+    if spec.mixes_pairs:
+        (decay, cross), log = _mixed_pairs(spec, values, shape), False
+        low |= {"cross": cross} | _turned_reads(spec, values, shape, low)
     problem = Problem(
         decay=decay, log=log, readout=readout, n=n, p=layout.p + layout.den, key=key, value=value, dense=dense,
         factor=values(factors[1]) if factors else None, before=spec.system.read == "before", micro=spec.micro, **low,
@@ -144,6 +167,32 @@ def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
     if len(rows) > 1:  # constant micro-steps alternate, so every token needs rows of its own
         rows = [x.expand(-1, tokens, -1, -1, -1) for x in rows]
     return _stack(rows), logs is not None
+
+
+def _mixed_pairs(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """decay and cross of (decay ⊙) R(angle), every row, [B, rows, H, N, p]."""
+    batch, tokens, heads, n = shape
+    decays, crosses = [], []
+    for row in spec.rows:
+        decay = values(row.normal.decay).expand(-1, -1, -1, n, -1)
+        angle = values(row.normal.angle)
+        sine = angle.sin().expand(-1, -1, -1, n, -1)
+        decays.append((decay * angle.cos()).expand(batch, tokens, heads, n, -1))
+        crosses.append((decay * signed(sine[..., ::2, :])).expand(batch, tokens, heads, n, -1))
+    return _stack(decays), _stack(crosses)
+
+
+def _turned_reads(
+    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], low: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Corrections after the turn, left (right' R): right turned back."""
+    if not spec.rank:
+        return {}
+    batch, tokens, heads, n = shape
+    angles = [values(r.normal.angle).expand(batch, tokens, heads, n, 1)[..., ::2, :] for r in spec.rows]
+    right = low["right"]
+    assert right is not None
+    return {"right": turn_pairs(right, -_stack(angles).unsqueeze(3))}
 
 
 def _stack(rows: list[Tensor]) -> Tensor:
@@ -228,8 +277,10 @@ def _whole(row: Row) -> Expr:
 def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> dict[str, Tensor | None]:
     """right [B, rows, H, R, N, p] and either tie [B, rows, H, R] (delta) or left [B, rows, H, R, N, p]."""
     batch, tokens, heads, n = shape
-    tied = spec.is_delta and all(
-        c.scale.axes == frozenset() and c.right.axes <= {KEY} for r in spec.rows for c in r.normal.corrections
+    tied = (
+        spec.is_delta
+        and not spec.mixes_pairs
+        and all(c.scale.axes == frozenset() and c.right.axes <= {KEY} for r in spec.rows for c in r.normal.corrections)
     )
     groups = max(max(len(r.terms) for r in spec.rows), spec.rank) if tied else spec.rank
     lefts, rights = [], []
@@ -259,7 +310,7 @@ def _widen(problem: Problem, layout: Columns) -> Problem:
     if not layout.den:
         return problem
     changes = {}
-    for name in ("decay", "readout", "left", "right"):
+    for name in ("decay", "readout", "left", "right", "cross"):
         x = getattr(problem, name)
         if x is not None and x.shape[-1] > 1:
             assert layout.den == layout.p
@@ -281,7 +332,7 @@ def _mask(problem: Problem, valid: Tensor) -> Problem:
     keep = _rows(valid, problem.micro)
     one = 0.0 if problem.log else 1.0
     changes: dict[str, Tensor | None] = {"decay": torch.where(keep, problem.decay, one)}
-    for name in ("key", "dense"):
+    for name in ("key", "dense", "cross"):
         x = getattr(problem, name)
         if x is not None:
             changes[name] = torch.where(keep, x, 0.0)
@@ -482,7 +533,8 @@ def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
 
     m carries no gradient here either: the gradient of a state is that of its other columns.
     """
-    layout = columns(spec, p)
+    layout = columns(spec.inner, p)
+    state = state[..., : layout.total]
     if not layout.gain:
         return state
     plain, gain = state.split([layout.p + layout.den, layout.gain], dim=-1)
