@@ -146,6 +146,6 @@ def _memory(recurrence: Recurrence) -> dict[str, float]:
 
 def _in_transition(spec: Spec) -> set[str]:
     """Names of the inputs that A reads."""
-    exprs = [r.normal.decay for r in spec.rows]
+    exprs = [x for r in spec.rows for x in (r.normal.decay, r.normal.angle)]
     exprs += [e for r in spec.rows for c in r.normal.corrections for e in (c.scale, c.left, c.right)]
     return {i.attrs[0] for i in inputs_of(*exprs)}

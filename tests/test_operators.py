@@ -103,11 +103,11 @@ def test_ranks_add(case):
 def test_bilinear_derivative_is_the_gradient_of_the_bilinear_form(case):
     n, p, (a,) = case
     s, g = randn(n, p), randn(n, p)
-    parts = [x.requires_grad_() for x in (a.decay, a.left, a.right) if x is not None]
+    parts = [x.requires_grad_() for x in (a.decay, a.left, a.right, a.cross) if x is not None]
     expected = torch.autograd.grad((g * a.apply(s)).sum(), parts)
     found = a.bilinear_derivative(g, s)
-    for x, y in zip((found.decay, found.left, found.right), expected, strict=False):
-        assert x is not None
+    given = [x for x in (found.decay, found.left, found.right, found.cross) if x is not None]
+    for x, y in zip(given, expected, strict=True):
         same(x, y)
 
 
@@ -116,7 +116,7 @@ def test_bilinear_derivative_is_the_gradient_of_the_bilinear_form(case):
 def test_predicates_say_what_the_shapes_are(case):
     n, p, (a,) = case
     whole = a.to_dense(n)
-    assert a.is_elementwise == (a.rank == 0)
+    assert a.is_elementwise == (a.rank == 0 and a.cross is None)
     assert (whole.shape[-3] > 1) == a.is_per_channel
     if a.is_elementwise:
         same(whole, torch.diag_embed(whole.diagonal(dim1=-2, dim2=-1)))

@@ -48,7 +48,7 @@ class Places:
 
 
 def shifted(x: Tensor, first: Tensor | None, places: Places | None) -> Tensor:
-    """x one token later. x: [B, T, ...]; first: [B or sequences, ...] what comes before the first tokens, None for 0."""
+    """x one token later. x: [B, T, ...]; first: [B or sequences, ...] what precedes first tokens, None for 0."""
     if places is None:
         start = torch.zeros_like(x[:, :1]) if first is None else first.unsqueeze(1)
         return torch.cat([start.to(x.dtype), x[:, :-1]], dim=1)

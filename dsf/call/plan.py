@@ -157,7 +157,8 @@ def _of_frame(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
     total = state_columns(spec, sizes.n, sizes.keys, sizes.p)
     shape = (*plan.state_shape[:-1], total)
     made = ["previous values"] * bool(frame.leaves) + ["turned inputs"] * (frame.angles is not None)
-    reason = plan.reason + f"; {' and '.join(made)} are made before" * bool(made)
+    tell = bool(made) and "was asked for" not in plan.reason
+    reason = plan.reason + f"; {' and '.join(made)} are made by torch first" * tell
     width = 8 if dtype == torch.float64 else 4
     return replace(
         plan, structure=spec.structure, state_shape=shape, state_bytes=math.prod(shape) * width,

@@ -65,8 +65,9 @@ class Example:
 
     batch, tokens, heads, n, p: B, T, H, N (+ 1 where it must be even), P. dtype: of the per-token inputs, "float64" and
     so on (Params are float32 when it is a half precision). groups: heads of the inputs that have fewer than H.
-    regimes: how each input is drawn (regimes_of), the plainest way unless named. initial: whether there is an initial state. cuts: increasing places
-    between 0 and T where the sequence is cut, the future begins or packed sequences meet. seed: of the numbers.
+    regimes: how each input is drawn (regimes_of), the plainest way unless named. initial: whether there is an initial
+    state. cuts: increasing places between 0 and T where the sequence is cut, the future begins or packed sequences
+    meet. seed: of the numbers.
     """
 
     batch: int = 1
