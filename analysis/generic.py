@@ -33,7 +33,7 @@ def squash(x: Tensor, allowed: Range, key_dim: int = -1) -> Tensor:
 
 def shape_of(entry: Input, lead: tuple[int, ...], heads: int, n: int, p: int) -> tuple[int, ...]:
     """Shape of an input: [*lead, (steps,) H, ·], or [H, ·] of a Param."""
-    sides = [size for axis, size in ((KEY, n), (VALUE, p)) if axis in entry.kind.axes]
+    sides = [size for axis, size in ((KEY, n // 2 if entry.kind.pair else n), (VALUE, p)) if axis in entry.kind.axes]
     if not entry.kind.time:
         return (heads, *sides)
     return (*lead, *((entry.kind.steps,) if entry.kind.steps else ()), heads, *sides)
@@ -57,7 +57,7 @@ def random_inputs(
     allowed = ranges_of(recurrence.spec)
     inputs = {}
     for i in recurrence.spec.inputs:
-        shape = shape_of(i, (1, tokens), heads, N if recurrence.spec.has_key else 1, P)
+        shape = shape_of(i, (1, tokens), heads, recurrence.spec.keys_of(N) if recurrence.spec.has_key else 1, P)
         raw = scale * torch.randn(shape, generator=generator, dtype=torch.float64) + (shift or {}).get(i.name, 0.0)
         inputs[i.name] = squash(raw, allowed[i.name], key_axis(i.kind))
     return inputs
@@ -89,7 +89,7 @@ class GenericMixer(Mixer):
         spec = recurrence.spec
         self.recurrence = recurrence
         self.ranges = ranges_of(spec)
-        n = (d_state or d_model // n_heads) if spec.has_key else 1
+        n = spec.keys_of(d_state or d_model // n_heads) if spec.has_key else 1
         wide = any(VALUE in i.kind.axes for i in spec.inputs)
         self.dims = (n_heads, n, (headdim or d_model // n_heads) if wide else 1)
         self.proj = nn.ModuleDict()  # the suffixes keep inputs called `values` or `type` off these dicts' own names

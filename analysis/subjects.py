@@ -19,6 +19,7 @@ from dsf import Recurrence
 from dsf.analysis.generic import GenericMixer
 from dsf.analysis.measures import state_size
 from dsf.language.errors import DsfError, InputError
+from dsf.language.expr import KEY, VALUE
 from dsf.mixers import ZOO, Entry, Mixer, get
 
 
@@ -65,6 +66,12 @@ class Subject:
         spec = self.recurrence.spec
         if spec.is_softmax:
             return "T·H·(N+P)"
+        if spec.frame is not None and spec.frame.leaves:
+            columns = {frozenset({VALUE}): "⌈P/N⌉" if spec.has_key else "P", frozenset({KEY, VALUE}): "P"}
+            each = [columns.get(leaf.source.axes, "1") for leaf in spec.frame.leaves for _ in leaf.nodes]
+            own = Subject(self.name, Recurrence(spec.inner), None).state_formula().removeprefix("H·").removeprefix("N·")
+            rows = "H·N·" if spec.has_key else "H·"
+            return f"{rows}({'+'.join([own.strip('()'), *each])})"
         (_, few), (rows, more) = (self.recurrence.state_shape(N=1, P=p) for p in (1, 2))
         slope, extra = more - few, 2 * few - more
         wide = ("P" if slope == 1 else f"{slope}P") + (f"+{extra}" if extra else "")

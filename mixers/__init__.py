@@ -17,6 +17,7 @@ from dsf.mixers.hgrn import hgrn, hgrn2
 from dsf.mixers.kda import kda
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
+from dsf.mixers.mamba3 import Mamba3, mamba3, mamba3_mimo_of
 from dsf.mixers.mingru import mingru
 from dsf.mixers.mlstm import mlstm
 from dsf.mixers.normalized_attention import (
@@ -87,6 +88,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(s6, S6),
     Entry(s6_negative, _variant(S6, negative=True)),
     Entry(ssd, SSD),
+    Entry(mamba3, Mamba3),
     Entry(qlstm, QLSTM),
     Entry(modified_qlstm, _variant(QLSTM, modified=True)),
     Entry(rg_lru, RGLRU),
@@ -126,6 +128,7 @@ __all__ = [
     "GeneralizedLinearAttention",
     "LinearAttention",
     "Longhorn",
+    "Mamba3",
     "Mixer",
     "MixerState",
     "NormalizedAttention",
@@ -150,6 +153,8 @@ __all__ = [
     "linear_attention",
     "longhorn",
     "longhorn_exact",
+    "mamba3",
+    "mamba3_mimo_of",
     "mingru",
     "mlstm",
     "modified_qlstm",

@@ -6,7 +6,23 @@ from torch import Tensor
 
 import dsf
 from dsf import (
-    I, Key, Pair, Param, Scalar, Steps, System, Value, compose, diag, dot, exp, maximum, outer, prev, sigmoid, turn,
+    I,
+    Key,
+    Pair,
+    Param,
+    Scalar,
+    Steps,
+    System,
+    Value,
+    compose,
+    diag,
+    dot,
+    exp,
+    maximum,
+    outer,
+    prev,
+    sigmoid,
+    turn,
     where,
 )  # fmt: skip
 

@@ -48,8 +48,9 @@ def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
 class Gates(NamedTuple):
     """Per token and head, [B, T, H] each, no unit.
 
-    decay: mean |decay| of the state's entries, √|det| of turned pairs, 1 for a system that keeps all. erase: 1 - |det A| / |det decay|, what
-    corrections take away (β|k|² for the delta family, 0 without corrections). write: ‖B_t‖, Frobenius.
+    decay: mean |decay| of the state's entries (√|det| of turned pairs), 1 for a system that keeps all. erase: 1 - |det
+    A| / |det decay|, what corrections take away (β|k|² for the delta family, 0 without corrections). write: ‖B_t‖,
+    Frobenius.
     """
 
     decay: Tensor

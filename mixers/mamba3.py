@@ -1,0 +1,138 @@
+"""Mamba-3: a trapezoid in time, transitions that turn, decays that tokens choose."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+import dsf
+from dsf import (
+    I,
+    Key,
+    Pair,
+    Param,
+    Recurrence,
+    Scalar,
+    Steps,
+    System,
+    Value,
+    compose,
+    exp,
+    maximum,
+    prev,
+    sigmoid,
+    softplus,
+    tanh,
+    turn,
+)
+from dsf.mixers._layers import GatedRMSNorm, log_uniform_dt_bias, split_heads, undecayed
+from dsf.mixers._module import Mixer, Side, Span
+
+A_FLOOR = 1e-4  # no head keeps its state forever
+
+
+@dsf.recurrence
+def mamba3(
+    x: Value, dt: Scalar, a: Scalar, lam: Scalar, angle: Pair, b: Key, c: Key, D: Param[Scalar], dt_bias: Param[Scalar]
+) -> System:
+    """Mamba-3 (SISO): the state turns in pairs as it decays, and writes enter by a trapezoid over two tokens.
+
+    Source: Lahoti et al. (arXiv 2603.15569), Propositions 1 and 4; angles and decays as in the released code.
+    Symbols: dt, a, lam, angle are pre-activations; Delta = softplus(dt + dt_bias), the decay is exp(-Delta softplus(a)),
+    a pair of places turns by Delta pi tanh(angle), and sigmoid(lam) = 1 is Euler's rule, 1/2 the trapezoid.
+    """
+    delta, share = softplus(dt + dt_bias), sigmoid(lam)
+    a_t = exp(-(maximum(softplus(a), A_FLOOR) * delta)) * turn(delta * (math.pi * tanh(angle)))
+    before = System(A=I, B=prev(b * x) * ((1 - share) * delta))  # decays and turns with the state
+    return compose(before, System(A=a_t, B=b * (share * delta * x), C=c, D=D * x))
+
+
+def mamba3_mimo_of(rank: int) -> Recurrence:
+    """Mamba-3 with writes of the given rank: b and x have `rank` values a token, which share a step and a read."""
+
+    @dsf.recurrence(name=f"mamba3_mimo{rank}")
+    def mimo(
+        x: Steps[Value, rank], dt: Scalar, a: Scalar, lam: Scalar, angle: Pair, b: Steps[Key, rank], c: Key,
+        dt_bias: Param[Scalar],
+    ) -> System:  # fmt: skip
+        """Mamba-3 with several writes a token (MIMO), of one read.
+
+        Source: Lahoti et al. (arXiv 2603.15569), the multi-input state update. Symbols: as in mamba3.
+        """
+        delta, share = softplus(dt + dt_bias), sigmoid(lam)
+        a_t = exp(-(maximum(softplus(a), A_FLOOR) * delta)) * turn(delta * (math.pi * tanh(angle)))
+        pairs = list(zip(b, x, strict=True))
+        steps = [System(A=I, B=prev(k * v) * ((1 - share) * delta)) for k, v in pairs]
+        steps += [System(A=I if r else a_t, B=k * (share * delta * v), C=None) for r, (k, v) in enumerate(pairs)]
+        return compose(*steps[:-1], System(A=steps[-1].A, B=steps[-1].B, C=c))
+
+    return mimo
+
+
+class Mamba3(Mixer):
+    """The Mamba-3 block (SISO). Constructor, parameter names, shapes and init as mamba_ssm's `Mamba3`.
+
+    in_proj gives z, x, B, C and the pre-activations of Delta, A, lambda and the angles, which all heads share; B and C
+    pass an RMSNorm and get a bias a head, which starts at 1. rope_fraction of the key entries turn, 0.5 or 1. There is
+    no short convolution: the trapezoid and the biases take its place. Then gate silu(z) and out_proj; is_outproj_norm:
+    an RMSNorm a head before that gate.
+    """
+
+    recurrence = mamba3
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        expand: int = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        rope_fraction: float = 0.5,
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+        is_outproj_norm: bool = False,
+    ):
+        super().__init__()
+        d_inner = expand * d_model
+        heads = d_inner // headdim
+        if heads * headdim != d_inner or heads % ngroups:
+            raise ValueError(f"Mamba3: headdim {headdim} must divide {d_inner}, and ngroups {ngroups} the heads")
+        if rope_fraction not in (0.5, 1.0) or d_state % 2 or int(d_state * rope_fraction) < 2:
+            raise ValueError(
+                f"Mamba3: rope_fraction is 0.5 or 1.0 of an even d_state, got {rope_fraction} of {d_state}"
+            )
+        self.dims = (heads, d_state, headdim)
+        self.groups = ngroups
+        self.angles = int(d_state * rope_fraction) // 2
+        self.widths = [d_inner, d_inner, ngroups * d_state, ngroups * d_state, heads, heads, heads, self.angles]
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.dt_bias = undecayed(log_uniform_dt_bias(heads, dt_min, dt_max))
+        self.B_bias = nn.Parameter(torch.ones(heads, 1, d_state))
+        self.C_bias = nn.Parameter(torch.ones(heads, 1, d_state))
+        self.B_norm = nn.RMSNorm(d_state, eps=1e-5)
+        self.C_norm = nn.RMSNorm(d_state, eps=1e-5)
+        self.D = undecayed(torch.ones(heads))
+        self.norm = GatedRMSNorm(d_inner, groups=heads) if is_outproj_norm else None
+        self.out_proj = nn.Linear(d_inner, d_model, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        z, u = self.in_proj(x).split([self.widths[0], sum(self.widths[1:])], dim=-1)
+        return u, (z,)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        heads, n, p = self.dims
+        x, b, c, dt, a, lam, angle = u.split(self.widths[1:], dim=-1)
+        x, b, c = split_heads(torch.cat([x, b, c], dim=-1), heads, p, self.groups, n, self.groups, n)
+        each = heads // self.groups
+        b, c = (
+            norm(y).repeat_interleave(each, dim=2) + bias.squeeze(1).to(y.dtype)
+            for y, norm, bias in ((b, self.B_norm, self.B_bias), (c, self.C_norm, self.C_bias))
+        )
+        angle = nn.functional.pad(angle, (0, n // 2 - self.angles)).unsqueeze(2)
+        return {
+            "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": b, "c": c, "D": self.D, "dt_bias": self.dt_bias,
+        }  # fmt: skip
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        y, (z,) = y.flatten(2), side
+        return self.out_proj(y * nn.functional.silu(z) if self.norm is None else self.norm(y, z))
