@@ -70,8 +70,7 @@ class Subject:
             columns = {frozenset({VALUE}): "⌈P/N⌉" if spec.has_key else "P", frozenset({KEY, VALUE}): "P"}
             each = [columns.get(leaf.source.axes, "1") for leaf in spec.frame.leaves for _ in leaf.nodes]
             own = Subject(self.name, Recurrence(spec.inner), None).state_formula().removeprefix("H·").removeprefix("N·")
-            rows = "H·N·" if spec.has_key else "H·"
-            return f"{rows}({'+'.join([own.strip('()'), *each])})"
+            return f"{'H·N·' if spec.has_key else 'H·'}({'+'.join([own.strip('()'), *each])})"
         (_, few), (rows, more) = (self.recurrence.state_shape(N=1, P=p) for p in (1, 2))
         slope, extra = more - few, 2 * few - more
         wide = ("P" if slope == 1 else f"{slope}P") + (f"+{extra}" if extra else "")

@@ -33,7 +33,7 @@ def _rows(problem: Problem) -> list[tuple[Transition, Tensor]]:
     injections = problem.injection().unbind(1)
     none = (None,) * rows
     parts = [none if x is None else _unbind(x, rows) for x in (whole.decay, whole.left, whole.right, whole.cross)]
-    return [(Transition(*part), b) for *part, b in zip(*parts, injections, strict=True)]  # type: ignore[arg-type]
+    return [(Transition(*part), b) for *part, b in zip(*parts, injections, strict=True)]
 
 
 def _unbind(x: Tensor, rows: int) -> tuple[Tensor, ...]:

@@ -38,8 +38,8 @@ def mamba3(
     """Mamba-3 (SISO): the state turns in pairs as it decays, and writes enter by a trapezoid over two tokens.
 
     Source: Lahoti et al. (arXiv 2603.15569), Propositions 1 and 4; angles and decays as in the released code.
-    Symbols: dt, a, lam, angle are pre-activations; Delta = softplus(dt + dt_bias), the decay is exp(-Delta softplus(a)),
-    a pair of places turns by Delta pi tanh(angle), and sigmoid(lam) = 1 is Euler's rule, 1/2 the trapezoid.
+    Symbols: dt, a, lam, angle are pre-activations; Delta = softplus(dt + dt_bias), the decay exp(-Delta softplus(a)),
+    pairs of places turn by Delta pi tanh(angle), and sigmoid(lam) = 1 is Euler's rule, 1/2 the trapezoid.
     """
     delta, share = softplus(dt + dt_bias), sigmoid(lam)
     a_t = exp(-(maximum(softplus(a), A_FLOOR) * delta)) * turn(delta * (math.pi * tanh(angle)))
@@ -48,7 +48,7 @@ def mamba3(
 
 
 def mamba3_mimo_of(rank: int) -> Recurrence:
-    """Mamba-3 with writes of the given rank: b and x have `rank` values a token, which share a step and a read."""
+    """Mamba-3 with writes of a rank: b and x have `rank` values a token, which share a step and a read."""
 
     @dsf.recurrence(name=f"mamba3_mimo{rank}")
     def mimo(

@@ -21,7 +21,7 @@ from dsf.language.expr import KEY, VALUE, Expr, inputs_of
 from dsf.language.frame import Frame, Leaf
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import columns, leaf_columns, leaf_size
+from dsf.torch.lower import columns, leaf_columns, leaf_size, true_state
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Framed:
         self.spec, self.frame, self.bound, self.places = spec, frame, bound, places
         self.kinds = {i.name: i.kind for i in spec.inputs}
         self.values: dict[Expr, Tensor] = {}  # made inputs as [B|1, T|1, heads, n, p]
-        self.plain = columns(frame.spec, bound.sizes.p).total
+        self.plain = columns(spec.inner, bound.sizes.p).total
         self.rest = None if state is None else state[..., self.plain :]
         self.remembered: list[Tensor] = []
         self.final: Tensor | None = None
@@ -253,12 +253,26 @@ def run_framed(
     framed = Framed(spec, frame, bound, places, state)
     framed.make()
     start = None if state is None else state[..., : framed.plain]
+    if plan.form == "naive":
+        start = _without_maximum(spec, frame.spec, start, bound.sizes.p)
     inner = framed.inner(plan.backend == "triton")
     if bounds is None:
         y, final = run(frame.spec, inner, start, plan)
     else:
         y, final = run_packed(frame.spec, inner, bounds, start, plan)
+    if plan.form == "naive":
+        layout = columns(spec.inner, bound.sizes.p)
+        final = torch.nn.functional.pad(final[..., : layout.p + layout.den], (0, layout.gain))
     return y, framed.finish(final)
+
+
+def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:
+    """A state of the plain system as the oracle's, which may have no running maximum where the plain one has one."""
+    if state is None:
+        return None
+    layout = columns(spec.inner, p)
+    own = true_state(spec.inner, state, p)[..., : layout.p + layout.den]
+    return torch.nn.functional.pad(own, (0, columns(oracle, p).gain))
 
 
 def materialised(spec: Spec, frame: Frame, bound: Bound, state: Tensor | None) -> Bound:

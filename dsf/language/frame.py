@@ -168,6 +168,8 @@ class _Made:
 
         rule = [] if self.of.rule is None else [self.of.rule]
         used = {n.attrs[0] for n in inputs_of(*roots_of(system), *rule)}
+        if rule:
+            system = replace(system, drive=self.of.drives)
         every = {i.name: i.kind for i in self.of.inputs} | self.kinds
         inputs = tuple(Input(name, kind) for name, kind in every.items() if name in used)
         return replace(self.of, inputs=inputs, system=system, made=True)
@@ -280,8 +282,8 @@ class _Gauge:
             if not self.made.is_paired(row.normal.decay):
                 raise NoGaugeError
             a = diag(row.normal.decay)
-            for c in row.normal.corrections:
-                a = a + c.scale * outer(self.vector(c.left, number), self.vector(c.right, number))
+            for x in row.normal.corrections:
+                a = a + x.scale * outer(self.vector(x.left, number), self.vector(x.right, number))
             steps.append(System(A=a, B=self.injection(next(written), number) if number in ends else 0))
         system, last = spec.system, len(spec.rows) - 1
         assert system.C is not None

@@ -85,6 +85,12 @@ def _check_frame(spec: Spec) -> None:
             raise TraceError(
                 f"{node}: Params are the same for every token; prev takes what changes from token to token"
             )
+    for node in children_first(*_roots(spec)) if spec.rule is not None else ():
+        if node.op == "prev" and any(drive in inputs_of(node) for drive in spec.drives):
+            raise TraceError(
+                f"{node}: normalize divides by the same system driven by ones, and {spec.drives[0]}, which drives it, "
+                "would have been one before the sequence began, too; leave it out of prev"
+            )
     if spec.rule is not None and any(node.op == "prev" for node in children_first(spec.rule)):
         raise TraceError(f"normalize = {spec.rule} has a previous value; prev stands in A, B, C and D")
     if spec.readout.features == "exp" and spec.is_framed and not spec.turns:
