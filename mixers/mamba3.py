@@ -70,12 +70,12 @@ def mamba3_mimo_of(rank: int) -> Recurrence:
 
 
 class Mamba3(Mixer):
-    """The Mamba-3 block (SISO). Constructor, parameter names, shapes and init as mamba_ssm's `Mamba3`.
+    """The Mamba-3 block (SISO). Parameter names, shapes and init as mamba_ssm's `Mamba3`.
 
     in_proj gives z, x, B, C and the pre-activations of Delta, A, lambda and the angles, which all heads share; B and C
     pass an RMSNorm and get a bias a head, which starts at 1. rope_fraction of the key entries turn, 0.5 or 1. There is
     no short convolution: the trapezoid and the biases take its place. Then gate silu(z) and out_proj; is_outproj_norm:
-    an RMSNorm a head before that gate.
+    an RMSNorm a head before that gate. bare: no z.
     """
 
     recurrence = mamba3
@@ -86,25 +86,35 @@ class Mamba3(Mixer):
         d_state: int = 128,
         expand: int = 2,
         headdim: int = 64,
-        ngroups: int = 1,
+        n_groups: int = 1,
         rope_fraction: float = 0.5,
         dt_min: float = 1e-3,
         dt_max: float = 0.1,
         is_outproj_norm: bool = False,
+        bare: bool = False,
     ):
         super().__init__()
         d_inner = expand * d_model
         heads = d_inner // headdim
-        if heads * headdim != d_inner or heads % ngroups:
-            raise ValueError(f"Mamba3: headdim {headdim} must divide {d_inner}, and ngroups {ngroups} the heads")
+        if heads * headdim != d_inner or heads % n_groups:
+            raise ValueError(f"Mamba3: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
         if rope_fraction not in (0.5, 1.0) or d_state % 2 or int(d_state * rope_fraction) < 2:
             raise ValueError(
                 f"Mamba3: rope_fraction is 0.5 or 1.0 of an even d_state, got {rope_fraction} of {d_state}"
             )
         self.dims = (heads, d_state, headdim)
-        self.groups = ngroups
+        self.groups = n_groups
         self.angles = int(d_state * rope_fraction) // 2
-        self.widths = [d_inner, d_inner, ngroups * d_state, ngroups * d_state, heads, heads, heads, self.angles]
+        self.widths = [
+            0 if bare else d_inner,
+            d_inner,
+            n_groups * d_state,
+            n_groups * d_state,
+            heads,
+            heads,
+            heads,
+            self.angles,
+        ]
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
         self.dt_bias = undecayed(log_uniform_dt_bias(heads, dt_min, dt_max))
         self.B_bias = nn.Parameter(torch.ones(heads, 1, d_state))
@@ -134,5 +144,9 @@ class Mamba3(Mixer):
         }  # fmt: skip
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        y, (z,) = y.flatten(2), side
-        return self.out_proj(y * nn.functional.silu(z) if self.norm is None else self.norm(y, z))
+        y, z = y.flatten(2), side[0] if side[0].shape[-1] else None
+        if self.norm is not None:
+            y = self.norm(y, z)
+        elif z is not None:
+            y = y * nn.functional.silu(z)
+        return self.out_proj(y)

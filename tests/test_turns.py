@@ -164,8 +164,8 @@ def test_previous_values_make_a_convolution():
 def test_laws(r, law):
     timed = [i.name for i in r.spec.inputs if i.kind.time]
     example = Example(
-        batch=2, tokens=11 if law == "step" else 38, heads=2, n=4, p=3, groups={timed[-1]: 1} if len(timed) > 1 else {}, initial=True,
-        cuts=(1, 8), seed=3,
+        batch=2, tokens=11 if law == "step" else 38, heads=2, n=4, p=3, initial=True, cuts=(1, 8), seed=3,
+        groups={timed[-1]: 1} if len(timed) > 1 else {},
     )  # fmt: skip
     subject = Subject(r, ranges_of(r.spec))
     for form in ["recurrent"] if law == "step" else r.forms:
@@ -226,7 +226,7 @@ def test_plans_name_what_runs():
 
 def test_the_block_is_one_function_of_its_tokens():
     torch.manual_seed(0)
-    for options in ({}, {"ngroups": 2, "rope_fraction": 1.0, "is_outproj_norm": True}):
+    for options in ({}, {"n_groups": 2, "rope_fraction": 1.0, "is_outproj_norm": True}):
         layer = mixers.Mamba3(32, d_state=16, headdim=16, **options).double()
         x = torch.randn(1, 11, 32, dtype=torch.float64)
         y, state = layer(x)
