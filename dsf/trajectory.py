@@ -21,8 +21,9 @@ from dsf.language.errors import FormError, InputError
 from dsf.language.expr import Expr, inputs_of
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.columns import columns
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import Lowered, columns, lower, true_state
+from dsf.torch.lower import Lowered, lower, true_state
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,14 @@ from dsf.kernels.problem import Problem
 from dsf.kernels.scan import associative_scan, combine_dense
 
 
-def signed(x: Tensor) -> Tensor:
-    """-x and x in turn along axis -2, one of each a pair: [..., N/2, p] -> [..., N, p]."""
-    return torch.stack([-x, x], dim=-2).flatten(-3, -2)
+def turned_decay(decay: Tensor, angle: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """decay and cross [..., N, p] (dsf.kernels.operators) of a decay after a turn.
+
+    decay: [..., 1 or N, p]; angle: [..., 1 or N, 1], equal within pairs.
+    """
+    sine = angle.sin().expand(*angle.shape[:-2], n, 1)[..., ::2, :]
+    signed = torch.stack([-sine, sine], dim=-2).flatten(-3, -2)
+    return (decay * angle.cos()).expand(*(-1,) * (decay.dim() - 2), n, -1), decay * signed
 
 
 def turn_pairs(x: Tensor, angle: Tensor) -> Tensor:

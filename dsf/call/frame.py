@@ -20,8 +20,9 @@ from dsf.kernels.turns import turn_pairs, whole_turns_left_out
 from dsf.language.expr import KEY, VALUE, Expr, inputs_of
 from dsf.language.frame import Frame, Leaf
 from dsf.language.spec import Spec
+from dsf.torch.columns import columns, leaf_columns, leaf_size
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import columns, leaf_columns, leaf_size, true_state
+from dsf.torch.lower import true_state
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dsf.call.bind import Sizes, cache_heads
 from dsf.language.errors import FormError
 from dsf.language.expr import KEY, VALUE
 from dsf.language.spec import Spec
-from dsf.torch.lower import columns, state_columns
+from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
 
 FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")

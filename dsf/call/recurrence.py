@@ -23,7 +23,8 @@ from dsf.language.primitives import taylor_features
 from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.language.trace import trace
-from dsf.torch.lower import columns, state_columns, true_state
+from dsf.torch.columns import columns, state_columns
+from dsf.torch.lower import true_state
 from dsf.trajectory import Trajectory, record
 from dsf.triton import choose as gpu
 

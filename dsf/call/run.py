@@ -23,9 +23,10 @@ from dsf.kernels.turns import scan_pairs
 from dsf.language.expr import Expr, inputs_of
 from dsf.language.operator import split_scale
 from dsf.language.spec import Spec
+from dsf.torch.columns import columns
 from dsf.torch.dense import run_naive
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import EMPTY, apply_rule, columns, decay_factors, finish, lower, true_state
+from dsf.torch.lower import EMPTY, apply_rule, decay_factors, finish, lower, true_state
 from dsf.triton.choose import packs, run_gpu, run_packed_gpu
 
 Timed = Mapping[str, Tensor]

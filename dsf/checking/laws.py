@@ -33,7 +33,7 @@ from dsf.checking.ranges import Given, ranges_of
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.expr import VALUE
-from dsf.torch.lower import columns
+from dsf.torch.columns import columns
 
 OUTPUT = Kind(frozenset({VALUE}))
 

@@ -19,7 +19,7 @@ from dsf.checking.ranges import Range
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import FormError
-from dsf.torch.lower import columns
+from dsf.torch.columns import columns
 
 BLOCK = 16  # tokens whose error is weighed together
 ORACLE, AGAINST, KERNELS = "naive", "against", "triton"  # KERNELS: the form that the triton backend chooses

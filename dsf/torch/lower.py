@@ -17,58 +17,19 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.problem import Problem
-from dsf.kernels.turns import signed, turn_pairs
+from dsf.kernels.turns import turn_pairs, turned_decay
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
-from dsf.language.frame import Leaf
 from dsf.language.operator import split_factors, split_scale
 from dsf.language.primitives import exp
 from dsf.language.spec import Row, Spec, Term
 from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.columns import Columns, columns
 from dsf.torch.evaluate import Evaluator
 
 EMPTY = -1e30  # running maximum before anything was written
 # Log decays below this count as this in the running maximum. Any floor gives a valid gauge; one token that forgets more
 # than this can underflow to 0/0, and T times this, summed in float32, must not be off by more than e^±80 can hold.
 FLOOR = -1e3
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Layout of the last state axis: p columns of S, den of the normaliser's state, gain of the running maximum."""
-
-    p: int
-    den: int
-    gain: int
-
-    @property
-    def total(self) -> int:
-        """All columns."""
-        return self.p + self.den + self.gain
-
-
-def columns(spec: Spec, p: int) -> Columns:
-    """How many columns of each kind the state of `spec` has for P = p channels."""
-    den = 0 if spec.ones is None else (p if spec.den_has_channels else 1)
-    gain = 0 if not spec.is_stabilised else (p if VALUE in spec.gain_axes else 1)
-    return Columns(p, den, gain)
-
-
-def leaf_columns(leaf: Leaf, n: int, keys: int, p: int) -> int:
-    """Columns of a state of n rows that one value of a leaf takes."""
-    return -(-leaf_size(leaf, keys, p) // n)
-
-
-def leaf_size(leaf: Leaf, keys: int, p: int) -> int:
-    """Numbers of one value of a leaf."""
-    return math.prod({KEY: keys, VALUE: p}[a] for a in leaf.source.axes)
-
-
-def state_columns(spec: Spec, n: int, keys: int, p: int) -> int:
-    """All columns of a state of `spec`: of its plain system and of what is remembered."""
-    total = columns(spec.inner, p).total
-    if spec.frame is None:
-        return total
-    return total + sum(len(leaf.nodes) * leaf_columns(leaf, n, keys, p) for leaf in spec.frame.leaves)
 
 
 @dataclass(frozen=True)
@@ -171,14 +132,8 @@ def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
 
 def _mixed_pairs(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """decay and cross of (decay ⊙) R(angle), every row, [B, rows, H, N, p]."""
-    batch, tokens, heads, n = shape
-    decays, crosses = [], []
-    for row in spec.rows:
-        decay = values(row.normal.decay).expand(-1, -1, -1, n, -1)
-        angle = values(row.normal.angle)
-        sine = angle.sin().expand(-1, -1, -1, n, -1)
-        decays.append((decay * angle.cos()).expand(batch, tokens, heads, n, -1))
-        crosses.append((decay * signed(sine[..., ::2, :])).expand(batch, tokens, heads, n, -1))
+    parts = [turned_decay(values(r.normal.decay), values(r.normal.angle), shape[3]) for r in spec.rows]
+    decays, crosses = ([x.expand(*shape[:3], -1, -1) for x in each] for each in zip(*parts, strict=True))
     return _stack(decays), _stack(crosses)
 
 
