@@ -1,6 +1,8 @@
 """Mamba-3: a trapezoid in time, transitions that turn, decays that tokens choose."""
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,11 @@ from dsf import (
     tanh,
     turn,
 )
-from dsf.mixers._layers import GatedRMSNorm, log_uniform_dt_bias, split_heads, undecayed
+from dsf.language.errors import InputError
+from dsf.mixers._conv import split_heads
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm, gated
+from dsf.mixers._own import time_step
 
 A_FLOOR = 1e-4  # no head keeps its state forever
 
@@ -79,6 +84,10 @@ class Mamba3(Mixer):
     """
 
     recurrence = mamba3
+    D: Tensor
+    dt_bias: Tensor
+    B_bias: Tensor
+    C_bias: Tensor
 
     def __init__(
         self,
@@ -92,61 +101,58 @@ class Mamba3(Mixer):
         dt_max: float = 0.1,
         is_outproj_norm: bool = False,
         bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        d_inner = expand * d_model
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
         heads = d_inner // headdim
         if heads * headdim != d_inner or heads % n_groups:
-            raise ValueError(f"Mamba3: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
+            raise InputError(f"Mamba3: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
         if rope_fraction not in (0.5, 1.0) or d_state % 2 or int(d_state * rope_fraction) < 2:
-            raise ValueError(
+            raise InputError(
                 f"Mamba3: rope_fraction is 0.5 or 1.0 of an even d_state, got {rope_fraction} of {d_state}"
             )
         self.dims = (heads, d_state, headdim)
-        self.groups = n_groups
+        self.n_groups = n_groups
         self.angles = int(d_state * rope_fraction) // 2
-        self.widths = [
-            0 if bare else d_inner,
-            d_inner,
-            n_groups * d_state,
-            n_groups * d_state,
-            heads,
-            heads,
-            heads,
-            self.angles,
-        ]
+        keys = n_groups * d_state
+        self.widths = [0 if bare else d_inner, d_inner + 2 * keys, heads, heads, heads, self.angles]
+        self.split = (heads, headdim, n_groups, d_state, n_groups, d_state)  # x, B, C
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
-        self.dt_bias = undecayed(log_uniform_dt_bias(heads, dt_min, dt_max))
-        self.B_bias = nn.Parameter(torch.ones(heads, 1, d_state))
-        self.C_bias = nn.Parameter(torch.ones(heads, 1, d_state))
-        self.B_norm = nn.RMSNorm(d_state, eps=1e-5)
-        self.C_norm = nn.RMSNorm(d_state, eps=1e-5)
-        self.D = undecayed(torch.ones(heads))
+        self.own("dt_bias", partial(time_step, dt_min=dt_min, dt_max=dt_max), heads, kind="rate")
+        self.own("B_bias", torch.ones, heads, 1, d_state)
+        self.own("C_bias", torch.ones, heads, 1, d_state)
+        self.B_norm = GatedRMSNorm(d_state)
+        self.C_norm = GatedRMSNorm(d_state)
+        self.own("D", torch.ones, heads, kind="rate")
         self.norm = GatedRMSNorm(d_inner, groups=heads) if is_outproj_norm else None
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
+        self.place(device, dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        z, u = self.in_proj(x).split([self.widths[0], sum(self.widths[1:])], dim=-1)
-        return u, (z,)
+        z, u, *rest = self.in_proj(x).split(self.widths, dim=-1)
+        return u, (z, *rest)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        heads, n, p = self.dims
-        x, b, c, dt, a, lam, angle = u.split(self.widths[1:], dim=-1)
-        x, b, c = split_heads(torch.cat([x, b, c], dim=-1), heads, p, self.groups, n, self.groups, n)
-        each = heads // self.groups
-        b, c = (
-            norm(y).repeat_interleave(each, dim=2) + bias.squeeze(1).to(y.dtype)
-            for y, norm, bias in ((b, self.B_norm, self.B_bias), (c, self.C_norm, self.C_bias))
-        )
-        angle = nn.functional.pad(angle, (0, n // 2 - self.angles)).unsqueeze(2)
+        _, dt, a, lam, angle = side
+        x, b, c = split_heads(u, self.split)
+        angle = nn.functional.pad(angle, (0, self.dims[1] // 2 - self.angles)).unsqueeze(2)  # the other pairs stay
         return {
-            "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": b, "c": c, "D": self.D, "dt_bias": self.dt_bias,
+            "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": self._keys(b, self.B_norm, self.B_bias),
+            "c": self._keys(c, self.C_norm, self.C_bias), "D": self.D, "dt_bias": self.dt_bias,
         }  # fmt: skip
+
+    def _keys(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
+        """[B, T, n_groups, d_state] -> [B, T, H, d_state]: each group's norm, and a bias a head."""
+        each: Tensor = norm(x)
+        return each.repeat_interleave(self.dims[0] // self.n_groups, dim=2) + bias.squeeze(1).to(each.dtype)
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y, z = y.flatten(2), side[0] if side[0].shape[-1] else None
         if self.norm is not None:
             y = self.norm(y, z)
         elif z is not None:
-            y = y * nn.functional.silu(z)
+            y = gated(y, z)
         return self.out_proj(y)

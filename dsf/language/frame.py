@@ -132,8 +132,10 @@ def frame_of(spec: Spec, way: Way) -> Frame:
         except NoGaugeError:
             made.turned.clear()
     leaves = tuple(Leaf(made.without_pairs(x), tuple(nodes)) for x, nodes in made.leaves.items())
+    from dsf.language.derived import interned  # what is kept on Specs is above them
+
     return Frame(
-        made.spec(system), leaves, tuple(whole), tuple(made.pairs.items()),
+        interned(made.spec(system)), leaves, tuple(whole), tuple(made.pairs.items()),
         tuple(Turned(node, *key) for key, node in made.turned.items()), angles,
     )  # fmt: skip
 
