@@ -47,6 +47,9 @@ def test_whole_pieces_steps_and_packed_are_one(mixers):
         assert torch.allclose(torch.stack(steps, 1), whole, rtol=0, atol=1e-10)
         bounds = torch.tensor([0, 11, 15, 22])
         packed = model(ids.reshape(1, -1), cu_seqlens=bounds)
+        once = model(ids.reshape(1, -1), labels=ids.reshape(1, -1), cu_seqlens=dsf.Packing(bounds))
+        assert torch.equal(once.logits, packed.logits)
+        assert once.loss == model(ids.reshape(1, -1), labels=ids.reshape(1, -1), cu_seqlens=bounds).loss
         assert torch.allclose(packed.logits[0, :11], whole[0], rtol=0, atol=1e-10)
         assert torch.allclose(packed.logits[0, 11:15], whole[1, :4], rtol=0, atol=1e-10)
         # and the packed call's states go on, each its own sequence: the second from its fourth token

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers.models.config import ATTENTION, ModelConfig
@@ -18,7 +19,7 @@ from dsf.mixers.models.naming import constructor_of, layer_for, takes
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
-from dsf.mixers.models.states import ModelState, check_fit, check_state
+from dsf.mixers.models.states import ModelState, check_fit, check_state, sequences_of
 
 Turn = tuple[Tensor, Tensor]  # cos, sin
 
@@ -68,7 +69,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         state: Any = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         turn: Turn | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Any]:
@@ -81,7 +82,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x)), state
 
     def _mix(
-        self, x: Tensor, state: Any, cu_seqlens: Tensor | None, turn: Turn | None, keep: bool
+        self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool
     ) -> tuple[Tensor, Any]:
         one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
         if one:  # a decode step is one launch
@@ -106,11 +107,11 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
     def run(
-        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None, keep: bool = True
+        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | Packing | None = None, keep: bool = True
     ) -> tuple[Tensor, ModelState | None]:
         """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state, or None unless it is kept)."""
         if state is not None:
-            check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+            check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
         after = []
         for i, block in enumerate(self._blocks()):
@@ -171,7 +172,7 @@ class CausalLM(nn.Module):
         ids: Tensor,
         labels: Tensor | None = None,
         state: ModelState | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         return_state: bool = True,
     ) -> CausalOutput:
         """Predict the next token after each.
@@ -224,7 +225,7 @@ class CausalLM(nn.Module):
         """Numbers that one sequence keeps after `context` tokens."""
         return sum(block.mixer.state_size(context) for block in self.model._blocks())
 
-    def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | Packing | None) -> None:
         if ids.dim() != 2 or ids.is_floating_point():
             raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
         if ids.shape[1] == 0:

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers.models.causal_lm import Backbone, CausalLM, reset_mixer, reset_mlp
@@ -301,7 +302,7 @@ class DsfModel(DsfPreTrainedModel):
         if padding is None:
             hidden, state = self.run(x, state, bounds, bool(use_cache))
         else:  # once for the whole model
-            hidden, state = self.run(padding.pack(x), state, padding.cu_seqlens, bool(use_cache))
+            hidden, state = self.run(padding.pack(x), state, Packing(padding.cu_seqlens), bool(use_cache))
             hidden = padding.unpack(hidden, x.shape)
         if state is not None and use_cache:
             for i, after in enumerate(state.layers):

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsf import Packing
+
 IGNORED = -100  # the label of tokens that are not to be predicted
 PIECE = 1 << 28  # bytes of float32 logits that are in memory at once
 
@@ -60,9 +62,11 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up if kernel is None else kernel.apply(gate, up))
 
 
-def next_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
     """What each token is to predict: labels one place on, IGNORED for the last of every sequence. [B, T] -> [B, T]."""
     after = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if isinstance(cu_seqlens, Packing):
+        cu_seqlens = cu_seqlens.on(labels.device)
     if cu_seqlens is None or cu_seqlens.shape[0] <= 2:
         return after
     last = cu_seqlens[1:-1].to(after.device, torch.long) - 1

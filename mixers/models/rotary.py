@@ -7,14 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf import KVCache
+from dsf import KVCache, Packing
 from dsf.language.errors import InputError
 from dsf.mixers import MixerState, SoftmaxAttention
 from dsf.mixers._module import Side, Span
 
 
 def positions_of(
-    batch: int, tokens: int, device: torch.device, past: Tensor | None = None, cu_seqlens: Tensor | None = None
+    batch: int,
+    tokens: int,
+    device: torch.device,
+    past: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
 ) -> Tensor:
     """Position of every token in its sequence, int64 [batch, tokens] (one row where nothing tells rows apart).
 
@@ -24,7 +28,8 @@ def positions_of(
     places = torch.arange(tokens, device=device)
     if cu_seqlens is None:
         return places[None] if past is None else places[None] + past[:, None]
-    bounds = cu_seqlens.to(device, torch.long)
+    placed = cu_seqlens.on(device) if isinstance(cu_seqlens, Packing) else cu_seqlens
+    bounds = placed.to(device, torch.long)
     sequence = torch.searchsorted(bounds[1:], places, right=True)
     own = places - bounds[sequence]
     return (own if past is None else own + past[sequence])[None]
@@ -57,7 +62,9 @@ class RotaryAttention(SoftmaxAttention):
         if self.dims[1] % 2:
             raise InputError(f"rotary positions need an even width of a head, got {self.dims[1]}")
 
-    def turns(self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def turns(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The rotation of the tokens of x [B, T, d_model] that come after `state`; layers of a model may share it."""
         past = state.recurrent.lengths if state is not None and isinstance(state.recurrent, KVCache) else None
         positions = positions_of(x.shape[0], x.shape[1], x.device, past, cu_seqlens)
@@ -75,7 +82,7 @@ class RotaryAttention(SoftmaxAttention):
         self,
         x: Tensor,
         state: MixerState | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         *,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
@@ -101,13 +108,13 @@ class RotaryAttention(SoftmaxAttention):
         return super().step(x, state, **tokens)
 
     def inputs(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """As `Mixer.inputs`: q and k turned."""
         return super().inputs(x, state, cu_seqlens, **self._turned(x, state, cu_seqlens, tokens))
 
     def _turned(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, tokens: dict[str, Tensor]
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, tokens: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         if "cos" in tokens:
             return tokens

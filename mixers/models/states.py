@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dsf import Packing
 from dsf.language.errors import InputError
 
 
@@ -48,6 +49,11 @@ class ModelState:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+
+def sequences_of(cu_seqlens: Tensor | Packing) -> int:
+    """Sequences that boundaries tell apart."""
+    return len(cu_seqlens) if isinstance(cu_seqlens, Packing) else cu_seqlens.shape[0] - 1
 
 
 class Kept:
