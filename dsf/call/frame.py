@@ -276,8 +276,11 @@ def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> 
     return torch.nn.functional.pad(own, (0, columns(oracle, p).gain))
 
 
-def materialised(spec: Spec, frame: Frame, bound: Bound, state: Tensor | None) -> Bound:
-    """One unpacked call of a frame's plain system."""
-    framed = Framed(spec, frame, bound, None, state)
+def materialised(
+    spec: Spec, frame: Frame, bound: Bound, state: Tensor | None, bounds: list[int] | Tensor | None = None
+) -> Bound:
+    """One call of a frame's plain system. bounds: [S + 1], of packed sequences."""
+    places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
+    framed = Framed(spec, frame, bound, places, state)
     framed.make()
     return framed.inner()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dsf.language.annotations import Kind
 from dsf.language.errors import TraceError
-from dsf.language.expr import KEY, VALUE, Axes, Expr, children_first, const, inputs_of, rebuild
+from dsf.language.expr import KEY, VALUE, Axes, Expr, children_first, const, inputs_of, rebuild, substitute
 from dsf.language.operator import Operator, diag, factors_of, outer, split_factors, times
 from dsf.language.system import System
 
@@ -61,6 +61,16 @@ class Frame:
     pairs: tuple[tuple[Expr, Expr], ...]
     turned: tuple[Turned, ...]
     angles: tuple[Expr, ...] | None
+
+    @property
+    def words(self) -> dict[Expr, Expr]:
+        """What the inputs stand for that are previous values or repeated, as the declaration has it."""
+        found = {node: source for source, node in self.pairs}
+        for leaf in self.leaves:
+            before = substitute(leaf.source, found)
+            for node in leaf.nodes:
+                before = found[node] = Expr("prev", (before,))
+        return found
 
 
 class NoGaugeError(Exception):
