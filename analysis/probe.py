@@ -19,6 +19,7 @@ from dsf.language.expr import VALUE
 
 SPECTRUM_TOKENS = 256
 BINS = 90
+SIDE, SQUARES = 1.1, 55  # of the complex plane: how far it reaches, and squares along a side
 LOW, HIGH = -1.0, 1.25  # histogram range; what lies outside is counted in the end bins
 SPEED_SECONDS = 0.2  # spent on timing each form
 MATRIX_TOKENS = 64  # on which the kernel-matrix form, quadratic in T, is timed
@@ -46,18 +47,22 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> dict[str, Any]:
     # From the second token on: where a sequence begins, a reset may clear the state.
     found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
     values = torch.cat([eigenvalues(t, paper=True)[:, 1:].flatten() for t in found])
-    real = values.real if values.is_complex() else values
     if recurrence.spec.is_softmax:
         lives = torch.full((1,), torch.inf)
     else:
         # A thousandth of a rounding is no forgetting: products of orthogonal steps keep lengths to rounding only.
         lives = torch.cat([half_life(t, of="transition").flatten() for t in found]).double()
         lives = torch.where(lives > 1e9, torch.inf, lives)
-    return {"eigenvalues": of_eigenvalues(real), "half_life": of_half_lives(lives)}
+    return {"eigenvalues": of_eigenvalues(values), "half_life": of_half_lives(lives)}
 
 
-def of_eigenvalues(real: Tensor) -> dict[str, Any]:
-    """What a report says of eigenvalues (their real parts): extremes, percentiles, shares, a histogram."""
+def of_eigenvalues(values: Tensor) -> dict[str, Any]:
+    """What a report says of eigenvalues (their real parts): extremes, percentiles, shares, a histogram.
+
+    plane: of complex ones, shares of squares of the plane, the real part from -SIDE to SIDE in a row, rows from the
+    imaginary part -SIDE to SIDE.
+    """
+    real = values.real if values.is_complex() else values
     counts = torch.histc(real.clamp(LOW, HIGH).double(), BINS, LOW, HIGH)
     return {
         "min": float(real.min()),
@@ -67,7 +72,18 @@ def of_eigenvalues(real: Tensor) -> dict[str, Any]:
         "share_above_one": float((real > 1 + 1e-9).double().mean()),
         "share_one": float(((real - 1).abs() <= 1e-9).double().mean()),
         "histogram": {"low": LOW, "high": HIGH, "shares": (counts / counts.sum()).tolist()},
-    }
+    } | plane_of(values)
+
+
+def plane_of(values: Tensor) -> dict[str, Any]:
+    """{"plane": {"side": …, "shares": [[…], …]}} of complex numbers, {} of real ones."""
+    if not values.is_complex() or not bool((values.imag.abs() > 1e-9).any()):
+        return {}
+    cells = [
+        ((x.double() + SIDE) / (2 * SIDE) * SQUARES).long().clamp(0, SQUARES - 1) for x in (values.real, values.imag)
+    ]
+    counts = torch.bincount((cells[1] * SQUARES + cells[0]).flatten(), minlength=SQUARES**2).double()
+    return {"plane": {"side": SIDE, "shares": (counts / counts.sum()).view(SQUARES, SQUARES).tolist()}}
 
 
 def of_half_lives(lives: Tensor) -> dict[str, Any]:

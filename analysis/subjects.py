@@ -11,6 +11,7 @@ import torch
 from dsf import Recurrence
 from dsf.analysis.measures import state_size
 from dsf.language.errors import InputError
+from dsf.language.expr import KEY, VALUE
 from dsf.mixers import ZOO, Entry, Mixer, get
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers.layer import Layer
@@ -65,6 +66,11 @@ class Subject:
         spec = self.recurrence.spec
         if spec.is_softmax:
             return "T·H·(N+P)"
+        if spec.frame is not None and spec.frame.leaves:
+            columns = {frozenset({VALUE}): "⌈P/N⌉" if spec.has_key else "P", frozenset({KEY, VALUE}): "P"}
+            each = [columns.get(leaf.source.axes, "1") for leaf in spec.frame.leaves for _ in leaf.nodes]
+            own = Subject(self.name, Recurrence(spec.inner), None).state_formula().removeprefix("H·").removeprefix("N·")
+            return f"{'H·N·' if spec.has_key else 'H·'}({'+'.join([own.strip('()'), *each])})"
         (_, few), (rows, more) = (self.recurrence.state_shape(N=1, P=p) for p in (1, 2))
         slope, extra = more - few, 2 * few - more
         wide = ("P" if slope == 1 else f"{slope}P") + (f"+{extra}" if extra else "")

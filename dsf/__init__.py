@@ -12,10 +12,10 @@ from dsf.call.packing import Packing
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.kernels.attention import KVCache
-from dsf.language.annotations import Key, Param, Scalar, Steps, Value
+from dsf.language.annotations import Key, Pair, Param, Scalar, Steps, Value
 from dsf.language.errors import DsfError, FormError, InputError, LawError, TraceError
 from dsf.language.expr import Expr
-from dsf.language.operator import I, Operator, diag, outer
+from dsf.language.operator import I, Operator, diag, outer, turn
 from dsf.language.primitives import (
     N,
     P,
@@ -31,6 +31,7 @@ from dsf.language.primitives import (
     logsigmoid,
     maximum,
     minimum,
+    prev,
     relu,
     rsqrt,
     sigmoid,
@@ -71,8 +72,8 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Packing",
-    "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs",
-    "compose", "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid",
-    "maximum", "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt",
-    "sum_key", "sum_value", "tanh", "taylor_features", "where",
+    "Pair", "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value",
+    "abs", "compose", "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid",
+    "maximum", "minimum", "outer", "prev", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus",
+    "sqrt", "sum_key", "sum_value", "tanh", "taylor_features", "turn", "where",
 ]  # fmt: skip

@@ -42,7 +42,7 @@ def drive_of(spec: Spec) -> Drive | None:
 
 
 def _correction_parts(row) -> list[Expr]:  # type: ignore[no-untyped-def]
-    return [x for c in row.normal.corrections for x in (c.scale, c.left, c.right)]
+    return [row.normal.angle, *(x for c in row.normal.corrections for x in (c.scale, c.left, c.right))]
 
 
 def _bare(part: Expr) -> list[Expr]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, environment
+from dsf.call.frame import materialised
 from dsf.call.run import softmax_operands, timed_inputs
 from dsf.drive import Drive, drive_of
 from dsf.kernels.attention import spread_heads
@@ -20,6 +21,7 @@ from dsf.language.errors import FormError, InputError
 from dsf.language.expr import Expr, inputs_of
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.columns import columns
 from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import Lowered, lower, true_state
 
@@ -120,7 +122,8 @@ class Trajectory:
             return a
         factor = factor.unsqueeze(-2)
         left = None if a.left is None else a.left * factor.unsqueeze(-3)
-        return Transition(a.decay * factor, left, a.right)
+        cross = None if a.cross is None else a.cross * factor
+        return Transition(a.decay * factor, left, a.right, cross)
 
     @property
     def paper_factor(self) -> Tensor | None:
@@ -271,7 +274,7 @@ def _rows(a: Transition, rows: int | slice) -> Transition:
 
     decay = at(a.decay)
     assert decay is not None
-    return Transition(decay, at(a.left), at(a.right))
+    return Transition(decay, at(a.left), at(a.right), at(a.cross))
 
 
 def _expand_rows(a: Transition, rows: int) -> Transition:
@@ -280,7 +283,7 @@ def _expand_rows(a: Transition, rows: int) -> Transition:
 
     decay = at(a.decay)
     assert decay is not None
-    return Transition(decay, at(a.left), at(a.right))
+    return Transition(decay, at(a.left), at(a.right), at(a.cross))
 
 
 def cut(x: Tensor, batch: slice, rows: slice, heads: slice, channels: slice | None = None) -> Tensor:
@@ -302,6 +305,7 @@ def _select_problem(problem: Problem, b: slice, rows: slice, t: slice, h: slice,
         problem, p=count, decay=decay, readout=readout,
         key=at(problem.key, rows, None), value=at(problem.value, rows, p), dense=at(problem.dense, rows, p),
         left=at(problem.left, rows, p), right=at(problem.right, rows, p), tie=at(problem.tie, rows, None),
+        cross=at(problem.cross, rows, p),
         skip=at(problem.skip, t, p),
     )  # fmt: skip
 
@@ -326,7 +330,14 @@ def _select_attention(attention: Attention, parts: list[slice]) -> Attention:
 
 
 def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Trajectory:
-    """The trajectory of `spec` on one call's inputs. initial_state: [B, H, N, columns] as a call takes it."""
+    """The trajectory of `spec` on one call's inputs. initial_state: [B, H, N, columns] as a call takes it.
+
+    Turns stay in A, so that its matrices and the states are the declaration's own; previous values are inputs.
+    """
+    if spec.turning is not None:
+        plain = materialised(spec, spec.turning, bound, initial_state)
+        start = None if initial_state is None else initial_state[..., : columns(spec.turning.spec, plain.sizes.p).total]
+        return record(spec.turning.spec, plain, start)
     timed = timed_inputs(spec, bound)
     if spec.is_softmax:
         return Trajectory(spec, None, None, Attention(*softmax_operands(spec, bound, timed)))
@@ -387,11 +398,14 @@ def _gain(gains: tuple[Expr, ...], group: int, values: Evaluator, shape: tuple[i
     return x.expand(*shape[:3], x.shape[-1])
 
 
+PARTS = ("decay", "readout", "left", "right", "dense", "cross")
+
+
 def _quotient_unit(lowered: Lowered) -> Problem:
     """The normaliser's columns of the lowered system: num with u = 1 in the gauge of the running maximum."""
     problem = lowered.problem
     skip = problem.skip if lowered.skip is None else lowered.skip
-    changes = {name: _den(getattr(problem, name), lowered) for name in ("decay", "readout", "left", "right", "dense")}
+    changes = {name: _den(getattr(problem, name), lowered) for name in PARTS}
     value = None if problem.value is None else problem.value[..., lowered.columns.p :]
     own = None if skip is None else skip.expand(*problem.readout.shape[:3], -1)[..., lowered.columns.p :]
     return replace(problem, p=lowered.columns.den, value=value, skip=own, **changes)  # type: ignore[arg-type]

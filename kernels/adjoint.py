@@ -55,6 +55,8 @@ def adjoint(problem: Problem, states: Tensor, dy: Tensor, dfinal: Tensor | None 
 def _of_transition(problem: Problem, da: Transition) -> dict[str, Tensor]:
     """From (decay, left, right) to the tensors that made them: a logarithm, a tie, the key."""
     found = {"decay": da.decay * problem.decay.exp() if problem.log else da.decay}
+    if da.cross is not None:
+        found["cross"] = da.cross
     if da.left is None or da.right is None:
         return found
     if problem.right is not None:

@@ -13,6 +13,7 @@ adjoint, compose is the operator product, bilinear_derivative is the gradient of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +44,14 @@ class Transition:
 
     decay: [..., n, p] with n in {1, N} and p in {1, P}.
     left, right: [..., R, N, p] or both None (no correction); the operator adds Σ_r left_r (right_rᵀ S).
+    cross: [..., N, p] or None; the operator adds cross ⊙ (S with the entries of each pair (2i, 2i + 1) exchanged). A
+    turn by θ is a decay of cos θ with a cross of (-sin θ, sin θ).
     """
 
     decay: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
+    cross: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -57,12 +61,22 @@ class Transition:
     @property
     def is_elementwise(self) -> bool:
         """True when A S is decay ⊙ S."""
-        return self.left is None
+        return self.left is None and self.cross is None
 
     @property
     def is_per_channel(self) -> bool:
         """True when channels (Value axis) see different operators."""
-        return self.decay.shape[-1] > 1 or (self.left is not None and self.left.shape[-1] > 1)
+        parts = (self.decay, self.left, self.cross)
+        return any(x is not None and x.shape[-1] > 1 for x in parts)
+
+    def rows(self, begin: int, count: int) -> Transition:
+        """The operators of `count` rows, of those with leading axes [B, rows, H]; a single row stands for all."""
+        return self._each(lambda x: x[:, begin : begin + count] if x.shape[1] > 1 else x)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Transition:
+        """The operator of these tensors changed alike."""
+        left, right, cross = (None if x is None else change(x) for x in (self.left, self.right, self.cross))
+        return Transition(change(self.decay), left, right, cross)
 
     def row(self, row: int) -> Transition:
         """The operator of one row, of those with leading axes [B, rows, H]; a single row stands for all."""
@@ -70,55 +84,96 @@ class Transition:
         def at(x: Tensor) -> Tensor:
             return x[:, row if x.shape[1] > 1 else 0]
 
-        if self.left is None or self.right is None:
-            return Transition(at(self.decay))
-        return Transition(at(self.decay), at(self.left), at(self.right))
+        return self._each(at)
 
     def apply(self, state: Tensor) -> Tensor:
         """A S. state: [..., N, P] -> [..., N, P]."""
         out = self.decay * state
+        if self.cross is not None:
+            out = out + self.cross * swap_pairs(state)
         if self.left is None or self.right is None:
             return out
         return out + _spread(self.left, _project(self.right, state))
 
     def apply_transpose(self, cotangent: Tensor) -> Tensor:
         """Aᵀ G, per channel. cotangent: [..., N, P] -> [..., N, P]."""
-        return Transition(self.decay, self.right, self.left).apply(cotangent)
+        cross = None if self.cross is None else swap_pairs(self.cross)
+        return Transition(self.decay, self.right, self.left, cross).apply(cotangent)
 
     def compose(self, earlier: Transition) -> Transition:
         """The operator self @ earlier (earlier acts first); ranks add."""
-        decay = self.decay * earlier.decay
+        decay, cross = _mixed(self, earlier)
         if self.left is None or self.right is None:
             if earlier.left is None:
-                return Transition(decay)
-            return Transition(decay, self.decay.unsqueeze(-3) * earlier.left, earlier.right)
+                return Transition(decay, cross=cross)
+            return Transition(decay, self._moved(earlier.left), earlier.right, cross)
         pushed = _columns(earlier, self.right)
         if earlier.left is None or earlier.right is None:
-            return Transition(decay, self.left, pushed)
-        first = self.decay.unsqueeze(-3) * earlier.left
-        return Transition(decay, _stack(first, self.left), _stack(earlier.right, pushed))
+            return Transition(decay, self.left, pushed, cross)
+        return Transition(decay, _stack(self._moved(earlier.left), self.left), _stack(earlier.right, pushed), cross)
+
+    def _moved(self, left: Tensor) -> Tensor:
+        """The operator without its corrections on each of the vectors [..., R, N, p]."""
+        out = self.decay.unsqueeze(-3) * left
+        return out if self.cross is None else out + self.cross.unsqueeze(-3) * swap_pairs(left)
+
+    def pair_blocks(self, n: int) -> Tensor:
+        """The matrices of an operator without corrections, pair by pair: [..., p, N/2, 2, 2]."""
+        p = max(self.decay.shape[-1], 1 if self.cross is None else self.cross.shape[-1])
+        cross = torch.zeros_like(self.decay) if self.cross is None else self.cross
+        decay, cross = (
+            x.expand(*x.shape[:-2], n, p).transpose(-1, -2).unflatten(-1, (-1, 2)) for x in (self.decay, cross)
+        )
+        (a, d), (b, c) = decay.unbind(-1), cross.unbind(-1)
+        rows = [torch.stack(torch.broadcast_tensors(*row), dim=-1) for row in ((a, b), (c, d))]
+        return torch.stack(rows, dim=-2)
 
     def to_dense(self, n: int) -> Tensor:
         """The matrix of A, [..., p, N, N] with p = P if channels differ, else 1. n: size of the Key axis."""
         decay = self.decay.expand(*self.decay.shape[:-2], n, self.decay.shape[-1])
         dense = torch.diag_embed(decay.movedim(-1, -2))
+        if self.cross is not None:
+            columns = swap_pairs(torch.eye(n, dtype=dense.dtype, device=dense.device))
+            dense = dense + self.cross.movedim(-1, -2).unsqueeze(-1) * columns
         if self.left is None or self.right is None:
             return dense
         return dense + torch.einsum("...rnp,...rmp->...pnm", *torch.broadcast_tensors(self.left, self.right))
 
     def bilinear_derivative(self, cotangent: Tensor, state: Tensor) -> Transition:
-        """Gradient of ⟨G, A S⟩ in (decay, left, right), each in the shape of its argument.
+        """Gradient of ⟨G, A S⟩ in (decay, left, right, cross), each in the shape of its argument.
 
         cotangent G, state S: [..., N, P]. It is dA_t of the adjoint recurrence, with S = S_{t-1}.
         """
         decay = reduce_to(cotangent * state, self.decay.shape)
+        cross = None if self.cross is None else reduce_to(cotangent * swap_pairs(state), self.cross.shape)
         if self.left is None or self.right is None:
-            return Transition(decay)
+            return Transition(decay, cross=cross)
         written = _project(self.right, state).unsqueeze(-2)  # [..., R, 1, P]
         erased = _project(self.left, cotangent).unsqueeze(-2)
         left = reduce_to(cotangent.unsqueeze(-3) * written, self.left.shape)
         right = reduce_to(state.unsqueeze(-3) * erased, self.right.shape)
-        return Transition(decay, left, right)
+        return Transition(decay, left, right, cross)
+
+
+def swap_pairs(x: Tensor) -> Tensor:
+    """Entries 2i and 2i + 1 of axis -2 exchanged. x: [..., N, p]; one entry that stands for all stays."""
+    return x if x.shape[-2] == 1 else x.unflatten(-2, (-1, 2)).flip(-2).flatten(-3, -2)
+
+
+def _mixed(later: Transition, earlier: Transition) -> tuple[Tensor, Tensor | None]:
+    """decay and cross of later @ earlier, corrections left out: with σ the exchange, σ x = swap(x) σ and σ σ = I."""
+    decay = later.decay * earlier.decay
+    if later.cross is None and earlier.cross is None:
+        return decay, None
+    cross = None
+    if earlier.cross is not None:
+        cross = later.decay * earlier.cross
+    if later.cross is not None:
+        moved = later.cross * swap_pairs(earlier.decay)
+        cross = moved if cross is None else cross + moved
+        if earlier.cross is not None:
+            decay = decay + later.cross * swap_pairs(earlier.cross)
+    return decay, cross
 
 
 def _project(vectors: Tensor, state: Tensor) -> Tensor:
@@ -138,8 +193,8 @@ def _spread(vectors: Tensor, values: Tensor) -> Tensor:
 def _columns(operator: Transition, vectors: Tensor) -> Tensor:
     """Aᵀ right_r for each r: the vectors [..., R, N, p] are put where states have their channels."""
     columns = vectors.movedim(-3, -1)  # [..., N, p, R]
-    wide = 1 if operator.left is None else operator.left.shape[-1]
-    channels = max(columns.shape[-2], operator.decay.shape[-1], wide)
+    wide = [1 if x is None else x.shape[-1] for x in (operator.left, operator.cross)]
+    channels = max(columns.shape[-2], operator.decay.shape[-1], *wide)
     columns = columns.expand(*columns.shape[:-2], channels, columns.shape[-1]).movedim(-1, 0)
     return operator.apply_transpose(columns).movedim(0, -3)
 

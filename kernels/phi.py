@@ -44,7 +44,7 @@ def response(problem: Problem) -> Tensor:
     whole = problem.transition()
     rows = problem.tokens * problem.micro
     channels = problem.p if problem.readout.shape[-1] == 1 else max(problem.p, problem.readout.shape[-1])
-    channels = max(channels, whole.decay.shape[-1], 1 if whole.left is None else whole.left.shape[-1])
+    channels = max(channels, *(1 if x is None else x.shape[-1] for x in (whole.decay, whole.left, whole.cross)))
     batch, heads = problem.leading
     live = problem.readout.new_zeros(batch, heads, problem.n, rows, channels)  # A_i … A_{j+1} B_j, columns j
     phi = problem.readout.new_zeros(batch, heads, problem.tokens, rows, channels)
@@ -136,7 +136,7 @@ def _advance(a: Transition, live: Tensor) -> Tensor:
 
     decay = lift(a.decay)
     assert decay is not None
-    moved = Transition(decay, lift(a.left), lift(a.right)).apply(live.movedim(3, 2))
+    moved = Transition(decay, lift(a.left), lift(a.right), lift(a.cross)).apply(live.movedim(3, 2))
     return moved.movedim(2, 3)
 
 

@@ -24,6 +24,7 @@ class Problem:
     factor: what the logarithm has still to be multiplied by, for the scan alone, which does so a segment at a time.
     left, right: [B, rows, H, R, N, p] corrections, or None.
     tie: [B, rows, H, R]: the delta family, where left_r = tie_r · key_r is not stored; right is None if it is key too.
+    cross: [B, rows, H, N, p] what the other entry of each pair of places adds (dsf.kernels.operators), or None.
     key, value: [B, rows, H, G, n], [B, rows, H, G, P]: injection Σ_g key_g value_gᵀ (n = N, or 1 without a Key axis).
     dense: [B, rows, H, N, P] instead of key and value when the injection does not factor.
     readout: [B, T, H, n, p]: y[p] = Σ_n C[n, p] S[n, p].
@@ -41,6 +42,7 @@ class Problem:
     left: Tensor | None = None
     right: Tensor | None = None
     tie: Tensor | None = None
+    cross: Tensor | None = None
     skip: Tensor | None = None
     factor: Tensor | None = None
     before: bool = False
@@ -68,8 +70,8 @@ class Problem:
         """The structured A of every row, leading axes [B, rows, H]."""
         decay = self.decay.exp() if self.log else self.decay
         if not self.rank:
-            return Transition(decay)
-        return Transition(decay, self.full_left(), self.full_right())
+            return Transition(decay, cross=self.cross)
+        return Transition(decay, self.full_left(), self.full_right(), self.cross)
 
     def full_left(self) -> Tensor:
         """left, also when it is tied to key: [B, rows, H, R, N, p]."""
@@ -139,6 +141,7 @@ class Problem:
             left=fold(self.left),
             right=fold(self.right),
             tie=fold(self.tie, False),
+            cross=fold(self.cross),
             skip=fold(self.skip),
         )
 

@@ -31,13 +31,9 @@ def _rows(problem: Problem) -> list[tuple[Transition, Tensor]]:
     rows = problem.tokens * problem.micro
     whole = problem.transition()
     injections = problem.injection().unbind(1)
-    decays = _unbind(whole.decay, rows)
-    if whole.left is None or whole.right is None:
-        return [(Transition(d), b) for d, b in zip(decays, injections, strict=True)]
-    lefts, rights = _unbind(whole.left, rows), _unbind(whole.right, rows)
-    return [
-        (Transition(d, left, right), b) for d, left, right, b in zip(decays, lefts, rights, injections, strict=True)
-    ]
+    none = (None,) * rows
+    parts = [none if x is None else _unbind(x, rows) for x in (whole.decay, whole.left, whole.right, whole.cross)]
+    return [(Transition(*part), b) for *part, b in zip(*parts, injections, strict=True)]
 
 
 def _unbind(x: Tensor, rows: int) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ from dsf.mixers.kda import KDA, kda
 from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
+from dsf.mixers.mamba3 import Mamba3, mamba3, mamba3_mimo_of
 from dsf.mixers.mingru import MinGRU, mingru
 from dsf.mixers.mlstm import MLSTM, mlstm
 from dsf.mixers.normalized_attention import (
@@ -102,6 +103,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(s6, S6),
     Entry(s6_negative, _variant(S6, negative=True)),
     Entry(ssd, SSD),
+    Entry(mamba3, Mamba3),
     Entry(qlstm, QLSTM),
     Entry(modified_qlstm, _variant(QLSTM, modified=True)),
     Entry(rg_lru, RGLRU),
@@ -226,6 +228,7 @@ __all__ = [
     "LinearAttention",
     "Longhorn",
     "MLSTM",
+    "Mamba3",
     "MinGRU",
     "Mixer",
     "MixerState",
@@ -257,6 +260,8 @@ __all__ = [
     "linear_attention",
     "longhorn",
     "longhorn_exact",
+    "mamba3",
+    "mamba3_mimo_of",
     "mingru",
     "mlstm",
     "modified_qlstm",

@@ -73,7 +73,7 @@ class Layer(Mixer):
         spec = recurrence.spec
         self.recurrence, self.known = recurrence, known(recurrence)
         wide = any(VALUE in i.kind.axes for i in spec.inputs)
-        n = self.width(d_model, n_heads, _one("N", N, "d_state", d_state), "N") if spec.has_key else 1
+        n = self._keys(d_model, n_heads, _one("N", N, "d_state", d_state)) if spec.has_key else 1
         p = self.width(d_model, n_heads, _one("P", P, "headdim", headdim), "P") if wide else 1
         self.dims = (n_heads, n, p)
         self.key_heads = self._check_groups(n_key_heads)
@@ -97,6 +97,14 @@ class Layer(Mixer):
                 self.params[entry.name] = name
                 self.own(name, starts[entry.name], *self.shape(entry), kind="rate")
         self.place(device, dtype)
+
+    def _keys(self, d_model: int, n_heads: int, given: int | None) -> int:
+        """Entries of a head on the Key axis: even where they are taken in pairs."""
+        n = self.width(d_model, n_heads, given, "N")
+        even = self.recurrence.spec.keys_of(n)
+        if given is not None and even != n:
+            raise InputError(f"Layer: {self.recurrence.name} takes the Key axis in pairs, so N must be even, got {n}")
+        return even
 
     def _check_groups(self, n_key_heads: int | None) -> int:
         """Heads of shared keys."""

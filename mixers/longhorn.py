@@ -72,5 +72,5 @@ class Longhorn(MambaBlock):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         b, k, q = self._low_rank(u)
-        rate = {"beta": b.sigmoid()} if self.recurrence is longhorn_exact else {"b": b}
+        rate = {"beta": b.sigmoid()} if self.recurrence.spec is longhorn_exact.spec else {"b": b}
         return {"q": q, "k": k, "x": u.unsqueeze(2), **rate, "D": self.D[None]}

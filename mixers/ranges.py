@@ -37,7 +37,7 @@ def squash(x: Tensor, allowed: Range, key_dim: int = -1) -> Tensor:
 
 def shape_of(entry: Input, lead: tuple[int, ...], heads: int, n: int, p: int) -> tuple[int, ...]:
     """Shape of an input: [*lead, (steps,) H, ·], or [H, ·] of a Param."""
-    sides = [size for axis, size in ((KEY, n), (VALUE, p)) if axis in entry.kind.axes]
+    sides = [size for axis, size in ((KEY, n // 2 if entry.kind.pair else n), (VALUE, p)) if axis in entry.kind.axes]
     if not entry.kind.time:
         return (heads, *sides)
     return (*lead, *((entry.kind.steps,) if entry.kind.steps else ()), heads, *sides)
@@ -56,12 +56,14 @@ def random_inputs(
     """Normal numbers of standard deviation `scale`, brought into each input's range: float64, B = 1, by input name.
 
     shift: added to an input's numbers before they are squashed. The same numbers on every call.
+    An odd N is one more where the Key axis is taken in pairs.
     """
     generator = torch.Generator().manual_seed(0)
     allowed = ranges_of(recurrence.spec)
+    n = recurrence.spec.keys_of(N) if recurrence.spec.has_key else 1
     inputs = {}
     for i in recurrence.spec.inputs:
-        shape = shape_of(i, (1, tokens), heads, N if recurrence.spec.has_key else 1, P)
+        shape = shape_of(i, (1, tokens), heads, n, P)
         raw = scale * torch.randn(shape, generator=generator, dtype=torch.float64) + (shift or {}).get(i.name, 0.0)
         inputs[i.name] = squash(raw, allowed[i.name], key_axis(i.kind))
     return inputs
@@ -149,6 +151,6 @@ def _in_decay(spec: Spec) -> set[str]:
 
 def _in_transition(spec: Spec) -> set[str]:
     """Names of the inputs that A reads."""
-    exprs = [r.normal.decay for r in spec.rows]
+    exprs = [x for r in spec.rows for x in (r.normal.decay, r.normal.angle)]
     exprs += [e for r in spec.rows for c in r.normal.corrections for e in (c.scale, c.left, c.right)]
     return {i.attrs[0] for i in inputs_of(*exprs)}

@@ -22,11 +22,13 @@ RANGES = {
 def sample(
     recurrence: dsf.Recurrence, batch: int = 2, tokens: int = 7, heads: int = 2, seed: int = 0
 ) -> dict[str, Tensor]:
-    """float64 inputs by name; sizes N = 3, P = 4."""
+    """float64 inputs by name; sizes N = 3 (4 where the Key axis is taken in pairs), P = 4."""
     torch.manual_seed(seed)
     inputs = {}
     for i in recurrence.spec.inputs:
         lead = [batch, tokens, *([i.kind.steps] if i.kind.steps else []), heads] if i.kind.time else [heads]
-        shape = [*lead, *(SIZE[axis] for axis in ("key", "value") if axis in i.kind.axes)]
+        keys = recurrence.spec.keys_of(SIZE["key"])
+        size = {"key": keys // 2 if i.kind.pair else keys, "value": SIZE["value"]}
+        shape = [*lead, *(size[axis] for axis in ("key", "value") if axis in i.kind.axes)]
         inputs[i.name] = RANGES.get(i.name, lambda x: x)(torch.randn(shape, dtype=torch.float64))
     return inputs

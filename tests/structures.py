@@ -5,7 +5,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dsf
-from dsf import I, Key, Param, Scalar, Steps, System, Value, compose, diag, dot, exp, maximum, outer, sigmoid, where
+from dsf import (
+    I,
+    Key,
+    Pair,
+    Param,
+    Scalar,
+    Steps,
+    System,
+    Value,
+    compose,
+    diag,
+    dot,
+    exp,
+    maximum,
+    outer,
+    prev,
+    sigmoid,
+    turn,
+    where,
+)  # fmt: skip
 
 SIZES = {"N": 3, "P": 2}
 
@@ -138,10 +157,41 @@ def softmax(q: Key, k: Key, v: Value):
     return System(A=I, B=dsf.exp_features(k) * v, C=dsf.exp_features(q), normalize=dsf.ratio)
 
 
+@dsf.recurrence
+def turned(q: Key, k: Key, v: Value, a: Scalar, t: Pair, D: Param[Value]):
+    """A gauge: one decay, an angle a pair."""
+    return System(A=sigmoid(a) * turn(t), B=k * v, C=q * sigmoid(a), D=D * v, read="before")
+
+
+@dsf.recurrence
+def turned_delta(q: Key, k: Key, v: Value, b: Scalar, t: Scalar, w: Param[Pair]):
+    return System(A=(I - sigmoid(b) * outer(k, k)) @ turn(t + w), B=k * (sigmoid(b) * v), C=q)
+
+
+@dsf.recurrence
+def turned_blocks(q: Key, k: Key, v: Value, a: Key, t: Pair):
+    """No gauge: the decay differs within a pair."""
+    return System(A=diag(sigmoid(a)) @ turn(t), B=k * v, C=q)
+
+
+@dsf.recurrence
+def trapezoid(q: Key, k: Key, v: Value, a: Scalar, l: Scalar, t: Scalar):
+    """Mamba-3's step: the last token's write turns and decays with the state."""
+    before = System(A=I, B=sigmoid(-l) * prev(k * v))
+    return compose(before, System(A=sigmoid(a) * turn(t), B=sigmoid(l) * k * v, C=q))
+
+
+@dsf.recurrence
+def remembered(q: Key, k: Key, v: Value, a: Scalar):
+    """Values of one and two tokens ago, within functions and in every part of the system."""
+    write = (k + 0.5 * prev(prev(k))) * prev(v) + prev(exp(prev(a)) * k) * v
+    return System(A=sigmoid(a + prev(a)), B=write, C=prev(q) + q, D=prev(v))
+
+
 FINITE = [
     identity, constant, scalar, gated, signed, key_diagonal, read_before, value_diagonal, hadamard, dense_write,
     two_writes, vector, delta, gated_delta, key_delta, rank_one, channel_delta, product, normalised, stabilised,
-    stabilised_delta, normalised_product,
+    stabilised_delta, normalised_product, turned, turned_delta, turned_blocks, trapezoid, remembered,
 ]  # fmt: skip
 ALL = [*FINITE, softmax]
 
@@ -151,6 +201,8 @@ def sample(
 ) -> dict[str, Tensor]:
     """Random inputs by name; k of unit length, so that corrections neither explode nor vanish."""
     known = {"B": B, "T": T, "H": H} | SIZES | sizes
+    known["N"] = recurrence.spec.keys_of(known["N"])
+    known["N/2"] = known["N"] // 2
     inputs = {}
     for i in recurrence.spec.inputs:
         x = torch.randn([known.get(axis, i.kind.steps) for axis in i.kind.layout()], dtype=torch.float64)

@@ -342,7 +342,7 @@ def moved(layer):
 def test_layers_of_any_recurrence_obey_the_laws(recurrence):
     torch.manual_seed(0)
     shared = {} if recurrence.name in NO_KEYS else {"n_key_heads": 1}
-    layer = moved(Layer(recurrence, 8, 2, N=3, P=5, conv=3, **shared)).double()
+    layer = moved(Layer(recurrence, 8, 2, N=recurrence.spec.keys_of(3), P=5, conv=3, **shared)).double()
     x = torch.randn(2, 7, 8, dtype=torch.float64)
     y, last = layer(x)
     first, middle = layer(x[:, :3])

@@ -30,7 +30,8 @@ def small(entry, dtype=torch.float64, **options):
     torch.manual_seed(0)
     bases = inspect.unwrap(entry.module).__mro__
     accepted = {name for base in bases for name in inspect.signature(base.__init__).parameters}
-    module = entry.module(**{k: v for k, v in SMALL.items() if k in accepted}, **options)
+    sizes = SMALL | {"d_state": entry.recurrence.spec.keys_of(SMALL["d_state"])}
+    module = entry.module(**{k: v for k, v in sizes.items() if k in accepted}, **options)
     with torch.no_grad():  # move biases, norms and skips off the values at which mistakes do not show
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -46,7 +46,8 @@ def operators(draw: st.DrawFn, count: int = 1) -> tuple[int, int, list[Transitio
         rank, wide = draw(st.integers(0, 3)), draw(st.sampled_from([1, p]))
         decay = randn(draw(st.sampled_from([1, n])), draw(st.sampled_from([1, p])))
         low = [randn(rank, n, wide), randn(rank, n, wide)] if rank else [None, None]
-        found.append(Transition(decay, *low))
+        cross = randn(n, draw(st.sampled_from([1, p]))) if n % 2 == 0 and draw(st.booleans()) else None
+        found.append(Transition(decay, *low, cross))
     return n, p, found
 
 
@@ -102,11 +103,11 @@ def test_ranks_add(case):
 def test_bilinear_derivative_is_the_gradient_of_the_bilinear_form(case):
     n, p, (a,) = case
     s, g = randn(n, p), randn(n, p)
-    parts = [x.requires_grad_() for x in (a.decay, a.left, a.right) if x is not None]
+    parts = [x.requires_grad_() for x in (a.decay, a.left, a.right, a.cross) if x is not None]
     expected = torch.autograd.grad((g * a.apply(s)).sum(), parts)
     found = a.bilinear_derivative(g, s)
-    for x, y in zip((found.decay, found.left, found.right), expected, strict=False):
-        assert x is not None
+    given = [x for x in (found.decay, found.left, found.right, found.cross) if x is not None]
+    for x, y in zip(given, expected, strict=True):
         same(x, y)
 
 
@@ -115,7 +116,7 @@ def test_bilinear_derivative_is_the_gradient_of_the_bilinear_form(case):
 def test_predicates_say_what_the_shapes_are(case):
     n, p, (a,) = case
     whole = a.to_dense(n)
-    assert a.is_elementwise == (a.rank == 0)
+    assert a.is_elementwise == (a.rank == 0 and a.cross is None)
     assert (whole.shape[-3] > 1) == a.is_per_channel
     if a.is_elementwise:
         same(whole, torch.diag_embed(whole.diagonal(dim1=-2, dim2=-1)))

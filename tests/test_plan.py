@@ -33,6 +33,11 @@ STRUCTURES = {
     "stabilised": ("scalar decay", "decay chunks"),
     "stabilised_delta": ("key-diagonal decay + delta", "WY chunks"),
     "normalised_product": ("identity + product", "WY chunks"),
+    "turned": ("turned scalar decay", "decay chunks"),
+    "turned_delta": ("turned identity + delta", "WY chunks"),
+    "turned_blocks": ("turned key-diagonal decay (2 x 2 blocks)", "scan of 2 x 2 blocks"),
+    "trapezoid": ("turned scalar decay", "decay chunks"),
+    "remembered": ("scalar decay", "decay chunks"),
     "softmax": ("exponential features (N = ∞)", "scaled_dot_product_attention"),
 }
 ALL = pytest.mark.parametrize("recurrence", structures.ALL, ids=lambda r: r.name)
@@ -90,7 +95,7 @@ def test_state_shape_and_bytes_are_those_of_the_state(recurrence, dtype):
     assert plan.state_bytes == sum(x.numel() * x.element_size() for x in parts)
     if isinstance(state, torch.Tensor):
         assert plan.state_shape == tuple(state.shape)
-        assert plan.state_shape[2:] == recurrence.state_shape(N=3, P=2)
+        assert plan.state_shape[2:] == recurrence.state_shape(N=recurrence.spec.keys_of(3), P=2)
 
 
 def test_a_cache_counts_the_heads_it_keeps():

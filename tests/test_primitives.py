@@ -25,6 +25,9 @@ ARITY = {
 }
 
 
+MADE = {"taylor_features", "prev", "spread"}  # evaluated by torch alone
+
+
 def leaf(name: str, axes: frozenset[str]) -> Expr:
     return Expr("input", (), (name, None), axes)
 
@@ -69,12 +72,19 @@ def cases() -> list[tuple[str, tuple[str, ...]]]:
             out += [(op, (a,)) for a in AXES if REDUCTIONS[op] in AXES[a]]
         elif op == "where":
             out += [(op, (a, "s", b, c)) for a, b, c in itertools.product(AXES, repeat=3)]
-        elif op != "taylor_features":
+        elif op not in MADE:
             out += [(op, axes) for axes in itertools.product(AXES, repeat=ARITY.get(op, 1))]
     return out
 
 
-@pytest.mark.parametrize("op", PRIMITIVES)
+@pytest.mark.parametrize("op", sorted(MADE - {"taylor_features"}))
+def test_what_torch_makes_before_kernels_run_has_no_rule(op):
+    k = leaf("k", AXES["k"])
+    with pytest.raises(NotImplementedError, match="made by torch before a kernel runs"):
+        derivatives(Expr(op, (k,)), const(1), [k])
+
+
+@pytest.mark.parametrize("op", [op for op in PRIMITIVES if op not in MADE or op == "taylor_features"])
 def test_derivative_rule_of_every_primitive_is_autograd(op):
     if op == "taylor_features":
         with pytest.raises(NotImplementedError):
@@ -92,9 +102,7 @@ def test_derivative_rule_of_every_primitive_is_autograd(op):
             assert_derivatives_are_autograd(root, values, ct_axes)
 
 
-@pytest.mark.parametrize(
-    "op", sorted(set(PRIMITIVES) - {"taylor_features"} - set(REDUCTIONS) - COMPARISONS - {"where"})
-)
+@pytest.mark.parametrize("op", sorted(set(PRIMITIVES) - MADE - set(REDUCTIONS) - COMPARISONS - {"where"}))
 def test_a_cotangent_with_more_axes_than_the_root_is_summed(op):
     args = [leaf(f"x{i}", AXES["s"]) for i in range(ARITY.get(op, 1))]
     values = {a: draw(a, op in POSITIVE) for a in args}

@@ -326,7 +326,7 @@ def test_steps_need_axes_and_a_number(mark):
 
 
 def test_param_takes_axes():
-    with pytest.raises(TraceError, match=r"Param\[...\] takes Key, Value or Scalar; got 'N'"):
+    with pytest.raises(TraceError, match=r"Param\[...\] takes Key, Pair, Value or Scalar; got 'N'"):
         Param["N"]
 
 

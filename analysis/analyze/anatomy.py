@@ -90,7 +90,7 @@ def spectrum(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) 
     except InputError:  # dense matrices that are too wide
         return
     real = values.real if values.is_complex() else values
-    whole["eigenvalues"] = probe.of_eigenvalues(real.flatten())
+    whole["eigenvalues"] = probe.of_eigenvalues(values.flatten())
     for head in heads:
         head["eigenvalues"] = probe.three_percentiles(real[:, :, head["head"]])
 
@@ -112,8 +112,8 @@ def memory(t: Trajectory, window: int | None, whole: dict[str, Any], heads: list
         if a.left is not None and not bool(a.decay.any()):  # a convolution's shift register
             whole["window"] = t.state_size[0] + 1
             return
-        part = t if a.left is None else affordable(t)
-        of: Any = "decay" if a.left is None else "transition"
+        part = t if a.is_elementwise else affordable(t)
+        of: Any = "decay" if a.is_elementwise else "transition"
         try:
             lives = [half_life(part, of), horizon(part, EPS, of)]
         except InputError:

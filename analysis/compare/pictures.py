@@ -83,7 +83,12 @@ def lives(ordered: Sequence[Record], colors: Colors, unit: str) -> Any:
 
 
 def eigenvalue_histogram(record: Record, color: str, negative: bool) -> Any:
-    """Shares of eigenvalues on [-1 or 0, 1.25]; heights on a square-root scale, so that rare ones stay visible."""
+    """Shares of eigenvalues on [-1 or 0, 1.25]; heights on a square-root scale, so that rare ones stay visible.
+
+    Complex ones in the plane.
+    """
+    if "plane" in record["eigenvalues"]:
+        return eigenvalue_plane(record, color)
     shape = record["eigenvalues"]["histogram"]
     low, high, shares = shape["low"], shape["high"], shape["shares"]
     step = (high - low) / len(shares)
@@ -98,6 +103,23 @@ def eigenvalue_histogram(record: Record, color: str, negative: bool) -> Any:
     axes.set_xticks([-1, -0.5, 0, 0.5, 1] if negative else [0, 0.25, 0.5, 0.75, 1])
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
+    return figure
+
+
+def eigenvalue_plane(record: Record, color: str) -> Any:
+    """Complex eigenvalues in the plane, darker where more of them are (square-root scale), and the unit circle."""
+    plane = record["eigenvalues"]["plane"]
+    side, shares = plane["side"], [[math.sqrt(s) for s in row] for row in plane["shares"]]
+    figure, axes = new_figure(2.9, 2.7)
+    axes.imshow(
+        shares, cmap=fade(color), vmin=0, interpolation="none", origin="lower", extent=(-side, side, -side, side)
+    )
+    around = [2 * math.pi * i / 90 for i in range(91)]
+    axes.plot(
+        [math.cos(x) for x in around], [math.sin(x) for x in around], color=INK, lw=0.7, ls=(0, (2, 2)), alpha=0.55
+    )
+    axes.set_xticks([-1, 0, 1])
+    axes.set_yticks([-1, 0, 1], ["-i", "0", "i"])
     return figure
 
 

@@ -133,11 +133,14 @@ def embed(trajectory: Trajectory, n: int) -> Trajectory:
     """The same input-output map with a state of n rows: rows are added and C is zero on them (DSF Lemma 2).
 
     The new rows are written like the first one, so they are not empty; nothing reads them, and corrections leave them
-    alone. Raises InputError for n below the present size.
+    alone. Raises InputError for n below the present size, or odd where the Key axis is taken in pairs.
     """
     size = trajectory.state_size[0]
     if n < size:
         raise InputError(f"{trajectory.spec.name}: cannot be embedded in {n} rows, its state has {size} rows")
+
+    if trajectory.problem is not None and trajectory.problem.cross is not None and n % 2:
+        raise InputError(f"{trajectory.spec.name}: turns take rows in pairs, so it embeds in an even number, not {n}")
 
     def wide(x: Tensor | None, axis: int, zero: bool) -> Tensor | None:
         if x is None:
@@ -154,6 +157,7 @@ def embed(trajectory: Trajectory, n: int) -> Trajectory:
         return replace(
             p, n=n, decay=wide(p.decay, -2, False), readout=wide(p.readout, -2, True), left=left, right=right,
             tie=None, key=wide(p.key, -1, False), dense=wide(p.dense, -2, False),
+            cross=wide(p.cross, -2, True),
         )  # fmt: skip
 
     return replace(

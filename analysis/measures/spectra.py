@@ -29,7 +29,8 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
     paper: of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
     Closed forms: elementwise, the entries; α(I - βkkᵀ), α (N-1 times) and α(1 - β|k|²); R corrections of a scalar
     decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), those of the
-    symmetric D^½(I - βkkᵀ)D^½ from its secular equation, to 1e-9 of the spectrum's extent. Otherwise dense. For
+    symmetric D^½(I - βkkᵀ)D^½ from its secular equation, to 1e-9 of the spectrum's extent; turned pairs without
+    corrections, those of their 2 x 2 blocks, a e^{±iθ} where the decay a is equal within a pair. Otherwise dense. For
     softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form, η_{t-1}/η_t. Raises InputError for a dense
     problem wider than DENSE_LIMIT.
     """
@@ -40,6 +41,8 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
     a = trajectory.paper_transition if paper else trajectory.token_transition
     a = _full(a, trajectory)
     n = _size(trajectory)
+    if a.cross is not None:
+        return _of_pairs(a, trajectory, n)
     if a.left is None or a.right is None:
         return a.decay.expand(*a.decay.shape[:3], n, a.decay.shape[-1])
     left, right = _channels(a)
@@ -64,10 +67,16 @@ def transition_norm(trajectory: Trajectory) -> Tensor:
     """Spectral norm of A_t, its largest stretch of a state in one token, [B, T, H, p].
 
     Elementwise: the largest |entry|. Scalar decay with R corrections: singular values on the span of the 2R vectors,
-    |decay| off it. Diagonal decay with one correction: bisection. Otherwise dense (InputError above DENSE_LIMIT).
+    |decay| off it. Diagonal decay with one correction: bisection. Turned pairs: those of 2 x 2 blocks. Otherwise dense
+    (InputError above DENSE_LIMIT).
     """
     a = _full(trajectory.token_transition, trajectory)
     n = _size(trajectory)
+    if a.cross is not None:
+        if a.left is None:
+            return torch.linalg.matrix_norm(a.pair_blocks(n), 2).amax(-1)
+        _check_dense(trajectory, n)
+        return torch.linalg.matrix_norm(a.to_dense(n), 2)
     if a.left is None or a.right is None:
         return a.decay.abs().amax(-2)
     left, right = _channels(a)
@@ -88,7 +97,7 @@ def transition_norm(trajectory: Trajectory) -> Tensor:
 def cumulative_decay(trajectory: Trajectory) -> Tensor:
     """Product of the decays of tokens 1 … t, corrections left out, [B, T, H, n, p] (LongMamba's prod A, 2504.16053)."""
     a = _full(trajectory.token_transition, trajectory)
-    return a.decay.cumprod(1)
+    return _moduli(a, trajectory).cumprod(1)
 
 
 def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
@@ -98,9 +107,11 @@ def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
     DENSE_LIMIT).
     """
     a = _full(trajectory.token_transition, trajectory)
-    if a.left is None:
+    if a.is_elementwise:
         return a.decay[:, start:].cumprod(1).abs().amax(-2)
     n = _size(trajectory)
+    if a.cross is not None:
+        return _pair_propagator(a, trajectory, start, n)
     _check_dense(trajectory, n)
     left, right = _channels(a)
     decay = _decay_vectors(a, n, left.shape[3])
@@ -120,9 +131,20 @@ def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
     """
     a = _full(trajectory.token_transition, trajectory)
     n, tokens = _size(trajectory), trajectory.tokens
-    if a.left is None:
+    if a.is_elementwise:
         mean = a.decay.abs().log().mean(1)
         return mean.expand(*mean.shape[:2], n, mean.shape[-1]).sort(dim=-2, descending=True).values
+    if a.cross is not None:  # 2 x 2 blocks do not mix, so their exponents are those of the whole
+        if a.left is not None:
+            _check_dense(trajectory, n)
+        matrices = a.pair_blocks(n) if a.left is None else a.to_dense(n)
+        small = matrices.shape[-1]
+        basis, total = torch.eye(small, dtype=matrices.dtype, device=matrices.device), matrices.new_zeros(())
+        for t in range(tokens):
+            basis, r = torch.linalg.qr(matrices[:, t] @ basis)
+            total = total + r.diagonal(dim1=-2, dim2=-1).abs().log()
+        total = total if a.left is not None else total.flatten(-2)
+        return (total / tokens).movedim(-1, -2).sort(dim=-2, descending=True).values
     _check_dense(trajectory, n)
     left, right = _channels(a)
     decay = _decay_vectors(a, n, left.shape[3])
@@ -143,7 +165,7 @@ def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "de
     """
     if of == "transition":
         return lyapunov_exponents(trajectory)
-    logs = _full(trajectory.token_transition, trajectory).decay.abs().log()
+    logs = _moduli(_full(trajectory.token_transition, trajectory), trajectory).abs().log()
     kept = logs > -math.inf
     mean = torch.where(kept, logs, 0).sum(1) / kept.sum(1)
     return torch.where(kept.any(1), mean, -math.inf)
@@ -185,7 +207,46 @@ def _full(a: Transition, trajectory: Trajectory) -> Transition:
 
     decay = spread(a.decay)
     assert decay is not None
-    return Transition(decay, spread(a.left), spread(a.right))
+    return Transition(decay, spread(a.left), spread(a.right), spread(a.cross))
+
+
+def _moduli(a: Transition, trajectory: Trajectory) -> Tensor:
+    """The decays [B, T, H, n, p]; of turned pairs |eigenvalue|, √|det| where a pair's two are complex."""
+    if a.cross is None:
+        return a.decay
+    return _of_blocks(a.pair_blocks(_size(trajectory))).abs()
+
+
+def _of_pairs(a: Transition, trajectory: Trajectory, n: int) -> Tensor:
+    """Eigenvalues of a transition that mixes pairs [B, T, H, N, p]."""
+    if a.left is None:
+        return _of_blocks(a.pair_blocks(n))
+    _check_dense(trajectory, n)
+    values = torch.linalg.eigvals(a.to_dense(n)).movedim(-1, -2)
+    return values.real if bool((values.imag == 0).all()) else values
+
+
+def _of_blocks(blocks: Tensor) -> Tensor:
+    """Eigenvalues m ± √(m² - det) of matrices [B, T, H, p, N/2, 2, 2] -> [B, T, H, N, p], real if all are."""
+    (a, b), (c, d) = (row.unbind(-1) for row in blocks.unbind(-2))
+    mean, spread = (a + d) / 2, ((a - d) / 2) ** 2 + b * c  # m² - det without its cancellation
+    root = spread if bool((spread >= 0).all()) else torch.complex(spread, torch.zeros_like(spread))
+    root = root.sqrt()
+    return torch.stack([mean + root, mean - root], dim=-1).flatten(-2).movedim(-1, -2)
+
+
+def _pair_propagator(a: Transition, trajectory: Trajectory, start: int, n: int) -> Tensor:
+    """propagator_norm of transitions that mix pairs."""
+    if a.left is not None:
+        _check_dense(trajectory, n)
+    matrices = a.pair_blocks(n) if a.left is None else a.to_dense(n)
+    product = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    out = []
+    for t in range(start, trajectory.tokens):
+        product = matrices[:, t] @ product
+        norm = torch.linalg.matrix_norm(product, 2)
+        out.append(norm if a.left is not None else norm.amax(-1))
+    return torch.stack(out, dim=1)
 
 
 def _channels(a: Transition) -> tuple[Tensor, Tensor]:

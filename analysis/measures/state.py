@@ -48,8 +48,9 @@ def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
 class Gates(NamedTuple):
     """Per token and head, [B, T, H] each, no unit.
 
-    decay: mean |decay| of the state's entries, 1 for a system that keeps all. erase: 1 - |det A| / |det decay|, what
-    corrections take away (β|k|² for the delta family, 0 without corrections). write: ‖B_t‖, Frobenius.
+    decay: mean |decay| of the state's entries (√|det| of turned pairs), 1 for a system that keeps all. erase: 1 - |det
+    A| / |det decay|, what corrections take away (β|k|² for the delta family, 0 without corrections). write: ‖B_t‖,
+    Frobenius.
     """
 
     decay: Tensor
@@ -63,9 +64,13 @@ def gate_strengths(trajectory: Trajectory) -> Gates:
     assert problem is not None  # or there would be no transition
     micro, tokens, heads = problem.micro, trajectory.tokens, trajectory.heads
     lead = (trajectory.batch, tokens * micro, heads)
-    decay = a.decay.expand(*lead, *a.decay.shape[3:])
+    n = trajectory.state_size[0]
+    decay = a.decay if a.cross is None else torch.linalg.det(a.pair_blocks(n)).abs().sqrt().mT
+    decay = decay.expand(*lead, *decay.shape[3:])
     kept = torch.ones(lead, dtype=decay.dtype, device=decay.device)
-    if a.left is not None and a.right is not None:
+    if a.cross is not None and a.left is not None:
+        kept = (torch.linalg.det(a.to_dense(n)) / torch.linalg.det(a.pair_blocks(n)).prod(-1)).abs().mean(-1)
+    elif a.left is not None and a.right is not None:
         left = a.left.expand(*lead, *a.left.shape[3:]) / decay.unsqueeze(-3)
         small = torch.einsum("...rnp,...snp->...prs", *torch.broadcast_tensors(a.right, left))
         small = small + torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)

@@ -14,7 +14,7 @@ from dsf.call.packing import INTEGERS, Packing
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
-from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.expr import KEY, VALUE, Expr, inputs_of, symbol_of
 from dsf.language.spec import Spec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -132,9 +132,21 @@ def _sizes(spec: Spec, given: Mapping[str, Tensor], shapes: Mapping[str, list[in
                 f"`{name}` has shape {shapes[name]}"
             )
     sizes = {axis: size for axis, (size, _) in found.items()}
-    keys = sizes.get("N", 1)
+    keys = sizes.get("N", 2 * sizes.get("N/2", 0) or 1)
+    _check_pairs(spec, keys, found)
     groups = {name: count for name, count in counts.items() if count != heads}
     return Sizes(sizes["B"], sizes["T"], heads, keys, state_keys(spec, keys), sizes.get("P", 1), groups)
+
+
+def _check_pairs(spec: Spec, keys: int, found: Mapping[str, tuple[int, str]]) -> None:
+    if "N/2" in found and 2 * found["N/2"][0] != keys:
+        (half, name), (_, owner) = found["N/2"], found["N"]
+        raise InputError(
+            f"{spec.name}: `{name}` has an entry for each pair of places, N/2 = {half}, but `{owner}` has N = {keys}"
+        )
+    if spec.turns and keys % 2:
+        owner = f", but `{found['N'][1]}` has N = {keys}" if "N" in found else f", got N = {keys}"
+        raise InputError(f"{spec.name}: turn takes places of the Key axis in pairs, so N must be even{owner}")
 
 
 def state_keys(spec: Spec, keys: int) -> int:
@@ -243,7 +255,9 @@ def environment(
         x = x.to(bound.compute)
         pieces = x.unbind(2) if entry.kind.steps is not None else (x,)
         for step, piece in enumerate(pieces):
-            node = Expr("input", (), (entry.name, step if entry.kind.steps is not None else None), entry.kind.axes)
+            place = step if entry.kind.steps is not None else None
+            node = symbol_of(entry.name, place, entry.kind.axes, entry.kind.pair)
+            node = node.args[0] if entry.kind.pair else node
             alike = compact and piece.shape[-1 - len(entry.kind.axes)] == 1
             env[node] = named_axes(entry.kind, piece, 1 if alike else bound.sizes.heads)
     return env

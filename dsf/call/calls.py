@@ -131,7 +131,7 @@ def call_in_graph(
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
     """True where a packed call can be a node of a graph: its kernels need no lengths on the host. wide: of float64."""
     runs = on_gpu or (interpreted() and backend == "triton")
-    return runs and backend != "torch" and not wide and packs_hidden(_declared(name), form)
+    return runs and backend != "torch" and not wide and packs_hidden(_declared(name).inner, form)
 
 
 packs_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as below

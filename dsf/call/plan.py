@@ -9,8 +9,9 @@ import torch
 
 from dsf.call.bind import Sizes, cache_heads
 from dsf.language.errors import FormError
+from dsf.language.expr import KEY, VALUE
 from dsf.language.spec import Spec
-from dsf.torch.lower import columns
+from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
 
 FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")
@@ -90,6 +91,10 @@ def make_plan(
     | value-diagonal decay | recurrent | chunk of 16: pairwise decays on the channels |
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
+    | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
+
+    Turns that are a gauge, previous values and Pair inputs are made by torch before all that; what runs is the row of
+    the plain system that is left (Spec.inner).
 
     On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, alone, with a delta rule or
     with a rank-one correction, runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise
@@ -98,6 +103,10 @@ def make_plan(
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
+    if spec.is_framed:
+        return _of_frame(spec, sizes, dtype, make_plan(
+            spec.inner, sizes, dtype, form, backend, device, grad, transformed,
+        ))  # fmt: skip
     forms = forms_of(spec)
     if form not in ("auto", *FORMS):
         raise FormError(f"{spec.name}: there is no form {form!r}; forms are {', '.join(forms)} and auto")
@@ -141,6 +150,22 @@ def make_plan(
     )  # fmt: skip
 
 
+def _of_frame(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
+    """The plan of a declaration whose plain system has `plan`."""
+    frame = spec.frame
+    assert frame is not None
+    total = state_columns(spec, sizes.n, sizes.keys, sizes.p)
+    shape = (*plan.state_shape[:-1], total)
+    made = ["previous values"] * bool(frame.leaves) + ["turned inputs"] * (frame.angles is not None)
+    tell = bool(made) and "was asked for" not in plan.reason
+    reason = plan.reason + f"; {' and '.join(made)} are made by torch first" * tell
+    width = 8 if dtype == torch.float64 else 4
+    return replace(
+        plan, structure=spec.structure, state_shape=shape, state_bytes=math.prod(shape) * width,
+        bytes=io_bytes(spec, sizes, dtype), reason=reason,
+    )  # fmt: skip
+
+
 def _refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
@@ -166,6 +191,11 @@ def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:
         return (
             "recurrent",
             f"{sizes.tokens} token{'s are' if sizes.tokens > 1 else ' is'} walked faster than chunks are set up",
+        )
+    if spec.mixes_pairs:
+        return (
+            "chunk",
+            "a decay that differs within a turned pair: no gauge, so the pairs' matrices are scanned",
         )
     if spec.is_elementwise:
         return (
@@ -193,6 +223,8 @@ def _kernel(spec: Spec, sizes: Sizes, form: str) -> tuple[str, int]:
         return "kernel matrix", 0
     if spec.is_softmax:
         return "scaled_dot_product_attention", 0
+    if spec.mixes_pairs:
+        return f"scan of {'N x N' if spec.rank else '2 x 2'} blocks", 0 if form == "scan" else MATRIX_CHUNK
     if form == "scan":
         return ("associative scan of dense blocks", SCAN_BLOCK) if spec.rank else ("associative scan", 0)
     if spec.is_elementwise:
@@ -229,10 +261,10 @@ def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
 def io_bytes(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> int:
     """Bytes of all inputs read once and y written once."""
     width = torch.empty((), dtype=dtype).element_size()
-    sides = {"key": sizes.keys, "value": sizes.p}
     total = sizes.batch * sizes.tokens * sizes.heads * sizes.p
     for entry in spec.inputs:
         numbers = sizes.groups.get(entry.name, sizes.heads) * (entry.kind.steps or 1)
+        sides = {KEY: sizes.keys // 2 if entry.kind.pair else sizes.keys, VALUE: sizes.p}
         for axis in entry.kind.axes:
             numbers *= sides[axis]
         total += numbers * (sizes.batch * sizes.tokens if entry.kind.time else 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsf.call import guard, packing
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
+from dsf.call.frame import run_framed
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
 from dsf.call.run import run, run_packed, run_softmax
@@ -24,7 +25,8 @@ from dsf.language.primitives import taylor_features
 from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.language.trace import trace
-from dsf.torch.lower import columns, true_state
+from dsf.torch.columns import columns, state_columns
+from dsf.torch.lower import true_state
 from dsf.trajectory import Trajectory, record
 from dsf.triton import choose as gpu
 
@@ -41,6 +43,7 @@ class Recurrence:
         self.__doc__ = spec.doc
         self._calls = calls_of(self.spec)
         self._key = key_of(self.spec)
+        _ = self.spec.inner  # made now: saved graphs look for its programs by its digest
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recurrence, (self.spec,)
@@ -109,9 +112,9 @@ class Recurrence:
     def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
         check_packing(self.spec, cu_seqlens, bound.sizes)
-        tokens = bound.sizes.tokens
-        on_device = plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype)
-        if on_device or (plan.backend == "triton" and gpu.packs(self.spec)):
+        inner, tokens = self.spec.inner, bound.sizes.tokens
+        on_device = plan.backend == "triton" and gpu.packs_on_device(inner, bound.sizes, bound.dtype)
+        if on_device or (plan.backend == "triton" and gpu.packs(inner)):
             if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or packing.is_hidden(cu_seqlens)):
                 packing.check_once(self.name, cu_seqlens, tokens)
                 return cu_seqlens.to(bound.device)
@@ -135,13 +138,17 @@ class Recurrence:
                 check_cache(self.spec, state, rows, bound)
             return run_softmax(self.spec, bound, bounds, state, plan)
         self._check_state(state, rows, bound)
+        if self.spec.is_framed:
+            return run_framed(self.spec, bound, bounds, state, plan)
         if bounds is None:
             return run(self.spec, bound, state, plan)
         return run_packed(self.spec, bound, bounds, state, plan)
 
     def _check_state(self, state: Any, rows: int, bound: Bound) -> None:
         if state is not None:
-            expected = (rows, bound.sizes.heads, bound.sizes.n, columns(self.spec, bound.sizes.p).total)
+            sizes = bound.sizes
+            total = state_columns(self.spec, sizes.n, sizes.keys, sizes.p)
+            expected = (rows, sizes.heads, sizes.n, total)
             check_state(self.spec, state, expected, bound)
 
     def step(
@@ -185,7 +192,7 @@ class Recurrence:
             raise InputError(f"{self.name}: in_place needs a contiguous state, got strides {list(state.stride())}")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*bound.tensors.values(), state)):
             raise InputError(f"{self.name}: in_place overwrites what a gradient would need; use torch.no_grad()")
-        if plan.one_step:
+        if plan.one_step and not self.spec.is_framed:
             return gpu.step(self.spec, bound, state, in_place=True)[0]
         y, final = self._run(bound, None, state, plan)
         assert isinstance(final, Tensor)
@@ -195,16 +202,20 @@ class Recurrence:
     def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
         """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns.
 
+        Behind them are the columns of what `prev` remembers: each factor's last value, filled into columns of N.
+
         Raises FormError for softmax attention, whose KV cache grows with the tokens.
         """
         if self.spec.is_softmax:
             raise FormError(f"{self.name}: its state is a KV cache, N + P numbers a token and head")
-        return state_keys(self.spec, N), columns(self.spec, P).total
+        rows = state_keys(self.spec, N)
+        return rows, state_columns(self.spec, rows, N if self.spec.has_key else 1, P)
 
     def true_state(self, state: Tensor, P: int) -> Tensor:
-        """The state in the declaration's scale: columns of S and of the normaliser, the running maximum taken out."""
-        expected = columns(self.spec, P).total
-        if state.shape[-1] != expected:
+        """The state in the declaration's scale: columns of S and of the normaliser, the running maximum taken out, and
+        what `prev` remembers left out."""
+        expected = columns(self.spec.inner, P).total
+        if state.shape[-1] != expected if self.spec.frame is None else state.shape[-1] < expected:
             raise InputError(f"{self.name}: a state of P = {P} has {expected} columns, got shape {list(state.shape)}")
         return true_state(self.spec, state, P)
 

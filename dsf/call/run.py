@@ -19,12 +19,14 @@ from dsf.kernels.problem import Problem
 from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
 from dsf.kernels.segments import segments
+from dsf.kernels.turns import scan_pairs
 from dsf.language.expr import Expr, inputs_of
 from dsf.language.operator import split_scale
 from dsf.language.spec import Spec
+from dsf.torch.columns import columns
 from dsf.torch.dense import run_naive
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import EMPTY, apply_rule, columns, decay_factors, finish, lower, true_state
+from dsf.torch.lower import EMPTY, apply_rule, decay_factors, finish, lower, true_state
 from dsf.triton.choose import packs, run_gpu, run_packed_gpu
 
 Timed = Mapping[str, Tensor]
@@ -72,7 +74,7 @@ def _run(
         return run_gpu(spec, bound, timed, state, valid, plan.one_step)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
-    compact = plan.form in ("scan", "chunk") and not spec.rank and not spec.is_stabilised
+    compact = plan.form in ("scan", "chunk") and not (spec.rank or spec.is_stabilised or spec.mixes_pairs)
     if plan.form == "chunk" and spec.is_elementwise and (valid is not None or decay_factors(spec) is None):
         return _segments(spec, bound, timed, state, valid, plan)
     values, shape = _evaluator(spec, bound, timed, compact)
@@ -95,6 +97,8 @@ def _solve(problem: Problem, state: Tensor | None, plan: Plan) -> tuple[Tensor, 
         return recurrent(problem, state)
     if plan.form == "kernel":
         return kernel_matrix(problem, state)
+    if problem.cross is not None:
+        return scan_pairs(problem, state, plan.chunk or problem.tokens)
     if plan.form == "chunk" and problem.factor is not None:
         keep = _keeps(math.prod(problem.leading) * problem.n * problem.p, problem.tokens)
         return scan_elementwise(problem, state, plan.chunk, keep)

@@ -63,11 +63,12 @@ def draw_tensor(allowed: Range, regime: str, shape: list[int], kind: Kind, seed:
 class Example:
     """Inputs of one check.
 
-    batch, tokens, heads, n, p: B, T, H, N, P. dtype: of the per-token inputs, "float64" and so on (Params are float32
-    when it is a half precision). groups: heads of the inputs that have fewer than H. regimes: how each input is drawn
-    (regimes_of), the plainest way unless named. initial: whether there is an initial state. cuts: increasing places
-    between 0 and T where the sequence is cut, the future begins or packed sequences meet. empties: where among those
-    boundaries (0 and T included, counted round and round) packed sequences without tokens lie. seed: of the numbers.
+    batch, tokens, heads, n, p: B, T, H, N (+ 1 where it must be even), P. dtype: of the per-token inputs, "float64" and
+    so on (Params are float32 when it is a half precision). groups: heads of the inputs that have fewer than H.
+    regimes: how each input is drawn (regimes_of), the plainest way unless named. initial: whether there is an initial
+    state. cuts: increasing places between 0 and T where the sequence is cut, the future begins or packed sequences
+    meet. empties: where among those boundaries (0 and T included, counted round and round) packed sequences without
+    tokens lie. seed: of the numbers.
     """
 
     batch: int = 1
@@ -121,7 +122,7 @@ class Example:
             name, kind = entry.name, entry.kind
             allowed = ranges[name]
             regime = self.regimes.get(name) or regimes_of(recurrence.spec, name, allowed)[0]
-            x = _draw(allowed, regime, self._shape(name, kind), kind, self._generator(name))
+            x = _draw(allowed, regime, self._shape(recurrence.spec, name, kind), kind, self._generator(name))
             half = self.torch_dtype in (torch.float16, torch.bfloat16)
             dtype = torch.float32 if half and not kind.time else self.torch_dtype
             out[name] = x.to(dtype).to(device)
@@ -139,8 +140,9 @@ class Example:
             state: State = recurrence(**inputs, return_state=True)[1]
         return state
 
-    def _shape(self, name: str, kind: Kind) -> list[int]:
-        axes = [{KEY: self.n, VALUE: self.p}[a] for a in (KEY, VALUE) if a in kind.axes]
+    def _shape(self, spec: Spec, name: str, kind: Kind) -> list[int]:
+        keys = spec.keys_of(self.n)
+        axes = [{KEY: keys // 2 if kind.pair else keys, VALUE: self.p}[a] for a in (KEY, VALUE) if a in kind.axes]
         if not kind.time:
             return [self.heads, *axes]
         steps = [kind.steps] if kind.steps is not None else []

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from dsf.call.bind import state_keys
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.examples import Example, lengths, same_state
 from dsf.checking.measure import (
@@ -37,7 +36,7 @@ from dsf.checking.ranges import Given, ranges_of
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.expr import VALUE
-from dsf.torch.lower import columns
+from dsf.torch.columns import columns
 
 OUTPUT = Kind(frozenset({VALUE}))
 
@@ -132,11 +131,13 @@ def gradcheck(subject: Subject, form: str, example: Example) -> Measures:
     """Gradients equal finite differences of the same form (torch.autograd.gradcheck)."""
     inputs, state = subject.inputs(example), subject.state(example)
     p = subject.sizes(inputs).p
-    layout = columns(subject.recurrence.spec, p)
+    layout = columns(subject.recurrence.spec.inner, p)
     names = list(inputs)
     fixed: Tensor | None = None
     if isinstance(state, Tensor):  # the running maximum is a choice of scale: no derivative in it
-        state, fixed = state[..., : layout.p + layout.den], state[..., layout.p + layout.den :]
+        remembered = state[..., layout.total :]
+        fixed = state[..., layout.p + layout.den : layout.total]
+        state = torch.cat([state[..., : layout.p + layout.den], remembered], dim=-1)
     leaves = [x.detach().clone().requires_grad_() for x in (*inputs.values(), *subject.state_leaves(state).values())]
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -144,7 +145,8 @@ def gradcheck(subject: Subject, form: str, example: Example) -> Measures:
         if isinstance(state, KVCache):
             start = KVCache(tensors[-2], tensors[-1], state.lengths)
         elif fixed is not None:
-            start = torch.cat([tensors[-1], fixed], dim=-1)
+            free = tensors[-1].split([layout.p + layout.den, tensors[-1].shape[-1] - layout.p - layout.den], dim=-1)
+            start = torch.cat([free[0], fixed, free[1]], dim=-1)
         y, final = subject.run(form, dict(zip(names, tensors, strict=False)), start)
         return (y, *(x for x in subject.truth(final, p) if x.requires_grad))
 
@@ -332,9 +334,8 @@ def contract(subject: Subject, form: str, example: Example) -> Measures:
     y, final = subject.run(form, inputs, state)
     yield _same("y", y, (sizes.batch, sizes.tokens, sizes.heads, sizes.p), example.torch_dtype)
     if isinstance(final, Tensor):
-        spec = subject.recurrence.spec
         wide = torch.float64 if example.dtype == "float64" else torch.float32
-        shape = (sizes.batch, sizes.heads, state_keys(spec, sizes.keys), columns(spec, sizes.p).total)
+        shape = (sizes.batch, sizes.heads, *subject.recurrence.state_shape(sizes.keys, sizes.p))
         yield _same("state", final, shape, wide)
     elif isinstance(final, KVCache):
         before = int(state.lengths[0]) if isinstance(state, KVCache) else 0

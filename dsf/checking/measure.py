@@ -19,8 +19,8 @@ from dsf.checking.ranges import Range
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import FormError
+from dsf.torch.columns import columns
 from dsf.torch.evaluate import DISTURBANCE, disturbed
-from dsf.torch.lower import columns
 
 BLOCK = 16  # tokens whose error is weighed together
 DISTURBED = 4  # draws by which a condition is found
@@ -135,7 +135,9 @@ class Subject:
             used = torch.arange(state.k.shape[2], device=state.k.device) < state.lengths[:, None]
             k, v = (x.double() * used[:, None, :, None] for x in (state.k, state.v))
             return k, v, state.lengths[:, None].double()
-        return (self.recurrence.true_state(state.double(), p),)
+        own = self.recurrence.true_state(state.double(), p)
+        remembered = state.double()[..., columns(self.recurrence.spec.inner, p).total :]
+        return (own, remembered) if remembered.shape[-1] else (own,)
 
     def outcome(self, form: str, example: Example) -> Outcome:
         """The example's run by one form with all gradients; the oracle in float64 on the same rounded inputs."""
@@ -250,9 +252,12 @@ class Subject:
 
     def without_gain(self, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
         """The running maximum of a stabilised state is a choice of scale, so its columns have no gradient."""
-        layout = columns(self.recurrence.spec, p)
+        layout = columns(self.recurrence.spec.inner, p)
         if layout.gain and "initial_state" in grads:
-            grads["initial_state"] = grads["initial_state"][..., : layout.p + layout.den]
+            whole = grads["initial_state"]
+            grads["initial_state"] = torch.cat(
+                [whole[..., : layout.p + layout.den], whole[..., layout.total :]], dim=-1
+            )
         return grads
 
 

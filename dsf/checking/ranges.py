@@ -139,7 +139,7 @@ class _Inference:
         """Values of x on drawn inputs [1, T, 1, n, p]."""
         if self.evaluator is None:
             bound = bind(self.spec, (), probe_inputs(self.spec, self.ranges))
-            self.evaluator = Evaluator(environment(self.spec, bound), PROBE_KEYS, PROBE_CHANNELS)
+            self.evaluator = Evaluator(environment(self.spec, bound), bound.sizes.keys, PROBE_CHANNELS)
         return self.evaluator(x)
 
     def holds(self, x: Expr, low: float, high: float) -> bool:
@@ -150,7 +150,11 @@ class _Inference:
     def domains(self) -> None:
         roots = [self.spec.readout, self.spec.system.D]
         for row in self.spec.rows:
-            roots += [row.normal.decay, *(e for c in row.normal.corrections for e in (c.scale, c.left, c.right))]
+            roots += [
+                row.normal.decay,
+                row.normal.angle,
+                *(e for c in row.normal.corrections for e in (c.scale, c.left, c.right)),
+            ]
             roots += [e for t in row.terms for e in (t.key, t.value)] + ([row.dense] if row.dense is not None else [])
         for node in children_first(*roots):
             if node.op == "div":
@@ -341,10 +345,11 @@ _RULES: dict[str, Callable[[_Inference, Expr, float, float], None]] = {
 def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
     """Plain draws of every input, on which demands are tried."""
     generator = torch.Generator().manual_seed(0)
-    sizes = {KEY: PROBE_KEYS, VALUE: PROBE_CHANNELS}
+    keys = spec.keys_of(PROBE_KEYS)
     inputs = {}
     for name, kind in ((i.name, i.kind) for i in spec.inputs):
         lead = [1, PROBE_TOKENS, *([kind.steps] if kind.steps is not None else [])] if kind.time else []
+        sizes = {KEY: keys // 2 if kind.pair else keys, VALUE: PROBE_CHANNELS}
         shape = [*lead, PROBE_HEADS, *(sizes[a] for a in (KEY, VALUE) if a in kind.axes)]
         normal = torch.randn(shape, generator=generator, dtype=torch.float64)
         inputs[name] = plain(ranges[name], normal, key_axis(kind))

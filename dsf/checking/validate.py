@@ -19,18 +19,19 @@ from torch import Tensor
 from dsf.call import guard
 from dsf.call.bind import Bound, environment
 from dsf.call.calls import is_transformed
+from dsf.call.frame import materialised
 from dsf.checking.ranges import INF, REAL, TINY, Range, as_range, key_axis, legal_ranges
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
-from dsf.language.expr import Expr, inputs_of
+from dsf.language.expr import Expr, inputs_of, substitute
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
 
 GivenRanges = Mapping[str, "Range | tuple[float, float] | None"]
 Bounds = list[int] | Tensor | None
 Known = tuple[dict[str, Range], frozenset[str]]
-PLACES = {"B": "batch row", "T": "token", "n": "micro-step", "H": "head", "N": "entry", "P": "channel"}
+PLACES = {"B": "batch row", "T": "token", "n": "micro-step", "H": "head", "N": "entry", "N/2": "pair", "P": "channel"}
 ROUNDINGS = 8  # units in the last place by which a number may pass the end of its range
 
 
@@ -124,7 +125,7 @@ class Guard:
                     _not_finite(spec, f"`{name}`", x, kinds[name].layout(), where)
                 if name not in loose:
                     _out_of_range(spec, name, x, mask, ranges[name], kinds[name], where)
-                self._demands(spec, bound, where)
+                _demands(spec, bound, bounds, state)
             if not all(answers[len(fine) :]):
                 _bad_state(spec, "initial_state", state)
 
@@ -165,17 +166,6 @@ class Guard:
             with torch.device("cpu"):
                 found = self.known[spec] = legal_ranges(spec, mine)
         return found
-
-    def _demands(self, spec: Spec, bound: Bound, where: Where) -> None:
-        """Raise where several inputs together break what the declaration demands of an expression."""
-        values = Evaluator(environment(spec, bound), bound.sizes.keys, bound.sizes.p)
-        slack = _slack(bound.dtype)
-        for row in spec.rows:
-            _demand(spec, row.normal.decay, values(row.normal.decay), 1.0, slack, where, "the decay")
-            most = 2.0 / max(1, len(row.normal.corrections))
-            for c in row.normal.corrections:
-                lengths = values(c.left).norm(dim=-2, keepdim=True) * values(c.right).norm(dim=-2, keepdim=True)
-                _demand(spec, c.scale, values(c.scale) * lengths, most, slack, where, "the size of the correction by")
 
 
 class Where:
@@ -296,6 +286,24 @@ def _hint(name: str, allowed: Range) -> str:
     if allowed.low == -INF and allowed.high == 0:
         return f"if it is a logit, give logsigmoid({name}) or -softplus({name})"
     return f"if any number may stand there, give softplus({name})" if allowed.low >= 0 and allowed.high == INF else ""
+
+
+def _demands(declared: Spec, bound: Bound, bounds: Bounds, state: Any) -> None:
+    """Raise where several inputs together break what the declaration demands of an expression."""
+    where, spec, words = Where(bound, bounds), declared, dict[Expr, Expr]()
+    if declared.turning is not None:  # previous values are inputs there
+        spec, bound = declared.turning.spec, materialised(declared, declared.turning, bound, state, bounds)
+        words = declared.turning.words
+    values = Evaluator(environment(spec, bound), bound.sizes.keys, bound.sizes.p)
+    slack = _slack(bound.dtype)
+    for row in spec.rows:
+        decay = row.normal.decay
+        _demand(spec, substitute(decay, words), values(decay), 1.0, slack, where, "the decay")
+        most = 2.0 / max(1, len(row.normal.corrections))
+        for c in row.normal.corrections:
+            lengths = values(c.left).norm(dim=-2, keepdim=True) * values(c.right).norm(dim=-2, keepdim=True)
+            scale = substitute(c.scale, words)
+            _demand(spec, scale, values(c.scale) * lengths, most, slack, where, "the size of the correction by")
 
 
 def _demand(

@@ -16,14 +16,19 @@ RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "ba
 
 @dataclass(frozen=True)
 class Kind:
-    """An input's axes; time is False for Param (no token axis), steps is the number of micro-steps of Steps[...]."""
+    """An input's axes; time is False for Param (no token axis), steps is the number of micro-steps of Steps[...].
+
+    pair: one entry for two neighbouring places of the Key axis, N / 2 of them.
+    """
 
     axes: Axes
     time: bool = True
     steps: int | None = None
+    pair: bool = False
 
     def __str__(self) -> str:
-        names = ", ".join(a.title() for a in (KEY, VALUE) if a in self.axes) or "Scalar"
+        titles = {KEY: "Pair" if self.pair else "Key", VALUE: "Value"}
+        names = ", ".join(titles[a] for a in (KEY, VALUE) if a in self.axes) or "Scalar"
         if self.steps is not None:
             return f"Steps[{names}, {self.steps}]"
         return names if self.time else f"Param[{names}]"
@@ -32,7 +37,7 @@ class Kind:
         """The names of the tensor's axes; one_token: as Recurrence.step takes it, without T."""
         lead = ("B", "T") if self.time else ()
         steps = ("n",) if self.steps is not None else ()
-        last = tuple({KEY: "N", VALUE: "P"}[a] for a in (KEY, VALUE) if a in self.axes)
+        last = tuple({KEY: "N/2" if self.pair else "N", VALUE: "P"}[a] for a in (KEY, VALUE) if a in self.axes)
         return tuple(x for x in (*lead, *steps, "H", *last) if not (one_token and x == "T"))
 
 
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
     Axis = TypeVarTuple("Axis")
     Key: TypeAlias = Expr
+    Pair: TypeAlias = Expr
     Value: TypeAlias = Expr
     Scalar: TypeAlias = Expr
 
@@ -57,6 +63,14 @@ else:
         """One entry for each of the N places of the Key axis, every token: [B, T, H, N]."""
 
         kind = Kind(frozenset({KEY}))
+
+    class Pair(_Marker):
+        """One entry for each pair (2i, 2i + 1) of places of the Key axis, every token: [B, T, H, N/2].
+
+        In expressions it is a Key whose entries are equal within a pair; the angles of dsf.turn are such.
+        """
+
+        kind = Kind(frozenset({KEY}), pair=True)
 
     class Value(_Marker):
         """One entry for each of the P channels, every token: [B, T, H, P]."""
@@ -73,7 +87,7 @@ else:
 
         def __class_getitem__(cls, items: Any) -> Kind:
             items = items if isinstance(items, tuple) else (items,)
-            return Kind(_axes_of(items, "Param"), time=False)
+            return Kind(_axes_of(items, "Param"), time=False, pair=_is_pair(items))
 
     class Steps:
         """n values a token, one for each micro-step: Steps[Key, n] [B, T, n, H, N]; the parameter is an n-tuple."""
@@ -84,21 +98,27 @@ else:
                 raise TraceError(
                     f"Steps takes axes and a positive number of micro-steps, as in Steps[Key, 2]; got {items}"
                 )
-            return Kind(_axes_of(tuple(marks), "Steps"), steps=count)
+            return Kind(_axes_of(tuple(marks), "Steps"), steps=count, pair=_is_pair(tuple(marks)))
 
 
 def _axes_of(items: tuple[Any, ...], where: str) -> Axes:
     for item in items:
         if not (isinstance(item, type) and hasattr(item, "kind")):
-            raise TraceError(f"{where}[...] takes Key, Value or Scalar; got {item!r}")
+            raise TraceError(f"{where}[...] takes Key, Pair, Value or Scalar; got {item!r}")
+    if _is_pair(items) and len(items) > 1:
+        raise TraceError(f"{where}[...] takes Pair alone, not beside another axis")
     return frozenset().union(*(item.kind.axes for item in items))
+
+
+def _is_pair(items: tuple[Any, ...]) -> bool:
+    return any(item.kind.pair for item in items)
 
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
     """The kind of every parameter, in order. Raises TraceError for a missing or foreign annotation."""
     if not inspect.isfunction(function):
         raise TraceError(f"a recurrence is declared by a function that returns a System, got {function!r}")
-    names = {"Key": Key, "Value": Value, "Scalar": Scalar, "Param": Param, "Steps": Steps}
+    names = {"Key": Key, "Pair": Pair, "Value": Value, "Scalar": Scalar, "Param": Param, "Steps": Steps}
     closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
     scope = {**names, **function.__globals__, **closure}
     kinds: dict[str, Kind] = {}
@@ -118,7 +138,7 @@ def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
         if not isinstance(kind, Kind):
             raise TraceError(
                 f"{function.__name__}: input `{name}` needs an annotation saying its axes "
-                f"(Key, Value, Scalar, Param[...] or Steps[...]), got {_describe(parameter.annotation)}"
+                f"(Key, Pair, Value, Scalar, Param[...] or Steps[...]), got {_describe(parameter.annotation)}"
             )
         kinds[name] = kind
     return kinds

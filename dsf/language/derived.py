@@ -65,7 +65,7 @@ def by_digest(name: str) -> Spec | None:
 def _content(spec: Spec) -> str:
     """All that a declaration says, as text that depends on nothing else: every node by the numbers of its operands."""
     numbers: dict[Expr, int] = {}
-    lines = [spec.name, *(f"{i.name}: {i.kind}" for i in spec.inputs)]
+    lines = [spec.name, *(["made"] if spec.made else []), *(f"{i.name}: {i.kind}" for i in spec.inputs)]
 
     def number(x: Expr | None) -> str:
         if x is None:

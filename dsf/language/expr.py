@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from dsf.language.errors import TraceError
 
 KEY, VALUE = "key", "value"
+PAIR = "pair"  # features of an input with one entry for two places of the Key axis, before it is spread
 Axes: TypeAlias = frozenset[str]
 Number: TypeAlias = int | float
 Like: TypeAlias = "Expr | int | float"
@@ -73,7 +74,7 @@ class Expr:
         """Return the one node with these parts."""
         if axes is None:
             axes = frozenset[str]().union(*(a.axes for a in args))
-        if features is None and KEY in axes:
+        if features is None and KEY in axes and op != "spread":
             features = _common_features(args)
         identity = (op, tuple(map(id, args)), attrs, axes, features)
         found = _interned.get(identity)
@@ -324,6 +325,20 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     return Expr(node.op, args, node.attrs, fixed, node.features if fixed else None)
 
 
+def symbol_of(name: str, step: int | None, axes: Axes, pair: bool = False) -> Expr:
+    """The input as expressions hold it; one entry a pair of places is spread over both."""
+    if not pair:
+        return Expr("input", (), (name, step), axes)
+    return Expr("spread", (Expr("input", (), (name, step), axes, PAIR),))
+
+
+def is_paired(x: Expr) -> bool:
+    """True where the entries 2i and 2i + 1 of the Key axis are equal, or x has no Key axis."""
+    if KEY not in x.axes or x.op == "spread":
+        return True
+    return bool(x.args) and x.features is None and all(is_paired(a) for a in x.args)
+
+
 def reduction(op: str, x: Expr) -> Expr:
     """sum over one axis; a Key read where none exists is an error."""
     axis = REDUCTIONS[op]
@@ -368,6 +383,8 @@ def show(node: Expr, outer: int = 0) -> str:
     if node.op in ("input", "output"):
         name, step = node.attrs
         return name if step is None else f"{name}[{step}]"
+    if node.op == "spread":
+        return show(node.args[0], outer)
     if node.op == "const":
         return _parenthesise(_number(node.value), _UNARY if node.value < 0 else outer, outer)
     if node.op == "size":

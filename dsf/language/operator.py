@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsf.language.errors import TraceError
-from dsf.language.expr import KEY, Expr, Like, OperatorBase, as_expr, const, show
+from dsf.language.expr import KEY, VALUE, Expr, Like, OperatorBase, as_expr, const, is_paired, show
 from dsf.language.primitives import dot
 
 
@@ -19,8 +19,8 @@ from dsf.language.primitives import dot
 class Operator(OperatorBase):
     """A linear operator on states, as written.
 
-    kind: "identity", "diag" (expr scales the state elementwise), "outer" (left rightᵀ), "sum", "scale" (expr · parts[0]
-    with expr free of the Key axis) or "product" (parts[0] @ parts[1] @ …).
+    kind: "identity", "diag" (expr scales the state elementwise), "outer" (left rightᵀ), "turn" (pairs of places turn by
+    expr), "sum", "scale" (expr · parts[0] with expr free of the Key axis) or "product" (parts[0] @ parts[1] @ …).
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Operator(OperatorBase):
         """As the user would write it; outer as in dsf.language.expr.show (sums bind 1, products and scalings 2)."""
         if self.kind == "identity":
             return "I"
-        if self.kind in ("diag", "outer"):
+        if self.kind in ("diag", "outer", "turn"):
             return f"{self.kind}({', '.join(map(show, self.exprs))})"
         if self.kind == "scale":
             factor, scaled = self.exprs[0], self.parts[0]._show(3)
@@ -82,6 +82,7 @@ class Operator(OperatorBase):
 
 
 I = Operator("identity")
+NO_TURN = const(0)
 
 
 def diag(a: Like) -> Operator:
@@ -96,6 +97,24 @@ def outer(a: Like, b: Like) -> Operator:
         if KEY not in x.axes:
             raise TraceError(f"outer({a}, {b}) needs two Key expressions, but `{x}` has no Key axis")
     return Operator("outer", (), (a, b))
+
+
+def turn(theta: Like) -> Operator:
+    """The operator that turns neighbouring pairs of places of the Key axis, (2i, 2i + 1), by theta radians.
+
+    (x, y) becomes (x cos θ - y sin θ, x sin θ + y cos θ), so a · turn(θ) has the eigenvalues a e^{±iθ}. theta: an
+    expression without axes, one angle for all pairs, or one of Pair inputs, an angle a pair. Raises TraceError for
+    any other.
+    """
+    theta = as_expr(theta)
+    if VALUE in theta.axes:
+        raise TraceError(f"turn({theta}) turns places of the Key axis; an angle cannot differ by channel")
+    if not is_paired(theta):
+        raise TraceError(
+            f"turn({theta}): two neighbouring places turn by one angle, but `{theta}` has an entry a place; annotate "
+            "the angles Pair or Param[Pair] (N / 2 entries), or make them of Scalars"
+        )
+    return Operator("turn", (), (theta,))
 
 
 def as_operator(x: Any) -> Operator:
@@ -126,10 +145,11 @@ class Correction:
 
 @dataclass(frozen=True)
 class Normal:
-    """One factor of the normal form: A = decay ⊙ · + Σ corrections."""
+    """One factor of the normal form: A = (decay ⊙ · + Σ corrections) after a turn by `angle` (0 for none)."""
 
     decay: Expr
     corrections: tuple[Correction, ...] = ()
+    angle: Expr = NO_TURN
 
 
 def normal_form(operator: Operator) -> tuple[Normal, ...]:
@@ -138,6 +158,8 @@ def normal_form(operator: Operator) -> tuple[Normal, ...]:
         return (Normal(const(1)),)
     if operator.kind == "diag":
         return (Normal(operator.exprs[0]),)
+    if operator.kind == "turn":
+        return (Normal(const(1), (), operator.exprs[0]),)
     if operator.kind == "outer":
         left, right = operator.exprs
         scale_l, core_l = split_scale(left)
@@ -151,7 +173,7 @@ def normal_form(operator: Operator) -> tuple[Normal, ...]:
     merged: list[Normal] = []
     for part in reversed(operator.parts):
         for factor in normal_form(part):
-            if merged and (not merged[-1].corrections or not factor.corrections):
+            if merged and (not merged[-1].corrections or not factor.corrections) and _pass(factor.angle, merged[-1]):
                 merged[-1] = _product(factor, merged[-1])
             else:
                 merged.append(factor)
@@ -162,19 +184,36 @@ def _single(factors: tuple[Normal, ...]) -> Normal:
     """A product inside a sum has to be multiplied out; its ranks add."""
     out = factors[0]
     for later in factors[1:]:
+        if not _pass(later.angle, out):
+            raise TraceError(
+                f"turn({later.angle}) acts after an operator that it does not commute with, inside a sum; multiply the "
+                "product out, or turn first: (…) @ turn(…)"
+            )
         out = _product(later, out)
     return out
 
 
+def _pass(angle: Expr, earlier: Normal) -> bool:
+    """True where a turn after `earlier` is the same turn before it."""
+    return angle is const(0) or (not earlier.corrections and is_paired(earlier.decay))
+
+
 def _scaled(s: Expr, n: Normal) -> Normal:
-    return Normal(times(s, n.decay), tuple(Correction(times(s, c.scale), c.left, c.right) for c in n.corrections))
+    scaled = tuple(Correction(times(s, c.scale), c.left, c.right) for c in n.corrections)
+    return Normal(times(s, n.decay), scaled, n.angle)
 
 
 def _sum(parts: list[Normal]) -> Normal:
     decay = parts[0].decay
+    if any(p.angle is not parts[0].angle for p in parts):
+        angle = next(p.angle for p in parts if p.angle is not const(0))
+        raise TraceError(
+            f"turn({angle}) is in one term of a sum and not in the others, which is no turn of the state; write the "
+            f"sum as a product, (…) @ turn({angle})"
+        )
     for p in parts[1:]:
         decay = decay + p.decay
-    return Normal(decay, tuple(c for p in parts for c in p.corrections))
+    return Normal(decay, tuple(c for p in parts for c in p.corrections), parts[0].angle)
 
 
 def _product(later: Normal, earlier: Normal) -> Normal:
@@ -185,7 +224,8 @@ def _product(later: Normal, earlier: Normal) -> Normal:
         for c1 in earlier.corrections:
             scale = times(times(c2.scale, c1.scale), dot(c2.right, c1.left))
             corrections.append(Correction(scale, c2.left, c1.right))
-    return Normal(times(later.decay, earlier.decay), tuple(corrections))
+    angle = earlier.angle + later.angle  # a later turn has been seen to pass `earlier`
+    return Normal(times(later.decay, earlier.decay), tuple(corrections), angle)
 
 
 def _rows(decay: Expr, c: Correction) -> Correction:

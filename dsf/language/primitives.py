@@ -16,7 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.language.errors import TraceError
-from dsf.language.expr import COMPARISONS, KEY, REDUCTIONS, VALUE, Expr, Like, as_expr, children_first, const, reduction
+from dsf.language.expr import (
+    COMPARISONS,
+    KEY,
+    REDUCTIONS,
+    VALUE,
+    Expr,
+    Like,
+    as_expr,
+    children_first,
+    const,
+    inputs_of,
+    reduction,
+)
 
 Cotangents = tuple["Expr | None", ...]
 
@@ -165,6 +177,21 @@ def taylor_features(x: Like, order: int) -> Expr:
     return Expr("taylor_features", (x,), (order,), x.axes, f"taylor{order}")
 
 
+def prev(x: Like) -> Expr:
+    """x of the token before, zero where a sequence begins. A state holds what this takes: the factors of a product.
+
+    Raises TraceError for a number; a recurrence refuses an x of Params alone, which no token changes.
+    """
+    x = as_expr(x)
+    if not inputs_of(x):
+        raise TraceError(
+            f"prev({x}): a number is the same for every token; prev takes what changes from token to token"
+        )
+    if x.features is not None:
+        raise TraceError(f"prev({x}): features have no previous value; take the features of prev of their argument")
+    return Expr("prev", (x,))
+
+
 def _key_vector(name: str, x: Like) -> Expr:
     x = as_expr(x)
     if x.axes != {KEY} or x.features is not None:
@@ -250,6 +277,15 @@ def _no_features(*_: Any) -> Any:
     raise NotImplementedError("exponential features are differentiated by the form that uses them")
 
 
+def _not_printed(*_: Any) -> Any:
+    raise NotImplementedError("made by torch before a kernel runs, and differentiated there")
+
+
+def _shifted(x: Tensor) -> Tensor:
+    """[B, T, ...] one token later, zeros first."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+
+
 def _softplus(x: Tensor) -> Tensor:
     """F.softplus turns to the identity at 20, which costs float64 half of its digits there, and torch.compile is told
     other strides of its gradient than it has."""
@@ -293,6 +329,8 @@ PRIMITIVES: dict[str, Primitive] = {
     "sum_key": Primitive(lambda x: x.sum(-2, keepdim=True), lambda x, ct: (ct,)),
     "sum_value": Primitive(lambda x: x.sum(-1, keepdim=True), lambda x, ct: (ct,)),
     "taylor_features": Primitive(_taylor, _no_features),
+    "prev": Primitive(_shifted, _not_printed),
+    "spread": Primitive(lambda x: x.repeat_interleave(2, dim=-2), _not_printed),
 }
 
 

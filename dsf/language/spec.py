@@ -9,6 +9,7 @@ from typing import Any
 from dsf.language.annotations import Kind
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, show, substitute
+from dsf.language.frame import Frame, frame_of, needs_frame, turns
 from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, times
 from dsf.language.primitives import log_of
 from dsf.language.system import System, rule_of
@@ -44,17 +45,19 @@ class Row:
 class Spec:
     """A recurrence as data: what was written (system) and what it means (rows, structure).
 
-    name, doc: of the function. inputs: in the order of its parameters. system: the traced System.
+    name, doc: of the function. inputs: in the order of its parameters. system: the traced System. made: whether it is a
+    frame's plain system, whose turns, if any are left, the forms take as they are.
     """
 
     name: str
     doc: str
     inputs: tuple[Input, ...]
     system: System
+    made: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As declared; what is loaded is the Spec of that content that is in use, with all that is known of it."""
-        return restored, (self.name, self.doc, self.inputs, self.system)
+        return restored, (self.name, self.doc, self.inputs, self.system, self.made)
 
     def __copy__(self) -> Spec:
         return self
@@ -67,6 +70,45 @@ class Spec:
         """C."""
         assert self.system.C is not None
         return self.system.C
+
+    @cached_property
+    def frame(self) -> Frame | None:
+        """The plain system that the forms run in place of one with turns, previous values or Pair inputs."""
+        return frame_of(self, "gauge") if self.is_framed else None
+
+    @cached_property
+    def turning(self) -> Frame | None:
+        """The same with the turns left in A: the declaration's own matrices and states."""
+        return frame_of(self, "turning") if self.is_framed else None
+
+    @cached_property
+    def oracle(self) -> Frame | None:
+        """The same for the naive form."""
+        return frame_of(self, "oracle") if self.is_framed else None
+
+    @cached_property
+    def is_framed(self) -> bool:
+        """True for declarations with turns, previous values or Pair inputs."""
+        return not self.made and needs_frame(self)
+
+    @property
+    def inner(self) -> Spec:
+        """What the forms run: this, or its frame's plain system."""
+        return self if self.frame is None else self.frame.spec
+
+    @cached_property
+    def turns(self) -> bool:
+        """True where A turns pairs of places."""
+        return turns(self.system)
+
+    def keys_of(self, n: int) -> int:
+        """n, or n + 1 where the Key axis is taken in pairs and n is odd."""
+        return n + n % 2 if self.turns or any(i.kind.pair for i in self.inputs) else n
+
+    @cached_property
+    def mixes_pairs(self) -> bool:
+        """True for plain systems whose turns are no gauge: transitions are blocks of 2 x 2."""
+        return any(r.normal.angle is not const(0) for r in self.rows)
 
     @cached_property
     def gated_read(self) -> tuple[Expr, Expr]:
@@ -165,7 +207,7 @@ class Spec:
     @cached_property
     def is_elementwise(self) -> bool:
         """True when no matrix products are to be had: A acts elementwise and B or C or the decay is not low-rank."""
-        if self.rank or self.is_softmax:
+        if self.rank or self.is_softmax or self.mixes_pairs:
             return False
         wide = self.decay_axes == {KEY, VALUE} or any(r.dense is not None for r in self.rows)
         return wide or not self.has_key or VALUE in self.gated_read[1].axes
@@ -296,6 +338,13 @@ class Spec:
         """The row of the compiler's table this recurrence belongs to, in words."""
         if self.is_softmax:
             return "exponential features (N = ∞)"
+        if self.turns:
+            mixed = self.inner.mixes_pairs
+            return f"turned {self._plain_structure if mixed else self.inner.structure}" + " (2 x 2 blocks)" * mixed
+        return self._plain_structure
+
+    @property
+    def _plain_structure(self) -> str:
         if not self.has_key:
             return "vector (N = 1)"
         names = {

@@ -11,7 +11,7 @@ import torch
 
 from dsf.language.annotations import Kind, kinds_of
 from dsf.language.errors import TraceError
-from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, symbol_of
 from dsf.language.spec import Input, Spec
 from dsf.language.system import DEN, NUM, ONE, System
 from dsf.torch.evaluate import Evaluator
@@ -41,8 +41,8 @@ def trace(function: Function) -> Spec:
 
 def _symbol(name: str, kind: Kind) -> Expr | tuple[Expr, ...]:
     if kind.steps is None:
-        return Expr("input", (), (name, None), kind.axes)
-    return tuple(Expr("input", (), (name, step), kind.axes) for step in range(kind.steps))
+        return symbol_of(name, None, kind.axes, kind.pair)
+    return tuple(symbol_of(name, step, kind.axes, kind.pair) for step in range(kind.steps))
 
 
 def _user_line(function: Function, error: BaseException) -> str:
@@ -64,6 +64,7 @@ def _check(spec: Spec) -> None:
             raise TraceError(f"input `{entry.name}` is never used")
     if not any(i.kind.time for i in spec.inputs):
         raise TraceError("every input is a Param; a recurrence needs at least one input with a token axis")
+    _check_frame(spec)
     if spec.has_key and KEY not in spec.readout.axes:
         raise TraceError(
             f"the state has a Key axis but C = {spec.readout} has none, so y would keep it; contract it with a Key "
@@ -74,6 +75,42 @@ def _check(spec: Spec) -> None:
     _check_features(spec)
     if spec.rule is not None:
         _check_rule(spec, spec.rule)
+
+
+def _check_frame(spec: Spec) -> None:
+    """What turns and previous values need. Raises TraceError."""
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    for node in children_first(*_roots(spec)):
+        if node.op == "prev" and not any(i.attrs[0] in timed for i in inputs_of(node)):
+            raise TraceError(
+                f"{node}: Params are the same for every token; prev takes what changes from token to token"
+            )
+    for node in children_first(*_roots(spec)) if spec.rule is not None else ():
+        if node.op == "prev" and any(drive in inputs_of(node) for drive in spec.drives):
+            raise TraceError(
+                f"{node}: normalize divides by the same system driven by ones, and {spec.drives[0]}, which drives it, "
+                "would have been one before the sequence began, too; leave it out of prev"
+            )
+    if spec.rule is not None and any(node.op == "prev" for node in children_first(spec.rule)):
+        raise TraceError(f"normalize = {spec.rule} has a previous value; prev stands in A, B, C and D")
+    if spec.readout.features == "exp" and spec.is_framed and not spec.turns:
+        raise TraceError(
+            "softmax attention keeps keys and values alone: prev and Pair inputs have no place beside them"
+        )
+    if not spec.turns:
+        return
+    angle = next(r.normal.angle for r in spec.rows if r.normal.angle is not const(0))
+    if not spec.state_has_key:
+        raise TraceError(
+            f"turn({angle}) turns pairs of places of the Key axis, but the state has none: A is no operator on Key"
+        )
+    if spec.readout.features is not None:
+        raise TraceError(f"turn({angle}) turns pairs of key entries; features have no such pairs")
+    if spec.inner.mixes_pairs and spec.is_stabilised:
+        raise TraceError(
+            f"turn({angle}): the decay differs within a pair, and exp(…) in B keeps a running maximum, which needs one "
+            "decay for both places; make the decay of Scalars or Pairs"
+        )
 
 
 def _roots(spec: Spec) -> list[Expr]:

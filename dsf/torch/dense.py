@@ -23,6 +23,8 @@ def dense_operator(a: Operator, values: Evaluator, n: int) -> Tensor:
     if a.kind == "outer":
         left, right = (values(e).transpose(-1, -2) for e in a.exprs)  # [..., p, N]
         return left.unsqueeze(-1) * right.unsqueeze(-2)
+    if a.kind == "turn":
+        return _dense_turn(values(a.exprs[0]), n)
     parts = [dense_operator(p, values, n) for p in a.parts]
     if a.kind == "scale":
         return values(a.exprs[0]).squeeze(-2)[..., None, None] * parts[0]
@@ -30,6 +32,17 @@ def dense_operator(a: Operator, values: Evaluator, n: int) -> Tensor:
     for part in parts[1:]:
         total = total + part if a.kind == "sum" else total @ part
     return total
+
+
+def _dense_turn(angle: Tensor, n: int) -> Tensor:
+    """angle [..., 1 or N, 1], equal within pairs -> [..., 1, N, N] of blocks [[cos, -sin], [sin, cos]]."""
+    angle = angle.squeeze(-1).expand(*angle.shape[:-2], n)[..., 0::2]
+    dense = angle.new_zeros(*angle.shape[:-1], n, n)
+    first = torch.arange(0, n, 2, device=angle.device)
+    places = (first, first), (first, first + 1), (first + 1, first), (first + 1, first + 1)
+    for (row, column), entry in zip(places, (angle.cos(), -angle.sin(), angle.sin(), angle.cos()), strict=True):
+        dense[..., row, column] = entry
+    return dense.unsqueeze(-3)
 
 
 def run_naive(

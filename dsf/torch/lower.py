@@ -16,39 +16,20 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.problem import Problem
+from dsf.kernels.turns import turn_pairs, turned_decay
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.operator import split_factors, split_scale
 from dsf.language.primitives import exp
 from dsf.language.spec import Row, Spec, Term
 from dsf.language.system import DEN, NUM, ONE
+from dsf.torch.columns import Columns, columns
 from dsf.torch.evaluate import Evaluator
 
 EMPTY = -1e30  # running maximum before anything was written
 # Log decays below this count as this in the running maximum. Any floor gives a valid gauge; one token that forgets more
 # than this can underflow to 0/0, and T times this, summed in float32, must not be off by more than e^±80 can hold.
 FLOOR = -1e3
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Layout of the last state axis: p columns of S, den of the normaliser's state, gain of the running maximum."""
-
-    p: int
-    den: int
-    gain: int
-
-    @property
-    def total(self) -> int:
-        """All columns."""
-        return self.p + self.den + self.gain
-
-
-def columns(spec: Spec, p: int) -> Columns:
-    """How many columns of each kind the state of `spec` has for P = p channels."""
-    den = 0 if spec.ones is None else (p if spec.den_has_channels else 1)
-    gain = 0 if not spec.is_stabilised else (p if VALUE in spec.gain_axes else 1)
-    return Columns(p, den, gain)
 
 
 @dataclass(frozen=True)
@@ -101,6 +82,9 @@ def lower(
     low: dict[str, Tensor | None] = {}
     if spec.rank:
         low = _corrections(spec, values, shape)
+    if spec.mixes_pairs:
+        (decay, cross), log = _mixed_pairs(spec, values, shape), False
+        low |= {"cross": cross} | _turned_reads(spec, values, shape, low)
     problem = Problem(
         decay=decay, log=log, readout=readout, n=n, p=layout.p + layout.den, key=key, value=value, dense=dense,
         factor=values(factors[1]) if factors else None, before=spec.system.read == "before", micro=spec.micro, **low,
@@ -144,6 +128,26 @@ def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
     if len(rows) > 1:  # constant micro-steps alternate, so every token needs rows of its own
         rows = [x.expand(-1, tokens, -1, -1, -1) for x in rows]
     return _stack(rows), logs is not None
+
+
+def _mixed_pairs(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """decay and cross of (decay ⊙) R(angle), every row, [B, rows, H, N, p]."""
+    parts = [turned_decay(values(r.normal.decay), values(r.normal.angle), shape[3]) for r in spec.rows]
+    decays, crosses = ([x.expand(*shape[:3], -1, -1) for x in each] for each in zip(*parts, strict=True))
+    return _stack(decays), _stack(crosses)
+
+
+def _turned_reads(
+    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], low: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Corrections after the turn, left (right' R): right turned back."""
+    if not spec.rank:
+        return {}
+    batch, tokens, heads, n = shape
+    angles = [values(r.normal.angle).expand(batch, tokens, heads, n, 1)[..., ::2, :] for r in spec.rows]
+    right = low["right"]
+    assert right is not None
+    return {"right": turn_pairs(right, -_stack(angles).unsqueeze(3))}
 
 
 def _stack(rows: list[Tensor]) -> Tensor:
@@ -228,8 +232,10 @@ def _whole(row: Row) -> Expr:
 def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> dict[str, Tensor | None]:
     """right [B, rows, H, R, N, p] and either tie [B, rows, H, R] (delta) or left [B, rows, H, R, N, p]."""
     batch, tokens, heads, n = shape
-    tied = spec.is_delta and all(
-        c.scale.axes == frozenset() and c.right.axes <= {KEY} for r in spec.rows for c in r.normal.corrections
+    tied = (
+        spec.is_delta
+        and not spec.mixes_pairs
+        and all(c.scale.axes == frozenset() and c.right.axes <= {KEY} for r in spec.rows for c in r.normal.corrections)
     )
     groups = max(max(len(r.terms) for r in spec.rows), spec.rank) if tied else spec.rank
     lefts, rights = [], []
@@ -259,7 +265,7 @@ def _widen(problem: Problem, layout: Columns) -> Problem:
     if not layout.den:
         return problem
     changes = {}
-    for name in ("decay", "readout", "left", "right"):
+    for name in ("decay", "readout", "left", "right", "cross"):
         x = getattr(problem, name)
         if x is not None and x.shape[-1] > 1:
             assert layout.den == layout.p
@@ -281,7 +287,7 @@ def _mask(problem: Problem, valid: Tensor) -> Problem:
     keep = _rows(valid, problem.micro)
     one = 0.0 if problem.log else 1.0
     changes: dict[str, Tensor | None] = {"decay": torch.where(keep, problem.decay, one)}
-    for name in ("key", "dense"):
+    for name in ("key", "dense", "cross"):
         x = getattr(problem, name)
         if x is not None:
             changes[name] = torch.where(keep, x, 0.0)
@@ -482,7 +488,8 @@ def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
 
     m carries no gradient here either: the gradient of a state is that of its other columns.
     """
-    layout = columns(spec, p)
+    layout = columns(spec.inner, p)
+    state = state[..., : layout.total]
     if not layout.gain:
         return state
     plain, gain = state.split([layout.p + layout.den, layout.gain], dim=-1)

@@ -25,6 +25,8 @@ def refusal(
         return unsupported
     if device.type != "cuda" and not interpreted():
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
+    if spec.mixes_pairs:
+        return "turns whose decay differs within a pair run on torch only"
     if steps(spec, sizes, dtype, form, grad):
         return None
     if form not in ("auto", *forms_of(spec)):
@@ -35,7 +37,7 @@ def refusal(
 
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
     """True for calls that the decode kernel takes: one token, and no gradients, which it does not have."""
-    if sizes.tokens != 1 or grad or form not in ("auto", "recurrent"):
+    if sizes.tokens != 1 or grad or spec.mixes_pairs or form not in ("auto", "recurrent"):
         return False
     return gpu_matrix.step_refusal(spec, sizes, dtype) is None
 

@@ -20,8 +20,9 @@ from dsf.language.bounds import bounds
 from dsf.language.derived import derived
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const
-from dsf.language.operator import factors_of, split_factors, split_scale, times
-from dsf.language.spec import Row, Spec
+from dsf.language.operator import I, factors_of, normal_form, split_factors, split_scale, times
+from dsf.language.spec import Row, Spec, summands
+from dsf.language.system import System
 from dsf.triton.names import name_of
 from dsf.triton.source import Source
 
@@ -105,7 +106,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
     """Name of the kernels with their tiles, and tokens a chunk."""
     from dsf.kernels.triton.chunk.table import tiles
 
-    ops = operands_of(spec)
+    ops, spec = operands_of(spec), written_apart(spec)
     kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
     kind = "rank_one" if ops.lefts else kind
     t = tiles(sizes.n, sizes.p + ops.column, dtype, kind, bool(ops.erases or ops.lefts), device)
@@ -117,6 +118,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
 @derived
 def operands_of(spec: Spec) -> Operands:
     """The operands of `spec`. Raises _Unfit with the reason where it has none."""
+    spec = written_apart(spec)
     if spec.is_softmax or spec.is_elementwise or VALUE in spec.decay_axes:
         raise _Unfit(f"the matrix kernels take scalar or key-diagonal decays and delta rules, this is {spec.structure}")
     if spec.is_stabilised and (spec.rank or spec.gain_axes or spec.system.D is not ZERO or _gains_differ(spec)):
@@ -155,6 +157,27 @@ def operands_of(spec: Spec) -> Operands:
         found = _rank_one(spec, found)
     _check_printable(spec, found)
     return found
+
+
+@derived
+def written_apart(spec: Spec) -> Spec:
+    """The same with a micro-step for each product of B: the first with A, the others added to what it leaves.
+
+    The first is the one that a delta rule's correction erases. A spec whose rows write one product is itself.
+    """
+    if spec.is_softmax or spec.mixes_pairs or all(len(r.terms) < 2 and r.dense is None for r in spec.rows):
+        return spec
+    if any(r.dense is not None for r in spec.rows):
+        return spec
+    steps: list[System] = []
+    for step in spec.system.micro_steps:
+        parts = [sign * part if sign < 0 else part for sign, part in summands(step.B)]
+        erased = [c.left for c in normal_form(step.A)[-1].corrections]
+        parts.sort(key=lambda part: not any(f is x for x in erased for f, _ in factors_of(part)))
+        steps.append(System(A=step.A, B=parts[0]))
+        steps += [System(A=I, B=part) for part in parts[1:]]
+    last = replace(spec.system, A=steps[-1].A, B=steps[-1].B, earlier=tuple(steps[:-1]), drive=spec.drives or None)
+    return replace(spec, system=last)
 
 
 def _check_printable(spec: Spec, found: Operands) -> None:
@@ -250,7 +273,7 @@ def program_of(spec: Spec) -> tuple[Source, str]:
     from dsf.kernels.triton.pointwise.programs import PROGRAMS
     from dsf.triton.print_chunk import emit_matrix
 
-    source, program = emit_matrix(spec, operands_of(spec))
+    source, program = emit_matrix(written_apart(spec), operands_of(spec))
     name = name_of(spec, source, program)
     PROGRAMS[name] = replace(program, functions=source.module())
     return source, name

@@ -21,8 +21,9 @@ from dsf.language.operator import times
 from dsf.language.primitives import exp, where
 from dsf.language.spec import Input, Spec
 from dsf.language.system import System
+from dsf.torch.columns import Columns, columns
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import Columns, apply_rule, columns, running_maximum
+from dsf.torch.lower import apply_rule, running_maximum
 
 DEN, BEFORE, AFTER, LEVEL = ".den", ".level_before", ".level_after", ".level"  # inputs of the doubled system
 

@@ -1,0 +1,286 @@
+"""Calls of declarations with `turn`, `prev` and Pair inputs: inputs made for the plain system, states carried over.
+
+Packed sequences are handled as they lie, by the places of their first and last tokens, so that every form and kernel
+takes what is made as it takes any input. A state has the plain system's columns, in the declaration's own frame, and
+behind them those of the leaves (dsf.language.frame): every leaf's last values, newest first, filled into columns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import Bound, named_axes
+from dsf.call.plan import Plan
+from dsf.call.run import run, run_packed
+from dsf.kernels.turns import turn_pairs, whole_turns_left_out
+from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.frame import Frame, Leaf
+from dsf.language.spec import Spec
+from dsf.torch.columns import columns, leaf_columns, leaf_size
+from dsf.torch.evaluate import Evaluator
+from dsf.torch.lower import true_state
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where sequences lie in a row of T tokens; of unpacked calls, nothing.
+
+    first: [T] bool; which: [T] the sequence of a token; starts, ends: [S] first and last token; filled: [S] bool.
+    """
+
+    first: Tensor
+    which: Tensor
+    starts: Tensor
+    ends: Tensor
+    filled: Tensor
+
+    @classmethod
+    def of(cls, bounds: list[int] | Tensor, tokens: int, device: torch.device) -> Places:
+        """bounds: [S + 1], on the device or as numbers."""
+        at = bounds.long() if isinstance(bounds, Tensor) else torch.tensor(bounds, device=device)
+        numbers = torch.arange(tokens, device=device)
+        which = torch.searchsorted(at, numbers, right=True) - 1
+        starts = at[:-1]
+        return cls(numbers == starts[which], which, starts, (at[1:] - 1).clamp(min=0), at[1:] > starts)
+
+
+def shifted(x: Tensor, first: Tensor | None, places: Places | None) -> Tensor:
+    """x one token later. x: [B, T, ...]; first: [B or sequences, ...] what precedes first tokens, None for 0."""
+    if places is None:
+        start = torch.zeros_like(x[:, :1]) if first is None else first.unsqueeze(1)
+        return torch.cat([start.to(x.dtype), x[:, :-1]], dim=1)
+    moved = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+    mark = places.first.view(1, -1, *(1,) * (x.dim() - 2))
+    if first is None:
+        return torch.where(mark, 0.0, moved)
+    return torch.where(mark, first.to(x.dtype).index_select(0, places.which).unsqueeze(0), moved)
+
+
+def last_of(x: Tensor, places: Places | None) -> Tensor:
+    """x at the last token of every sequence: [B, T, ...] -> [B or sequences, ...]."""
+    return x[:, -1] if places is None else x[0].index_select(0, places.ends)
+
+
+class Framed:
+    """One call: the values of a frame's inputs."""
+
+    def __init__(self, spec: Spec, frame: Frame, bound: Bound, places: Places | None, state: Tensor | None) -> None:
+        self.spec, self.frame, self.bound, self.places = spec, frame, bound, places
+        self.kinds = {i.name: i.kind for i in spec.inputs}
+        self.values: dict[Expr, Tensor] = {}  # made inputs as [B|1, T|1, heads, n, p]
+        self.plain = columns(spec.inner, bound.sizes.p).total
+        self.rest = None if state is None else state[..., self.plain :]
+        self.remembered: list[Tensor] = []
+        self.final: Tensor | None = None
+
+    def make(self) -> None:
+        """Every input of the frame, and what a state remembers after the last token."""
+        for source, node in self.frame.pairs:
+            self.values[node] = self._input(source).repeat_interleave(2, dim=-2)
+        place, last = 0, []
+        for leaf in self.frame.leaves:
+            x = self.evaluate(leaf.source)
+            if self.rest is not None:
+                x = self._all_heads(x)
+            for node in leaf.nodes:
+                start = None if self.rest is None else self._recalled(leaf, place)
+                last.append(self._stored(leaf, last_of(x, self.places), start))
+                x = self.values[node] = shifted(x, start, self.places)
+                place += self._width(leaf)
+        self.remembered = last
+        for node, source, first in self.frame.whole:
+            x = self._all_heads(self.evaluate(source))
+            start = None if self.rest is None else self._first(first)
+            self.values[node] = shifted(x, start, self.places)
+        if self.frame.angles is not None:
+            self._turn()
+
+    def _width(self, leaf: Leaf) -> int:
+        sizes = self.bound.sizes
+        return leaf_columns(leaf, sizes.n, sizes.keys, sizes.p)
+
+    def _recalled(self, leaf: Leaf, place: int) -> Tensor:
+        """A leaf's value from the columns of a state: [S, H, n, p]."""
+        assert self.rest is not None
+        sizes, source = self.bound.sizes, leaf.source
+        flat = self.rest[..., place : place + self._width(leaf)].transpose(-1, -2).flatten(-2)
+        flat = flat[..., : leaf_size(leaf, sizes.keys, sizes.p)]
+        return flat.unflatten(-1, (sizes.keys if KEY in source.axes else 1, sizes.p if VALUE in source.axes else 1))
+
+    def _stored(self, leaf: Leaf, x: Tensor, old: Tensor | None) -> Tensor:
+        """The columns [S, H, N, width] of a value [S, heads, n, p]; sequences without tokens keep the old one."""
+        if self.places is not None:
+            before = torch.zeros_like(x) if old is None else old.to(x.dtype)
+            x = torch.where(self.places.filled.view(-1, 1, 1, 1), x, before)
+        sizes, width = self.bound.sizes, self._width(leaf)
+        shape = (sizes.keys if KEY in leaf.source.axes else 1, sizes.p if VALUE in leaf.source.axes else 1)
+        x = _spread_heads(x, sizes.heads, 1).expand(-1, -1, *shape).flatten(-2)
+        x = torch.nn.functional.pad(x, (0, width * sizes.n - x.shape[-1]))
+        return x.unflatten(-1, (width, sizes.n)).transpose(-1, -2).to(self.bound.compute)
+
+    def _first(self, x: Expr) -> Tensor:
+        """An expression of leaves and Params at the last token before the call: [S, H, n, p]."""
+        place, env = 0, dict[Expr, Tensor]()
+        for leaf in self.frame.leaves:
+            for node in leaf.nodes:
+                env[node] = self._recalled(leaf, place).unsqueeze(1)
+                place += self._width(leaf)
+        for node in inputs_of(x):
+            if node not in env:
+                env[node] = self._all_heads(self._value(node))
+        sizes = self.bound.sizes
+        return Evaluator(env, sizes.keys, sizes.p)(x).squeeze(1)
+
+    def _input(self, node: Expr) -> Tensor:
+        """An input of the declaration, [B|1, T|1, heads, n, p], its own heads."""
+        name, step = node.attrs
+        kind, x = self.kinds[name], self.bound.tensors[name]
+        if step is not None:
+            x = x.select(2, step)
+        return named_axes(kind, x, x.shape[2] if kind.time else x.shape[0])
+
+    def _value(self, node: Expr) -> Tensor:
+        return self.values[node] if node in self.values else self._input(node)
+
+    def _all_heads(self, x: Tensor) -> Tensor:
+        return _spread_heads(x, self.bound.sizes.heads, 2)
+
+    def evaluate(self, x: Expr) -> Tensor:
+        """An expression [B|1, T|1, heads, n, p], in as few heads as it has, of all tokens; a bare input as it is."""
+        sizes = self.bound.sizes
+        if x.op == "input":
+            found = self._value(x)
+        else:
+            values = {node: self._value(node) for node in inputs_of(x)}
+            heads = math.lcm(*(v.shape[2] for v in values.values())) if values else 1
+            env = {node: _spread_heads(v.to(self.bound.compute), heads, 2) for node, v in values.items()}
+            like = next(iter(self.bound.tensors.values())).new_zeros((1,) * 5, dtype=self.bound.compute)
+            found = Evaluator(env or {x: like.expand(1, 1, 1, 1, 1) + 1.0}, sizes.keys, sizes.p)(x)
+        return found.expand(sizes.batch, sizes.tokens, -1, sizes.keys if KEY in x.axes else 1, -1)
+
+    def _turn(self) -> None:
+        """The inputs that are turned into the gauge, and the angle of the last state."""
+        assert self.frame.angles is not None
+        parts = [self._angle(x) for x in self.frame.angles]
+        shared = math.lcm(*(x.shape[2] for x in parts))
+        parts = [_spread_heads(x, shared, 2) for x in parts]
+        inside = [parts[0]]  # up to a row of its token
+        for part in parts[1:]:
+            inside.append(inside[-1] + part)
+        whole = inside[-1].cumsum(1)
+        if self.places is not None:
+            before = torch.cat([torch.zeros_like(whole[:, :1]), whole[:, :-1]], dim=1)
+            whole = whole - before.index_select(1, self.places.starts.index_select(0, self.places.which))
+        earlier = whole - inside[-1]
+        dtype = self.bound.compute
+        found = {
+            row: whole_turns_left_out(earlier if row < 0 else earlier + inside[row], dtype)
+            for row in {t.row for t in self.frame.turned}
+        }
+        last = last_of(whole, self.places)
+        if self.places is not None:
+            last = torch.where(self.places.filled.view(-1, 1, 1, 1), last, 0.0)
+        self.final = _spread_heads(whole_turns_left_out(last, dtype), self.bound.sizes.heads, 1)
+        for t in self.frame.turned:
+            x, angle = self.evaluate(t.source).to(dtype), found[t.row]
+            heads = math.lcm(x.shape[2], angle.shape[2])
+            x = x.expand(-1, -1, -1, self.bound.sizes.n, -1)
+            self.values[t.node] = turn_pairs(_spread_heads(x, heads, 2), -_spread_heads(angle, heads, 2))
+
+    def _angle(self, x: Expr) -> Tensor:
+        """Angles of all tokens in float64, an entry a pair: [B, T, heads, 1 or N/2, 1]."""
+        found = self.evaluate(x)
+        return (found[..., ::2, :] if KEY in x.axes else found).double()
+
+    def inner(self, rounded: bool = False) -> Bound:
+        """The call as the plain system takes it, made inputs in the computing dtype.
+
+        rounded: made vectors in the inputs' own dtype, as kernels take them.
+        """
+        tensors, counts = dict[str, Tensor](), dict[str, int]()
+        sizes = self.bound.sizes
+        for entry in self.frame.spec.inputs:
+            if entry.name in self.bound.tensors:
+                tensors[entry.name] = self.bound.tensors[entry.name]
+                if entry.name in sizes.groups:
+                    counts[entry.name] = sizes.groups[entry.name]
+                continue
+            node = Expr("input", (), (entry.name, None), entry.kind.axes)
+            x = self.values[node] if entry.kind.time else self._all_heads(self.values[node])[0, 0]
+            at = 2 if entry.kind.time else 0
+            if entry.kind.time and x.shape[at] != sizes.heads:
+                counts[entry.name] = x.shape[at]
+            x = x if VALUE in entry.kind.axes else x.squeeze(-1)
+            x = x if KEY in entry.kind.axes else x.squeeze(at + 1)
+            tensors[entry.name] = x.to(self.bound.dtype) if rounded and entry.kind.axes else x
+        return replace(self.bound, tensors=tensors, sizes=replace(sizes, groups=counts))
+
+    def finish(self, final: Tensor) -> Tensor:
+        """The plain system's final state as the declaration's."""
+        if self.final is not None:
+            layout = columns(self.frame.spec, self.bound.sizes.p)
+            own, gain = final.split([layout.p + layout.den, layout.gain], dim=-1)
+            final = torch.cat([turn_pairs(own, self.final), gain], dim=-1)
+        return torch.cat([final, *self.remembered], dim=-1) if self.remembered else final
+
+
+def _spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
+    """x with each of its heads repeated, so that there are `heads`."""
+    count = x.shape[axis]
+    if count == heads:
+        return x
+    if count == 1:
+        return x.expand(*x.shape[:axis], heads, *x.shape[axis + 1 :])
+    return x.repeat_interleave(heads // count, dim=axis)
+
+
+def run_framed(
+    spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, P] in the computing dtype and the final state with all its columns."""
+    frame = spec.oracle if plan.form == "naive" else spec.frame
+    assert frame is not None
+    if plan.form == "naive" and bound.compute != torch.float64:
+        wide = replace(bound, tensors={name: x.double() for name, x in bound.tensors.items()}, compute=torch.float64)
+        y, final = run_framed(
+            spec, replace(wide, dtype=torch.float64), bounds, None if state is None else state.double(), plan
+        )
+        return y.to(bound.compute), final.to(bound.compute)
+    places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
+    framed = Framed(spec, frame, bound, places, state)
+    framed.make()
+    start = None if state is None else state[..., : framed.plain]
+    if plan.form == "naive":
+        start = _without_maximum(spec, frame.spec, start, bound.sizes.p)
+    inner = framed.inner(plan.backend == "triton")
+    if bounds is None:
+        y, final = run(frame.spec, inner, start, plan)
+    else:
+        y, final = run_packed(frame.spec, inner, bounds, start, plan)
+    if plan.form == "naive":
+        layout = columns(spec.inner, bound.sizes.p)
+        final = torch.nn.functional.pad(final[..., : layout.p + layout.den], (0, layout.gain))
+    return y, framed.finish(final)
+
+
+def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:
+    """A state of the plain system as the oracle's, which may have no running maximum where the plain one has one."""
+    if state is None:
+        return None
+    layout = columns(spec.inner, p)
+    own = true_state(spec.inner, state, p)[..., : layout.p + layout.den]
+    return torch.nn.functional.pad(own, (0, columns(oracle, p).gain))
+
+
+def materialised(
+    spec: Spec, frame: Frame, bound: Bound, state: Tensor | None, bounds: list[int] | Tensor | None = None
+) -> Bound:
+    """One call of a frame's plain system. bounds: [S + 1], of packed sequences."""
+    places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
+    framed = Framed(spec, frame, bound, places, state)
+    framed.make()
+    return framed.inner()

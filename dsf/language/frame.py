@@ -1,0 +1,349 @@
+"""Declarations with `turn`, `prev` and Pair inputs, rewritten as plain ones on inputs made before the forms run.
+
+* A product's previous value is the product of its factors' previous values, zero where a sequence begins: `prev(k * v)`
+  becomes a product of two inputs, k and v of the token before. The state holds these *leaves*, not their products.
+* Where the decay is equal within a pair a turn is a gauge: with Θ_r the sum of the angles up to row r of a sequence,
+  Ŝ_r = R(-Θ_r) S_r obeys S's recurrence without the turns, with keys, corrections and readouts turned by -Θ_r:
+  R(-Θ_r) (D + l r') R(θ_r) R(Θ_{r-1}) = D + (R(-Θ_r) l) (R(-Θ_r) r)'. Delta rules stay delta rules, S_0 stays.
+* One entry a pair is repeated for both places.
+
+So no form and no kernel knows of any of this. Where a decay differs within a pair the turns stay (`Spec.mixes_pairs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from dsf.language.annotations import Kind
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, VALUE, Axes, Expr, children_first, const, inputs_of, rebuild, substitute
+from dsf.language.operator import Operator, diag, factors_of, outer, split_factors, times
+from dsf.language.system import System
+
+if TYPE_CHECKING:
+    from dsf.language.spec import Spec
+
+UNIT = const(1)
+Way = Literal["gauge", "turning", "oracle"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a state remembers: the last len(nodes) values of `source`; nodes[d - 1] is the input for d tokens ago."""
+
+    source: Expr
+    nodes: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Turned:
+    """An input that is `source` turned by minus the sum of the angles up to row `row` of its token (-1: before it)."""
+
+    node: Expr
+    source: Expr
+    row: int
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A plain Spec, and how the inputs are made that it has besides those of the declaration.
+
+    leaves: in an order in which each needs earlier ones alone. whole: for the oracle, inputs that are an expression's
+    previous value as it stands, with what its first value is in the leaves' nodes. pairs: inputs that are repeated.
+    angles: of every row, in the gauge; None elsewhere.
+    """
+
+    spec: Spec
+    leaves: tuple[Leaf, ...]
+    whole: tuple[tuple[Expr, Expr, Expr], ...]
+    pairs: tuple[tuple[Expr, Expr], ...]
+    turned: tuple[Turned, ...]
+    angles: tuple[Expr, ...] | None
+
+    @property
+    def words(self) -> dict[Expr, Expr]:
+        """What the inputs stand for that are previous values or repeated, as the declaration has it."""
+        found = {node: source for source, node in self.pairs}
+        for leaf in self.leaves:
+            before = substitute(leaf.source, found)
+            for node in leaf.nodes:
+                before = found[node] = Expr("prev", (before,))
+        return found
+
+
+class NoGaugeError(Exception):
+    """The turns do not commute with what they would have to pass."""
+
+
+def needs_frame(spec: Spec) -> bool:
+    """True for declarations with a turn, a previous value or a Pair input."""
+    return any(x.op in ("prev", "spread") for x in children_first(*roots_of(spec.system))) or turns(spec.system)
+
+
+def turns(system: System) -> bool:
+    """True where some A has a turn in it."""
+
+    def found(a: Operator) -> bool:
+        return a.kind == "turn" or any(map(found, a.parts))
+
+    return any(found(step.A) for step in system.micro_steps)
+
+
+def roots_of(system: System) -> list[Expr]:
+    """Every expression of a System, normalize left out."""
+    roots = [x for x in (system.C, system.D, system.gauge) if x is not None]
+    for step in system.micro_steps:
+        roots += [step.B, *operator_exprs(step.A)]
+    return roots
+
+
+def operator_exprs(a: Operator) -> list[Expr]:
+    """Every expression of an operator."""
+    return [*a.exprs, *(e for p in a.parts for e in operator_exprs(p))]
+
+
+def map_operator(a: Operator, change: Callable[[Expr], Expr]) -> Operator:
+    """The operator with every expression changed."""
+    return Operator(a.kind, tuple(map_operator(p, change) for p in a.parts), tuple(map(change, a.exprs)))
+
+
+def map_system(system: System, change: Callable[[Expr], Expr]) -> System:
+    """The system with every expression changed, normalize left as it is."""
+    steps = [
+        System(
+            A=map_operator(s.A, change),
+            B=change(s.B),
+            C=None if s.C is None else change(s.C),
+            D=change(s.D),
+            read=s.read,
+        )
+        for s in system.micro_steps
+    ]
+    gauge = None if system.gauge is None else change(system.gauge)
+    return replace(steps[-1], earlier=tuple(steps[:-1]), normalize=system.normalize, gauge=gauge, drive=system.drive)
+
+
+def frame_of(spec: Spec, way: Way) -> Frame:
+    """The plain system: in the gauge where there is one, with the turns left, or for the oracle,
+    which turns densely and shifts whole expressions."""
+    made = _Made(spec)
+    whole: list[tuple[Expr, Expr, Expr]] = []
+    if way == "oracle":
+        system = map_system(spec.system, lambda x: made.without_pairs(made.keep_whole(x, whole)))
+    else:
+        system = map_system(spec.system, lambda x: made.without_pairs(made.without_prev(x)))
+    angles = None
+    if way == "gauge" and turns(system):
+        plain = made.spec(system)
+        try:
+            system, angles = _Gauge(made, plain).system(), tuple(r.normal.angle for r in plain.rows)
+        except NoGaugeError:
+            made.turned.clear()
+    leaves = tuple(Leaf(made.without_pairs(x), tuple(nodes)) for x, nodes in made.leaves.items())
+    from dsf.language.derived import interned  # what is kept on Specs is above them
+
+    return Frame(
+        interned(made.spec(system)), leaves, tuple(whole), tuple(made.pairs.items()),
+        tuple(Turned(node, *key) for key, node in made.turned.items()), angles,
+    )  # fmt: skip
+
+
+@dataclass
+class _Made:
+    """Inputs on their way into a frame."""
+
+    of: Spec
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    leaves: dict[Expr, list[Expr]] = field(default_factory=dict)
+    pairs: dict[Expr, Expr] = field(default_factory=dict)
+    turned: dict[tuple[Expr, int], Expr] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.taken = {i.name for i in self.of.inputs}
+        self.timed = {i.name for i in self.of.inputs if i.kind.time}
+
+    def node(self, name: str, axes: Axes, time: bool = True) -> Expr:
+        """A new input."""
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        self.kinds[name] = Kind(axes, time)
+        if time:
+            self.timed.add(name)
+        return Expr("input", (), (name, None), axes)
+
+    def spec(self, system: System) -> Spec:
+        """The declaration with another system, and the inputs that it uses."""
+        from dsf.language.spec import Input
+
+        rule = [] if self.of.rule is None else [self.of.rule]
+        used = {n.attrs[0] for n in inputs_of(*roots_of(system), *rule)}
+        if rule:
+            system = replace(system, drive=self.of.drives)
+        every = {i.name: i.kind for i in self.of.inputs} | self.kinds
+        inputs = tuple(Input(name, kind) for name, kind in every.items() if name in used)
+        return replace(self.of, inputs=inputs, system=system, made=True)
+
+    def moves(self, x: Expr) -> bool:
+        """True where x may differ from token to token."""
+        return any(i.attrs[0] in self.timed for i in inputs_of(x))
+
+    def without_prev(self, x: Expr) -> Expr:
+        """x of leaves instead of previous values."""
+        done: dict[Expr, Expr] = {}
+        for node in children_first(x):
+            if node.op == "prev":
+                done[node] = self.lagged(node.args[0], 1)
+            else:
+                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
+        return done[x]
+
+    def keep_whole(self, x: Expr, whole: list[tuple[Expr, Expr, Expr]]) -> Expr:
+        """x with an input for every previous value: (input, what was delayed, its first value in leaves)."""
+        done: dict[Expr, Expr] = {}
+        for node in children_first(x):
+            if node.op != "prev":
+                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
+                continue
+            first = self.without_pairs(self.lagged(node.args[0], 1))
+            before = self.without_pairs(done[node.args[0]])
+            known = next((made for made, source, _ in whole if source is before), None)
+            done[node] = self.node("before", node.axes) if known is None else known
+            if known is None:
+                whole.append((done[node], before, first))
+        return done[x]
+
+    def lagged(self, x: Expr, delay: int) -> Expr:
+        """x of `delay` tokens ago, in leaves; zero before a sequence begins."""
+        if x.op == "prev":
+            return self.lagged(x.args[0], delay + 1)
+        if x.op in ("add", "sub") and all(map(self.moves, x.args)):
+            a, b = (self.lagged(arg, delay) for arg in x.args)
+            return a + b if x.op == "add" else a - b
+        out, moving = UNIT, dict[Axes, Expr]()
+        for factor, inverse in factors_of(x):
+            if not self.moves(factor):
+                out = out / factor if inverse else times(out, factor)
+                continue
+            if not inverse and (
+                factor.op == "prev" or (factor.op in ("add", "sub") and all(map(self.moves, factor.args)))
+            ):
+                out = times(out, self.lagged(factor, delay))
+                continue
+            found = moving.get(factor.axes, UNIT)
+            moving[factor.axes] = found / factor if inverse else times(found, factor)
+        if not moving and out is UNIT:
+            raise TraceError(f"prev({x}) is the same for every token")
+        for part in moving.values():
+            out = times(out, self._leaf(self.without_prev(part), delay))
+        return out
+
+    def _leaf(self, source: Expr, delay: int) -> Expr:
+        nodes = self.leaves.setdefault(source, [])
+        while len(nodes) < delay:
+            bare = source.args[0] if source.op == "spread" else source
+            stem = f"{bare.attrs[0]}{'' if bare.attrs[1] is None else bare.attrs[1]}" if bare.op == "input" else "value"
+            nodes.append(self.node(f"{stem}_before{len(nodes) + 1 if nodes else ''}", source.axes))
+        return nodes[delay - 1]
+
+    def without_pairs(self, x: Expr) -> Expr:
+        """x with inputs of the Key axis instead of those of pairs."""
+        done: dict[Expr, Expr] = {}
+        for node in children_first(x):
+            if node.op == "spread":
+                source = node.args[0]
+                if source not in self.pairs:
+                    name = f"{source.attrs[0]}{'' if source.attrs[1] is None else source.attrs[1]}_spread"
+                    self.pairs[source] = self.node(name, node.axes, source.attrs[0] in self.timed)
+                done[node] = self.pairs[source]
+            else:
+                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
+        return done[x]
+
+    def is_paired(self, x: Expr) -> bool:
+        """dsf.language.expr.is_paired of an expression without spread nodes."""
+        if KEY not in x.axes or any(x is node for node in self.pairs.values()):
+            return True
+        return bool(x.args) and x.features is None and all(self.is_paired(a) for a in x.args)
+
+    def turn(self, x: Expr, row: int) -> Expr:
+        """An input that is x turned into the gauge of a row."""
+        if VALUE in x.axes:
+            raise NoGaugeError
+        if (x, row) not in self.turned:
+            stem = x.attrs[0] if x.op == "input" else "key"
+            self.turned[x, row] = self.node(f"{stem}_turned", frozenset({KEY}))
+        return self.turned[x, row]
+
+
+@dataclass
+class _Gauge:
+    """A system with turns, on its way into the gauge."""
+
+    made: _Made
+    spec: Spec
+
+    def system(self) -> System:
+        """The system without its turns. Raises NoGaugeError where a decay differs within a pair or a key by channel."""
+        spec, steps = self.spec, list[System]()
+        written = iter(s.B for s in spec.system.micro_steps)
+        ends = self._ends()
+        for number, row in enumerate(spec.rows):
+            if not self.made.is_paired(row.normal.decay):
+                raise NoGaugeError
+            a = diag(row.normal.decay)
+            for x in row.normal.corrections:
+                a = a + x.scale * outer(self.vector(x.left, number), self.vector(x.right, number))
+            steps.append(System(A=a, B=self.injection(next(written), number) if number in ends else 0))
+        system, last = spec.system, len(spec.rows) - 1
+        assert system.C is not None
+        c = self.vector(system.C, last if system.read == "after" else -1)
+        return replace(
+            steps[-1], C=c, D=system.D, read=system.read, normalize=system.normalize, gauge=system.gauge,
+            drive=system.drive, earlier=tuple(steps[:-1]),
+        )  # fmt: skip
+
+    def _ends(self) -> set[int]:
+        """Rows that are the last of their micro-step, and write."""
+        from dsf.language.operator import normal_form
+
+        place, found = -1, set()
+        for step in self.spec.system.micro_steps:
+            place += len(normal_form(step.A))
+            found.add(place)
+        return found
+
+    def injection(self, b: Expr, row: int) -> Expr:
+        """B with its keys turned."""
+        from dsf.language.spec import summands
+
+        total: Expr = const(0)
+        for sign, part in summands(b):
+            if part is const(0):
+                continue
+            key = self.vector(part, row)
+            total = total - key if sign < 0 else total + key
+        return total
+
+    def vector(self, x: Expr, row: int) -> Expr:
+        """A product with its Key factors turned, those left that are equal within a pair or have no Key axis."""
+        loose = [(f, inverse) for f, inverse in factors_of(x) if not self.made.is_paired(f)]
+        if self.spec.system.normalize is not None and any(f.op == "exp" for f, _ in loose):
+            raise NoGaugeError  # an exponent of a running maximum
+        if len(loose) == 1 and not loose[0][1]:
+            return _exchange(x, loose[0][0], self.made.turn(loose[0][0], row))
+        rest, others = split_factors(x, lambda f: not self.made.is_paired(f))
+        return times(others, self.made.turn(rest, row))
+
+
+def _exchange(x: Expr, factor: Expr, by: Expr) -> Expr:
+    """A product with one of its factors exchanged."""
+    if x is factor:
+        return by
+    if x.op == "mul":
+        return _exchange(x.args[0], factor, by) * _exchange(x.args[1], factor, by)
+    if x.op == "div":
+        return _exchange(x.args[0], factor, by) / x.args[1]
+    return x

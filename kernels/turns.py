@@ -1,0 +1,86 @@
+"""Pairs of neighbouring places of the Key axis, (2i, 2i + 1): turning them, and transitions that mix them.
+
+A turn by θ takes (x, y) to (x cos θ - y sin θ, x sin θ + y cos θ). Where decays are equal within a pair it is a gauge:
+with Θ_t the sum of the angles up to t, Ŝ_t = R(-Θ_t) S_t obeys the same recurrence without turns, its keys, readouts
+and corrections turned by -Θ_t. Elsewhere transitions are blocks of 2 x 2, closed under products, which a scan combines.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.problem import Problem
+from dsf.kernels.scan import associative_scan, combine_dense
+
+
+def turned_decay(decay: Tensor, angle: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """decay and cross [..., N, p] (dsf.kernels.operators) of a decay after a turn.
+
+    decay: [..., 1 or N, p]; angle: [..., 1 or N, 1], equal within pairs.
+    """
+    sine = angle.sin().expand(*angle.shape[:-2], n, 1)[..., ::2, :]
+    signed = torch.stack([-sine, sine], dim=-2).flatten(-3, -2)
+    return (decay * angle.cos()).expand(*(-1,) * (decay.dim() - 2), n, -1), decay * signed
+
+
+def turn_pairs(x: Tensor, angle: Tensor) -> Tensor:
+    """Each pair of x turned by its angle. x: [..., N, p], angle: [..., 1 or N/2, 1] -> [..., N, p]."""
+    first, second = x.unflatten(-2, (-1, 2)).unbind(-2)
+    cosine, sine = angle.cos(), angle.sin()
+    return torch.stack([cosine * first - sine * second, sine * first + cosine * second], dim=-2).flatten(-3, -2)
+
+
+def whole_turns_left_out(angle: Tensor, dtype: torch.dtype) -> Tensor:
+    """Angles summed in float64, without their whole turns, in a dtype: float32 sums of 10^5 radians lose 10^-2."""
+    return torch.remainder(angle, 2 * math.pi).to(dtype)
+
+
+def scan_pairs(problem: Problem, state: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """The scan of transitions that mix pairs, and corrections if there are any, `length` tokens at a time.
+
+    state: [B, H, N, P] or None. Returns y [B, T, H, P] and the final state. Matrices are 2 x 2, one a pair (and channel
+    where they differ), or N x N beside corrections.
+    """
+    current = problem.zero_state() if state is None else state
+    size = length * problem.micro
+    outputs = []
+    rows = problem.tokens * problem.micro
+    for begin in range(0, rows, size):
+        count = min(size, rows - begin)
+        states = _states(problem, current, begin, count)  # [B, count, H, N, P]
+        first, last = begin // problem.micro, (begin + count) // problem.micro
+        seen = states[:, problem.micro - 1 :: problem.micro]
+        if problem.before:
+            seen = torch.cat([current.unsqueeze(1), seen[:, :-1]], dim=1)
+        outputs.append((problem.readout[:, first:last] * seen).sum(-2))
+        current = states[:, -1]
+    return problem.add_skip(torch.cat(outputs, dim=1)), current
+
+
+def _states(problem: Problem, state: Tensor, begin: int, count: int) -> Tensor:
+    a = problem.transition().rows(begin, count)
+    written = problem.injection()[:, begin : begin + count]
+    if a.rank:
+        moves = a.to_dense(problem.n)  # [B, rows, H, p, N, N]
+        columns, start = written.unsqueeze(-3), state.unsqueeze(-3)
+        if moves.shape[-3] > 1:
+            columns, start = (x.transpose(-1, -2).unsqueeze(-1) for x in (written, state))
+        found = _combined(moves, columns, start)
+        return found.squeeze(-3) if moves.shape[-3] == 1 else found.squeeze(-1).transpose(-1, -2)
+    moves = a.pair_blocks(problem.n)  # [B, rows, H, p, N/2, 2, 2]
+    columns, start = (x.unflatten(-2, (-1, 2)) for x in (written, state))  # [..., N/2, 2, P]
+    if moves.shape[-4] == 1:
+        return _combined(moves.squeeze(-4), columns, start).flatten(-3, -2)
+    columns, start = (x.movedim(-1, -3).unsqueeze(-1) for x in (columns, start))  # [..., P, N/2, 2, 1]
+    return _combined(moves, columns, start).squeeze(-1).movedim(-3, -1).flatten(-3, -2)
+
+
+def _combined(moves: Tensor, columns: Tensor, start: Tensor) -> Tensor:
+    """S_r of every row: columns and start [.., x, y] are moved by moves [.., x, x]."""
+    count = columns.shape[1]
+    moves = moves.expand(columns.shape[0], count, columns.shape[2], *moves.shape[3:])
+    first = moves[:, :1] @ start.unsqueeze(1) + columns[:, :1]
+    return associative_scan(combine_dense, moves, torch.cat([first, columns[:, 1:]], dim=1))[1]

@@ -1,0 +1,158 @@
+"""Mamba-3: a trapezoid in time, transitions that turn, decays that tokens choose."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dsf
+from dsf import (
+    I,
+    Key,
+    Pair,
+    Param,
+    Recurrence,
+    Scalar,
+    Steps,
+    System,
+    Value,
+    compose,
+    exp,
+    maximum,
+    prev,
+    sigmoid,
+    softplus,
+    tanh,
+    turn,
+)
+from dsf.language.errors import InputError
+from dsf.mixers._conv import split_heads
+from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm, gated
+from dsf.mixers._own import time_step
+
+A_FLOOR = 1e-4  # no head keeps its state forever
+
+
+@dsf.recurrence
+def mamba3(
+    x: Value, dt: Scalar, a: Scalar, lam: Scalar, angle: Pair, b: Key, c: Key, D: Param[Scalar], dt_bias: Param[Scalar]
+) -> System:
+    """Mamba-3 (SISO): the state turns in pairs as it decays, and writes enter by a trapezoid over two tokens.
+
+    Source: Lahoti et al. (arXiv 2603.15569), Propositions 1 and 4; angles and decays as in the released code.
+    Symbols: dt, a, lam, angle are pre-activations; Delta = softplus(dt + dt_bias), the decay exp(-Delta softplus(a)),
+    pairs of places turn by Delta pi tanh(angle), and sigmoid(lam) = 1 is Euler's rule, 1/2 the trapezoid.
+    """
+    delta, share = softplus(dt + dt_bias), sigmoid(lam)
+    a_t = exp(-(maximum(softplus(a), A_FLOOR) * delta)) * turn(delta * (math.pi * tanh(angle)))
+    before = System(A=I, B=prev(b * x) * ((1 - share) * delta))  # decays and turns with the state
+    return compose(before, System(A=a_t, B=b * (share * delta * x), C=c, D=D * x))
+
+
+def mamba3_mimo_of(rank: int) -> Recurrence:
+    """Mamba-3 with writes of a rank: b and x have `rank` values a token, which share a step and a read."""
+
+    @dsf.recurrence(name=f"mamba3_mimo{rank}")
+    def mimo(
+        x: Steps[Value, rank], dt: Scalar, a: Scalar, lam: Scalar, angle: Pair, b: Steps[Key, rank], c: Key,
+        dt_bias: Param[Scalar],
+    ) -> System:  # fmt: skip
+        """Mamba-3 with several writes a token (MIMO), of one read.
+
+        Source: Lahoti et al. (arXiv 2603.15569), the multi-input state update. Symbols: as in mamba3.
+        """
+        delta, share = softplus(dt + dt_bias), sigmoid(lam)
+        a_t = exp(-(maximum(softplus(a), A_FLOOR) * delta)) * turn(delta * (math.pi * tanh(angle)))
+        pairs = list(zip(b, x, strict=True))
+        steps = [System(A=I, B=prev(k * v) * ((1 - share) * delta)) for k, v in pairs]
+        steps += [System(A=I if r else a_t, B=k * (share * delta * v), C=None) for r, (k, v) in enumerate(pairs)]
+        return compose(*steps[:-1], System(A=steps[-1].A, B=steps[-1].B, C=c))
+
+    return mimo
+
+
+class Mamba3(Mixer):
+    """The Mamba-3 block (SISO). Parameter names, shapes and init as mamba_ssm's `Mamba3`.
+
+    in_proj gives z, x, B, C and the pre-activations of Delta, A, lambda and the angles, which all heads share; B and C
+    pass an RMSNorm and get a bias a head, which starts at 1. rope_fraction of the key entries turn, 0.5 or 1. There is
+    no short convolution: the trapezoid and the biases take its place. Then gate silu(z) and out_proj; is_outproj_norm:
+    an RMSNorm a head before that gate. bare: no z.
+    """
+
+    recurrence = mamba3
+    D: Tensor
+    dt_bias: Tensor
+    B_bias: Tensor
+    C_bias: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        expand: int = 2,
+        headdim: int = 64,
+        n_groups: int = 1,
+        rope_fraction: float = 0.5,
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+        is_outproj_norm: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
+        heads = d_inner // headdim
+        if heads * headdim != d_inner or heads % n_groups:
+            raise InputError(f"Mamba3: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
+        if rope_fraction not in (0.5, 1.0) or d_state % 2 or int(d_state * rope_fraction) < 2:
+            raise InputError(
+                f"Mamba3: rope_fraction is 0.5 or 1.0 of an even d_state, got {rope_fraction} of {d_state}"
+            )
+        self.dims = (heads, d_state, headdim)
+        self.n_groups = n_groups
+        self.angles = int(d_state * rope_fraction) // 2
+        keys = n_groups * d_state
+        self.widths = [0 if bare else d_inner, d_inner + 2 * keys, heads, heads, heads, self.angles]
+        self.split = (heads, headdim, n_groups, d_state, n_groups, d_state)  # x, B, C
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.own("dt_bias", partial(time_step, dt_min=dt_min, dt_max=dt_max), heads, kind="rate")
+        self.own("B_bias", torch.ones, heads, 1, d_state)
+        self.own("C_bias", torch.ones, heads, 1, d_state)
+        self.B_norm = GatedRMSNorm(d_state)
+        self.C_norm = GatedRMSNorm(d_state)
+        self.own("D", torch.ones, heads, kind="rate")
+        self.norm = GatedRMSNorm(d_inner, groups=heads) if is_outproj_norm else None
+        self.out_proj = nn.Linear(d_inner, d_model, bias=False)
+        self.place(device, dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        z, u, *rest = self.in_proj(x).split(self.widths, dim=-1)
+        return u, (z, *rest)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        _, dt, a, lam, angle = side
+        x, b, c = split_heads(u, self.split)
+        angle = nn.functional.pad(angle, (0, self.dims[1] // 2 - self.angles)).unsqueeze(2)  # the other pairs stay
+        return {
+            "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": self._keys(b, self.B_norm, self.B_bias),
+            "c": self._keys(c, self.C_norm, self.C_bias), "D": self.D, "dt_bias": self.dt_bias,
+        }  # fmt: skip
+
+    def _keys(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
+        """[B, T, n_groups, d_state] -> [B, T, H, d_state]: each group's norm, and a bias a head."""
+        each: Tensor = norm(x)
+        return each.repeat_interleave(self.dims[0] // self.n_groups, dim=2) + bias.squeeze(1).to(each.dtype)
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        y, z = y.flatten(2), side[0] if side[0].shape[-1] else None
+        if self.norm is not None:
+            y = self.norm(y, z)
+        elif z is not None:
+            y = gated(y, z)
+        return self.out_proj(y)

@@ -1,0 +1,64 @@
+"""Turns, previous values and sums of products on the Triton kernels, in the interpreter, against the float64 oracle."""
+
+import pytest
+import torch
+from interpreted import interpreted
+from test_turns import rotary, sample, spiral, turned_kda, two_tokens
+
+import dsf
+from dsf import I, Key, Scalar, System, Value, outer, sigmoid
+from dsf.mixers import mamba3, mamba3_mimo_of
+
+pytestmark = interpreted
+
+
+@dsf.recurrence
+def erased_and_added(q: Key, k: Key, l: Key, v: Value, w: Value, a: Scalar, b: Scalar) -> System:
+    """A delta rule and a write beside it: the correction erases the second product of the sum."""
+    decay = sigmoid(a) * (I - sigmoid(b) * outer(k, k))
+    return System(A=decay, B=l * w - k * (sigmoid(b) * v), C=q, read="before")
+
+
+LINES = [rotary, spiral, turned_kda, two_tokens, mamba3, mamba3_mimo_of(2), erased_and_added]
+EVERY = pytest.mark.parametrize("r", LINES, ids=lambda r: r.name)
+
+
+def outcome(r, given, dtype, **options):
+    """y, the state, and the gradients of a fixed functional of both, from a random state."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+    rows = options.pop("rows", 1)
+    g = torch.Generator().manual_seed(1)
+    start = torch.randn(rows, 2, *r.state_shape(8, 4), generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    y, state = r(**leaves, initial_state=start, return_state=True, **options)
+    weights = [torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (y, state)]
+    loss = (y.double() * weights[0]).sum() + (state.double() * weights[1]).sum()
+    return [y, state, *torch.autograd.grad(loss, [start, *leaves.values()])]
+
+
+@EVERY
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_equal_the_oracle(r, packed):
+    given = sample(r, B=1, T=35, N=8)
+    options = {"cu_seqlens": torch.tensor([0, 1, 20, 35]), "rows": 3} if packed else {}
+    plan = r.plan(**{name: x.float() for name, x in given.items()}, backend="triton")
+    assert (plan.form, plan.backend) == ("chunk", "triton")
+    expected = outcome(r, given, torch.float64, form="naive", **options)
+    found = outcome(r, given, torch.float32, backend="triton", **options)
+    for name, got, want in zip(["y", "state", "initial_state", *given], found, expected, strict=True):
+        error = (got.double() - want).norm() / want.norm().clamp(min=1e-3)
+        assert error < 2e-5, (name, error)
+
+
+@EVERY
+def test_the_decode_kernel_steps(r):
+    given = {name: x.float() for name, x in sample(r, B=2, T=1, N=8).items()}
+    timed = {i.name for i in r.spec.inputs if i.kind.time}
+    token = {name: x[:, 0] if name in timed else x for name, x in given.items()}
+    state = torch.randn(2, 2, *r.state_shape(8, 4))
+    with torch.no_grad():
+        expected = r.step(state, **token, backend="torch")
+        found = r.step(state, **token, backend="triton")
+        y, kept = r.step(state, **token, backend="triton", in_place=True)
+    assert kept is state
+    for got, want in zip((*found, y, kept), (*expected, *expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
