@@ -55,6 +55,7 @@ _LAZY = {
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",
     "analysis": "dsf.analysis",
+    "parallel": "dsf.parallel",
 }
 
 

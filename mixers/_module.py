@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dsf import Recurrence
 from dsf.mixers._conv import ShortConv
+
+if TYPE_CHECKING:
+    from dsf.parallel import World
 
 Side = tuple[Tensor, ...]
 
@@ -25,10 +28,14 @@ class MixerState(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where sequences begin in one call. fresh: no state was given, so every sequence begins here."""
+    """Where sequences begin in one call. fresh: no state was given, so every sequence begins here.
+
+    begins: the places among this rank's tokens at which sequences begin, where the tokens are spread over ranks.
+    """
 
     fresh: bool
     cu_seqlens: Tensor | None
+    begins: Tensor | None = None
 
     def starts(self, like: Tensor) -> Tensor:
         """Mask [B, T] of the first tokens of fresh sequences, in the dtype of like [B, T, ...]."""
@@ -36,7 +43,10 @@ class Span(NamedTuple):
         mask = like.new_zeros(batch, tokens + 1)  # one spare column: an empty last sequence begins at T
         if not self.fresh:
             return mask[:, :tokens]
-        first = mask.new_zeros(1, dtype=torch.long) if self.cu_seqlens is None else self.cu_seqlens[:-1]
+        if self.begins is not None:
+            first = self.begins
+        else:
+            first = mask.new_zeros(1, dtype=torch.long) if self.cu_seqlens is None else self.cu_seqlens[:-1]
         return mask.index_fill(1, first.to(like.device, torch.long), 1.0)[:, :tokens]
 
 
@@ -54,10 +64,12 @@ class Mixer(nn.Module):
     recurrence: Recurrence
     dims: tuple[int, int, int]  # heads H, key axis N, value axis P of the recurrence
     conv1d: ShortConv | None
+    parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1d = None
+        self.parallel = None
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         """x [B, T, d_model] -> (u [B, T, C], side)."""
@@ -72,18 +84,28 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        cu_seqlens: Tensor | None = None,
+        parallel: World | None = None,
+        **tokens: Tensor,
     ) -> tuple[Tensor, MixerState]:
         """Mix a sequence.
 
         x: [B, T, d_model]. state: what an earlier call returned, or None at the start of the sequences.
         cu_seqlens: int [S+1], boundaries of sequences packed along T; then B is 1 and the state has S rows.
+        parallel: a dsf.parallel.Sequence whose ranks hold the tokens between them (the attached one unless given): x
+        are this rank's, states and cu_seqlens those of the global sequences.
         tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
         d_model], state).
         """
-        inputs, side, conv = self._prepare(x, state, cu_seqlens, tokens)
+        world = self.parallel if parallel is None else parallel
+        inputs, side, conv = self._prepare(x, state, cu_seqlens, tokens, world)
         before = None if state is None else state.recurrent
-        y, after = self.recurrence(**inputs, initial_state=before, cu_seqlens=cu_seqlens, return_state=True)
+        y, after = self.recurrence(
+            **inputs, initial_state=before, cu_seqlens=cu_seqlens, return_state=True, parallel=world
+        )
         return self.readout(y, side), MixerState(conv, after)
 
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
@@ -100,7 +122,7 @@ class Mixer(nn.Module):
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """The very tensors `forward` feeds to `recurrence`: `m.recurrence.trajectory(**m.inputs(x))`."""
-        return self._prepare(x, state, cu_seqlens, tokens)[0]
+        return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
         """Numbers one sequence keeps after `context` tokens; those of its convolution too, unless conv=False.
@@ -113,11 +135,23 @@ class Mixer(nn.Module):
         return heads * rows * columns + window
 
     def _prepare(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None, tokens: dict[str, Tensor]
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        cu_seqlens: Tensor | None,
+        tokens: dict[str, Tensor],
+        world: World | None = None,
     ) -> tuple[dict[str, Any], Side, Tensor | None]:
         """(inputs of the recurrence, side, new state of the convolution)."""
         u, side = self.project(x)
-        window = None
-        if self.conv1d is not None:
-            u, window = self.conv1d(u, None if state is None else state.conv, cu_seqlens)
-        return self.arguments(u, side, Span(state is None, cu_seqlens), **tokens), side, window
+        window, before = None, None if state is None else state.conv
+        span = Span(state is None, cu_seqlens)
+        if world is not None:
+            from dsf.parallel.halo import beginnings, convolve
+
+            span = span._replace(begins=beginnings(world, x.shape[1], cu_seqlens))
+            if self.conv1d is not None:
+                u, window = convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, before, cu_seqlens, world)
+        elif self.conv1d is not None:
+            u, window = self.conv1d(u, before, cu_seqlens)
+        return self.arguments(u, side, span, **tokens), side, window

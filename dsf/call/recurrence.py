@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,17 @@ from dsf.torch.lower import columns, true_state
 from dsf.trajectory import Trajectory, record
 from dsf.triton import choose as gpu
 
+if TYPE_CHECKING:
+    from dsf.parallel.world import World
+
 State = Tensor | KVCache
+
+
+def _parallel() -> Any:
+    """The room for many ranks, which loads only when used."""
+    from dsf.parallel import call
+
+    return call
 
 
 class Recurrence:
@@ -60,6 +70,7 @@ class Recurrence:
         return_state: bool = False,
         form: str = "auto",
         backend: str = "auto",
+        parallel: World | None = None,
         **kwargs: Tensor,
     ) -> Any:
         """Run the recurrence over T tokens.
@@ -69,11 +80,15 @@ class Recurrence:
         initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention.
         cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences; states then have S rows.
         form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
+        parallel: a dsf.parallel.Sequence, whose ranks hold the tokens between them: T is then this rank's, the states
+        and cu_seqlens are those of the global sequences (docs/parallel.md).
 
         Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. Second derivatives pass
         through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
+        if parallel is not None:
+            return self._call_parallel(args, kwargs, initial_state, return_state, form, backend, cu_seqlens, parallel)
         if torch.compiler.is_dynamo_compiling() and not isinstance(initial_state, KVCache):
             options = (return_state, form, backend)
             tensors = (*args, *kwargs.values())
@@ -82,6 +97,25 @@ class Recurrence:
                 allow()
                 return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
         return self._call(args, kwargs, initial_state, return_state, form, backend, cu_seqlens)
+
+    def _call_parallel(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
+        cu_seqlens: Tensor | None, parallel: World,
+    ) -> Any:  # fmt: skip
+        if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
+            allow()
+            options = (return_state, form, backend, parallel.key)
+            tensors = (*args, *kwargs.values())
+            return call_in_graph(self._key, "_call_shard", options, tuple(kwargs), state, None, *tensors)
+        return _parallel().call(self, parallel, args, kwargs, state, return_state, form, backend, cu_seqlens)
+
+    def _call_shard(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
+        world: str,
+    ) -> Any:  # fmt: skip
+        """One node of a compiled graph, which knows the ranks by name."""
+        found = _parallel().world_of(world)
+        return _parallel().call(self, found, args, kwargs, state, return_state, form, backend, None)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
