@@ -230,26 +230,32 @@ class Recurrence:
         form: str = "auto",
         backend: str = "auto",
         device: torch.device | str = "cpu",
+        parallel: World | None = None,
         **kwargs: Tensor,
     ) -> Plan:
         """What the compiler chooses for these tensors or sizes, and why.
 
         B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. dtype, device: with sizes, of the
-        inputs that would be given; the device need not be there. Raises InputError and FormError as a call does.
+        inputs that would be given; the device need not be there. parallel: ranks that share the tokens; tensors and T
+        are one rank's, and the plan says what is exchanged. Raises InputError and FormError as a call does.
         """
         numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
         names = {i.name for i in self.spec.inputs}
         kwargs |= {name: x for name, x in numbers.items() if isinstance(x, Tensor) and name in names}
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
-            return make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
+            plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
+            return (
+                plan if parallel is None else _parallel().planned(self.spec, plan, bound.sizes, bound.dtype, parallel)
+            )
         for name, size in numbers.items():
             if not isinstance(size, int) or size < 1:
                 given = size if isinstance(size, int) else type(size).__name__
                 raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
         keys = N if self.spec.has_key else 1
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
-        return make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
+        plan = make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
+        return plan if parallel is None else _parallel().planned(self.spec, plan, sizes, dtype, parallel)
 
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.

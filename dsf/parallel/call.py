@@ -10,7 +10,8 @@ through a map, a fold or a collective.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -19,16 +20,18 @@ import torch
 from torch import Tensor
 
 from dsf.call import packing
-from dsf.call.bind import INTEGERS, Bound, bind, check_state
+from dsf.call.bind import INTEGERS, Bound, Sizes, bind, cache_heads, check_state
+from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
 from dsf.parallel.collectives import Request, Sum
+from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragment
 from dsf.parallel.summary import Summary, summary_of
-from dsf.parallel.world import Simulated, World, world_of
+from dsf.parallel.world import Sequence, Simulated, World, world_of
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Rank:
         self.frame = self.summary.frame
         tokens = self.summary.sizes.tokens
         if self.packing is None:
-            self.fresh: Sequence[bool] = [n == 0 for n in range(self.layout.fragments)]
+            self.fresh: Several[bool] = [n == 0 for n in range(self.layout.fragments)]
             self.parts = [plain_fragment(self.layout, self.rank, s, tokens) for s in range(self.layout.slots)]
             self.pieces: list[Piece] = []
         else:
@@ -104,7 +107,7 @@ class Rank:
 
     # -- the main pass
 
-    def main(self, starts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def main(self, starts: Several[Tensor]) -> tuple[Tensor, Tensor]:
         """y of this rank's tokens, and the state after each of its rows: slots times B, or pieces of sequences."""
         summary, sizes = self.summary, self.summary.sizes
         if self.packing is not None:
@@ -114,7 +117,8 @@ class Rank:
             y = torch.zeros(sizes.batch, 0, sizes.heads, sizes.p, dtype=summary.bound.dtype, device=begin.device)
             return y, begin
         rows: dict[str, Any] = {n: self._rows(n, x) for n, x in summary.bound.tensors.items()}
-        state = None if self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1 else begin
+        alone = self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1
+        state = None if alone and type(begin) is Tensor else begin  # a traced graph keeps what was exchanged
         how: dict[str, Any] = {"form": summary.form, "backend": summary.backend}
         y, last = summary.recurrence(**rows, initial_state=state, return_state=True, **how)
         return y.unflatten(0, (sizes.batch, -1)).flatten(1, 2), last
@@ -126,14 +130,21 @@ class Rank:
             return x
         return x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
 
-    def _row_state(self, starts: Sequence[Tensor]) -> Tensor:
+    def _row_state(self, starts: Several[Tensor]) -> Tensor:
         """The state of every row [B slots, H, N, columns]."""
         found = []
         for part, start in zip(self.parts, starts, strict=True):
-            found.append(self.initial if part.number == 0 and self.initial is not None else start)
+            found.append(self._begun(start) if part.number == 0 else start)
         return found[0] if len(found) == 1 else torch.stack(found, dim=1).flatten(0, 1)
 
-    def _main_packed(self, starts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _begun(self, start: Tensor) -> Tensor:
+        """The initial state; start, which has nothing in it, is added so that a traced graph keeps the exchange."""
+        if self.initial is None:
+            return start
+        (plain, gain), (nothing, _) = self.frame.split(self.initial), self.frame.split(start)
+        return torch.cat([plain + nothing, gain], dim=-1) if type(start) is not Tensor else self.initial
+
+    def _main_packed(self, starts: Several[Tensor]) -> tuple[Tensor, Tensor]:
         summary, sizes = self.summary, self.summary.sizes
         none = self.empty()
         rows = []
@@ -173,7 +184,7 @@ class Rank:
         places = torch.tensor(self.packing.ends(self.rank), device=last.device)
         return whole.index_copy(0, places, last[keep])
 
-    def of_rows(self, g: Sequence[Tensor], after: Sequence[Tensor], gain: Tensor) -> Tensor:
+    def of_rows(self, g: Several[Tensor], after: Several[Tensor], gain: Tensor) -> Tensor:
         """The gradient of `last` of `main`. g: of what the fragments leave, in the scale m = `after` of the fold.
 
         gain: m of `last`, in whose scale the main pass wants it.
@@ -194,12 +205,16 @@ class Rank:
         return torch.cat(found) if found else nothing[:0]
 
     def _row_gradient(
-        self, goes_on: bool, slot: int, g: Sequence[Tensor], after: Sequence[Tensor], own: Tensor,
+        self, goes_on: bool, slot: int, g: Several[Tensor], after: Several[Tensor], own: Tensor,
         final: Tensor | None, nothing: Tensor,
     ) -> Tensor:  # fmt: skip
         frame = self.frame
         if not goes_on:
-            return torch.zeros_like(nothing) if final is None else final
+            if self.packing is None:  # of zeros, which keep the exchange in a traced graph
+                nothing = torch.cat([g[slot], torch.zeros_like(own)], dim=-1)
+            else:
+                nothing = torch.zeros_like(nothing)
+            return nothing if final is None else nothing + final
         found = g[slot] * frame.wide((own - after[slot]).exp()) if frame.gain else g[slot]
         return torch.cat([found, torch.zeros_like(own)], dim=-1)
 
@@ -218,16 +233,16 @@ class Job:
         with torch.no_grad():
             return self.world.run([self.exchange.enter(rank) for rank in self.ranks])
 
-    def finals(self, lasts: Sequence[Tensor]) -> list[Tensor]:
+    def finals(self, lasts: Several[Tensor]) -> list[Tensor]:
         """The global final states, on every rank."""
         return self.world.run([_sum(r.ended(x)) for r, x in zip(self.ranks, lasts, strict=True)])
 
-    def leave(self, kept: Sequence[Sequence[Tensor]], dfinals: Sequence[Tensor | None]) -> list[list[Tensor]]:
+    def leave(self, kept: Several[Several[Tensor]], dfinals: Several[Tensor | None]) -> list[list[Tensor]]:
         """Every rank's G of its slots; the ranks hold dy and starts."""
         return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
 
     def _leaving(
-        self, rank: Rank, kept: Sequence[Tensor], dfinal: Tensor | None
+        self, rank: Rank, kept: Several[Tensor], dfinal: Tensor | None
     ) -> Generator[Request, Tensor, list[Tensor]]:
         if dfinal is not None:
             rank.dfinal = yield Sum(dfinal)
@@ -263,9 +278,10 @@ class Leave(torch.autograd.Function):
         refuse_second_order()
         job: Job = ctx.job
         count = len(job.ranks)
-        gains, saved = ctx.saved_tensors[:count], list(ctx.saved_tensors[count:])
+        every = ctx.saved_tensors  # once: checkpoints hand them out a single time
+        gains, saved = every[:count], list(every[count:])
         dys = grads[:count]
-        dfinals: Sequence[Tensor | None] = grads[count:] if job.return_state else [None] * count
+        dfinals: Several[Tensor | None] = grads[count:] if job.return_state else [None] * count
         groups = _grouped(saved, [c[1:] for c in ctx.counts])
         ranks = []
         for rank, (starts, _, _, given), dy in zip(job.ranks, groups, dys, strict=True):
@@ -293,7 +309,7 @@ def _with(bound: Bound, tensors: Mapping[str, Tensor]) -> Bound:
     return Bound(tensors, bound.sizes, bound.dtype, bound.compute, bound.device)
 
 
-def _grouped(tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
+def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
     """Tensors in groups of groups of these sizes."""
     rest, found = list(tensors), []
     for several in counts:
@@ -329,6 +345,7 @@ def call(
     bounds = host_bounds(spec.name, cu_seqlens)
     given = _named(spec, args, kwargs)
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
+    compare_ranks(spec, world, given, state)
     with _no_autocast(next(iter(given.values()))):
         if spec.is_softmax:
             from dsf.parallel.softmax import attend
@@ -345,7 +362,7 @@ def call(
 
 
 def _run(
-    recurrence: Recurrence, world: World, shards: Sequence[Mapping[str, Any]], state: Any, bounds: list[int] | None,
+    recurrence: Recurrence, world: World, shards: Several[Mapping[str, Any]], state: Any, bounds: list[int] | None,
     return_state: bool, form: str, backend: str,
 ) -> list[tuple[Tensor, Any]]:  # fmt: skip
     spec = recurrence.spec
@@ -373,7 +390,7 @@ def _run(
     if not wanted:
         finals = job.finals([last for _, last in passes]) if return_state else [None] * len(ranks)
         return [(y, final) for (y, _), final in zip(passes, finals, strict=True)]
-    groups: list[list[Sequence[Tensor]]] = []
+    groups: list[list[Several[Tensor]]] = []
     for rank, e, passed in zip(ranks, entered, passes, strict=True):
         groups.append([passed, e.starts, e.after, e.kept, list(rank.summary.bound.tensors.values())])
         rank.initial = None
@@ -384,12 +401,31 @@ def _run(
     return list(zip(out[:count], finals, strict=True))
 
 
-def _alike(finals: Sequence[Any]) -> Any:
+def _alike(finals: Several[Any]) -> Any:
     """The final state of all simulated ranks, each of which has it, with a share of its gradient for each."""
     if isinstance(finals[0], Tensor):
         return torch.stack(list(finals)).mean(0)
     k, v = (torch.stack([f[place] for f in finals]).mean(0) for place in (0, 1))
     return type(finals[0])(k, v, finals[0].lengths)
+
+
+def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: World) -> Plan:
+    """The plan of one rank's call with what the ranks exchange: bytes into a rank, rounds, and why."""
+    if not isinstance(world, World):
+        raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
+    held = f"{world.ranks} ranks, {world.layout.name}, "
+    if spec.is_softmax:
+        k_heads, v_heads = cache_heads(spec, sizes)
+        numbers = sizes.batch * sizes.tokens * (k_heads * sizes.keys + v_heads * sizes.p)
+        size = (world.ranks - 1) * numbers * dtype.itemsize
+        return replace(
+            plan,
+            exchange=f"{held}gather: {size:,} bytes into a rank in 1 round, as many backward; the state of softmax "
+            "attention is the keys and values of earlier tokens",
+        )
+    frame = frame_of(spec, sizes.n, sizes.p)
+    width = 8 if dtype == torch.float64 else 4
+    return replace(plan, exchange=held + str(world.choice(frame, sizes.batch * sizes.heads, width)))
 
 
 # -- checks
@@ -410,6 +446,28 @@ def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
     if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
         raise InputError(f"{name}: cu_seqlens of the global sequences must begin with 0 and not fall, got {bounds}")
     return bounds
+
+
+def compare_ranks(spec: Spec, world: World, given: Mapping[str, Tensor], state: Any) -> None:
+    """With check=True: every rank's dtypes and shapes but for T, and its T where shards are of one length.
+
+    Raises the same InputError on every rank, by the same one collective.
+    """
+    if not isinstance(world, Sequence) or not world.check:
+        return
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    free = world.sizes is not None or not (spec.is_softmax or world.layout.slots > 1)
+    seen = []
+    for name, x in given.items():
+        shape = [-1 if free and name in timed and d == 1 else n for d, n in enumerate(x.shape)]
+        seen.append((name, str(x.dtype).removeprefix("torch."), shape))
+    seen.append(("initial_state", "given" if state is not None else "not given", []))
+    texts = world.tell("; ".join(f"{n} {d} {s}" for n, d, s in seen), next(iter(given.values())).device)
+    other = next((r for r, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        pairs = zip(texts[0].split("; "), texts[other].split("; "), strict=False)
+        first, second = next((a, b) for a, b in pairs if a != b)
+        raise InputError(f"{spec.name}: ranks differ: rank 0 has {first}, rank {other} has {second}")
 
 
 def _named(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -461,4 +519,4 @@ def _check(spec: Spec, world: World, rank: int, bound: Bound, packed: Packing | 
     )
 
 
-__all__ = ["call", "world_of"]
+__all__ = ["call", "planned", "world_of"]

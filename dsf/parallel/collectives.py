@@ -57,6 +57,24 @@ class Hop(Request):
         return (*super().signature, self.source, self.target)
 
 
+# A traced graph drops what nobody uses, and a rank that drops a collective leaves the others waiting: `after` makes
+# what a rank goes on with depend on all that it heard. In eager mode nothing is dropped.
+torch.library.define("dsf::after", "(Tensor x, Tensor[] heard) -> Tensor")
+torch.library.impl("dsf::after", "default", lambda x, heard: x.clone())
+torch.library.register_fake("dsf::after", lambda x, heard: torch.empty_like(x))
+
+
+def tied(value: Any, heard: Sequence[Tensor]) -> Any:
+    """A tensor, or tuples and lists of them, depending on `heard` where a graph is traced."""
+    if not any(type(x) is not Tensor for x in heard):
+        return value
+    if isinstance(value, Tensor):
+        return torch.ops.dsf.after(value, list(heard))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(tied(x, heard) for x in value))
+    return type(value)(tied(x, heard) for x in value) if isinstance(value, (list, tuple)) else value
+
+
 Steps = Generator[Request, Tensor, Any]
 
 

@@ -14,7 +14,21 @@ from torch import Tensor
 
 from dsf.kernels.affine import Frame
 from dsf.language.errors import InputError
-from dsf.parallel.collectives import ALL, INNER, OUTER, Gather, Group, Hop, Request, Steps, Sum, Swap, drive, together
+from dsf.parallel.collectives import (
+    ALL,
+    INNER,
+    OUTER,
+    Gather,
+    Group,
+    Hop,
+    Request,
+    Steps,
+    Sum,
+    Swap,
+    drive,
+    tied,
+    together,
+)
 from dsf.parallel.cost import Choice, Link, choose, default_links
 from dsf.parallel.layout import LAYOUTS, Layout, Packing
 
@@ -168,7 +182,13 @@ class Sequence(World):
     def run(self, steps: Several[Steps]) -> list[Any]:
         """One generator, by torch's functional collectives."""
         (one,) = steps
-        return [drive(one, self._answer)]
+        heard: list[Tensor] = []
+
+        def answer(request: Request) -> Tensor:
+            heard.append(self._answer(request))
+            return heard[-1]
+
+        return [tied(drive(one, answer), heard)]
 
     def _answer(self, request: Request) -> Tensor:
         if self.log is not None:
@@ -193,6 +213,14 @@ class Sequence(World):
         if i != j:
             x = inner.answer(Hop(x, INNER, i, j))
         return outer.answer(Hop(x, OUTER, a, b)) if a != b else x
+
+    def tell(self, text: str, device: torch.device) -> list[str]:
+        """Every rank's text, on every rank."""
+        room = torch.zeros(1024, dtype=torch.uint8)
+        letters = list(text.encode())[: len(room)]
+        room[: len(letters)] = torch.tensor(letters, dtype=torch.uint8)
+        every = self._answer(Gather(room.to(device))).cpu()
+        return [bytes(row[row > 0].tolist()).decode() for row in every]
 
     def shard(self, *xs: Tensor, dim: int = 1) -> Any:
         """This rank's tokens of whole tensors, by the layout: one tensor, or a tuple of as many as were given."""
