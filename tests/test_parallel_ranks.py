@@ -9,12 +9,12 @@ import dsf
 
 @pytest.fixture(scope="module")
 def two():
-    return spawned(2, ranks_work.two, 110.0)
+    return spawned(2, ranks_work.two, 240.0)
 
 
 @pytest.fixture(scope="module")
 def four():
-    return spawned(4, ranks_work.four)
+    return spawned(4, ranks_work.four, 120.0)
 
 
 def test_two_ranks_equal_the_whole(two):

@@ -245,9 +245,9 @@ class Recurrence:
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
             plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
-            return (
-                plan if parallel is None else _parallel().planned(self.spec, plan, bound.sizes, bound.dtype, parallel)
-            )
+            if parallel is None:
+                return plan
+            return _parallel().planned(self.spec, plan, bound.sizes, bound.dtype, parallel)
         for name, size in numbers.items():
             if not isinstance(size, int) or size < 1:
                 given = size if isinstance(size, int) else type(size).__name__
