@@ -79,7 +79,7 @@ def test_the_law_fails_where_ranks_do_not_hear_each_other(kind, monkeypatch):
 
 
 def test_the_law_fails_where_the_backward_exchange_is_lost(monkeypatch):
-    monkeypatch.setattr("dsf.parallel.exchange._own", lambda shards: torch.zeros_like(shards.empty()).unsqueeze(0))
+    monkeypatch.setattr("dsf.parallel.exchange._own", lambda shards: shards.nothing().unsqueeze(0))
     monkeypatch.setattr("dsf.checking.shards._exchange", lambda *_: "gather")
     found = list(LAWS["parallel"].measure(subject_of(scalar), "auto", EXAMPLES[0]))
     assert {m.quantity for m in found if not m.ok} >= {"grad v", "grad k"}

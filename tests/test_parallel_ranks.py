@@ -46,6 +46,12 @@ def test_four_ranks_of_two_nodes_equal_the_whole(four):
     assert all(logs == four[0][1] for _, logs in four)
 
 
+def test_a_compiled_call_keeps_its_collectives():
+    """Also where a rank has no use for what it hears (the first), or nothing to tell (the first, backward)."""
+    (first, traced), (second, same) = spawned(2, ranks_work.in_a_graph, 240.0)
+    assert max(first, second) <= 1e-9 and traced == same
+
+
 def test_a_rank_that_dies_ends_the_others():
     with pytest.raises(Exception, match="one rank fails"):
         spawned(2, ranks_work.failing, 40.0)

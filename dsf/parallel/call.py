@@ -26,7 +26,7 @@ from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
-from dsf.parallel.collectives import Request, Sum
+from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragment
@@ -72,6 +72,11 @@ class Rank:
     def empty(self) -> Tensor:
         """A state before anything was written [B, H, N, columns]."""
         return self.summary.empty(self.summary.sizes.batch)
+
+    def nothing(self) -> Tensor:
+        """A gradient of zero [B, H, N, plain columns], made in the backward pass: a traced graph would move it out."""
+        zero = self.empty()[..., : self.frame.plain]
+        return zero if self.dy is None else tied(zero, [self.dy])
 
     def _first(self, sequence: int) -> Tensor | None:
         """The initial state of a sequence that begins here."""

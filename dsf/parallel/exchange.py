@@ -33,6 +33,9 @@ class Shards(Protocol):
     def empty(self) -> Tensor:
         """A state before anything was written."""
 
+    def nothing(self) -> Tensor:
+        """A gradient of zero, plain columns."""
+
     def written(self, slot: int) -> Tensor:
         """F, with the initial state in it where the sequence begins."""
 
@@ -88,7 +91,7 @@ def _payload(shards: Shards, frame: Frame) -> Tensor:
 
 def _own(shards: Shards) -> Tensor:
     """C of the rank's fragments [slots, B, H, N, plain], zeros where nothing enters."""
-    none = shards.empty()[..., : shards.frame.plain]
+    none = shards.nothing()
     found = [shards.adjoint(s, None) if shards.fragment(s).continued else none for s in _slots(shards)]
     return torch.stack(found)
 
@@ -262,7 +265,7 @@ class Relay:
                 moves[number] = rest.pop(0)
         before = dict(zip(slots, rest, strict=False))
         after = dict(zip(slots, rest[len(slots) :], strict=False))
-        none = shards.empty()[..., : frame.plain]
+        none = shards.nothing()
         own = {}
         if not self.walk:
             own = {n: shards.adjoint(s, None) if shards.fragment(s).continued else none for n, s in slots.items()}
