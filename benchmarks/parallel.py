@@ -32,10 +32,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsf
 from dsf.mixers import get
 from dsf.parallel import Link, Sequence, Simulated
-from dsf.parallel.call import Rank
 from dsf.parallel.collectives import Gather
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import AllGather, _payload
+from dsf.parallel.rank import Rank
 from dsf.parallel.summary import summary_of
 
 # name: heads, N, P; heads of one sequence as in issue and papers
