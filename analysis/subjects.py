@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from dsf import Recurrence
-from dsf.analysis.generic import GenericMixer
 from dsf.analysis.measures import state_size
-from dsf.language.errors import DsfError, InputError
+from dsf.language.errors import InputError
 from dsf.mixers import ZOO, Entry, Mixer, get
+from dsf.mixers._files import is_file, recurrence_in
+from dsf.mixers.layer import Layer
+
+# What `dsf compare` takes without names: one mixer or two of each family, so that it ends within minutes.
+FAMILIES = (
+    "softmax_attention", "linear_attention", "normalized_attention_exp", "s6", "ssd", "longhorn", "qlstm", "rg_lru",
+    "mingru", "hgrn2", "retnet", "gla", "mlstm", "rwkv7", "deltanet", "gated_deltanet", "kda", "delta_product",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def has_module(self) -> bool:
-        """True when the layer is the paper's, not a GenericMixer."""
+        """True when the layer is the paper's, not a `Layer` made of the declaration."""
         return self.entry is not None and self.entry.module is not None
 
     @property
@@ -48,7 +48,7 @@ class Subject:
         """The layer's constructor."""
         if self.entry is not None and self.entry.module is not None:
             return self.entry.module
-        return partial(GenericMixer, self.recurrence)
+        return partial(Layer, self.recurrence)
 
     @property
     def summary(self) -> str:
@@ -86,11 +86,8 @@ def find(given: str) -> Subject:
 
     Raises InputError, one line that says what was looked for and what there is.
     """
-    path, colon, function = given.rpartition(":")
-    if colon and path:
-        return Subject(given, _from_file(Path(path), function))
-    if given.endswith(".py"):
-        raise InputError(f"{given}: which function? Write {given}:function")
+    if is_file(given):
+        return Subject(given, recurrence_in(given))
     try:
         entry = get(given)
     except KeyError as error:
@@ -111,56 +108,6 @@ def find_all(given: Iterable[str]) -> list[Subject]:
 def with_modules() -> list[str]:
     """Names of the zoo's mixers that come with their paper's layer."""
     return [entry.name for entry in ZOO if entry.module is not None]
-
-
-def _from_file(path: Path, function: str) -> Recurrence:
-    if not path.is_file():
-        raise InputError(f"{path}:{function}: there is no file {path}")
-    module = _import(path)
-    there = [name for name, value in vars(module).items() if isinstance(value, Recurrence)]
-    if not hasattr(module, function):
-        near = difflib.get_close_matches(function, there, n=3) or there
-        hint = f"its recurrences are {', '.join(near)}" if near else "it has no @dsf.recurrence"
-        raise InputError(f"{path} has no {function!r}; {hint}")
-    found = getattr(module, function)
-    if not isinstance(found, Recurrence):
-        raise InputError(
-            f"{path}:{function} is of type {type(found).__name__}, expected a recurrence: a function decorated with "
-            "@dsf.recurrence"
-        )
-    return found
-
-
-def _import(path: Path) -> ModuleType:
-    """The file as a module of its own, its folder importable, once a process."""
-    path = path.resolve()
-    name = f"_dsf_user_{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except DsfError as error:
-        del sys.modules[name]
-        raise InputError(f"{path.name} does not import: {error}") from error
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise InputError(f"{path.name} does not import: {type(error).__name__}: {error}{_line(path, error)}") from error
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-def _line(path: Path, error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        return ""  # says it itself
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    return f" (line {lines[-1]})" if lines else ""
 
 
 def paper_sizes(subject: Subject, d_model: int = 2048, heads: int = 16) -> Mixer | None:

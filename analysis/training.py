@@ -49,20 +49,9 @@ class Setup:
 
 
 def accepted(make: Callable[..., nn.Module]) -> dict[str, inspect.Parameter]:
-    """Constructor parameters of a module class (or a partial of one), those of its bases behind **options included."""
-    found: dict[str, inspect.Parameter] = {}
-    target = inspect.unwrap(make)
-    for cls in target.__mro__ if isinstance(target, type) else ():
-        init = cls.__dict__.get("__init__")
-        if init is None:
-            continue
-        parameters = inspect.signature(init).parameters
-        for name, parameter in parameters.items():
-            if name != "self" and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                found.setdefault(name, parameter)
-        if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-            break
-    return found
+    """Constructor parameters of a module class (or a partial of one)."""
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return {name: p for name, p in inspect.signature(make).parameters.items() if p.kind in named}
 
 
 def build(make: Callable[..., Mixer], setup: Setup) -> Mixer:

@@ -1,10 +1,13 @@
-"""Write the zoo's table into README.md from the code: `python docs/zoo.py` (tests/test_docs.py compares the two)."""
+"""Write the zoo's tables into README.md and docs/layers.md: `python docs/zoo.py` (tests/test_docs.py compares)."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
+
+import torch
 
 from dsf import elu1, relu
 from dsf.analysis.subjects import Subject
@@ -15,6 +18,9 @@ from dsf.language.system import System
 from dsf.mixers import ZOO, Entry
 
 README = Path(__file__).parents[1] / "README.md"
+LAYERS = Path(__file__).parent / "layers.md"
+COMMON = ("d_model", "layer_idx", "device", "dtype")  # arguments of every layer
+D_MODEL, HEADS, CONTEXT = 1024, 8, 4096  # of the numbers in the layers' table
 BEGIN, END = "<!-- zoo: made by docs/zoo.py -->", "<!-- end of zoo -->"
 COLUMNS = ("mixer", "A_t", "B_t", "C_t", "D_t, after", "structure", "forms", "state", "source")
 LETTERS = ("δ", "ε", "ζ")
@@ -133,12 +139,42 @@ def code(text: str) -> str:
     return f"`{re.sub(r'[0-9]+[.][0-9]{6,}', lambda m: f'{float(m[0]):.4g}', text)}`"
 
 
-def with_table(text: str) -> str:
-    """A page with the table between its marks renewed."""
+def layers() -> str:
+    """The layers as a Markdown table, one row a class."""
+    entries: dict[str, list[Entry]] = {}
+    for entry in ZOO:
+        assert entry.module is not None
+        entries.setdefault(entry.module.__name__, []).append(entry)
+    rows = [("layer", "of", "arguments", "state", "parameters"), ("---",) * 5, *map(layer, entries.values())]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def layer(entries: list[Entry]) -> tuple[str, ...]:
+    """One layer's cells; entries: the recurrences it runs."""
+    make = entries[0].module
+    assert make is not None
+    given = inspect.signature(make).parameters
+    arguments = ", ".join(f"{name}={p.default!r}" for name, p in given.items() if name not in COMMON)
+    with torch.device("meta"):
+        made = make(D_MODEL, **({"n_heads": HEADS} if "n_heads" in given else {}))
+    whole, recurrent = (made.state_size(CONTEXT, conv=conv) for conv in (True, False))
+    window = f" + {whole - recurrent:,}" if whole > recurrent else ""
+    return (
+        f"`{make.__name__}`",
+        "<br>".join(f"`{entry.name}`" for entry in entries),
+        f"`{arguments}`",
+        f"{recurrent:,}{window}",
+        f"{sum(p.numel() for p in made.parameters()):,}",
+    )
+
+
+def with_table(text: str, made: str | None = None) -> str:
+    """A page with the table between its marks renewed: the README's, or `made`."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{made or table()}\n{END}{tail}"
 
 
 if __name__ == "__main__":
     README.write_text(with_table(README.read_text()))
+    LAYERS.write_text(with_table(LAYERS.read_text(), layers()))

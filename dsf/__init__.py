@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dsf.call.packing import Packing
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.kernels.attention import KVCache
@@ -51,9 +52,12 @@ __version__ = "0.1.0"
 # Rooms and tools that load only when used: attribute -> module.
 _LAZY = {
     "check": "dsf.checking.check",
+    "validate": "dsf.checking.validate",
     "convert": "dsf.analysis.convert",
+    "register_operators": "dsf.triton.names",
     "testing": "dsf.testing",
     "mixers": "dsf.mixers",
+    "models": "dsf.models",
     "analysis": "dsf.analysis",
     "parallel": "dsf.parallel",
 }
@@ -63,13 +67,13 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'dsf' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    return getattr(module, name) if name in ("check", "convert") else module
+    return getattr(module, name) if name in ("check", "convert", "register_operators", "validate") else module
 
 
 __all__ = [
-    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Param",
-    "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs", "compose",
-    "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid", "maximum",
-    "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key",
-    "sum_value", "tanh", "taylor_features", "where",
+    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Packing",
+    "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value", "abs",
+    "compose", "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid",
+    "maximum", "minimum", "outer", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt",
+    "sum_key", "sum_value", "tanh", "taylor_features", "where",
 ]  # fmt: skip

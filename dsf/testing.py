@@ -34,6 +34,7 @@ except ImportError as error:
     ) from error
 
 SEEDS = st.integers(0, 2**16)
+EMPTIES = st.lists(st.integers(0, 4), max_size=3).map(tuple)  # where sequences without tokens lie
 
 
 def dtypes(*names: str) -> st.SearchStrategy[str]:
@@ -65,8 +66,9 @@ def cuts(tokens: int, most: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def packings(tokens: int, most: int = 3) -> st.SearchStrategy[Tensor]:
-    """cu_seqlens of sequences that fill `tokens`."""
-    return cuts(tokens, most).map(lambda places: torch.tensor([0, *places, tokens]))
+    """cu_seqlens of sequences that fill `tokens`, some of them maybe empty."""
+    drawn = st.tuples(cuts(tokens, most), EMPTIES)
+    return drawn.map(lambda x: torch.tensor(Example(tokens=tokens, cuts=x[0], empties=x[1]).packed_bounds))
 
 
 def groups(heads: int) -> st.SearchStrategy[int]:
@@ -96,28 +98,39 @@ def keys(shape: tuple[int, int, int, int]) -> st.SearchStrategy[Tensor]:
     return tensors(shape, UNIT, Key.kind)  # type: ignore[attr-defined]
 
 
-@st.composite
 def examples(
-    draw: Any,
     recurrence: Recurrence,
     ranges: Given | None = None,
     tokens: tuple[int, int] = (1, 130),
     dtype: str = "float64",
     plain: bool = False,
-) -> Example:
+) -> st.SearchStrategy[Example]:
     """Inputs of a recurrence as `Example`s. plain: every input in its plainest regime, at most 2 of anything else."""
     spec, allowed = recurrence.spec, ranges_of(recurrence.spec, ranges)
+    timed = tuple(i.name for i in spec.inputs if i.kind.time)
+    ways = {i.name: regimes_of(spec, i.name, allowed[i.name]) for i in spec.inputs}
+    return _examples(timed, ways, tokens, dtype, plain)  # Hypothesis may hold a strategy for ever: not the recurrence
+
+
+@st.composite
+def _examples(
+    draw: Any,
+    timed: tuple[str, ...],
+    ways: dict[str, tuple[str, ...]],
+    tokens: tuple[int, int],
+    dtype: str,
+    plain: bool,
+) -> Example:
+    """Of a recurrence with these inputs, and the regimes in which each can be drawn."""
     most = {"heads": 2, "n": 2, "p": 2, "batch": 1} if plain else {}
     b, t, h, n, p = draw(shapes(tokens, **most))
-    timed = [i.name for i in spec.inputs if i.kind.time]
     shared = {name: draw(groups(h)) for name in timed[1:]} if h > 1 else {}
-    ways = {i.name: regimes_of(spec, i.name, allowed[i.name]) for i in spec.inputs}
     regimes = {name: draw(st.one_of(st.just(w[0]), st.sampled_from(w[1:]))) for name, w in ways.items()}
     return Example(
         batch=b, tokens=t, heads=h, n=n, p=p, dtype=dtype,
         groups={name: g for name, g in shared.items() if g < h},
         regimes={} if plain else {k: v for k, v in regimes.items() if v != ways[k][0]},
-        initial=draw(st.booleans()), cuts=draw(cuts(t)), seed=draw(SEEDS),
+        initial=draw(st.booleans()), cuts=draw(cuts(t)), seed=draw(SEEDS), empties=draw(EMPTIES),
     )  # fmt: skip
 
 
@@ -157,7 +170,7 @@ def simpler(draw: Any, example: Example) -> Example:
     return replace(
         example, batch=up_to(example.batch), tokens=tokens, heads=heads, n=up_to(example.n), p=up_to(example.p),
         groups=shared, regimes=regimes, cuts=kept, initial=example.initial and draw(st.booleans()),
-        seed=some(4, example.seed),
+        seed=some(4, example.seed), empties=tuple(place for place in example.empties if draw(st.booleans())),
     )  # fmt: skip
 
 

@@ -25,13 +25,16 @@ def reduce_to(x: Tensor, shape: torch.Size) -> Tensor:
     return x.sum(axes, keepdim=True) if axes else x
 
 
-def refuse_second_order() -> None:
-    """For backward passes that cannot be differentiated again: RuntimeError when create_graph=True asks for it."""
+RECURRENT = "this form; ask for form='recurrent', backend='torch', which has them for every recurrence"
+
+
+def refuse_second_order(where: str = RECURRENT) -> None:
+    """For backward passes that cannot be differentiated again: RuntimeError when create_graph=True asks for it.
+
+    where: what second derivatives do not pass through, and what has them instead.
+    """
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            "second derivatives (create_graph=True) do not pass through this form; ask for form='recurrent', which has "
-            "them for every recurrence"
-        )
+        raise RuntimeError(f"second derivatives (create_graph=True) do not pass through {where}")
 
 
 @dataclass(frozen=True)

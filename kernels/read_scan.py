@@ -86,7 +86,7 @@ class Given:
         if self.factor is not None:
             assert memory is not None
             shape = torch.Size(map(max, a.shape, self.factor.shape))  # broadcast_shapes takes 0.1 ms
-            a = torch.mul(a * LOG2_E, self.factor, out=_view(memory, shape)).exp2_()
+            a = _product(a * LOG2_E, self.factor, _view(memory, shape)).exp2_()
         elif self.log:
             a = a.exp()
         return a.expand(-1, self.key.shape[1], -1, -1, -1)
@@ -94,7 +94,7 @@ class Given:
     def scan(self, a: Tensor, initial: Tensor, memory: Tensor) -> Tensor:
         """The states [B, R, H, N, P] after every row, in `memory`."""
         shape = torch.Size(map(max, self.key.shape, self.value.shape))
-        states = torch.mul(self.key, self.value, out=_view(memory, shape))
+        states = _product(self.key, self.value, _view(memory, shape))
         states[:, 0].addcmul_(a[:, 0], initial)
         scan_forward_(a, states)
         return states
@@ -107,6 +107,15 @@ def _cut(x: Tensor, rows: slice) -> Tensor:
 
 def _view(memory: Tensor, shape: torch.Size) -> Tensor:
     return memory[: shape.numel()].view(shape)
+
+
+def _product(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """x · y in `out`.
+
+    A traced graph has no memory: there `out=` would give out the strides of x and y (a transposed Param's, say), and
+    a view of it could not be found again.
+    """
+    return torch.mul(x, y, out=out) if type(out) is Tensor else out.copy_(x * y)
 
 
 def _memory(like: Tensor, cuts: Cuts) -> Tensor:
@@ -184,7 +193,7 @@ def _adjoint(
     """G_r = C dyᵀ + a_{r+1} G_{r+1} of one segment, and the gradient of its first state."""
     adjoint = torch.empty_like(states) if spare is None else _view(spare, states.shape)
     if cuts.every_row:
-        torch.mul(c.expand_as(states), dy, out=adjoint)
+        _product(c.expand_as(states), dy, adjoint)
     else:
         adjoint.zero_()[:, cuts.read_rows] = c[:, cuts.first :] * dy[:, cuts.first :]
     adjoint[:, -1] += dlast
@@ -223,9 +232,9 @@ def _decay_gradients(
         x, factor, seen = adjoint[:, block], piece.factor[:, block], max(start, 1)
         adjoint[:, seen:end].mul_(states[:, seen - 1 : end - 1])
         x.mul_(a[:, block])
-        weighed = torch.mul(x, piece.decay, out=spare[:, : x.shape[1]])
+        weighed = _product(x, piece.decay, spare[:, : x.shape[1]])
         dfactor[:, block] = reduce_to(weighed, factor.shape)
-        ddecay += reduce_to(torch.mul(x, factor, out=weighed), ddecay.shape)
+        ddecay += reduce_to(_product(x, factor, weighed), ddecay.shape)
     return ddecay, dfactor
 
 

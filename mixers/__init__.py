@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
+from typing import Any
 
 from dsf import Recurrence
+from dsf.language.errors import InputError
+from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState
-from dsf.mixers.delta_product import delta_product, delta_product_of, gated_delta_product
+from dsf.mixers._own import parameter_groups
+from dsf.mixers._shard import shard_rates
+from dsf.mixers.delta_product import (
+    DeltaProduct,
+    GatedDeltaProduct,
+    delta_product,
+    delta_product_of,
+    gated_delta_product,
+)
 from dsf.mixers.deltanet import DeltaNet, deltanet
 from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_deltanet_log
-from dsf.mixers.gla import gla
-from dsf.mixers.hgrn import hgrn, hgrn2
-from dsf.mixers.kda import kda
+from dsf.mixers.gla import GLA, gla
+from dsf.mixers.hgrn import HGRN, hgrn
+from dsf.mixers.hgrn2 import HGRN2, hgrn2
+from dsf.mixers.kda import KDA, kda
+from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
-from dsf.mixers.mingru import mingru
-from dsf.mixers.mlstm import mlstm
+from dsf.mixers.mingru import MinGRU, mingru
+from dsf.mixers.mlstm import MLSTM, mlstm
 from dsf.mixers.normalized_attention import (
     GeneralizedLinearAttention,
     NormalizedAttention,
@@ -28,11 +43,11 @@ from dsf.mixers.normalized_attention import (
     normalized_attention_softplus,
 )
 from dsf.mixers.qlstm import QLSTM, modified_qlstm, qlstm
-from dsf.mixers.retnet import retnet
+from dsf.mixers.retnet import RetNet, retnet
 from dsf.mixers.rg_lru import RGLRU, rg_lru
-from dsf.mixers.rwkv4 import rwkv4
-from dsf.mixers.rwkv6 import rwkv6
-from dsf.mixers.rwkv7 import rwkv7
+from dsf.mixers.rwkv4 import RWKV4, rwkv4
+from dsf.mixers.rwkv6 import RWKV6, rwkv6
+from dsf.mixers.rwkv7 import RWKV7, rwkv7
 from dsf.mixers.s6 import S6, s6, s6_negative
 from dsf.mixers.softmax_attention import SoftmaxAttention, softmax_attention
 from dsf.mixers.ssd import SSD, ssd, ssd_with
@@ -71,7 +86,7 @@ class Entry:
         return rest.partition(" Symbols:")[0] or None
 
 
-def _variant(module: type[Mixer], **options: object) -> Callable[..., Mixer]:
+def _variant(module: type[Mixer], **options: Any) -> Callable[..., Mixer]:
     """`module` with some constructor arguments set, keeping its name and docstring."""
     return update_wrapper(partial(module, **options), module, updated=())
 
@@ -93,48 +108,139 @@ ZOO: tuple[Entry, ...] = (
     Entry(deltanet, DeltaNet),
     Entry(gated_deltanet, GatedDeltaNet),
     Entry(longhorn, Longhorn),
-    Entry(longhorn_exact),
-    Entry(retnet),
-    Entry(gla),
-    Entry(hgrn),
-    Entry(hgrn2),
-    Entry(mingru),
-    Entry(rwkv4),
-    Entry(rwkv6),
-    Entry(rwkv7),
-    Entry(kda),
-    Entry(mlstm),
-    Entry(delta_product),
-    Entry(gated_delta_product),
+    Entry(longhorn_exact, _variant(Longhorn, exact=True)),
+    Entry(retnet, RetNet),
+    Entry(gla, GLA),
+    Entry(hgrn, HGRN),
+    Entry(hgrn2, HGRN2),
+    Entry(mingru, MinGRU),
+    Entry(rwkv4, RWKV4),
+    Entry(rwkv6, RWKV6),
+    Entry(rwkv7, RWKV7),
+    Entry(kda, KDA),
+    Entry(mlstm, MLSTM),
+    Entry(delta_product, DeltaProduct),
+    Entry(gated_delta_product, GatedDeltaProduct),
 )
 
 
+# What papers, models and libraries call them; case, hyphens, underscores and a final "Layer" or "Mixer" do not matter.
+ALIASES = {
+    "mamba": "s6", "mamba1": "s6", "selective_ssm": "s6", "mamba2": "ssd", "state_space_duality": "ssd",
+    "attention": "softmax_attention", "softmax": "softmax_attention", "self_attention": "softmax_attention",
+    "gdn": "gated_deltanet", "gated_delta_rule": "gated_deltanet", "delta_rule": "deltanet",
+    "gated_linear_attention": "gla", "kimi_delta_attention": "kda", "kimi_linear": "kda", "retention": "retnet",
+    "griffin": "rg_lru", "hawk": "rg_lru", "real_gated_lru": "rg_lru", "xlstm": "mlstm", "goose": "rwkv7",
+    "finch": "rwkv6", "fast_weights": "unnormalized_linear_attention",
+}  # fmt: skip
+
+
+def canonical(name: str) -> str:
+    """The zoo's name for what people call a mixer: an alias, its layer's class, any spelling; else the name itself."""
+    known = _known()
+    plain = _plain(name)
+    for end in ("", "layer", "mixer"):
+        if plain.removesuffix(end) in known:
+            return known[plain.removesuffix(end)]
+    return name
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def _known() -> dict[str, str]:
+    """The zoo's names by names without case and punctuation; of several with one class, the first has its name."""
+    classes = {_plain(getattr(e.module, "__name__", "")): e.name for e in reversed(ZOO) if e.module is not None}
+    aliases = {_plain(alias): name for alias, name in ALIASES.items()}
+    return classes | aliases | {_plain(e.name): e.name for e in ZOO}
+
+
 def get(name: str) -> Entry:
-    """The entry called `name`. Raises KeyError, with the nearest names, if there is none."""
+    """The entry called `name`, or what `canonical` makes of it. Raises KeyError, with the nearest names, if none is."""
     by_name = {entry.name: entry for entry in ZOO}
-    if name in by_name:
-        return by_name[name]
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), by_name, n=4, cutoff=0.5)
-    hint = f"near names: {', '.join(near)}" if near else f"the zoo has: {', '.join(by_name)}"
+    found = by_name.get(name) or by_name.get(canonical(name))
+    if found is not None:
+        return found
+    asked = name.lower().replace("-", "_")
+    near = difflib.get_close_matches(asked, by_name, n=4, cutoff=0.5)
+    near = near or [f"{x} ({ALIASES[x]})" for x in difflib.get_close_matches(asked, ALIASES, n=4, cutoff=0.5)]
+    hint = f"near names: {', '.join(near)}" if near else f"`dsf zoo` lists all {len(ZOO)}, dsf.mixers.ZOO holds them"
     raise KeyError(f"no mixer is called {name!r}; {hint}")
+
+
+def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: Any) -> Mixer:
+    """A layer [B, T, d_model] -> [B, T, d_model] for a mixer, however it is given.
+
+    mixer: a name of the zoo ("gated_deltanet"), file.py:function, a class of this package or of yours, or a
+    recurrence (which gets a `Layer`). options: of the constructor: n_heads, d_state, headdim, expand, d_conv, bare,
+    layer_idx, device, dtype, ... Raises InputError for a mixer that cannot be found or an option its layer has not.
+    """
+    make = constructor_of(mixer)
+    try:
+        inspect.signature(make).bind(d_model, **options)
+    except TypeError as error:
+        raise InputError(
+            f"{_class_name(make)}: {error}; it takes {', '.join(inspect.signature(make).parameters)}"
+        ) from error
+    return make(d_model, **options)
+
+
+def constructor_of(mixer: str | type[Mixer] | Recurrence) -> Callable[..., Mixer]:
+    """What `layer_for` calls with d_model and options. Raises InputError for a mixer that cannot be found."""
+    if isinstance(mixer, type) and issubclass(mixer, Mixer):
+        return mixer
+    if isinstance(mixer, str) and is_file(mixer):
+        mixer = recurrence_in(mixer)
+    if isinstance(mixer, Recurrence):
+        return _around(mixer)
+    if not isinstance(mixer, str):
+        raise InputError(f"a mixer is a name, file.py:function, a class or a recurrence, not {type(mixer).__name__}")
+    try:
+        entry = get(mixer)
+    except KeyError as error:
+        raise InputError(str(error.args[0])) from error
+    return entry.module if entry.module is not None else _around(entry.recurrence)
+
+
+def _class_name(make: Callable[..., Mixer]) -> str:
+    return str(getattr(make, "__name__", None) or make.func.__name__)  # type: ignore[attr-defined]
+
+
+def _around(recurrence: Recurrence) -> Callable[..., Mixer]:
+    return partial(Layer, recurrence)
 
 
 __all__ = [
     "DeltaNet",
+    "DeltaProduct",
     "Entry",
+    "GLA",
     "GatedDeltaNet",
+    "GatedDeltaProduct",
     "GeneralizedLinearAttention",
+    "HGRN",
+    "HGRN2",
+    "KDA",
+    "Layer",
     "LinearAttention",
     "Longhorn",
+    "MLSTM",
+    "MinGRU",
     "Mixer",
     "MixerState",
     "NormalizedAttention",
     "QLSTM",
     "RGLRU",
+    "RWKV4",
+    "RWKV6",
+    "RWKV7",
+    "RetNet",
     "S6",
     "SSD",
     "SoftmaxAttention",
     "ZOO",
+    "canonical",
     "delta_product",
     "delta_product_of",
     "deltanet",
@@ -147,6 +253,7 @@ __all__ = [
     "hgrn",
     "hgrn2",
     "kda",
+    "layer_for",
     "linear_attention",
     "longhorn",
     "longhorn_exact",
@@ -156,6 +263,7 @@ __all__ = [
     "normalized_attention_exp",
     "normalized_attention_sigmoid",
     "normalized_attention_softplus",
+    "parameter_groups",
     "qlstm",
     "retnet",
     "rg_lru",
@@ -164,6 +272,7 @@ __all__ = [
     "rwkv7",
     "s6",
     "s6_negative",
+    "shard_rates",
     "softmax_attention",
     "ssd",
     "ssd_with",

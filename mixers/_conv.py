@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dsf.kernels.convolution import Piece, l2norm, short_convolution, short_convolution_step
+from dsf.language.errors import InputError
 
 
 class ShortConv(nn.Conv1d):
     """Depthwise causal convolution of K taps along time, then `activation` (SiLU by default, None for none).
 
     As a dynamical system: K-1 numbers a channel, a nilpotent shift. Its state is the last K-1 inputs, zeros
-    before the start. weight is [C, 1, K] and bias [C], as in every released model that has one.
+    before the start. weight is [C, 1, K] and bias [C], as in every released model that has one. pieces: what the
+    channels are split into (see `heads_of`), each a tensor of its own; one tensor of all channels by default.
     """
 
     def __init__(
@@ -22,9 +26,11 @@ class ShortConv(nn.Conv1d):
         d_conv: int = 4,
         bias: bool = True,
         activation: Callable[[Tensor], Tensor] | None = F.silu,
+        pieces: Sequence[Piece] | None = None,
     ):
         super().__init__(channels, channels, d_conv, groups=channels, bias=bias)
         self.activation = activation
+        self.pieces = None if pieces is None else tuple(pieces)
 
     @property
     def state_size(self) -> int:
@@ -32,33 +38,65 @@ class ShortConv(nn.Conv1d):
         return self.in_channels * (self.kernel_size[0] - 1)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x: [B, T, C] -> (y [B, T, C], state [B, C, K-1]). With cu_seqlens [S+1] B = 1, state has S rows."""
-        x = x.transpose(1, 2)
-        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        past = self.kernel_size[0] - 1
-        if state is None:
-            state = x.new_zeros(sequences, self.in_channels, past)
-        if cu_seqlens is None:
-            padded = torch.cat([state.to(x.dtype), x], dim=2)
-            y, state = super().forward(padded), padded[..., padded.shape[2] - past :]
-        else:
-            y, state = self._packed(x, state.to(x.dtype), cu_seqlens.to(x.device, torch.long))
-        y = y.transpose(1, 2)
-        return (y if self.activation is None else self.activation(y)), state
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False
+    ) -> tuple[Any, Tensor]:
+        """x: [B, T, C] -> (y [B, T, C], state [B, C, K-1]). With cu_seqlens [S+1] B = 1, state has S rows.
 
-    def _packed(self, x: Tensor, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """Give each sequence its own K-1 columns of past, convolve once, keep the columns of tokens."""
-        tokens, (sequences, channels, past) = x.shape[2], state.shape
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        column = torch.arange(tokens, device=x.device)
-        # Sequence s begins at column cu[s] + s(K-1) of the padded row; outputs land K-1 before tokens.
-        output = column + torch.searchsorted(cu_seqlens[1:], column, right=True) * past
-        begin = cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * past
-        window = begin.unsqueeze(1) + torch.arange(past, device=x.device)  # [S, K-1]
-        padded = x.new_zeros(1, channels, tokens + sequences * past)
-        padded = padded.index_copy(2, window.flatten(), state.transpose(0, 1).reshape(1, channels, -1))
-        padded = padded.index_copy(2, output + past, x)
-        last = padded[0].index_select(1, (window + lengths.unsqueeze(1)).flatten())
-        return super().forward(padded)[..., output], last.unflatten(1, (sequences, past)).transpose(0, 1)
+        y: a tuple of the pieces [B, T, width] where the module has any. in_place: the state is overwritten, for one
+        token a sequence and without gradients (decoding). Raises InputError for an x or a state of other sizes.
+        """
+        self._check(x, state, cu_seqlens)
+        own = self.activation in (None, F.silu)
+        activation, weight = "silu" if self.activation is F.silu else None, self.weight.squeeze(1)
+        if not own and self.pieces is not None:
+            raise InputError("ShortConv: pieces are made after SiLU or no activation at all")
+        if x.shape[1] == 1 and cu_seqlens is None:
+            ys, state = short_convolution_step(x, weight, self.bias, state, activation, self.pieces, in_place)
+        elif in_place:
+            raise InputError("ShortConv: in_place=True is for one token a sequence")
+        else:
+            bounds = None if cu_seqlens is None else cu_seqlens.to(x.device)
+            ys, state = short_convolution(x, weight, self.bias, state, bounds, activation, self.pieces)
+        if self.pieces is not None:
+            return ys, state
+        return (ys[0] if own or self.activation is None else self.activation(ys[0])), state
+
+    def _check(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        channels, past = self.in_channels, self.kernel_size[0] - 1
+        if x.dim() != 3 or x.shape[2] != channels:
+            raise InputError(f"ShortConv: x has shape {list(x.shape)}, expected [B, T, {channels}]")
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise InputError(f"ShortConv: cu_seqlens packs sequences along T of one row, and x has {x.shape[0]}")
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if state is not None and state.shape != (rows, channels, past):
+            raise InputError(
+                f"ShortConv: the state has shape {list(state.shape)}, expected [{rows}, {channels}, {past}]: one row a "
+                "sequence, as an earlier call of this module returned it"
+            )
+
+
+def heads_of(sizes: Sequence[int], lengths: Sequence[float | None] = ()) -> tuple[Piece, ...]:
+    """Pieces of heads: sizes H1, D1, H2, D2, … as for `split_heads`; lengths: that of the heads of each, None as is."""
+    counts, widths = sizes[::2], sizes[1::2]
+    lengths = lengths or [None] * len(counts)
+    return tuple(
+        Piece(h * d) if length is None else Piece(h * d, d, length)
+        for h, d, length in zip(counts, widths, lengths, strict=True)
+    )
+
+
+def split_heads(
+    u: Tensor | tuple[Tensor, ...], sizes: Sequence[int], lengths: Sequence[float | None] = ()
+) -> tuple[Tensor, ...]:
+    """[B, T, H1·D1 + H2·D2 + …] -> [B, T, H1, D1], [B, T, H2, D2], …; the heads of each have Euclidean length lengths.
+
+    u: one tensor, or what a `ShortConv` with these pieces gave, whose heads have their lengths. sizes: H1, D1, H2, …
+    """
+    counts, widths = sizes[::2], sizes[1::2]
+    if isinstance(u, tuple):
+        return tuple(x.unflatten(-1, (h, d)) for x, h, d in zip(u, counts, widths, strict=True))
+    parts = u.split([h * d for h, d in zip(counts, widths, strict=True)], dim=-1)
+    heads = [part.unflatten(-1, (h, d)) for part, h, d in zip(parts, counts, widths, strict=True)]
+    if not lengths:
+        return tuple(heads)
+    return tuple(x if s is None else l2norm(x, s) for x, s in zip(heads, lengths, strict=True))

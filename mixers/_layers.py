@@ -1,61 +1,43 @@
-"""Small pieces that several mixers share: norms, decay-rate initialisation."""
+"""Linear maps that several mixers share."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum x² + eps) along the last axis, computed in float32 at least. x: [..., N] -> [..., N]."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+from dsf.mixers._own import Start, fill
 
 
-class GatedRMSNorm(nn.RMSNorm):
-    """RMSNorm over the last axis in `groups` equal parts, with an optional SiLU gate before or after it.
+class StartLinear(nn.Linear):
+    """A linear map whose weight begins as start(out_features, in_features), and its bias as zeros."""
 
-    Mamba-2 gates first (gate_first=True); Gated DeltaNet norms each head, then gates. gate None: the plain
-    norm.
-    """
+    def __init__(self, in_features: int, out_features: int, start: Start, bias: bool = False):
+        self.start = start
+        super().__init__(in_features, out_features, bias=bias)
 
-    def __init__(self, dim: int, groups: int = 1, gate_first: bool = False, eps: float = 1e-5):
-        super().__init__(dim, eps=eps)
-        self.groups = groups
-        self.gate_first = gate_first
-
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x, gate: [..., dim] -> [..., dim]."""
-        if gate is not None and self.gate_first:
-            x = x * F.silu(gate)
-        parts = x.unflatten(-1, (self.groups, -1))
-        x = F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2) * self.weight
-        return x if gate is None or self.gate_first else x * F.silu(gate)
+    def reset_parameters(self) -> None:
+        """Draw the weight again; the bias is zero."""
+        fill(self.weight, self.start)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
-def undecayed(start: Tensor) -> nn.Parameter:
-    """A parameter that weight decay must leave alone, marked the way training code for Mamba looks for."""
-    parameter = nn.Parameter(start)
-    parameter._no_weight_decay = True  # type: ignore[attr-defined]
-    return parameter
+def side_by_side(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
+    """What small maps make of the same x, by one matrix product where they are plain: x is read once, and so are the
+    gradients that it gets. Maps that were wrapped, quantised, sharded or hooked are called one by one."""
+    weights = [_plain_weight(m) for m in maps]
+    plain = [w for w in weights if w is not None]
+    if len(plain) < len(maps):
+        return tuple(m(x) for m in maps)
+    return nn.functional.linear(x, torch.cat(plain)).split([w.shape[0] for w in plain], dim=-1)
 
 
-def log_uniform_dt_bias(size: int, dt_min: float = 1e-3, dt_max: float = 0.1, floor: float = 1e-4) -> Tensor:
-    """A bias b [size] with softplus(b) log-uniform in [dt_min, dt_max] (the time-step init of Mamba)."""
-    dt = torch.exp(torch.rand(size) * math.log(dt_max / dt_min) + math.log(dt_min)).clamp(min=floor)
-    return inverse_softplus(dt)
-
-
-def inverse_softplus(y: Tensor) -> Tensor:
-    """x with softplus(x) = y, for y > 0; stable for small y."""
-    return y + torch.log(-torch.expm1(-y))
-
-
-def split_heads(x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Split [B, T, H1·D1 + H2·D2 + …] into [B, T, H1, D1], [B, T, H2, D2], … sizes: H1, D1, H2, D2, …"""
-    heads, widths = sizes[::2], sizes[1::2]
-    parts = x.split([h * d for h, d in zip(heads, widths, strict=True)], dim=-1)
-    return tuple(part.unflatten(-1, (h, d)) for part, h, d in zip(parts, heads, widths, strict=True))
+def _plain_weight(module: Any) -> Tensor | None:
+    """The weight of a map that does nothing but multiply with it, else None."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return None
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    alone = not any(hooks) and module.bias is None
+    return module.weight if alone and type(module.weight) is nn.Parameter else None

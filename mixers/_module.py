@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dsf import Recurrence
+from dsf import Packing, Recurrence
+from dsf.call.packing import tensor_of
+from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
+from dsf.mixers._own import Owner
+from dsf.mixers._shift import TokenShift
 
 if TYPE_CHECKING:
     from dsf.parallel import World
+    from dsf.parallel.places import Places
 
 Side = tuple[Tensor, ...]
 
@@ -21,21 +26,25 @@ class MixerState(NamedTuple):
 
     conv: the last K-1 inputs of the short convolution, [B, C, K-1], or None without one.
     recurrent: the state of the recurrence, [B, H, N, P'] (a `KVCache` for softmax attention).
+    position: int64 [B], tokens seen, where the mixer needs to know (`positional`), else None.
     """
 
     conv: Tensor | None
     recurrent: Any
+    position: Tensor | None = None
 
 
 class Span(NamedTuple):
     """Where sequences begin in one call. fresh: no state was given, so every sequence begins here.
 
-    begins: the places among this rank's tokens at which sequences begin, where the tokens are spread over ranks.
+    before: int64 [rows], the tokens that each sequence had before, for mixers that count them.
+    places: where this rank's tokens are, in calls whose tokens are spread over ranks.
     """
 
     fresh: bool
     cu_seqlens: Tensor | None
-    begins: Tensor | None = None
+    before: Tensor | None = None
+    places: Places | None = None
 
     def starts(self, like: Tensor) -> Tensor:
         """Mask [B, T] of the first tokens of fresh sequences, in the dtype of like [B, T, ...]."""
@@ -43,14 +52,37 @@ class Span(NamedTuple):
         mask = like.new_zeros(batch, tokens + 1)  # one spare column: an empty last sequence begins at T
         if not self.fresh:
             return mask[:, :tokens]
-        if self.begins is not None:
-            first = self.begins
+        if self.places is not None:
+            first = self.places.begins
         else:
             first = mask.new_zeros(1, dtype=torch.long) if self.cu_seqlens is None else self.cu_seqlens[:-1]
         return mask.index_fill(1, first.to(like.device, torch.long), 1.0)[:, :tokens]
 
+    def positions(self, like: Tensor) -> Tensor:
+        """int64 [B, T]: how many tokens of its sequence lie before each token of like [B, T, ...]."""
+        if self.places is not None:
+            return self.places.positions(self.before).expand(like.shape[0], -1)
+        column = torch.arange(like.shape[1], device=like.device)
+        if self.cu_seqlens is None:
+            return (
+                column + (0 if self.before is None else self.before.unsqueeze(1)) + column.new_zeros(like.shape[0], 1)
+            )
+        begin = self.cu_seqlens.to(like.device, torch.long)
+        row = torch.searchsorted(begin[1:], column, right=True)
+        moved = -begin[:-1] if self.before is None else self.before - begin[:-1]
+        return (column + moved[row]).unsqueeze(0)
 
-class Mixer(nn.Module):
+    def after(self, like: Tensor) -> Tensor:
+        """int64 [rows]: the tokens of each sequence up to the end of this call."""
+        if self.cu_seqlens is None:
+            tokens = like.shape[1] if self.places is None else self.places.total
+            lengths = torch.zeros(like.shape[0], dtype=torch.int64, device=like.device) + tokens
+        else:
+            lengths = self.cu_seqlens.to(like.device, torch.long).diff()
+        return lengths if self.before is None else lengths + self.before
+
+
+class Mixer(Owner):
     """Base of the zoo's modules. A subclass sets `recurrence` and `dims` and states three maps.
 
     project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` go around it.
@@ -59,17 +91,46 @@ class Mixer(nn.Module):
 
     Law: running a sequence whole, in pieces, token by token (`step`), or packed with others gives the same
     outputs.
+
+    All constructors end in layer_idx (the layer's place in a model, kept as an attribute), device and dtype. Weights
+    are drawn on torch's default device, so that a seed gives the same ones everywhere, then moved.
     """
 
     recurrence: Recurrence
     dims: tuple[int, int, int]  # heads H, key axis N, value axis P of the recurrence
-    conv1d: ShortConv | None
+    conv1d: ShortConv | TokenShift | None
+    positional = False  # True: `Span.positions` goes on where the state left off
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
 
-    def __init__(self) -> None:
+    def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()
         self.conv1d = None
         self.parallel = None
+        self.layer_idx = layer_idx
+
+    def place(self, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        """Move to a device, cast to a dtype (rates stay float32): the last line of a constructor."""
+        if device is not None or dtype is not None:
+            self.to(device=device, dtype=dtype)
+
+    def inner(self, d_model: int, expand: float) -> int:
+        """expand · d_model channels. Raises InputError unless that is a whole number."""
+        found = int(expand * d_model)
+        if found < 1 or found != expand * d_model:
+            raise InputError(
+                f"{type(self).__name__}: expand ({expand}) times d_model ({d_model}) must be a whole number"
+            )
+        return found
+
+    def width(self, channels: int, n_heads: int, given: int | None, name: str) -> int:
+        """The width of a head: as given, or channels / n_heads. Raises InputError where that does not divide."""
+        if n_heads < 1 or (given is not None and given < 1):
+            raise InputError(f"{type(self).__name__}: n_heads is {n_heads} and {name} {given}; both must be positive")
+        if given is None and channels % n_heads:
+            raise InputError(
+                f"{type(self).__name__}: n_heads ({n_heads}) must divide its {channels} channels, or give {name}="
+            )
+        return given if given is not None else channels // n_heads
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         """x [B, T, d_model] -> (u [B, T, C], side)."""
@@ -79,6 +140,14 @@ class Mixer(nn.Module):
         """Inputs of `recurrence` by name."""
         raise NotImplementedError
 
+    def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
+        """What `readout` gets as side: that of `project`, unless it needs more.
+
+        u: after the convolution. inputs: what `arguments` returned; what is no input of the recurrence and only
+        `readout` reads is to be taken out of it here.
+        """
+        return side
+
     def readout(self, y: Tensor, side: Side) -> Tensor:
         """y [B, T, H, P] -> [B, T, d_model]."""
         raise NotImplementedError
@@ -87,39 +156,46 @@ class Mixer(nn.Module):
         self,
         x: Tensor,
         state: MixerState | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = True,
         parallel: World | None = None,
         **tokens: Tensor,
-    ) -> tuple[Tensor, MixerState]:
+    ) -> tuple[Tensor, MixerState | None]:
         """Mix a sequence.
 
         x: [B, T, d_model]. state: what an earlier call returned, or None at the start of the sequences.
-        cu_seqlens: int [S+1], boundaries of sequences packed along T; then B is 1 and the state has S rows.
+        cu_seqlens: int [S+1] or a dsf.Packing, boundaries of sequences packed along T, which may be empty; then B is 1
+        and the state has S rows.
+        attention_mask: [B, T] of ones, as models pass it where nothing is padded. use_cache: False returns no state.
         parallel: a dsf.parallel.Sequence whose ranks hold the tokens between them (the attached one unless given): x
         are this rank's, states and cu_seqlens those of the global sequences.
         tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
-        d_model], state).
+        d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
+        if attention_mask is not None:
+            self._check_mask(attention_mask, cu_seqlens)
         world = self.parallel if parallel is None else parallel
-        inputs, side, conv = self._prepare(x, state, cu_seqlens, tokens, world)
-        before = None if state is None else state.recurrent
-        y, after = self.recurrence(
-            **inputs, initial_state=before, cu_seqlens=cu_seqlens, return_state=True, parallel=world
-        )
-        return self.readout(y, side), MixerState(conv, after)
+        inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world)
+        options = {"initial_state": state.recurrent, "cu_seqlens": cu_seqlens, "parallel": world}
+        if not use_cache:
+            return self.readout(self.recurrence(**inputs, **options), side), None
+        y, after = self.recurrence(**inputs, **options, return_state=True)
+        return self.readout(y, side), state._replace(recurrent=after)
 
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
         """Decode one token. x: [B, d_model] -> (y [B, d_model], state)."""
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
-        inputs, side, conv = self._prepare(x.unsqueeze(1), state, None, tokens)
+        inputs, side, state = self._prepare(x.unsqueeze(1), state, None, tokens)
         inputs = {
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
         }
-        y, after = self.recurrence.step(None if state is None else state.recurrent, **inputs)
-        return self.readout(y.unsqueeze(1), side).squeeze(1), MixerState(conv, after)
+        y, after = self.recurrence.step(state.recurrent, **inputs)
+        return self.readout(y.unsqueeze(1), side).squeeze(1), state._replace(recurrent=after)
 
     def inputs(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """The very tensors `forward` feeds to `recurrence`: `m.recurrence.trajectory(**m.inputs(x))`."""
         return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
@@ -138,20 +214,46 @@ class Mixer(nn.Module):
         self,
         x: Tensor,
         state: MixerState | None,
-        cu_seqlens: Tensor | None,
+        cu_seqlens: Tensor | Packing | None,
         tokens: dict[str, Tensor],
         world: World | None = None,
-    ) -> tuple[dict[str, Any], Side, Tensor | None]:
-        """(inputs of the recurrence, side, new state of the convolution)."""
+    ) -> tuple[dict[str, Any], Side, MixerState]:
+        """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`)."""
         u, side = self.project(x)
-        window, before = None, None if state is None else state.conv
-        span = Span(state is None, cu_seqlens)
+        bounds = tensor_of(cu_seqlens, x.device)
+        span = Span(state is None, bounds, None if state is None else state.position)
         if world is not None:
-            from dsf.parallel.halo import beginnings, convolve
+            from dsf.parallel.places import places_of
 
-            span = span._replace(begins=beginnings(world, x.shape[1], cu_seqlens))
-            if self.conv1d is not None:
-                u, window = convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, before, cu_seqlens, world)
+            span = span._replace(places=places_of(world, x, cu_seqlens, self.positional))
+        window, past = None, None if state is None else state.conv
+        if self.conv1d is not None and world is not None:
+            from dsf.parallel.halo import convolve
+
+            u, window = convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
         elif self.conv1d is not None:
-            u, window = self.conv1d(u, before, cu_seqlens)
-        return self.arguments(u, side, span, **tokens), side, window
+            u, window = self.conv1d(u, past, bounds)
+        inputs = self.arguments(u, side, span, **tokens)
+        position = span.after(x) if self.positional else None
+        return (
+            inputs,
+            self.seen(u, side, inputs),
+            MixerState(window, None if state is None else state.recurrent, position),
+        )
+
+    def _check_mask(self, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
+        """Raise InputError unless the mask says that every token counts."""
+        name = type(self).__name__
+        if cu_seqlens is not None:
+            raise InputError(f"{name}: attention_mask and cu_seqlens are both given; cu_seqlens alone says it all")
+        if mask.dim() != 2:
+            raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, expected [B, T] of ones")
+        if torch.compiler.is_compiling():
+            torch._assert_async(mask.all(), f"{name}: attention_mask has padding; pack the tokens, give cu_seqlens")
+        elif not bool(mask.all()):
+            padded = int((mask == 0).sum())
+            raise InputError(
+                f"{name}: attention_mask has {padded} padded tokens, and a recurrence would take them into its state. "
+                "Leave them out: x[mask.bool()].unsqueeze(0) packs the rest of all sequences into one row, and "
+                "cu_seqlens=[0, and the running sum of mask.sum(1)] says where each begins and ends"
+            )

@@ -1,12 +1,16 @@
 """DeltaNet: linear attention that overwrites."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer
-from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import GatedRMSNorm, l2norm, split_heads
+from dsf.language.errors import InputError
+from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm
 
 
 @dsf.recurrence
@@ -40,29 +44,38 @@ class DeltaNet(Mixer):
         d_conv: int = 4,
         allow_neg_eigval: bool = False,
         bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        n, p = d_state or d_model // n_heads, headdim or d_model // n_heads
+        super().__init__(layer_idx)
         keys = n_key_heads or n_heads
         if n_heads % keys:
-            raise ValueError(f"{type(self).__name__}: n_key_heads ({keys}) must divide n_heads ({n_heads})")
+            raise InputError(f"{type(self).__name__}: n_key_heads ({keys}) must divide n_heads ({n_heads})")
+        n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
         self.dims = (n_heads, n, p)
-        self.split = (keys, n, keys, n, n_heads, p)
+        self.split, self.lengths = (keys, n, keys, n, n_heads, p), (n**-0.5, 1.0, None)
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
         channels = 2 * keys * n + n_heads * p
         self.qkv_proj = nn.Linear(d_model, channels, bias=False)
         self.b_proj = nn.Linear(d_model, n_heads, bias=False)
-        self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False)
+        pieces = heads_of(self.split, self.lengths)
+        self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False, pieces=pieces)
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
+        self.place(device, dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.qkv_proj(x), (x,)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        q, k, v = split_heads(u, *self.split)
-        beta = self.beta_max * self.b_proj(side[0]).sigmoid()
-        return {"q": l2norm(q) * self.dims[1] ** -0.5, "k": l2norm(k), "v": v, "beta": beta}
+        return self._written(u, self.b_proj(side[0]))
+
+    def _written(self, u: Tensor, b: Tensor) -> dict[str, Tensor]:
+        """q, k, v and beta, from their pre-activations."""
+        q, k, v = split_heads(u, self.split, self.lengths)
+        beta = b.sigmoid() if self.beta_max == 1.0 else self.beta_max * b.sigmoid()
+        return {"q": q, "k": k, "v": v, "beta": beta}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         return self.o_proj(self.o_norm(y).flatten(2))

@@ -1,5 +1,6 @@
 """Gated DeltaNet: the delta rule with forgetting."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Param, Scalar, System, Value, exp, outer, softplus
-from dsf.mixers._layers import log_uniform_dt_bias, undecayed
+from dsf.mixers._layers import side_by_side
 from dsf.mixers._module import Side, Span
+from dsf.mixers._own import log_uniform, time_step
 from dsf.mixers.deltanet import DeltaNet
 
 
@@ -45,17 +47,33 @@ class GatedDeltaNet(DeltaNet):
     """
 
     recurrence = gated_deltanet_log
+    A_log: Tensor
+    dt_bias: Tensor
 
-    def __init__(self, d_model: int, n_heads: int = 4, *, bare: bool = False, **options: Any):
-        super().__init__(d_model, n_heads, bare=bare, **options)
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        n_key_heads: int | None = None,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        d_conv: int = 4,
+        allow_neg_eigval: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d_model, n_heads, n_key_heads, d_state, headdim, d_conv, allow_neg_eigval, bare, layer_idx)
         self.a_proj = nn.Linear(d_model, n_heads, bias=False)
-        self.A_log = undecayed(torch.empty(n_heads).uniform_(1e-3, 16).log())
-        self.dt_bias = undecayed(log_uniform_dt_bias(n_heads))
+        self.own("A_log", partial(log_uniform, low=1e-3, high=16.0), n_heads, kind="rate")
+        self.own("dt_bias", time_step, n_heads, kind="rate")
         self.g_proj = None if bare else nn.Linear(d_model, n_heads * self.dims[2], bias=False)
+        self.place(device, dtype)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        inputs = super().arguments(u, side, span)
-        return {**inputs, "a": self.a_proj(side[0]), "A_log": self.A_log, "dt_bias": self.dt_bias}
+        b, a = side_by_side(side[0], self.b_proj, self.a_proj)
+        return {**self._written(u, b), "a": a, "A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)

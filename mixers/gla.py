@@ -1,7 +1,14 @@
 """Gated linear attention: a decay for every key dimension."""
 
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 import dsf
 from dsf import Key, System, Value, diag, sigmoid
+from dsf.mixers._heads import Heads, low_rank
+from dsf.mixers._module import Side, Span
 
 
 @dsf.recurrence
@@ -13,3 +20,41 @@ def gla(q: Key, k: Key, v: Value, g: Key) -> System:
     Objective: one gradient step of -<S'k_t, v_t>, with a weight decay for each row of S.
     """
     return System(A=diag(sigmoid(g) ** (1 / 16)), B=k * v, C=q)
+
+
+class GLA(Heads):
+    """The GLA layer: q, k, v, decays through gate_rank numbers, RMSNorm a head, gate silu(g), o_proj.
+
+    Source: Yang et al. (arXiv 2312.06635), Sections 4.3 and 4.4. d_state: width of a head of q, k (d_model / 2 /
+    n_heads unless given, as in the paper); headdim: of v (d_model / n_heads). Queries are scaled by d_state^-0.5. The
+    paper has no convolution: d_conv=4 adds one, with SiLU, on q, k, v. Linear maps keep torch's default init, and the
+    paper's LayerNorm a head is an RMSNorm as in its released code. bare: no gate, no convolution.
+    """
+
+    recurrence = gla
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        d_conv: int = 0,
+        gate_rank: int = 16,
+        bias: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        n = self.width(d_model // 2, n_heads, d_state, "d_state")
+        p = self.width(d_model, n_heads, headdim, "headdim")
+        gate = None if bare else nn.Linear(d_model, n_heads * p, bias=bias)
+        sections = (n_heads, n, n_heads, n, n_heads, p)
+        super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, bias, layer_idx)
+        self.gk_proj = low_rank(d_model, gate_rank, n_heads * n, bias=True)
+        self.place(device, dtype)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        q, k, v = self.split(u)
+        return {"q": q * self.dims[1] ** -0.5, "k": k, "v": v, "g": self.per_head(self.gk_proj(side[0]))}

@@ -1,7 +1,18 @@
-"""HGRN and HGRN2: gated recurrences whose input gate is what the forget gate leaves."""
+"""HGRN: a gated recurrence whose input gate is what the forget gate leaves."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import dsf
-from dsf import Key, System, Value, diag, sigmoid
+from dsf import System, Value, sigmoid
+from dsf.language.errors import InputError
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm
 
 
 @dsf.recurrence
@@ -14,11 +25,56 @@ def hgrn(f: Value, i: Value) -> System:
     return System(A=sigmoid(f), B=sigmoid(-f) * i, C=1)
 
 
-@dsf.recurrence
-def hgrn2(q: Key, f: Key, i: Value) -> System:
-    """HGRN2: HGRN with an outer-product state; the key is 1 - forget gate.
+def bounded_below(f: Tensor, bound: float) -> Tensor:
+    """The pre-activation g with sigmoid(g) = bound + (1 - bound) sigmoid(f)."""
+    if not 0 <= bound < 1:
+        raise InputError(f"lower_bound is {bound}; a forget gate's lower bound lies in [0, 1)")
+    if not bound:
+        return f
+    low = math.log(bound)
+    return F.softplus(f - low) + (low - math.log1p(-bound))  # log(e^f + bound) - log(1 - bound)
 
-    Source: Qin et al. (arXiv 2404.07904), Section 3. Symbols: f is the pre-activation of the forget gate, q
-    the output gate, i the input.
+
+class HGRN(Mixer):
+    """The HGRN layer: forget gate and silu input from x, recurrence, RMSNorm, gate silu(g), o_proj.
+
+    Source: Qin et al. (arXiv 2311.04823), Section 3.2, without its complex phase. One head of expand · d_model
+    channels. lower_bound: of this layer's forget gates; the paper learns bounds that grow from layer to layer jointly,
+    which is a model's and left out. The paper has no convolution: d_conv=4 adds one before gates and input. Linear
+    maps keep torch's default init. bare: neither output gate nor convolution.
     """
-    return System(A=diag(sigmoid(f)), B=sigmoid(-f) * i, C=q)
+
+    recurrence = hgrn
+
+    def __init__(
+        self,
+        d_model: int,
+        expand: float = 1,
+        d_conv: int = 0,
+        lower_bound: float = 0.0,
+        bias: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
+        bounded_below(torch.zeros(()), lower_bound)
+        self.dims, self.lower_bound = (1, 1, d_inner), lower_bound
+        self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
+        self.conv1d = ShortConv(2 * d_inner, d_conv, activation=None) if d_conv and not bare else None
+        self.g_proj = None if bare else nn.Linear(d_model, d_inner, bias=bias)
+        self.o_norm = GatedRMSNorm(d_inner)
+        self.o_proj = nn.Linear(d_inner, d_model, bias=bias)
+        self.place(device, dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        return self.in_proj(x), () if self.g_proj is None else (self.g_proj(x),)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        f, i = u.unsqueeze(2).chunk(2, dim=-1)
+        return {"f": bounded_below(f, self.lower_bound), "i": F.silu(i)}
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        return self.o_proj(self.o_norm(y.flatten(2), *side))

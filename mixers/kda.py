@@ -1,7 +1,17 @@
 """Kimi delta attention: the delta rule with a decay for each key dimension."""
 
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 import dsf
-from dsf import I, Key, Scalar, System, Value, diag, exp, outer
+from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, softplus
+from dsf.mixers._heads import Heads, low_rank
+from dsf.mixers._module import Side, Span
+from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._own import log_uniform, time_step
 
 
 @dsf.recurrence
@@ -13,3 +23,61 @@ def kda(q: Key, k: Key, v: Value, g: Key, beta: Scalar) -> System:
     Objective: one gradient step of 1/2 |S'k_t - v_t|^2 with rate beta_t, from S with its rows decayed.
     """
     return System(A=(I - beta * outer(k, k)) @ diag(exp(g)), B=k * (beta * v), C=q)
+
+
+@dsf.recurrence
+def kda_rate(q: Key, k: Key, v: Value, a: Key, beta: Scalar, A_log: Param[Scalar], dt_bias: Param[Key]) -> System:
+    """KDA with its decay alpha = exp(-exp(A_log) softplus(a + dt_bias)) computed inside, what the layer runs."""
+    alpha = exp(-exp(A_log) * softplus(a + dt_bias))
+    return System(A=(I - beta * outer(k, k)) @ diag(alpha), B=k * (beta * v), C=q)
+
+
+class KDA(Heads):
+    """The KDA layer: convolution and SiLU on q, k, v, unit q and k, low-rank decays and gate, o_proj.
+
+    Source: Kimi Linear (arXiv 2510.26692), Section 4. d_state, headdim: widths of a head (d_model / n_heads unless
+    given). The decay's and the gate's maps pass headdim numbers; RMSNorm a head, then times sigmoid(g). exp(A_log)
+    uniform in (1, 16), softplus(dt_bias) log-uniform in [1e-3, 0.1] at start. Queries are scaled by d_state^-0.5.
+    Linear maps keep torch's default init. bare: neither convolution nor gate.
+    """
+
+    recurrence = kda_rate
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        d_conv: int = 4,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        n = self.width(d_model, n_heads, d_state, "d_state")
+        p = self.width(d_model, n_heads, headdim, "headdim")
+        gate = None if bare else low_rank(d_model, p, n_heads * p, bias=True)
+        sections = (n_heads, n, n_heads, n, n_heads, p)
+        lengths = (n**-0.5, 1.0, None)
+        super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, False, layer_idx, lengths)
+        self.o_norm = GatedRMSNorm(p, activation="sigmoid")
+        self.f_proj = low_rank(d_model, p, n_heads * n, bias=False)
+        self.b_proj = nn.Linear(d_model, n_heads, bias=False)
+        self.own("A_log", partial(log_uniform, low=1.0, high=16.0), n_heads, kind="rate")
+        self.own("dt_bias", time_step, n_heads, n, kind="rate")
+        self.place(device, dtype)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        q, k, v = self.split(u)
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "a": self.per_head(self.f_proj(side[0])),
+            "beta": self.b_proj(side[0]).sigmoid(),
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+        }

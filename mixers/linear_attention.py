@@ -1,5 +1,8 @@
 """Linear attention, normalised and not."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 import dsf
@@ -49,9 +52,12 @@ class LinearAttention(Mixer):
         normalized: bool = True,
         bias: bool = True,
         bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        n, p = d_state or d_model // n_heads, headdim or d_model // n_heads
+        super().__init__(layer_idx)
+        n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
         self.dims = (n_heads, n, p)
         self.scale = 1.0 if normalized else n**-0.5
         self.recurrence = linear_attention if normalized else unnormalized_linear_attention
@@ -59,6 +65,7 @@ class LinearAttention(Mixer):
         self.k_proj = nn.Linear(d_model, n_heads * n, bias=bias)
         self.v_proj = nn.Linear(d_model, n_heads * p, bias=bias)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=bias)
+        self.place(device, dtype)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims

@@ -1,7 +1,14 @@
 """minGRU: the GRU whose gate does not see its state."""
 
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 import dsf
 from dsf import System, Value, sigmoid
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._module import Mixer, Side, Span
 
 
 @dsf.recurrence
@@ -12,3 +19,44 @@ def mingru(z: Value, h: Value) -> System:
     h the candidate state.
     """
     return System(A=sigmoid(-z), B=sigmoid(z) * h, C=1)
+
+
+class MinGRU(Mixer):
+    """The minGRU layer: convolution, gate and candidate, recurrence, down-projection.
+
+    Source: Feng et al. (arXiv 2410.01201), Section 3.1 and Appendices B and C. One head of expand · d_model channels.
+    positive: candidates go through g(x) = x + 1/2 for x >= 0, sigmoid(x) below, as where the paper computes with
+    logarithms. The convolution (of d_conv taps, without activation) is that of the paper's language models; 0 for
+    none. Linear maps keep torch's default init. bare: no convolution.
+    """
+
+    recurrence = mingru
+
+    def __init__(
+        self,
+        d_model: int,
+        expand: float = 2,
+        d_conv: int = 4,
+        positive: bool = True,
+        bias: bool = True,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
+        self.dims, self.positive = (1, 1, d_inner), positive
+        self.conv1d = ShortConv(d_model, d_conv, activation=None) if d_conv and not bare else None
+        self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        self.place(device, dtype)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        z, h = self.in_proj(u).unsqueeze(2).chunk(2, dim=-1)
+        if self.positive:
+            h = torch.where(h >= 0, h + 0.5, h.sigmoid())
+        return {"z": z, "h": h}
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        return self.out_proj(y.flatten(2))

@@ -1,7 +1,20 @@
 """mLSTM, the matrix memory of xLSTM."""
 
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 import dsf
 from dsf import Key, N, Scalar, System, Value, abs, exp, maximum, sigmoid
+from dsf.language.errors import InputError
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._layers import StartLinear
+from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import gated
+from dsf.mixers._own import Owner, normal
 
 
 @dsf.recurrence
@@ -19,3 +32,104 @@ def mlstm(q: Key, k: Key, v: Value, i: Scalar, f: Scalar) -> System:
         C=q * N**-0.5,
         normalize=lambda num, den, one: num / maximum(abs(den), one),
     )
+
+
+class Blocks(Owner):
+    """A linear map of consecutive blocks of channels, without bias. weight: [blocks, width, width]."""
+
+    weight: Tensor
+
+    def __init__(self, blocks: int, width: int):
+        super().__init__()
+        self.own("weight", partial(normal, std=(2 / (5 * width)) ** 0.5), blocks, width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, blocks · width] -> the same shape."""
+        parts = x.unflatten(-1, (self.weight.shape[0], -1))
+        return torch.einsum("btgi,goi->btgo", parts, self.weight).flatten(2)
+
+
+class Gates(Owner):
+    """The pre-activations of input and forget gate; they begin as constants: the weight is zero."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, d_in: int, n_heads: int):
+        super().__init__()
+        self.own("weight", torch.zeros, 2 * n_heads, d_in)
+        self.own("bias", _gate_bias, 2 * n_heads, kind="vector")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, d_in] -> [B, T, 2 · n_heads], input gates first."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def _gate_bias(size: int) -> Tensor:
+    """Input gates near e^0, forget gates from sigmoid(3) to sigmoid(6) over the heads."""
+    return torch.cat([0.1 * torch.randn(size // 2), torch.linspace(3.0, 6.0, size // 2)])
+
+
+class MLSTM(Mixer):
+    """The mLSTM block: up-projection to (u, z), convolution and SiLU before q and k, a learnt skip, gate silu(z).
+
+    Source: Beck et al. (arXiv 2405.04517), Figure 11 and Appendix D. expand · d_model channels in n_heads heads; q, k
+    (of the convolved) and v (of u as it is) are block-diagonal maps, blocks of qkv_block channels; gates see q, k and
+    v. LayerNorm a head without bias. Start: forget biases from 3 to 6, input biases normal(0, 0.1), gate weights zero,
+    other weights normal with variance 2 / (5 fan_in), the skip one. Left out: the depth-scaled init of down_proj. bare:
+    neither convolution nor z.
+    """
+
+    recurrence = mlstm
+    skip: Tensor
+    norm: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        expand: float = 2,
+        d_conv: int = 4,
+        qkv_block: int = 4,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
+        width = self.width(d_inner, n_heads, None, "expand")
+        if d_inner % qkv_block:
+            raise InputError(f"MLSTM: qkv_block ({qkv_block}) must divide expand·d_model = {d_inner}")
+        self.dims = (n_heads, width, width)
+        start = partial(normal, std=(2 / (5 * d_model)) ** 0.5)
+        self.up_proj = StartLinear(d_model, d_inner if bare else 2 * d_inner, start)
+        self.conv1d = None if bare else ShortConv(d_inner, d_conv)
+        self.q_proj = Blocks(d_inner // qkv_block, qkv_block)
+        self.k_proj = Blocks(d_inner // qkv_block, qkv_block)
+        self.v_proj = Blocks(d_inner // qkv_block, qkv_block)
+        self.gates = Gates(3 * d_inner, n_heads)
+        self.own("skip", torch.ones, d_inner, kind="vector")
+        self.own("norm", torch.ones, d_inner, kind="vector")
+        self.down_proj = StartLinear(d_inner, d_model, partial(normal, std=(2 / (5 * d_inner)) ** 0.5))
+        self.place(device, dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        u, *z = self.up_proj(x).split(self.down_proj.in_features, dim=-1)
+        return u, (u, *z)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        q, k, v = self.q_proj(u), self.k_proj(u), self.v_proj(side[0])
+        i, f = self.gates(torch.cat([q, k, v], -1)).chunk(2, -1)
+        q, k, v = (x.unflatten(-1, (self.dims[0], -1)) for x in (q, k, v))
+        return {"q": q, "k": k, "v": v, "i": i, "f": f}
+
+    def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
+        return (*side[1:], u)
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        *gates, u = side
+        y = F.layer_norm(y, y.shape[-1:]).flatten(2) * self.norm + self.skip * u
+        for z in gates:
+            y = gated(y, z)
+        return self.down_proj(y)

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, exp, sigmoid, softplus
+from dsf.language.errors import InputError
 from dsf.mixers._module import Side, Span
 from dsf.mixers.linear_attention import LinearAttention
 
@@ -59,11 +61,24 @@ class GeneralizedLinearAttention(LinearAttention):
 
     recurrence = generalized_linear_attention
 
-    def __init__(self, d_model: int, n_heads: int = 4, *, eta: nn.Module | None = None, **options: Any):
-        super().__init__(d_model, n_heads, **options)
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        eta: nn.Module | None = None,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        bias: bool = True,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d_model, n_heads, d_state, headdim, bias=bias, layer_idx=layer_idx)
         self.recurrence = generalized_linear_attention
         layers = nn.Linear(d_model, d_model), nn.SiLU(), nn.Linear(d_model, n_heads), nn.Softplus()
         self.eta = eta or nn.Sequential(*layers)
+        self.place(device, dtype)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return {**super().arguments(u, side, span), "eta": self.eta(u)}
@@ -85,12 +100,25 @@ class NormalizedAttention(LinearAttention):
 
     recurrence = normalized_attention_exp
 
-    def __init__(self, d_model: int, n_heads: int = 4, *, eta: str = "exp", bias: bool = True, **options: Any):
-        super().__init__(d_model, n_heads, bias=bias, **options)
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        eta: str = "exp",
+        d_state: int | None = None,
+        headdim: int | None = None,
+        bias: bool = True,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d_model, n_heads, d_state, headdim, bias=bias, layer_idx=layer_idx)
         if eta not in NORMALIZERS:
-            raise ValueError(f"NormalizedAttention: eta is {eta!r}; it is one of {', '.join(NORMALIZERS)}")
+            raise InputError(f"NormalizedAttention: eta is {eta!r}; it is one of {', '.join(NORMALIZERS)}")
         self.recurrence = NORMALIZERS[eta]
         self.eta_proj = nn.Linear(d_model, n_heads, bias=bias)
+        self.place(device, dtype)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return {**super().arguments(u, side, span), "eta": self.eta_proj(u)}

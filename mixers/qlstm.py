@@ -1,13 +1,18 @@
 """qLSTM: the LSTM without its tanh's, whose gates depend on the input alone."""
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsf
 from dsf import Param, Scalar, System, Value, relu, sigmoid
 from dsf.mixers._conv import ShortConv
+from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._own import normal
 
 
 @dsf.recurrence
@@ -39,19 +44,33 @@ class QLSTM(Mixer):
     """
 
     recurrence = qlstm
+    a: Tensor | None
 
-    def __init__(self, d_model: int, d_conv: int = 4, expand: int = 2, modified: bool = False, bare: bool = False):
-        super().__init__()
-        d_inner = expand * d_model
+    def __init__(
+        self,
+        d_model: int,
+        d_conv: int = 4,
+        expand: int = 2,
+        modified: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
         self.recurrence = modified_qlstm if modified else qlstm
         self.dims = (1, 1, d_inner)
-        self.in_proj = nn.Linear(d_model, d_inner if bare else 2 * d_inner, bias=False)
+        start = partial(normal, std=d_model**-0.5), partial(normal, std=d_inner**-0.5)
+        self.in_proj = StartLinear(d_model, d_inner if bare else 2 * d_inner, start[0])
         self.conv1d = None if bare else ShortConv(d_inner, d_conv, activation=None)
-        self.gates = nn.Linear(d_inner, 3 * d_inner)
-        self.out_proj = nn.Linear(d_inner, d_model, bias=False)
-        self.a = nn.Parameter(torch.ones(1)) if modified else None
-        for linear in (self.in_proj, self.gates, self.out_proj):
-            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+        self.gates = StartLinear(d_inner, 3 * d_inner, start[1], bias=True)
+        self.out_proj = StartLinear(d_inner, d_model, start[1])
+        if modified:
+            self.own("a", torch.ones, 1, kind="rate")
+        else:
+            self.a = None
+        self.place(device, dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         *side, u = self.in_proj(x).split(self.dims[2], dim=-1)

@@ -1,7 +1,14 @@
 """RetNet and Lightning attention: linear attention with a fixed decay a head."""
 
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 import dsf
 from dsf import Key, Param, Scalar, System, Value, exp
+from dsf.mixers._heads import Heads
+from dsf.mixers._module import Side, Span
 
 
 @dsf.recurrence
@@ -14,3 +21,66 @@ def retnet(q: Key, k: Key, v: Value, slope: Param[Scalar]) -> System:
     Objective: one gradient step of -<S'k_t, v_t>, with weight decay on S.
     """
     return System(A=exp(-slope), B=k * v, C=q)
+
+
+def _slopes(heads: int) -> Tensor:
+    """-log(1 - 2^(-5-h)) for every head h."""
+    return -torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads))))
+
+
+def rotated(x: Tensor, position: Tensor, base: float) -> Tensor:
+    """Turn pairs of entries (j, j + N/2) by position · base^(-2j/N). x: [B, T, H, N], position: [B, T].
+
+    The last entry of an odd number stays.
+    """
+    half = x.shape[-1] // 2
+    wide = torch.promote_types(x.dtype, torch.float32)
+    turn = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    angle = position.to(wide)[..., None, None] * turn
+    a, b, rest = x.to(wide).split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(x.dtype)
+
+
+class RetNet(Heads):
+    """Multi-scale retention: rotated q and k, fixed decays gamma_h = 1 - 2^(-5-h), norm a head, gate silu(g), o_proj.
+
+    Source: Sun et al. (arXiv 2307.08621), Sections 2.1 and 2.2. d_state: width of a head of q, k (d_model / n_heads
+    unless given); headdim: of v (twice that, as in the paper). Keys are scaled by d_state^-0.5. The norm is an
+    RMSNorm a head. rotary_base: of the rotation, 0 for none. Positions go on where the state left off. Weights start
+    as torch's linear maps. The paper has no convolution: d_conv=4 adds one, with SiLU. bare: no gate, no convolution.
+    """
+
+    recurrence = retnet
+    positional = True
+    slope: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        d_conv: int = 0,
+        rotary_base: float = 10000.0,
+        bias: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        n = self.width(d_model, n_heads, d_state, "d_state")
+        p = self.width(2 * d_model, n_heads, headdim, "headdim")
+        gate = None if bare else nn.Linear(d_model, n_heads * p, bias=bias)
+        sections = (n_heads, n, n_heads, n, n_heads, p)
+        super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, bias, layer_idx)
+        self.rotary_base = rotary_base
+        self.own("slope", _slopes, n_heads, kind="constant")
+        self.place(device, dtype)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        q, k, v = self.split(u)
+        if self.rotary_base:
+            position = span.positions(side[0])
+            q, k = rotated(q, position, self.rotary_base), rotated(k, position, self.rotary_base)
+        return {"q": q, "k": k * self.dims[1] ** -0.5, "v": v, "slope": self.slope}

@@ -1,14 +1,18 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin."""
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsf
 from dsf import Expr, Param, Scalar, System, Value, exp, expm1, maximum, sigmoid, softplus, sqrt, where
+from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import inverse_softplus, undecayed
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._own import Owner, inverse_softplus, normal
 
 POWER = 8.0  # the paper's c
 KNEE = 2.5e-7  # below it the slope of sqrt would pass 1000
@@ -34,18 +38,26 @@ def rg_lru(x: Value, r: Value, i: Value, reset: Scalar, Lambda: Param[Value]) ->
     return System(A=decay, B=scale * (sigmoid(i) * x), C=1)
 
 
-class BlockLinear(nn.Module):
+class BlockLinear(Owner):
     """A linear map, block-diagonal over heads. weight: [H, P, P], variance 1/P; bias: [H, P], zeros."""
+
+    weight: Tensor
+    bias: Tensor
 
     def __init__(self, heads: int, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(heads, width, width) * width**-0.5)
-        self.bias = nn.Parameter(torch.zeros(heads, width))
+        self.own("weight", partial(normal, std=width**-0.5), heads, width, width)
+        self.own("bias", torch.zeros, heads, width, kind="vector")
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, H, P] -> [B, T, H, P]."""
         y = torch.einsum("bthp,hpo->btho", x, self.weight)
         return y + self.bias.to(y.dtype)
+
+
+def _slow_decays(*shape: int) -> Tensor:
+    """Lambda with a^8 uniform in [0.9, 0.999]."""
+    return inverse_softplus(-torch.empty(shape).uniform_(0.9, 0.999).log() / POWER)
 
 
 class RGLRU(Mixer):
@@ -58,21 +70,33 @@ class RGLRU(Mixer):
     """
 
     recurrence = rg_lru
+    Lambda: Tensor
 
-    def __init__(self, d_model: int, n_heads: int = 4, d_conv: int = 4, expand: float = 1, bare: bool = False):
-        super().__init__()
-        d_inner = int(expand * d_model)
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        d_conv: int = 4,
+        expand: float = 1,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
         width = d_inner // n_heads
         if width * n_heads != d_inner:
-            raise ValueError(f"RGLRU: n_heads ({n_heads}) must divide expand·d_model = {d_inner}")
+            raise InputError(f"RGLRU: n_heads ({n_heads}) must divide expand·d_model = {d_inner}")
         self.dims = (n_heads, 1, width)
         self.linear_x = nn.Linear(d_model, d_inner)
         self.linear_y = None if bare else nn.Linear(d_model, d_inner)
         self.conv1d = None if bare else ShortConv(d_inner, d_conv, activation=None)
         self.input_gate = BlockLinear(n_heads, width)
         self.recurrence_gate = BlockLinear(n_heads, width)
-        self.Lambda = undecayed(inverse_softplus(-torch.empty(n_heads, width).uniform_(0.9, 0.999).log() / POWER))
+        self.own("Lambda", _slow_decays, n_heads, width, kind="rate")
         self.out_proj = nn.Linear(d_inner, d_model)
+        self.place(device, dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.linear_x(x), () if self.linear_y is None else (self.linear_y(x),)

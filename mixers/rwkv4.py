@@ -1,7 +1,17 @@
 """RWKV-4's WKV: an exponentially weighted mean with a bonus for the newest token."""
 
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
 import dsf
 from dsf import Param, System, Value, exp
+from dsf.mixers._layers import StartLinear
+from dsf.mixers._module import Side, Span
+from dsf.mixers._own import Start
+from dsf.mixers._rwkv import TimeMix, ramp, zigzag
 
 
 @dsf.recurrence
@@ -13,3 +23,71 @@ def rwkv4(k: Value, v: Value, w: Param[Value], u: Param[Value]) -> System:
     read.
     """
     return System(A=exp(-exp(w)), B=exp(k) * v, C=1, D=exp(u + k) * v, read="before", normalize=dsf.ratio, drive=v)
+
+
+class RWKV4(TimeMix):
+    """The time-mixing block of RWKV-4: token shift, WKV, gate sigmoid(r), output.
+
+    Source: Peng et al. (arXiv 2305.13048), Section 3.1 and Appendix E; names and start values as in the released
+    training code (keys, receptance and output begin at zero, values orthogonal). One head of d_model channels. r, k, v
+    see mixtures of a token and the one before by time_mix_r, ..._k, ..._v. n_layers: of the model; with layer_idx it
+    sets where time_decay, time_first and the mixtures begin. Left out: the channel-mixing block. bare: no token shift,
+    no gate.
+    """
+
+    recurrence = rwkv4
+    time_decay: Tensor
+    time_first: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        n_layers: int | None = None,
+        bias: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d_model, n_layers, bare, layer_idx)
+        self.dims = (1, 1, d_model)
+        decay = partial(ramp, low=-5.0, range_=8.0, power=0.7 + 1.3 * self.depth)
+        self.own("time_decay", decay, d_model, kind="rate")
+        self.own("time_first", _bonus, d_model, kind="rate")
+        self.mix("time_mix_k", d_model, self.height, rest=False)
+        self.mix("time_mix_v", d_model, self.height, 0.3 * self.depth, rest=False)
+        if not bare:
+            self.mix("time_mix_r", d_model, 0.5 * self.height, rest=False)
+        zeros: Start = torch.zeros
+        self.key = StartLinear(d_model, d_model, zeros, bias=bias)
+        self.value = StartLinear(d_model, d_model, _orthogonal, bias=bias)
+        self.receptance = None if bare else StartLinear(d_model, d_model, zeros, bias=bias)
+        self.output = StartLinear(d_model, d_model, zeros, bias=bias)
+        self.place(device, dtype)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        # Released coefficients weigh the token itself: mix · x + (1 - mix) · last = last + mix · (x - last).
+        change = side[0] - u
+        k = self.key(self.toward_last("time_mix_k", u, change)).unsqueeze(2)
+        v = self.value(self.toward_last("time_mix_v", u, change)).unsqueeze(2)
+        inputs = {"k": k, "v": v, "w": self.time_decay[None], "u": self.time_first[None]}
+        if self.receptance is not None:
+            inputs["gate"] = self.receptance(self.toward_last("time_mix_r", u, change)).sigmoid()
+        return inputs
+
+    def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
+        return () if self.receptance is None else (inputs.pop("gate"),)
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        y = y.flatten(2)
+        for gate in side:
+            y = y * gate
+        return self.output(y)
+
+
+def _bonus(size: int) -> Tensor:
+    return torch.full((size,), 0.3).log() + 0.5 * zigzag(size)
+
+
+def _orthogonal(*shape: int) -> Tensor:
+    return nn.init.orthogonal_(torch.empty(shape))

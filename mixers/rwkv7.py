@@ -1,9 +1,20 @@
 """RWKV-7's WKV: a generalised delta rule."""
 
 import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Param, System, Value, diag, dot, exp, outer, sigmoid
+from dsf.language.errors import InputError
+from dsf.mixers._layers import StartLinear
+from dsf.mixers._module import Side, Span
+from dsf.mixers._own import full, uniform
+from dsf.mixers._rwkv import TimeMix, group_norm, ramp
 
 
 @dsf.recurrence
@@ -18,3 +29,138 @@ def rwkv7(r: Key, w: Key, k: Key, v: Value, kappa: Key, a: Key, u: Param[Key]) -
     """
     decay = exp(-math.exp(-0.5) * sigmoid(w))
     return System(A=diag(decay) - outer(sigmoid(a) * kappa, kappa), B=k * v, C=r, D=dot(r, u * k) * v)
+
+
+@dsf.recurrence
+def rwkv7_rate(r: Key, w: Key, k: Key, v: Value, kappa: Key, a: Key, w0: Param[Key], a0: Param[Key]) -> System:
+    """RWKV-7 without the bonus, and with the constant parts of decay and learning rate apart: what the layer runs."""
+    decay = exp(-math.exp(-0.5) * sigmoid(w0 + w))
+    return System(A=diag(decay) - outer(sigmoid(a0 + a) * kappa, kappa), B=k * v, C=r)
+
+
+class RWKV7(TimeMix):
+    """The time-mixing block of RWKV-7 (Goose): token shift, low-rank decay, learning rate and gate, bonus, output.
+
+    Source: Peng et al. (arXiv 2503.14456), Section 4; names and start values as in the released training code. Heads of
+    d_model / n_heads (the released models': 64). Mixtures with the token before are constants here, as in that paper.
+    ranks: of decay, learning rate, value residual and gate; by default the released code's formula of d_model.
+    value_residual: v is moved towards v_first= [B, T, d_model], given to `forward` and `step`: the values of the
+    model's first layer, its `inputs(x)["v"].flatten(2)`. n_layers: of the model; with layer_idx it sets start values.
+    Left out: the channel-mixing block. bare: no token shift, no gate.
+    """
+
+    recurrence = rwkv7_rate
+    x_r: Tensor
+    w0: Tensor
+    w1: Tensor
+    w2: Tensor
+    a0: Tensor
+    a1: Tensor
+    a2: Tensor
+    v0: Tensor
+    v1: Tensor
+    v2: Tensor
+    g1: Tensor
+    g2: Tensor
+    k_k: Tensor
+    k_a: Tensor
+    r_k: Tensor
+    ln_weight: Tensor
+    ln_bias: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        n_layers: int | None = None,
+        ranks: tuple[int, int, int, int] | None = None,
+        value_residual: bool = False,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d_model, n_layers, bare, layer_idx)
+        n = self.width(d_model, n_heads, None, "another d_model")
+        self.dims = (n_heads, n, n)
+        self.value_residual, self.gated = value_residual, not bare
+        for name, power, more in (
+            ("r", 0.2, 0.0), ("w", 0.9, 0.0), ("k", 0.9, 0.4), ("v", 0.4, 0.6), ("a", 0.9, 0.0),
+            *([] if bare else [("g", 0.2, 0.0)]),
+        ):  # fmt: skip
+            self.mix(f"x_{name}", d_model, power * self.height, more * self.depth)
+        w_rank, a_rank, v_rank, g_rank = ranks or default_ranks(d_model)
+        decay = partial(ramp, low=-6.5, range_=5.0, power=0.85 + self.depth**0.5)
+        self.own("w0", decay, n_heads, n, kind="rate")
+        self._low_rank("w", d_model, w_rank)
+        self.own("a0", torch.zeros, n_heads, n, kind="rate")
+        self._low_rank("a", d_model, a_rank)
+        if value_residual:
+            self.own("v0", torch.ones, d_model, kind="vector")
+            self._low_rank("v", d_model, v_rank)
+        if not bare:
+            self._low_rank("g", d_model, g_rank)
+        self.own("k_k", partial(full, value=0.85), d_model, kind="vector")
+        self.own("k_a", torch.ones, d_model, kind="vector")
+        self.own("r_k", torch.zeros, n_heads, n, kind="vector")
+        self.own("ln_weight", torch.ones, d_model, kind="vector")
+        self.own("ln_bias", torch.zeros, d_model, kind="vector")
+        bound = 0.5 * d_model**-0.5
+        self.receptance = StartLinear(d_model, d_model, partial(uniform, bound=bound))
+        self.key = StartLinear(d_model, d_model, partial(uniform, bound=0.1 * bound))
+        self.value = StartLinear(d_model, d_model, partial(uniform, bound=bound))
+        self.output = StartLinear(d_model, d_model, torch.zeros)
+        self.place(device, dtype)
+
+    def _low_rank(self, name: str, d_model: int, rank: int) -> None:
+        self.own(f"{name}1", torch.zeros, d_model, rank)
+        self.own(f"{name}2", _short_orthogonal, rank, d_model)
+
+    def arguments(self, u: Tensor, side: Side, span: Span, v_first: Tensor | None = None) -> dict[str, Tensor]:
+        x, change = side[0], u - side[0]
+        r, k, v = (
+            layer(self.toward_last(name, x, change))
+            for name, layer in (("x_r", self.receptance), ("x_k", self.key), ("x_v", self.value))
+        )
+        w = torch.tanh(self.toward_last("x_w", x, change) @ self.w1) @ self.w2
+        a = self._heads(self.toward_last("x_a", x, change) @ self.a1 @ self.a2)
+        if self.value_residual:
+            if v_first is None:
+                raise InputError("RWKV7: value_residual needs v_first= [B, T, d_model], the first layer's values")
+            v = v + (v_first - v) * (self.v0 + self.toward_last("x_v", x, change) @ self.v1 @ self.v2).sigmoid()
+        kappa = F.normalize(self._heads(k * self.k_k), dim=-1)
+        rate = (a + self.a0.to(a.dtype)).sigmoid().flatten(2)
+        k = self._heads(k * (1 + (rate - 1) * self.k_a))
+        inputs = {"r": self._heads(r), "w": self._heads(w), "k": k, "v": self._heads(v), "kappa": kappa, "a": a}
+        if self.gated:
+            inputs["gate"] = (self.toward_last("x_g", x, change) @ self.g1).sigmoid() @ self.g2
+        return {**inputs, "w0": self.w0, "a0": self.a0}
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.dims[0], -1))
+
+    def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
+        gate = (inputs.pop("gate"),) if self.gated else ()
+        return (inputs["r"] * inputs["k"], inputs["v"], *gate)
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        read, v, *gates = side
+        bonus = (read * self.r_k).sum(-1, keepdim=True) * v
+        y = group_norm(y, self.ln_weight, self.ln_bias, eps=64e-5) + bonus.flatten(2)
+        for gate in gates:
+            y = y * gate
+        return self.output(y)
+
+
+def default_ranks(d_model: int) -> tuple[int, int, int, int]:
+    """Ranks of decay, learning rate, value residual and gate in the released code, multiples of 32."""
+
+    def near(size: float) -> int:
+        return max(32, round(size / 32) * 32)
+
+    root = d_model**0.5
+    return near(1.8 * root), near(1.8 * root), near(1.3 * root), near(0.6 * d_model**0.8)
+
+
+def _short_orthogonal(*shape: int) -> Tensor:
+    return nn.init.orthogonal_(torch.empty(shape), gain=0.1)

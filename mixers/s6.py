@@ -1,12 +1,13 @@
 """S6, the selective state space model of Mamba."""
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsf
 from dsf import Key, Param, System, Value, exp, softplus
-from dsf.mixers._layers import log_uniform_dt_bias, undecayed
-from dsf.mixers._mamba import MambaBlock
+from dsf.mixers._mamba import MambaBlock, TimeStep
 from dsf.mixers._module import Side, Span
 
 
@@ -31,6 +32,11 @@ def s6_negative(x: Value, dt: Value, b: Key, c: Key, A_log: Param[Key, Value], D
     return System(A=2 * exp(-exp(A_log) * delta) - 1, B=b * (delta * x), C=c, D=D * x)
 
 
+def _s4d_real(channels: int, n: int) -> Tensor:
+    """log(1..N) for every channel."""
+    return torch.arange(1.0, n + 1).log().repeat(channels, 1)
+
+
 class S6(MambaBlock):
     """The Mamba block. Constructor, parameter names, shapes and init as mamba_ssm's `Mamba`.
 
@@ -39,6 +45,7 @@ class S6(MambaBlock):
     """
 
     recurrence = s6
+    A_log: Tensor
 
     def __init__(
         self,
@@ -51,15 +58,16 @@ class S6(MambaBlock):
         dt_max: float = 0.1,
         negative: bool = False,
         bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(d_model, d_state, d_conv, expand, dt_rank, bare)
+        super().__init__(d_model, d_state, d_conv, expand, dt_rank, bare, layer_idx)
         self.recurrence = s6_negative if negative else s6
         d_inner = self.dims[2]
-        self.A_log = undecayed(torch.arange(1.0, d_state + 1).log().repeat(d_inner, 1))
-        bound = self.dt_proj.in_features**-0.5
-        nn.init.uniform_(self.dt_proj.weight, -bound, bound)
-        with torch.no_grad():
-            self.dt_proj.bias.copy_(log_uniform_dt_bias(d_inner, dt_min, dt_max))
+        self.own("A_log", _s4d_real, d_inner, d_state, kind="rate")
+        self.dt_proj = TimeStep(self.dt_proj.in_features, d_inner, dt_min, dt_max)
+        self.place(device, dtype)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         dt, b, c = self._low_rank(u)

@@ -1,9 +1,13 @@
 """Softmax attention: the system with infinitely many states."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, N, System, Value, exp_features
+from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side, Span
 
 
@@ -38,15 +42,21 @@ class SoftmaxAttention(Mixer):
         headdim: int | None = None,
         bias: bool = False,
         bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        headdim = headdim or d_model // n_heads
+        super().__init__(layer_idx)
+        headdim = self.width(d_model, n_heads, headdim, "headdim")
         self.n_kv_heads = n_kv_heads or n_heads
+        if n_heads % self.n_kv_heads:
+            raise InputError(f"SoftmaxAttention: n_kv_heads ({n_kv_heads}) must divide n_heads ({n_heads})")
         self.dims = (n_heads, headdim, headdim)
         self.q_proj = nn.Linear(d_model, n_heads * headdim, bias=bias)
         self.k_proj = nn.Linear(d_model, self.n_kv_heads * headdim, bias=bias)
         self.v_proj = nn.Linear(d_model, self.n_kv_heads * headdim, bias=bias)
         self.o_proj = nn.Linear(n_heads * headdim, d_model, bias=bias)
+        self.place(device, dtype)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims

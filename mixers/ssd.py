@@ -1,16 +1,19 @@
 """SSD, the state space model of Mamba-2."""
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Param, Recurrence, Scalar, System, Value, exp, maximum, minimum, softplus
-from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import GatedRMSNorm, log_uniform_dt_bias, split_heads, undecayed
+from dsf.language.errors import InputError
+from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._own import log_uniform, time_step
 
 NO_LIMIT = (0.0, math.inf)
 
@@ -50,6 +53,9 @@ class SSD(Mixer):
     """
 
     recurrence = ssd
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
 
     def __init__(
         self,
@@ -63,32 +69,36 @@ class SSD(Mixer):
         dt_max: float = 0.1,
         dt_limit: tuple[float, float] = NO_LIMIT,
         bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        d_inner = expand * d_model
+        super().__init__(layer_idx)
+        d_inner = self.inner(d_model, expand)
         heads = d_inner // headdim
         if heads * headdim != d_inner or heads % n_groups:
-            raise ValueError(f"SSD: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
+            raise InputError(f"SSD: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
         self.recurrence = ssd_with(dt_limit)
         self.dims = (heads, d_state, headdim)
         self.n_groups = n_groups
         channels = d_inner + 2 * n_groups * d_state
         self.widths = [0 if bare else d_inner, channels, heads]  # z, what is convolved (x, b, c), dt
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
-        self.conv1d = None if bare else ShortConv(channels, d_conv)
-        self.dt_bias = undecayed(log_uniform_dt_bias(heads, dt_min, dt_max))
-        self.A_log = undecayed(torch.empty(heads).uniform_(1, 16).log())
-        self.D = undecayed(torch.ones(heads))
+        self.split = (heads, headdim, n_groups, d_state, n_groups, d_state)  # x, b, c
+        self.conv1d = None if bare else ShortConv(channels, d_conv, pieces=heads_of(self.split))
+        self.own("dt_bias", partial(time_step, dt_min=dt_min, dt_max=dt_max), heads, kind="rate")
+        self.own("A_log", partial(log_uniform, low=1.0, high=16.0), heads, kind="rate")
+        self.own("D", torch.ones, heads, kind="rate")
         self.norm = GatedRMSNorm(d_inner, groups=n_groups, gate_first=True)
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
+        self.place(device, dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
         return u, (dt, z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        heads, n, p = self.dims
-        x, b, c = split_heads(u, heads, p, self.n_groups, n, self.n_groups, n)
+        x, b, c = split_heads(u, self.split)
         return {"x": x, "dt": side[0], "b": b, "c": c, "A_log": self.A_log, "D": self.D, "dt_bias": self.dt_bias}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -41,18 +42,29 @@ def seeded_torch() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def no_tapes() -> None:
-    """No test plays calls that were written down under another's tile sizes."""
+def _forget() -> None:
     if "dsf.kernels.triton.tape" in sys.modules:
         sys.modules["dsf.kernels.triton.tape"].forget()
 
 
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """pytest's, for tests that change tile sizes and the like: they play no call of other tests, nor these theirs.
+
+    All other tests meet what earlier calls left behind, as users' calls do.
+    """
+    _forget()
+    yield monkeypatch
+    _forget()
+
+
 @pytest.fixture(autouse=True)
-def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def rehearsed() -> Iterator[None]:
     """In the interpreter, every first call of a kind runs as it does where its kernels have yet to be compiled."""
-    if INTERPRETED:
-        rehearsal.install(monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            rehearsal.install(patch)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -254,10 +254,35 @@ def test_folders_without_a_model_are_one_clear_line(folder, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     assert "its configuration cannot be loaded" in one_line(run(tmp_path, code=2))
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    found = one_line(run(tmp_path, code=2))
+    assert "has a model, but no tokenizer (tokenizer.json" in found and f"save_pretrained('{tmp_path}')" in found
+    (tmp_path / "tokenizer.json").write_text("{}")
     assert "its tokenizer cannot be loaded" in one_line(run(tmp_path, code=2))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_text((folder / file).read_text())
     assert "its model cannot be loaded" in one_line(run(tmp_path, code=2))
+
+
+def test_a_tokenizer_without_a_vocabulary_is_not_the_texts_fault(tmp_path):
+    """transformers makes an empty one for folders of some models."""
+    zoo.build("gpt2").save_pretrained(tmp_path)
+    assert "no tokenizer" in one_line(run(tmp_path, code=2))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    assert "has a tokenizer without a vocabulary" in one_line(run(tmp_path, code=2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "state-spaces/mamba-130m-hf"])
+def test_ids_of_the_hub_get_the_line_that_saves_them(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = one_line(run(name, code=2))
+    folder = name.rpartition("/")[2]
+    line = loading.save_line(name)
+    assert "saved to a folder first" in found and line in found and f"&& dsf analyze ./{folder}" in line
+    program = line.partition('python -c "')[2].partition('"')[0]
+    compile(program, "line", "exec")
+    assert f"from_pretrained('{name}').save_pretrained('{folder}')" in program
+    for path in ("./gpt2", "models/x/y", "a b"):
+        assert "hub" not in one_line(run(path, code=2))
 
 
 def test_an_encoder_decoder_is_refused(tmp_path):

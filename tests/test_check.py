@@ -436,3 +436,29 @@ else:
     raise SystemExit("no error")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@dsf.recurrence
+def reflection(u: Key, q: Key, k: Key, v: Value) -> System:
+    n = dsf.l2norm(u)
+    return System(A=I - 2 * outer(n, n), B=k * v, C=q)
+
+
+@pytest.mark.parametrize("law", ["forms", "split"])
+def test_what_a_declaration_loses_to_rounding_is_no_forms_fault(law):
+    """A gradient through l2norm of one number is what remains of two that cancel: no order of summation has it."""
+    for seed in (0, 3, 7):
+        example = Example(tokens=55, cuts=(1,), seed=seed)
+        found = testing.errors(reflection, law, "chunk", example)
+        assert max(found.values()) < 1e-9
+
+
+def test_a_wrong_gradient_is_found_whatever_the_condition():
+    """The very gradient that cancels, off by a millionth of itself."""
+
+    def wrong(u, q, k, v):
+        u = u + (u * 1e-6 - (u * 1e-6).detach())
+        return reflection(u, q, k, v, form="recurrent")
+
+    found = testing.errors(reflection, "forms", "against", Example(tokens=55, n=2, p=2), against=wrong)
+    assert found["grad u"] > 1e-9 and max(e for name, e in found.items() if name != "grad u") < 1e-9

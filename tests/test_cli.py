@@ -1,19 +1,26 @@
 """The command line: every command, its JSON, its exit codes, and one clear line for bad input."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import torch
 from typer.testing import CliRunner
 
+import dsf
 from dsf.analysis._cli_app import app
 from dsf.analysis._cli_zoo import range_text
-from dsf.mixers import ZOO
+from dsf.analysis.subjects import find
+from dsf.checking.examples import Example
+from dsf.checking.report import Failure, Report, Row
+from dsf.mixers import ALIASES, ZOO, canonical, get
 
 OWN = '''
 import dsf
@@ -85,7 +92,7 @@ def test_zoo_json_says_all_about_every_mixer():
     assert softmax["state"]["numbers"] == 2 * 4096 * 2048 and "scan" not in softmax["forms"]
     assert delta["inputs"]["beta"]["range"] == "in [0, 2]" and delta["eigenvalues"]["low"] < -0.9
     assert s6["module"]["class"] == "S6" and s6["module"]["options"]["d_state"] == 16
-    assert by_name["mlstm"]["module"] is None and by_name["mlstm"]["state"]["formula"] == "H·N·(P+2)"
+    assert by_name["mlstm"]["module"]["class"] == "MLSTM" and by_name["mlstm"]["state"]["formula"] == "H·N·(P+2)"
 
 
 def test_zoo_of_one_shows_its_equations(own):
@@ -125,6 +132,65 @@ def test_check_passes_a_right_recurrence(own):
     assert "all laws hold" in run("check", f"{own}:leaky", "--examples", 1, "--tokens", 20).stdout
     found = json.loads(run("check", "mingru", "--examples", 1, "--tokens", 12, "--json").stdout)
     assert found["ok"] and found["recurrence"] == "mingru" and found["rows"]
+
+
+@pytest.fixture
+def reported(monkeypatch):
+    """Let `dsf check` print the report of a short real check of one recurrence."""
+
+    def report_of(recurrence):
+        report = dsf.check(recurrence, laws=("forms", "split"), dtypes=(torch.float64,), examples=1, tokens=12)
+        monkeypatch.setattr(dsf, "check", lambda *_, **__: report, raising=False)
+        return report
+
+    return report_of
+
+
+def test_check_says_little_when_all_is_well_and_more_when_asked(reported):
+    report = reported(get("mingru").recurrence)
+    brief = run("check", "mingru").stdout
+    assert brief == f"{report.verdict}\n" and brief.count("\n") == 1
+    assert "mingru: all laws hold" in brief and "nearest to its bound: " in brief
+    for flag in ("-v", "--verbose"):
+        long = run("check", "mingru", flag).stdout
+        assert long == f"{report}\n" and "grad initial_state" in long and "inputs: z real" in long
+
+
+def test_check_tells_briefly_what_is_broken(tmp_path, reported):
+    path = tmp_path / "rigged.py"
+    path.write_text(RIGGED)
+    report = reported(find(f"{path}:wrong").recurrence)
+    brief = run("check", f"{path}:wrong", code=1).stdout
+    assert "1 broken" in brief and "scan, y is off by 1.0e-02" in brief and "to repeat it" in brief
+    head = next(line for line in brief.splitlines() if line.startswith("law"))
+    assert "scan" in head and "chunk" not in head  # the table of what is broken alone
+    assert f"{report}\n" == run("check", f"{path}:wrong", "-v", code=1).stdout
+
+
+def test_what_breaks_everywhere_alike_is_told_once():
+    row = Row("forms", "float64", "scan", "exception", math.inf, 0.0, Example(), "RuntimeError: out of memory")
+    rows = tuple(replace(row, law=f"law{i}", quantity=f"q{i}") for i in range(52))
+    failures = tuple(Failure(r, "a law", False, "print()") for r in rows)
+    brief = Report("own", "identity", "cpu", {"x": "real"}, rows, failures, 52, 1.0).brief()
+    assert brief.count("out of memory") == 1 and "51 more broken: law1 (scan), " in brief
+    assert len(brief.splitlines()) < 30 and "… and 40 lines like these" in brief
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("--device", "cuda"), "s6: device 'cuda' was asked for, but torch finds no GPU"),
+        (("--device", "cuda:1"), "s6: device 'cuda:1' was asked for, but torch finds no GPU"),
+        (("--device", "gpu"), "s6: 'gpu' is no device; give cpu or cuda"),
+        (("--device", "meta"), "have no numbers to check"),
+        (("--backend", "triton"), "backend='triton' was asked for, but its kernels need CUDA tensors"),
+        (("--backend", "abacus"), "there is no backend 'abacus'; backends are torch, triton and auto"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing")
+def test_check_where_it_cannot_run_is_one_clear_line(args, expected, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert expected in one_line(run("check", "s6", *args, code=2))
 
 
 def test_check_exits_with_one_for_a_wrong_recurrence(tmp_path):
@@ -182,6 +248,33 @@ def test_an_unknown_mixer_gets_near_names(command):
     assert "no mixer is called 'deltanett'" in message and "deltanet" in message
 
 
+def test_an_unknown_mixer_does_not_get_all_names():
+    message = one_line(run("plan", "zzzz", code=2))
+    assert "`dsf zoo` lists all" in message and "deltanet" not in message
+    assert "near names: mamba (s6)" in one_line(run("plan", "mambda", code=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("mamba", "s6"), ("Mamba-2", "ssd"), ("GatedDeltaNet", "gated_deltanet"), ("RG-LRU", "rg_lru"), ("S6", "s6"),
+     ("gated-DeltaNet", "gated_deltanet"), ("Mamba2Mixer", "ssd"), ("LinearAttention", "linear_attention")],
+)  # fmt: skip
+def test_names_that_people_know_find_their_mixer(given, name):
+    assert json.loads(run("plan", given, "--json").stdout)["recurrence"] == name
+
+
+def test_every_entry_alias_and_class_leads_where_it_says():
+    for entry in ZOO:
+        for spelling in (entry.name, entry.name.upper(), entry.name.replace("_", "-"), entry.name.replace("_", "")):
+            assert get(spelling) is entry and canonical(spelling) == entry.name
+    for alias, name in ALIASES.items():
+        assert get(alias).name == name != alias
+    for entry in ZOO:
+        if entry.module is not None:
+            assert get(entry.module.__name__).module.__name__ == entry.module.__name__
+    assert canonical("nothing known") == "nothing known"
+
+
 @pytest.mark.parametrize(
     ("source", "function", "expected"),
     [
@@ -233,6 +326,12 @@ def test_wrong_usage_exits_with_two(args):
 def test_help_and_version():
     assert "compare" in run("--help").stdout
     assert run("--version").stdout.startswith("dsf ")
+
+
+def test_shells_can_complete():
+    assert "--install-completion" in run("--help").stdout
+    typed = {"_DSF_COMPLETE": "complete_bash", "COMP_WORDS": "dsf do", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], env=typed, prog_name="dsf").stdout.split() == ["doctor"]
 
 
 def test_without_extras_one_line_names_them():

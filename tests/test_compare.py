@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,16 +13,16 @@ import torch
 import dsf
 from dsf import Scalar, System
 from dsf.analysis import compare as engine
-from dsf.analysis.generic import GenericMixer, random_inputs, squash
 from dsf.analysis.probe import disagreement, first, spectrum, speeds
 from dsf.analysis.subjects import find, find_all
 from dsf.analysis.text import load_text
 from dsf.analysis.training import Setup, build, make_model, train
 from dsf.checking.ranges import Range
 from dsf.mixers import ZOO
+from dsf.mixers.layer import Layer, random_inputs, squash
 
 SETUP = Setup(steps=12, batch=4, seq=64, d_model=32, n_heads=2, layers=1)
-NAMES = ["gated_deltanet", "mlstm"]  # one with its paper's layer, one in a generic layer
+NAMES = ["gated_deltanet", "mlstm"]  # and a recurrence of one's own, in a layer made of its declaration
 OWN = '''
 import dsf
 from dsf import Key, Scalar, System, Value, exp
@@ -57,7 +60,7 @@ def test_every_mixer_has_a_whole_record(result):
     data = json.loads(json.dumps(result.to_dict()))
     assert data["schema"] == "dsf.compare/1" and not data["failed"]
     assert [m["name"] for m in data["mixers"]] == [*NAMES, "leaky"]
-    assert [m["layer"] for m in data["mixers"]] == ["GatedDeltaNet", "GenericMixer", "GenericMixer"]
+    assert [m["layer"] for m in data["mixers"]] == ["GatedDeltaNet", "MLSTM", "Layer"]
     for m in data["mixers"]:
         assert {"before", "after"} <= m["bits_per_byte"].keys()
         assert len(m["training"]["bits_per_byte"]) == SETUP.steps
@@ -172,7 +175,7 @@ def test_any_bytes_are_text(tmp_path):
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda e: e.name)
 def test_a_generic_layer_wraps_any_recurrence_and_learns(entry):
-    layer = GenericMixer(entry.recurrence, 16, n_heads=2)
+    layer = Layer(entry.recurrence, 16, n_heads=2)
     x = torch.randn(2, 9, 16)
     y, state = layer(x)
     assert y.shape == x.shape and y.isfinite().all()
@@ -180,7 +183,7 @@ def test_a_generic_layer_wraps_any_recurrence_and_learns(entry):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.o_proj.parameters())
     half, state = layer(x[:, :5])
     rest, _ = layer(x[:, 5:], state)
-    if "reset" not in layer.ranges:
+    if "reset" not in layer.known.ranges:
         torch.testing.assert_close(torch.cat([half, rest], 1), y, atol=1e-4, rtol=1e-3)
     assert layer.state_size(7) > 0
 
@@ -283,7 +286,38 @@ def test_a_recurrence_without_channels_has_a_layer():
     def counter(s: Scalar, f: Scalar) -> System:
         return System(A=dsf.sigmoid(f), B=s, C=1)
 
-    layer = GenericMixer(counter, 16, n_heads=2)
+    layer = Layer(counter, 16, n_heads=2)
     y, state = layer(torch.randn(2, 9, 16))
     assert y.shape == (2, 9, 16) and state.recurrent.shape == (2, 2, 1, 1)
     assert layer.state_size() == 2
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, threading, time
+from dsf.analysis import compare
+from dsf.analysis.text import load_text
+from dsf.analysis.training import Setup
+
+def interrupt():
+    while not multiprocessing.active_children():
+        time.sleep(0.01)
+    time.sleep(1.0)
+    os.killpg(0, signal.SIGINT)  # as a terminal does: this process and its workers, which are importing torch
+
+if __name__ == "__main__":
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        compare.compare(["qlstm", "mingru"], load_text(), Setup(steps=100_000), workers=2)
+    except KeyboardInterrupt:
+        print("ended", multiprocessing.active_children())
+        sys.exit(130)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_an_interrupt_while_workers_start_ends_them_without_a_word(tmp_path):
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "ended []\n", "")

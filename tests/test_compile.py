@@ -100,3 +100,27 @@ def test_a_layer_is_one_graph():
     found = torch.autograd.grad(compiled(x)[0].square().sum(), list(layer.parameters()))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# S6 and Longhorn are scans of Params that come transposed; the others have other structures.
+MODULES = {
+    "S6": {"d_model": 8},
+    "Longhorn": {"d_model": 8},
+    "RGLRU": {"d_model": 8},
+    "QLSTM": {"d_model": 8},
+    "DeltaNet": {"d_model": 16, "n_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_past_the_recurrent_form_are_one_graph(name):
+    torch.compiler.reset()
+    layer = getattr(mixers, name)(**MODULES[name])
+    x = torch.randn(1, 11, MODULES[name]["d_model"])
+    parameters = list(layer.parameters())
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), parameters, allow_unused=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x)[0].square().sum(), parameters, allow_unused=True)
+    for a, b in zip(found, expected, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -70,11 +70,13 @@ def test_an_example_that_prints_something_else_is_noticed():
     assert run(source, {}) == "1\n"
 
 
-def test_the_table_of_the_readme_is_the_one_the_code_makes():
+def test_the_tables_of_the_zoo_are_those_that_the_code_makes():
     zoo = runpy.run_path(str(ROOT / "docs" / "zoo.py"))
     readme = (ROOT / "README.md").read_text()
     assert zoo["BEGIN"] in readme
     assert zoo["with_table"](readme) == readme, "the zoo has changed: run python docs/zoo.py"
+    page = (ROOT / "docs" / "layers.md").read_text()
+    assert zoo["with_table"](page, zoo["layers"]()) == page, "the layers have changed: run python docs/zoo.py"
 
 
 @EACH_PAGE

@@ -109,7 +109,11 @@ def test_constants_that_are_no_numbers_are_refused(fold):
         (S * dsf.N, "s * N"),
         (STEPS[1] * S, "b[1] * s"),
         (dsf.taylor_features(K, 2), "taylor_features(k, 2)"),
-        (dsf.dot(K, K), "sum_key(k * k)"),
+        (dsf.dot(K, K), "dot(k, k)"),
+        (dsf.sum_key(2 * K), "sum_key(2 * k)"),
+        (dsf.l2norm(K), "l2norm(k)"),
+        (2 * dsf.l2norm(K + 1, 1e-3) * V, "2 * l2norm(k + 1, 0.001) * v"),
+        (dsf.rsqrt(S) * K, "rsqrt(s) * k"),
     ],
 )
 def test_expressions_print_as_they_are_written(expr, text):

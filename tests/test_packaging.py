@@ -25,7 +25,7 @@ SOURCES = [path for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*
 MAX_LINES = 500
 
 # What the extras bring, by import name: none of it may be needed by, or loaded with, the core.
-EXTRA_MODULES = {"typer", "rich", "matplotlib", "transformers", "hypothesis", "pytest"}
+EXTRA_MODULES = {"typer", "rich", "matplotlib", "transformers", "accelerate", "hypothesis", "pytest"}
 WITHOUT_EXTRAS = f"""
 import sys
 class Absent:
@@ -145,7 +145,7 @@ def test_the_command_names_the_extra_that_it_needs(installed: Path) -> None:
 
 
 def test_importing_dsf_loads_no_heavy_module_that_torch_did_not() -> None:
-    heavy = EXTRA_MODULES | {"triton"}
+    heavy = EXTRA_MODULES | {"triton", "pydantic"}
     code = f"""
 import sys, torch
 before = set(sys.modules)

@@ -1,16 +1,20 @@
 """Packed sequences (cu_seqlens) are separate sequences: outputs, states and gradients, for every structure and form."""
 
+import copy
+import pickle
 from itertools import pairwise
 
 import pytest
 import structures
 import torch
 
-from dsf import KVCache
+from dsf import InputError, KVCache, Packing, mixers
 from dsf.call.packing import batches
 
 LENGTHS = (1, 9, 2, 3, 17, 1)
 BOUNDS = [0, 1, 10, 12, 15, 32, 33]
+# First, in the middle, several in a row, last; and all but one, alone in the middle.
+EMPTY = {"some": [0, 0, 1, 10, 12, 12, 12, 32, 33, 33], "one": [0, 0, 0, 33, 33]}
 EACH = pytest.mark.parametrize("recurrence", structures.ALL, ids=lambda r: r.name)
 
 
@@ -18,12 +22,15 @@ def packed(recurrence, **sizes):
     return structures.sample(recurrence, B=1, T=sum(LENGTHS), **sizes)
 
 
-def separately(recurrence, inputs, states, form):
-    """Every sequence in a call of its own."""
+def separately(recurrence, inputs, states, form, bounds=BOUNDS):
+    """Every sequence in a call of its own; an empty one leaves its state as it was, or nothing."""
     found = []
-    for row, (start, end) in enumerate(pairwise(BOUNDS)):
+    for row, (start, end) in enumerate(pairwise(bounds)):
         piece = structures.tokens_of(recurrence, inputs, slice(start, end))
         state = None if states is None else states[row : row + 1]
+        if start == end:
+            found.append((None, state))
+            continue
         found.append(recurrence(**piece, initial_state=state, return_state=True, form=form))
     return found
 
@@ -103,3 +110,112 @@ def test_future_sequences_never_change_earlier_ones():
     y = r(**inputs, cu_seqlens=torch.tensor(BOUNDS))
     changed = {name: torch.cat([x[:, :15], torch.randn_like(x[:, 15:])], dim=1) for name, x in inputs.items()}
     assert torch.equal(r(**changed, cu_seqlens=torch.tensor(BOUNDS))[:, :15], y[:, :15])
+
+
+def true_of(recurrence, state):
+    """A state as it may be compared; None: before a first token."""
+    return recurrence.true_state(state, 2) if state is not None else torch.zeros((), dtype=torch.float64)
+
+
+@EACH
+@pytest.mark.parametrize("bounds", EMPTY.values(), ids=EMPTY)
+def test_empty_sequences_are_as_they_were_in_every_form(recurrence, bounds):
+    inputs = packed(recurrence)
+    given = None if recurrence.spec.is_softmax else structures.sample(recurrence, B=len(bounds) - 1, T=3)
+    _, states = recurrence(**given, return_state=True) if given else (None, None)
+    for form in recurrence.forms:
+        for start in (None, states) if states is not None else (None,):
+            how = {"cu_seqlens": torch.tensor(bounds), "initial_state": start, "return_state": True, "form": form}
+            y, final = recurrence(**inputs, **how)
+            alone = separately(recurrence, inputs, start, form, bounds)
+            assert_same(y, torch.cat([part for part, _ in alone if part is not None], dim=1))
+            for row, (_, state) in enumerate(alone):
+                if isinstance(final, KVCache):
+                    n = bounds[row + 1] - bounds[row]
+                    assert final.lengths[row] == n and (state is None or n == state.lengths[0])
+                    if state is not None:
+                        assert_same(final.k[row, :, :n], state.k[0])
+                        assert_same(final.v[row, :, :n], state.v[0])
+                else:
+                    found, expected = recurrence.true_state(final[row : row + 1], 2), true_of(recurrence, state)
+                    assert_same(found, expected.expand_as(found))
+
+
+@pytest.mark.parametrize("recurrence", structures.FINITE, ids=lambda r: r.name)
+@pytest.mark.parametrize("bounds", EMPTY.values(), ids=EMPTY)
+def test_gradients_of_empty_sequences(recurrence, bounds):
+    inputs = packed(recurrence)
+    _, states = recurrence(**structures.sample(recurrence, B=len(bounds) - 1, T=3), return_state=True)
+    leaves = [x.requires_grad_() for x in [*inputs.values(), states.detach()]]
+    y, final = recurrence(**inputs, initial_state=leaves[-1], cu_seqlens=torch.tensor(bounds), return_state=True)
+    alone = separately(recurrence, inputs, leaves[-1], "auto", bounds)
+    expected_y = torch.cat([part for part, _ in alone if part is not None], dim=1)
+    expected = torch.cat([recurrence.true_state(state, 2) for _, state in alone])
+    true = recurrence.true_state(final, 2)
+    dy, dfinal = torch.randn_like(y), torch.randn_like(true)
+    found = torch.autograd.grad((y * dy).sum() + (true * dfinal).sum(), leaves)
+    wanted = torch.autograd.grad((expected_y * dy).sum() + (expected * dfinal).sum(), leaves)
+    for a, b in zip(found, wanted, strict=True):
+        assert_same(a, b)
+
+
+@EACH
+def test_a_state_before_any_token_goes_on_as_nothing(recurrence):
+    """The state that an empty sequence leaves, its running maximum too, begins the next call as no state does."""
+    inputs, bounds = packed(recurrence), torch.tensor([0, 0, 33, 33])
+    _, state = recurrence(**inputs, cu_seqlens=bounds, return_state=True)
+    first = KVCache(*(x[:1] for x in state)) if isinstance(state, KVCache) else state[:1]
+    y, final = recurrence(**inputs, initial_state=first, return_state=True)
+    expected, last = recurrence(**inputs, return_state=True)
+    assert_same(y, expected)
+    if not isinstance(final, KVCache):
+        assert_same(recurrence.true_state(final, 2), recurrence.true_state(last, 2))
+
+
+def test_the_cache_of_an_empty_sequence_stays():
+    softmax = next(r for r in structures.ALL if r.spec.is_softmax)
+    _, cache = softmax(**structures.sample(softmax, B=3, T=4), return_state=True)
+    inputs = structures.sample(softmax, B=1, T=5)
+    _, final = softmax(**inputs, initial_state=cache, cu_seqlens=torch.tensor([0, 0, 5, 5]), return_state=True)
+    assert final.lengths.tolist() == [4, 9, 4]
+    for row in (0, 2):
+        assert_same(final.k[row, :, :4], cache.k[row])
+        assert_same(final.v[row, :, :4], cache.v[row])
+
+
+def test_writes_that_torch_does_not_see_change_the_boundaries():
+    r = structures.gated_delta
+    inputs, bounds = packed(r), torch.tensor(BOUNDS)
+    r(**inputs, cu_seqlens=bounds)
+    other = [0, 5, 6, 12, 15, 32, 33]
+    bounds.data[:] = torch.tensor(other)  # no version is counted
+    assert_same(r(**inputs, cu_seqlens=bounds), r(**inputs, cu_seqlens=torch.tensor(other)))
+    bounds.data[1] = 40
+    with pytest.raises(InputError, match="must not decrease"):
+        r(**inputs, cu_seqlens=bounds)
+
+
+def test_a_packing_is_what_it_was_made_of_whatever_is_written_later():
+    r = structures.gated_delta
+    inputs, bounds = packed(r), torch.tensor(BOUNDS)
+    packing, expected = Packing(bounds), r(**inputs, cu_seqlens=bounds)
+    bounds.data[1] = 5
+    for shared in (packing, copy.deepcopy(packing), pickle.loads(pickle.dumps(packing)), Packing(BOUNDS)):
+        assert_same(r(**inputs, cu_seqlens=shared), expected)
+        assert len(shared) == 6 and shared.on(torch.device("cpu")).tolist() == BOUNDS
+    assert repr(packing) == f"Packing({BOUNDS})"
+    with pytest.raises(InputError, match="must begin with 0 and end with T = 32"):
+        r(**structures.tokens_of(r, inputs, slice(0, 32)), cu_seqlens=packing)
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], [0, 3, 2], [0], [], torch.tensor([[0, 1]]), torch.tensor([0.0, 1.0])])
+def test_packings_that_are_none_are_refused(wrong):
+    with pytest.raises(InputError, match=r"^Packing: cu_seqlens must"):
+        Packing(wrong)
+
+
+def test_layers_share_a_packing():
+    layer = mixers.GatedDeltaNet(d_model=16, n_heads=2)
+    x, bounds = torch.randn(1, 9, 16), torch.tensor([0, 0, 4, 4, 9])
+    for a, b in zip(layer(x, cu_seqlens=Packing(bounds))[1], layer(x, cu_seqlens=bounds)[1], strict=True):
+        assert torch.equal(a, b)

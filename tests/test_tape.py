@@ -50,6 +50,13 @@ def flat(found):
     return [found[0], *found[1], found[2]]
 
 
+@pytest.fixture(autouse=True)
+def none_played_yet():
+    tape.forget()
+    yield
+    tape.forget()
+
+
 def test_the_third_call_of_a_kind_is_played():
     calls.clear()
     for seed in range(5):
@@ -104,11 +111,37 @@ def test_memory_is_freed_after_its_last_use():
     assert counts[0] == counts[1] == 3 and counts[2] == counts[3] == 2  # x, second; `first` is gone
 
 
-def test_tapes_are_forgotten_when_there_are_many(monkeypatch):
+@pytest.mark.parametrize("first", [True, False])
+def test_tensors_that_are_one_are_told_from_those_that_are_equal(first):
+    """A tape of a call in which two inputs were one tensor would hand the one for both to every later call."""
+
+    def difference(tensors):
+        return (tensors[0] - tensors[1],)
+
+    for seed in range(6):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        y = x if (seed < 3) == first else x + 1
+        assert torch.equal(played(difference, (x, y))[0], x - y)
+
+
+def test_the_tape_played_longest_ago_is_forgotten_first(monkeypatch):
     monkeypatch.setattr(tape, "LARGEST", 3)
-    for power in range(2, 9):
+    for power in (2, 3, 4, 2, 5):  # 3 was played longest ago when 5 comes
         played(steps, inputs(0), power)
-    assert len(tape._tapes) <= 3
+    assert [key[1] for key in tape._tapes] == [(4,), (2,), (5,)]
+
+
+def test_a_tensor_from_elsewhere_is_an_error():
+    elsewhere = torch.ones(3, 4)
+    x = torch.randn(3, 4)
+    played(lambda tensors: (tensors[0],), (x,))
+
+    def adding(tensors):
+        return (tensors[0] + elsewhere,)
+
+    played(adding, (x,))
+    with pytest.raises(AssertionError, match="came from elsewhere"):
+        played(adding, (x,))
 
 
 def test_what_a_tape_cannot_say_is_an_error():

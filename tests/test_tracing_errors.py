@@ -1,5 +1,7 @@
 """A recurrence declared wrongly is refused where it is declared, with its name, its line and what is wrong."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -355,3 +357,27 @@ def test_annotations_may_be_strings_and_see_the_enclosing_function():
 
     assert (inner.name, inner.__doc__) == ("renamed", "Its doc.")
     assert [str(i.kind) for i in inner.spec.inputs] == ["Key", "Steps[Key, 2]", "Steps[Value, 2]", "Param[Key, Value]"]
+
+
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [
+        (lambda k, v: k.T @ v, r"`k\.T`: .*meet by name; k \* v of a Key and a Value is the outer product"),
+        (lambda k, v: v.transpose(0, 1), r"`v\.transpose`: .*dot\(a, b\) the inner one"),
+        (lambda k, v: k.sigmoid() * v, r"`k\.sigmoid`: write sigmoid\(k\)"),
+        (lambda k, v: (k * v).sum(-1), r"`\(k \* v\)\.sum`: write sum_key\(k \* v\) or sum_value\(k \* v\)"),
+        (lambda k, v: k / k.shape[-1] * v, r"`k\.shape`: expressions have no shape; N and P are the sizes"),
+        (lambda k, v: k.softsign() * v, r"`k\.softsign`: expressions have no 'softsign'"),
+    ],
+)
+def test_what_tensors_have_is_answered_with_what_to_write(write, text):
+    def tensor_like(q: Key, k: Key, v: Value):
+        return System(A=I, B=write(k, v), C=q)
+
+    with pytest.raises(TraceError, match=r"(?s)^tensor_like: " + text + r".*\n.*test_tracing_errors\.py:\d+"):
+        dsf.recurrence(tensor_like)
+
+
+def test_expressions_have_no_attributes_that_copies_or_checks_stumble_on():
+    k = dsf.Expr("input", (), ("k", None), frozenset({"key"}))
+    assert not hasattr(k, "T") and not hasattr(k, "__array__") and copy.copy(k) is k is pickle.loads(pickle.dumps(k))

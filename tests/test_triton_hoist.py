@@ -18,14 +18,14 @@ from dsf.triton.normalised import doubled
 from dsf.triton.regroup import collect, regroup
 
 __all__ = ["small_tiles"]
-UNIT = "k * rsqrt(sum_key(k * k) + 1e-06)"
+UNIT = "l2norm(k)"
 
 
 @pytest.mark.parametrize(
     ("recurrence", "made", "passed"),
     [
-        (longhorn, ["sum_key(k * k)"], ["k"]),
-        (aligned, [UNIT, f"sum_key(q * ({UNIT}))"], ["q"]),
+        (longhorn, ["dot(k, k)"], ["k"]),
+        (aligned, [UNIT, f"dot(q, {UNIT})"], ["q"]),
         (before, ["softplus(g)"], []),
         (swinging, ["k ** 2"], []),
     ],

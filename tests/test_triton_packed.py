@@ -52,11 +52,16 @@ def one_by_one(recurrence, bounds):
     def run(leaves, start):
         found = []
         for row, (low, high) in enumerate(pairwise(bounds)):
+            if low == high:  # its state stays, or is nothing yet
+                found.append((None, None if start is None else start[row : row + 1]))
+                continue
             mine = {n: x[:, low:high] if n in timed else x for n, x in leaves.items()}
             first = None if start is None else start[row : row + 1]
             found.append(recurrence(**mine, initial_state=first, return_state=True, form="naive"))
         y, final = zip(*found, strict=True)
-        return torch.cat(y, dim=1), torch.cat(final)
+        like = next(x for x in final if x is not None)
+        final = [torch.zeros_like(like) if x is None else x for x in final]
+        return torch.cat([x for x in y if x is not None], dim=1), torch.cat(final)
 
     return run
 
@@ -77,6 +82,24 @@ def assert_packed_is_one_by_one(recurrence, given, state, bounds=BOUNDS, toleran
 def test_packed_is_one_by_one(recurrence):
     given = sample(recurrence, batch=1, tokens=BOUNDS[-1])
     assert_packed_is_one_by_one(recurrence, given, states(recurrence, len(BOUNDS) - 1))
+
+
+EMPTY = ((0, 0, 1, 16, 16, 16, 33, 49, 49), (0, 0, 0, 40, 40))
+
+
+@pytest.mark.parametrize("bounds", EMPTY, ids=["some", "all but one"])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("name", ["linear_attention", "mlstm", "deltanet", "gla", "rwkv7", "s6", "rwkv4", "qlstm"])
+def test_empty_sequences_are_as_they_were(name, stateful, bounds):
+    recurrence = get(name).recurrence
+    given = sample(recurrence, batch=1, tokens=bounds[-1])
+    state = None
+    if stateful:
+        timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+        before = sample(recurrence, batch=len(bounds) - 1, tokens=3)
+        before = {n: x if n in timed else given[n] for n, x in before.items()}
+        state = recurrence(**before, return_state=True)[1].double()
+    assert_packed_is_one_by_one(recurrence, given, state, bounds)
 
 
 @pytest.mark.parametrize("recurrence", [get("mlstm").recurrence, late_ratio, get("rwkv7").recurrence])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import platform
 import queue
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -106,14 +109,35 @@ def _together(jobs: list[Job], workers: int, report: Report | None) -> list[Resu
     context = mp.get_context("spawn")
     news: Any = context.Queue()
     with ProcessPoolExecutor(workers, context, initializer=_worker, initargs=(news,)) as pool:
-        futures: list[Future[Result]] = [pool.submit(_measure_there, job) for job in jobs]
-        waiting: set[Future[Result]] = set(futures)
-        while waiting:
-            waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED).not_done
-            for message in _arrived(news):
-                if report is not None:
-                    report(*message)
-        return [f.result() for f in futures]
+        others = mp.active_children()
+        with _without_interrupts():
+            futures: list[Future[Result]] = [pool.submit(_measure_there, job) for job in jobs]
+        try:
+            waiting: set[Future[Result]] = set(futures)
+            while waiting:
+                waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED).not_done
+                for message in _arrived(news):
+                    if report is not None:
+                        report(*message)
+            return [f.result() for f in futures]
+        except KeyboardInterrupt:
+            for process in mp.active_children():
+                if process not in others:
+                    process.terminate()
+            raise
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started in here do not see Ctrl-C, of which each would print what it was importing; it waits for us."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _arrived(news: Any) -> Iterator[tuple[str, int, float]]:
@@ -130,6 +154,8 @@ _news: Any = None
 def _worker(news: Any) -> None:
     global _news
     _news = news
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
     torch.set_num_threads(1)
     # Tensors go back by value: sharing them by file descriptor fails once their process has ended.
     torch.multiprocessing.set_sharing_strategy("file_system")
@@ -197,7 +223,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _layer(subject: Subject) -> str:
-    return getattr(subject.make, "__name__", "GenericMixer") if subject.has_module else "GenericMixer"
+    return getattr(subject.make, "__name__", "Layer") if subject.has_module else "Layer"
 
 
 def _states(subject: Subject, model: ByteLM) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dsf.analysis.convert.patch import Patches, named
 from dsf.analysis.measures.state import StateSize, state_size
 from dsf.call.recurrence import Recurrence
 from dsf.language.errors import DsfError
-from dsf.mixers import softmax_attention
+from dsf.mixers import Mixer, softmax_attention
 
 CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv, "causal_conv1d_update": causal_conv_step}
 
@@ -182,7 +182,10 @@ def _convert(entry: Found, patches: Patches) -> Layer:
         softmax.LAYERS[module] = layer
         patches.on_undo(partial(_forget, module))
         patches.watch(layer)
-    if layer.kind != "FIR":
+    if isinstance(module, Mixer):
+        layer.conv = module.state_size(0) - module.state_size(0, conv=False)
+        layer.key_heads = getattr(module, "n_kv_heads", None)
+    elif layer.kind != "FIR":
         layer.conv = sum(
             m.in_channels * (m.kernel_size[0] - 1) for m in module.modules() if isinstance(m, nn.Conv1d)
         )  # fmt: skip

@@ -12,7 +12,8 @@ from types import CodeType, ModuleType
 from torch import nn
 
 from dsf.analysis.convert.cores import CORES, Core
-from dsf.analysis.convert.forwards import FORWARDS, Forward
+from dsf.analysis.convert.forwards import FORWARDS, Forward, declared
+from dsf.mixers import Mixer
 
 LOOKS_LIKE_A_MIXER = re.compile(r"(Attention|Mixer|SSM|Mamba|DeltaNet|Rwkv|Retention|Recurrent|LSTM|GRU|RNN)\d*$")
 NONLINEAR = (nn.LSTM, nn.GRU, nn.RNN)
@@ -93,6 +94,8 @@ def _how(module: nn.Module) -> Core | Forward | str | None:
     own = FORWARDS.get(cls) or FORWARDS.get(cls.__name__)
     if own is not None:
         return own
+    if isinstance(module, Mixer):  # ours, whichever: its declaration says all
+        return Forward(cls.__name__, module.recurrence, declared)
     names = names_used(cls)
     for core in CORES:
         if any(f in names for f in core.functions):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dsf import Recurrence
 from dsf.analysis.convert.cores import still
 from dsf.analysis.convert.fir import convolve
-from dsf.analysis.convert.layer import Layer, ModelCall, boundaries, trailing_padding
-from dsf.mixers import mlstm, retnet, rg_lru
+from dsf.analysis.convert.layer import Layer, ModelCall, Run, boundaries, trailing_padding
+from dsf.mixers import Mixer, mlstm, retnet, rg_lru
 
 
 def lightning(
@@ -172,6 +172,22 @@ def rwkv_feed_forward(call: ModelCall, module: Any, hidden: Tensor, state: Any =
     receptance = hidden * module.time_mix_receptance + shifted * (1 - module.time_mix_receptance)
     value = module.value(torch.square(torch.relu(module.key(key))))
     return torch.sigmoid(module.receptance(receptance)) * value, state
+
+
+def declared(
+    layer: Layer, module: Mixer, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, *,
+    attention_mask: Tensor | None = None, use_cache: bool = True, **tokens: Tensor,
+) -> Any:  # fmt: skip
+    """A layer of dsf.mixers: it runs its recurrence itself, so that nothing changes; recorders are shown its inputs."""
+    options = {"attention_mask": attention_mask, "use_cache": use_cache}
+    y, after = type(module).forward(module, x, state, cu_seqlens, **options, **tokens)  # type: ignore[arg-type]
+    layer.state = module.dims
+    if layer.listeners:
+        recurrent = None if state is None else state.recurrent
+        with torch.no_grad():
+            inputs = module.inputs(x, state, cu_seqlens, **tokens)
+        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.get("runs", 0)))
+    return y, after
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsf.call.packing import INTEGERS, Packing
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
@@ -18,7 +18,6 @@ from dsf.language.expr import KEY, VALUE, Expr, inputs_of
 from dsf.language.spec import Spec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -219,18 +218,13 @@ def cache_heads(spec: Spec, sizes: Sizes) -> tuple[int, int]:
     return sizes.heads_of(term.key), sizes.heads_of(term.value)
 
 
-def check_bounds(spec: Spec, bounds: list[int], sizes: Sizes) -> None:
-    """Raises InputError unless the values of cu_seqlens increase strictly from 0 to T."""
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != sizes.tokens:
-        raise InputError(f"{spec.name}: cu_seqlens must begin with 0 and end with T = {sizes.tokens}, got {bounds}")
-    if any(later <= earlier for earlier, later in pairwise(bounds)):
-        raise InputError(f"{spec.name}: cu_seqlens must increase strictly, got {bounds}")
-
-
 def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:
     """What can be said of cu_seqlens without waiting for the GPU. Raises InputError."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-        raise InputError(f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
+    tensor = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype in INTEGERS
+    if not tensor and not isinstance(cu_seqlens, Packing):
+        raise InputError(
+            f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
+        )
     if sizes.batch != 1:
         raise InputError(f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {sizes.batch}")
 

@@ -7,28 +7,25 @@ launches is traced through it (torch.compiler.allow_in_graph), expressions evalu
 
 from __future__ import annotations
 
-import functools
-import itertools
-import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsf.call.bind import Bound, bind
+from dsf.call.guard import looks_swapped
 from dsf.call.plan import Plan, make_plan
+from dsf.language.derived import derived, digest
 from dsf.language.spec import Spec
 from dsf.triton.choose import interpreted, packs_hidden
-
-if TYPE_CHECKING:
-    from dsf.call.recurrence import Recurrence
+from dsf.triton.names import declared
 
 LARGEST = 256  # combinations a recurrence remembers
 
 
-@functools.cache
+@derived
 def _names(spec: Spec) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """Names of the inputs, and which have a token axis."""
     return tuple(i.name for i in spec.inputs), tuple(i.kind.time for i in spec.inputs)
@@ -46,19 +43,16 @@ def is_transformed(tensors: Iterable[Any]) -> bool:
 class Calls:
     """The bound sizes and plans of a recurrence's calls so far, by shapes, dtypes, devices and options."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self) -> None:
         self.kept: dict[Any, tuple[Any, ...]] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Calls, (self.spec,)
+        self.warned = False
 
     def prepare(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, form: str, backend: str,
+        self, spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, form: str, backend: str,
         one_token: bool = False,
     ) -> tuple[Bound, Plan]:  # fmt: skip
         """The checked inputs and what runs. Raises InputError and FormError."""
-        names, timed = _names(self.spec)
+        names, timed = _names(spec)
         tensors = self._ordered(names, args, kwargs)
         transformed = is_transformed((*args, *kwargs.values(), state))
         key = None
@@ -75,13 +69,15 @@ class Calls:
                 if one_token:
                     tensors = tuple(x.unsqueeze(1) if t else x for x, t in zip(tensors, timed, strict=True))
                 return Bound(dict(zip(names, tensors, strict=True)), sizes, dtype, compute, device), plan
-        bound = bind(self.spec, tuple(args), kwargs, one_token)
+        bound = bind(spec, tuple(args), kwargs, one_token)
         given = (*bound.tensors.values(), state)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if isinstance(x, Tensor))
-        plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device, grad, transformed)
+        plan = make_plan(spec, bound.sizes, bound.dtype, form, backend, bound.device, grad, transformed)
         if key is not None:
-            if len(self.kept) >= LARGEST:
-                self.kept.clear()
+            if not (self.warned or one_token or state is not None or torch.compiler.is_compiling()):
+                self.warned = looks_swapped(spec, bound.sizes)
+            for oldest in list(self.kept)[: len(self.kept) + 1 - LARGEST]:
+                self.kept.pop(oldest, None)
             self.kept[key] = (bound.sizes, bound.dtype, bound.compute, bound.device, plan)
         return bound, plan
 
@@ -97,15 +93,20 @@ class Calls:
         return found if all(isinstance(x, Tensor) for x in found) else None
 
 
-RECURRENCES: weakref.WeakValueDictionary[str, Recurrence] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+@derived
+def calls_of(spec: Spec) -> Calls:
+    """A declaration's calls, whatever copies of its recurrence make them."""
+    return Calls()
 
 
-def register(recurrence: Recurrence) -> str:
-    """A name for a recurrence that a graph can hold."""
-    name = f"{recurrence.name}#{next(_numbers)}"
-    RECURRENCES[name] = recurrence
-    return name
+def key_of(spec: Spec) -> str:
+    """A name for a recurrence that a graph can hold: the same in every process that declares the same."""
+    return f"{spec.name}-{digest(spec)}"
+
+
+def _declared(key: str) -> Spec:
+    name, _, content = key.rpartition("-")
+    return declared(name, content)
 
 
 def call_in_graph(
@@ -113,16 +114,24 @@ def call_in_graph(
     cu_seqlens: Tensor | None, *tensors: Tensor,
 ) -> Any:  # fmt: skip
     """A call (or step) of the recurrence of that name, as one node of a compiled graph."""
+    found: tuple[Any, ...] = tensors
+    proxy = next((x for x in found if isinstance(x, torch.fx.Proxy)), None)
+    if proxy is not None:  # torch.fx reads a saved graph: this stays one node of it
+        given = (name, method, options, names, state, cu_seqlens, *tensors)
+        return proxy.tracer.create_proxy("call_function", call_in_graph, given, {})
     count = len(tensors) - len(names)
     kwargs = dict(zip(names, tensors[count:], strict=True))
     packing = () if cu_seqlens is None else (cu_seqlens,)
-    return getattr(RECURRENCES[name], method)(tensors[:count], kwargs, state, *options, *packing)
+    from dsf.call.recurrence import Recurrence
+
+    recurrence = Recurrence(_declared(name))
+    return getattr(recurrence, method)(tensors[:count], kwargs, state, *options, *packing)
 
 
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
     """True where a packed call can be a node of a graph: its kernels need no lengths on the host. wide: of float64."""
     runs = on_gpu or (interpreted() and backend == "triton")
-    return runs and backend != "torch" and not wide and packs_hidden(RECURRENCES[name].spec, form)
+    return runs and backend != "torch" and not wide and packs_hidden(_declared(name), form)
 
 
 packs_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as below

@@ -2,19 +2,87 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from dsf.language.errors import InputError
+
 Made = TypeVar("Made")
-_KEPT = 16  # ways of packing whose places are remembered: a CUDA graph may not copy them from the host
+_KEPT = 16  # ways of packing whose places are remembered
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Bounds = tuple[int, ...]
-_values: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
-_places: dict[tuple[Callable[..., Any], Bounds, torch.device], Any] = {}
+_checked: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+_places: dict[tuple[Callable[..., Any], Bounds, torch.device, int], Any] = {}
+
+
+class Packing:
+    """Where S packed sequences begin and end, read once and fixed: what the calls of a whole model share.
+
+    cu_seqlens: [S + 1] integers from 0 to T that never decrease, a tensor or numbers; a sequence may be empty. Calls
+    and layers take a Packing in place of cu_seqlens. A tensor that lies on a GPU has to be waited for wherever its
+    numbers are needed on the host: of a Packing once, when it is made, of a bare tensor in every such call. It holds
+    copies, so that nothing written to cu_seqlens later changes it; a CUDA graph replays the boundaries that it had.
+
+    Raises InputError for anything but a one-dimensional integer tensor or numbers that begin with 0 and never decrease.
+    """
+
+    __slots__ = ("_placed", "bounds")
+    bounds: Bounds
+
+    def __init__(self, cu_seqlens: Tensor | Iterable[int]) -> None:
+        if isinstance(cu_seqlens, Tensor):
+            if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+                raise InputError(f"Packing: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
+            found = cu_seqlens.tolist()
+        else:
+            found = [operator.index(x) for x in cu_seqlens]
+        check_bounds("Packing", found, found[-1] if found else 0)
+        self.bounds = tuple(found)
+        self._placed: dict[torch.device, Tensor] = {}
+        if isinstance(cu_seqlens, Tensor):
+            self.on(cu_seqlens.device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packing, (self.bounds,)
+
+    def __len__(self) -> int:
+        """S."""
+        return len(self.bounds) - 1
+
+    def __repr__(self) -> str:
+        return f"Packing({list(self.bounds)})"
+
+    def on(self, device: torch.device) -> Tensor:
+        """The boundaries as int32 [S + 1] on a device; not to be written to. Any stream may read them."""
+        found = self._placed.get(device)
+        if found is None and is_captured(device):
+            raise InputError(
+                f"Packing: its boundaries are not on {device} yet, and nothing can be copied there while a CUDA graph "
+                "is captured: make it of a tensor on that device, or run the call once before"
+            )
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.tensor(self.bounds, dtype=torch.int32).to(device)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # once: whatever stream reads it finds it written
+            found = self._placed.setdefault(device, found)
+        return found
+
+
+def check_bounds(name: str, bounds: Sequence[int], tokens: int) -> None:
+    """Raises InputError unless boundaries go from 0 to T and never decrease."""
+    shown = list(bounds)
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens:
+        raise InputError(f"{name}: cu_seqlens must begin with 0 and end with T = {tokens}, got {shown}")
+    if any(later < earlier for earlier, later in pairwise(bounds)):
+        raise InputError(f"{name}: cu_seqlens must not decrease, got {shown}")
 
 
 @dataclass(frozen=True)
@@ -22,8 +90,9 @@ class Batch:
     """Sequences of similar length side by side.
 
     rows: which sequences, also as a tensor `chosen`; index: [S, T] place of each token in the packed row (padding
-    repeats the last one); valid: [S, T] bool, or None when no token is padding; lengths, also as a tensor `counts`;
-    order: where every sequence is among the rows of all batches.
+    repeats the last one); valid: [S, T] bool, or None when no token is padding; lengths, also as a tensor `counts`.
+    order: where every sequence is among the rows of all batches and `without`, the sequences that have no tokens and
+    are in no batch (None: there are none).
     """
 
     rows: list[int]
@@ -33,6 +102,7 @@ class Batch:
     chosen: Tensor
     counts: Tensor
     order: Tensor
+    without: Tensor | None
 
     def take(self, timed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per-token tensors [1, T, ...] -> [S, T', ...]."""
@@ -44,26 +114,50 @@ def is_hidden(cu_seqlens: Tensor) -> bool:
     boundaries may differ from replay to replay."""
     if type(cu_seqlens) is not Tensor or torch.compiler.is_compiling():
         return True
-    return cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_captured(cu_seqlens.device)
 
 
-def values(cu_seqlens: Tensor) -> list[int]:
-    """What it holds, on a GPU read once as long as it holds that: a model's layers share one and wait for it once."""
-    if cu_seqlens.device.type == "cpu" or is_hidden(cu_seqlens) or cu_seqlens.is_inference():
-        return cast(list[int], cu_seqlens.tolist())
-    found = _values.get(id(cu_seqlens))
-    if found is None or found[0]() is not cu_seqlens or found[1] != cu_seqlens._version:
-        if len(_values) >= _KEPT:
-            _values.clear()
-        found = _values[id(cu_seqlens)] = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
-    return found[2]
+def is_captured(device: torch.device) -> bool:
+    """True while a CUDA graph is captured: nothing may be copied from the host then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def on_device(cu_seqlens: Tensor, bounds: list[int], device: torch.device) -> Tensor:
-    """cu_seqlens, whose values are `bounds`, where the kernels read them."""
+def values(cu_seqlens: Tensor | Packing) -> list[int]:
+    """What it holds now. Of a tensor on a GPU that is waited for: nothing that was known of it earlier may be used,
+    because not every write to a tensor can be seen on the host."""
+    return list(cu_seqlens.bounds) if isinstance(cu_seqlens, Packing) else cast(list[int], cu_seqlens.tolist())
+
+
+def check_once(name: str, cu_seqlens: Tensor, tokens: int) -> None:
+    """check_bounds of a tensor on a GPU that kernels read there: again only after a write that torch knows of.
+
+    Nothing but the error depends on what was read.
+    """
+    if is_hidden(cu_seqlens):
+        return
+    if cu_seqlens.is_inference():
+        return check_bounds(name, cu_seqlens.tolist(), tokens)
+    state = cu_seqlens._version, tokens
+    found = _checked.get(id(cu_seqlens))
+    if found is None or found[0]() is not cu_seqlens or found[1:] != state:
+        check_bounds(name, cu_seqlens.tolist(), tokens)
+        _drop_oldest(_checked)
+        _checked[id(cu_seqlens)] = weakref.ref(cu_seqlens), *state
+    return None
+
+
+def on_device(cu_seqlens: Tensor | Packing, bounds: Sequence[int], device: torch.device) -> Tensor:
+    """The boundaries, whose values are `bounds`, where the kernels read them."""
+    if isinstance(cu_seqlens, Packing):
+        return cu_seqlens.on(device)
     if cu_seqlens.device == device:
         return cu_seqlens
     return _remembered(_placed, tuple(bounds), device, lambda x: [x])
+
+
+def tensor_of(cu_seqlens: Tensor | Packing | None, device: torch.device) -> Tensor | None:
+    """The boundaries as a tensor, for what looks for nothing else."""
+    return cu_seqlens.on(device) if isinstance(cu_seqlens, Packing) else cu_seqlens
 
 
 def _placed(bounds: Bounds, device: torch.device) -> Tensor:
@@ -75,9 +169,12 @@ def batches(bounds: list[int], device: torch.device) -> list[Batch]:
     return _remembered(_batches, tuple(bounds), device, lambda found: [x for b in found for x in (b.index, b.order)])
 
 
-def marks(bounds: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers of sequences, from 1, at their first tokens [1, T, 1] and at their last [T], 0 elsewhere; int32."""
-    return _remembered(_marks, tuple(bounds), device, list)
+def marks(bounds: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Numbers of sequences, from 1, at their first tokens [1, T, 1] and at their last [T], 0 elsewhere; int32.
+
+    And which sequences have tokens [S], None for all.
+    """
+    return _remembered(_marks, tuple(bounds), device, lambda found: [x for x in found if x is not None])
 
 
 def hidden_marks(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,47 +191,62 @@ def hidden_marks(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def _remembered(
     make: Callable[..., Made], bounds: Bounds, device: torch.device, tensors: Callable[[Made], list[Tensor]]
 ) -> Made:
-    """make(bounds, device), once for each way of packing."""
+    """make(bounds, device), once for each way of packing and stream: no other stream waits for what is made on one."""
     if torch.compiler.is_compiling():
         return make(bounds, device)
-    key = (make, bounds, device)
-    if key not in _places:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (make, bounds, device, stream)
+    kept = _places.get(key)
+    if kept is None:
         with torch.inference_mode(False):
             found = make(bounds, device)
         if any(type(x) is not Tensor for x in tensors(found)):
             return found
-        while len(_places) >= _KEPT:
-            _places.pop(next(iter(_places)))
-        _places[key] = found
-    return cast(Made, _places[key])
+        _drop_oldest(_places)
+        kept = _places[key] = found
+    return cast(Made, kept)
 
 
-def _marks(bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor]:
+def _drop_oldest(kept: dict[Any, Any]) -> None:
+    """Make room for one more."""
+    for oldest in list(kept)[: len(kept) + 1 - _KEPT]:
+        kept.pop(oldest, None)
+
+
+def _marks(bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     starts, ends = torch.zeros(2, bounds[-1], dtype=torch.int32)
-    numbers = torch.arange(1, len(bounds), dtype=torch.int32)
-    starts[list(bounds[:-1])] = numbers
-    ends[[b - 1 for b in bounds[1:]]] = numbers
-    return starts.to(device)[None, :, None], ends.to(device)
+    filled = [row for row in range(len(bounds) - 1) if bounds[row + 1] > bounds[row]]
+    numbers = torch.tensor(filled, dtype=torch.int32) + 1
+    starts[[bounds[row] for row in filled]] = numbers
+    ends[[bounds[row + 1] - 1 for row in filled]] = numbers
+    some = torch.tensor([b > a for a, b in pairwise(bounds)]) if len(filled) < len(bounds) - 1 else None
+    return starts.to(device)[None, :, None], ends.to(device), None if some is None else some.to(device)
 
 
 def _batches(bounds: Bounds, device: torch.device) -> list[Batch]:
     groups: dict[int, list[int]] = {}
+    without = []
     for row in range(len(bounds) - 1):
-        groups.setdefault((bounds[row + 1] - bounds[row] - 1).bit_length(), []).append(row)
+        length = bounds[row + 1] - bounds[row]
+        if length:
+            groups.setdefault((length - 1).bit_length(), []).append(row)
+        else:
+            without.append(row)
     packed = [rows for _, rows in sorted(groups.items())]
-    rows = [row for part in packed for row in part]
+    rows = [row for part in (*packed, without) for row in part]
     order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=device)
-    return [_batch(bounds, part, order, device) for part in packed]
+    left = torch.tensor(without, device=device) if without else None
+    return [_batch(bounds, part, order, left, device) for part in packed]
 
 
-def _batch(bounds: Bounds, rows: list[int], order: Tensor, device: torch.device) -> Batch:
+def _batch(bounds: Bounds, rows: list[int], order: Tensor, without: Tensor | None, device: torch.device) -> Batch:
     starts = torch.tensor([bounds[r] for r in rows], device=device)
     lengths = [bounds[r + 1] - bounds[r] for r in rows]
     counts = torch.tensor(lengths, device=device)
     places = torch.arange(max(lengths), device=device)
     index = starts[:, None] + torch.minimum(places, counts[:, None] - 1)
     valid = None if min(lengths) == max(lengths) else places < counts[:, None]
-    return Batch(rows, index, valid, lengths, torch.tensor(rows, device=device), counts, order)
+    return Batch(rows, index, valid, lengths, torch.tensor(rows, device=device), counts, order, without)
 
 
 def unpack(parts: list[tuple[Batch, Tensor]]) -> Tensor:
@@ -146,6 +258,7 @@ def unpack(parts: list[tuple[Batch, Tensor]]) -> Tensor:
     return torch.cat([pieces[row] for row in sorted(pieces)], dim=0).unsqueeze(0)
 
 
-def reorder(parts: list[tuple[Batch, Tensor]]) -> Tensor:
-    """States [S, ...] of every batch in the order of the sequences."""
-    return torch.cat([state for _, state in parts], dim=0).index_select(0, parts[0][0].order)
+def reorder(parts: list[tuple[Batch, Tensor]], rest: Tensor | None = None) -> Tensor:
+    """States [S, ...] of every batch, and those of sequences without tokens, in the order of the sequences."""
+    states = [state for _, state in parts] + ([] if rest is None else [rest])
+    return torch.cat(states, dim=0).index_select(0, parts[0][0].order)

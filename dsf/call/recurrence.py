@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from dsf.call import packing
-from dsf.call.bind import Bound, Sizes, bind, check_bounds, check_cache, check_packing, check_state, state_keys
-from dsf.call.calls import Calls, allow, call_in_graph, packs_in_graph, register
+from dsf.call import guard, packing
+from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
+from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
+from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
 from dsf.call.run import run, run_packed, run_softmax
 from dsf.kernels.attention import KVCache
+from dsf.language.derived import interned
 from dsf.language.errors import FormError, InputError, TraceError
 from dsf.language.expr import substitute
 from dsf.language.operator import I
@@ -43,18 +45,22 @@ class Recurrence:
     """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+        self.spec = interned(spec)
         self.name = spec.name
         self.__name__ = spec.name
         self.__doc__ = spec.doc
-        self._calls = Calls(spec)
-        self._key = register(self)
+        self._calls = calls_of(self.spec)
+        self._key = key_of(self.spec)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recurrence, (self.spec,)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Recurrence.__init__(self, state["spec"])
+    def __copy__(self) -> Recurrence:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recurrence:
+        """It is immutable: copies of a model share what was planned and printed for it."""
+        return self
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -66,7 +72,7 @@ class Recurrence:
         /,
         *args: Tensor,
         initial_state: State | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         return_state: bool = False,
         form: str = "auto",
         backend: str = "auto",
@@ -78,7 +84,8 @@ class Recurrence:
         Inputs by position or name: per token [B, T, H, ·] (a divisor of H heads is shared by groups), Steps
         [B, T, n, H, ·], Param [H, ·]. One dtype for all per-token inputs, Params that or float32.
         initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention.
-        cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences; states then have S rows.
+        cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences, empty ones among them; states then have S
+          rows, those of empty sequences as they were. Or a dsf.Packing, which many calls share.
         form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
         parallel: a dsf.parallel.Sequence, whose ranks hold the tokens between them: T is then this rank's, the states
         and cu_seqlens are those of the global sequences (docs/parallel.md).
@@ -93,6 +100,7 @@ class Recurrence:
             options = (return_state, form, backend)
             tensors = (*args, *kwargs.values())
             x = tensors[0]
+            cu_seqlens = packing.tensor_of(cu_seqlens, x.device)
             if cu_seqlens is None or packs_in_graph(self._key, form, backend, x.is_cuda, x.dtype == torch.float64):
                 allow()
                 return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
@@ -100,7 +108,7 @@ class Recurrence:
 
     def _call_parallel(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
-        cu_seqlens: Tensor | None, parallel: World,
+        cu_seqlens: Tensor | Packing | None, parallel: World,
     ) -> Any:  # fmt: skip
         if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
             allow()
@@ -119,23 +127,33 @@ class Recurrence:
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
     ) -> Any:  # fmt: skip
-        bound, plan = self._calls.prepare(args, kwargs, state, form, backend)
+        bound, plan = self._calls.prepare(self.spec, args, kwargs, state, form, backend)
         bounds = None if cu_seqlens is None else self._bounds(cu_seqlens, bound, plan)
+        watch = guard.current() if guard.ON else None
+        if watch is not None:
+            watch.inputs(self.spec, bound, bounds, state)
         y, final = self._run(bound, bounds, state, plan)
         y = y.to(bound.dtype)
+        if watch is not None:
+            watch.outputs(self.spec, bound, bounds, y, final)
         return (y, final) if return_state else y
 
-    def _bounds(self, cu_seqlens: Tensor, bound: Bound, plan: Plan) -> list[int] | Tensor:
+    def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
         check_packing(self.spec, cu_seqlens, bound.sizes)
+        tokens = bound.sizes.tokens
         on_device = plan.backend == "triton" and gpu.packs_on_device(self.spec, bound.sizes, bound.dtype)
-        in_graph = on_device or (plan.backend == "triton" and gpu.packs(self.spec))
-        if in_graph and packing.is_hidden(cu_seqlens):
-            return cu_seqlens.to(bound.device)
+        if on_device or (plan.backend == "triton" and gpu.packs(self.spec)):
+            if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or packing.is_hidden(cu_seqlens)):
+                packing.check_once(self.name, cu_seqlens, tokens)
+                return cu_seqlens.to(bound.device)
+            if isinstance(cu_seqlens, Packing) and packing.is_captured(bound.device):
+                packing.check_bounds(self.name, cu_seqlens.bounds, tokens)
+                return cu_seqlens.on(bound.device)
         bounds = packing.values(cu_seqlens)
-        check_bounds(self.spec, bounds, bound.sizes)
+        packing.check_bounds(self.name, bounds, tokens)
         return packing.on_device(cu_seqlens, bounds, bound.device) if on_device else bounds
 
     def _run(self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
@@ -179,12 +197,18 @@ class Recurrence:
     def _step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool, backend: str
     ) -> tuple[Tensor, State]:
-        bound, plan = self._calls.prepare(args, kwargs, state, "recurrent", backend, True)
+        bound, plan = self._calls.prepare(self.spec, args, kwargs, state, "recurrent", backend, True)
+        watch = guard.current() if guard.ON else None
+        if watch is not None:
+            watch.inputs(self.spec, bound, None, state)
         if in_place and state is not None:
-            y = self._overwrite(bound, state, plan)
-            return y[:, 0].to(bound.dtype), state
-        y, final = self._run(bound, None, state, plan)
-        return y[:, 0].to(bound.dtype), final
+            y, final = self._overwrite(bound, state, plan), state
+        else:
+            y, final = self._run(bound, None, state, plan)
+        y = y.to(bound.dtype)
+        if watch is not None:
+            watch.outputs(self.spec, bound, None, y, final)
+        return y[:, 0], final
 
     def _overwrite(self, bound: Bound, state: Any, plan: Plan) -> Tensor:
         """One step that leaves the new state where the old one was."""

@@ -52,7 +52,17 @@ def run_packed(
         y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan)
         outputs.append((batch, y))
         finals.append((batch, final))
-    return packing.unpack(outputs), packing.reorder(finals)
+    return packing.unpack(outputs), packing.reorder(finals, _untouched(spec, bound, state, finals[0][0].without))
+
+
+def _untouched(spec: Spec, bound: Bound, state: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """States of sequences without tokens: as they were, or those before a first token."""
+    if rows is None or state is not None:
+        return None if rows is None or state is None else state.index_select(0, rows)
+    layout, sizes = columns(spec, bound.sizes.p), bound.sizes
+    blank = torch.zeros(len(rows), sizes.heads, sizes.n, layout.total, dtype=bound.compute, device=bound.device)
+    blank[..., layout.p + layout.den :] = EMPTY
+    return blank
 
 
 def _run(
@@ -156,7 +166,19 @@ def run_softmax(
         y, final = _softmax(spec, bound, batch.take(timed), start, batch.counts, plan)
         outputs.append((batch, y))
         caches.append((batch, final))
-    return packing.unpack(outputs), _merge(caches)
+    return packing.unpack(outputs), _merge(caches, _untouched_cache(spec, bound, cache, caches[0][0].without))
+
+
+def _untouched_cache(spec: Spec, bound: Bound, cache: KVCache | None, rows: Tensor | None) -> KVCache | None:
+    """Of sequences without tokens."""
+    if rows is None:
+        return None
+    if cache is not None:
+        return KVCache(*(x.index_select(0, rows) for x in cache))
+    heads, sizes = cache_heads(spec, bound.sizes), bound.sizes
+    none = torch.zeros(len(rows), 1, 0, 1, dtype=bound.dtype, device=bound.device)
+    k, v = none.expand(-1, heads[0], -1, sizes.keys), none.expand(-1, heads[1], -1, sizes.p)
+    return KVCache(k, v, torch.zeros(len(rows), dtype=torch.int64, device=bound.device))
 
 
 def _softmax(
@@ -229,15 +251,15 @@ def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tens
     return a, k, v, scale
 
 
-def _merge(parts: list[tuple[packing.Batch, KVCache]]) -> KVCache:
-    """Caches of every batch, padded to one length, in the order of the sequences."""
-    longest = max(cache.k.shape[2] for _, cache in parts)
+def _merge(parts: list[tuple[packing.Batch, KVCache]], rest: KVCache | None) -> KVCache:
+    """Caches of every batch, and of sequences without tokens, padded to one length, in the order of the sequences."""
+    longest = max(c.k.shape[2] for c in [*(cache for _, cache in parts), *([] if rest is None else [rest])])
 
     def padded(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2]))
 
     return KVCache(
-        packing.reorder([(b, padded(c.k)) for b, c in parts]),
-        packing.reorder([(b, padded(c.v)) for b, c in parts]),
-        packing.reorder([(b, c.lengths) for b, c in parts]),
+        packing.reorder([(b, padded(c.k)) for b, c in parts], None if rest is None else padded(rest.k)),
+        packing.reorder([(b, padded(c.v)) for b, c in parts], None if rest is None else padded(rest.v)),
+        packing.reorder([(b, c.lengths) for b, c in parts], None if rest is None else rest.lengths),
     )

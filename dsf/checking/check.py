@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dsf.call.plan import BACKENDS
 from dsf.call.recurrence import Recurrence
 from dsf.checking.examples import Example, lengths, regimes_of
 from dsf.checking.laws import LAWS, Law, Measure
@@ -64,13 +65,19 @@ def check(
     Kernels are compiled for shapes: their examples share one N, P and number of heads for each dtype.
     backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
 
-    Returns a Report: `.ok`, `print(report)`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown form, and for
-    a recurrence that the triton backend refuses where it was asked for; InputError for an unknown law or input name;
-    without hypothesis, one DsfError says what to install.
+    Returns a Report: `.ok`, `print(report)`, `.brief()`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown
+    form or backend, and for a recurrence that the triton backend refuses where it was asked for; InputError for an
+    unknown law or input name, and for a device that this machine does not have; without hypothesis, one DsfError says
+    what to install.
     """
     import dsf.testing  # noqa: F401, needs hypothesis: fail before any work
 
     begin = time.perf_counter()
+    check_device(recurrence.name, device)
+    if backend not in ("auto", *BACKENDS):
+        raise FormError(
+            f"{recurrence.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto"
+        )
     found = _forms(recurrence, against, forms, device, backend)
     elsewhere = "torch" if KERNELS in found else backend
     subject = Subject(recurrence, ranges_of(recurrence.spec, ranges), against, device, elsewhere)
@@ -87,6 +94,27 @@ def check(
         examples=run.drawn,
         seconds=time.perf_counter() - begin,
     )
+
+
+def check_device(owner: str, device: torch.device | str) -> None:
+    """Raise InputError, in one line, for a device that torch does not know or this machine does not have."""
+    try:
+        kind = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{owner}: {device!r} is no device; give cpu or cuda") from error
+    if kind.type == "cuda" and not torch.cuda.is_available():
+        build = "" if torch.version.cuda or torch.version.hip else f" (torch {torch.__version__} is built without CUDA)"
+        raise InputError(f"{owner}: device {str(kind)!r} was asked for, but torch finds no GPU{build}")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise InputError(f"{owner}: device {str(kind)!r} was asked for, but this machine has {count} GPUs, from cuda:0")
+    if kind.type == "meta":
+        raise InputError(f"{owner}: tensors on the meta device have no numbers to check")
+    try:
+        torch.zeros(1, device=kind)
+    except Exception as error:  # whatever a backend that is not there raises
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"{owner}: device {str(kind)!r} was asked for, but torch cannot use it: {why}") from error
 
 
 def _forms(
@@ -212,6 +240,7 @@ class _Run:
         return Example(
             batch=2 if longest > 3 else 1, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype,
             groups=dict.fromkeys(timed[1:2], heads // 2), initial=True, cuts=cuts, seed=self.seed,
+            empties=(0, 1, 1, len(cuts) + 1),
         )  # fmt: skip
 
     @property

@@ -66,7 +66,8 @@ class Example:
     batch, tokens, heads, n, p: B, T, H, N, P. dtype: of the per-token inputs, "float64" and so on (Params are float32
     when it is a half precision). groups: heads of the inputs that have fewer than H. regimes: how each input is drawn
     (regimes_of), the plainest way unless named. initial: whether there is an initial state. cuts: increasing places
-    between 0 and T where the sequence is cut, the future begins or packed sequences meet. seed: of the numbers.
+    between 0 and T where the sequence is cut, the future begins or packed sequences meet. empties: where among those
+    boundaries (0 and T included, counted round and round) packed sequences without tokens lie. seed: of the numbers.
     """
 
     batch: int = 1
@@ -80,6 +81,7 @@ class Example:
     initial: bool = False
     cuts: tuple[int, ...] = ()
     seed: int = 0
+    empties: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """Only what differs from the smallest example, as source text."""
@@ -90,7 +92,8 @@ class Example:
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {f.name: getattr(self, f.name) for f in fields(self)} | {
-            "groups": dict(self.groups), "regimes": dict(self.regimes), "cuts": list(self.cuts)
+            "groups": dict(self.groups), "regimes": dict(self.regimes), "cuts": list(self.cuts),
+            "empties": list(self.empties),
         }  # fmt: skip
 
     @property
@@ -103,6 +106,11 @@ class Example:
     def bounds(self) -> list[int]:
         """0, the cuts, T."""
         return [0, *self.cuts, self.tokens]
+
+    @property
+    def packed_bounds(self) -> list[int]:
+        """The same with the sequences that have no tokens."""
+        return sorted([*self.bounds, *(self.bounds[place % len(self.bounds)] for place in self.empties)])
 
     def inputs(
         self, recurrence: Recurrence, ranges: Mapping[str, Range], device: torch.device | str = "cpu"

@@ -19,9 +19,11 @@ from dsf.checking.ranges import Range
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import FormError
+from dsf.torch.evaluate import DISTURBANCE, disturbed
 from dsf.torch.lower import columns
 
 BLOCK = 16  # tokens whose error is weighed together
+DISTURBED = 4  # draws by which a condition is found
 ORACLE, AGAINST, KERNELS = "naive", "against", "triton"  # KERNELS: the form that the triton backend chooses
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 
@@ -48,7 +50,8 @@ class Outcome:
 
     start: the largest typical entry of the initial state. grads: of ⟨y, dy⟩; state_grads: of ⟨final state, dS⟩; by
     input name, "initial_state" included. terms, state_terms: of their Params, where half precisions are compared, the
-    root of the sum of squares of what every token adds (`Subject.terms`).
+    root of the sum of squares of what every token adds (`Subject.terms`). condition: how far each of these numbers goes
+    off for each share by which the values of the declaration's expressions do (`Subject.condition`).
     """
 
     y: Tensor
@@ -58,6 +61,7 @@ class Outcome:
     state_grads: Mapping[str, Tensor] = field(default_factory=dict)
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     state_terms: Mapping[str, Tensor] = field(default_factory=dict)
+    condition: Callable[[], Outcome] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,41 @@ class Subject:
         of_state = gradients(sum((x * d).sum() for x, d in zip(truth, ds, strict=True)), wrt) if truth else {}
         parts = tuple(x.detach() for x in truth)
         size = max((typical_entry(x, None) for x in self.truth(state, p)), default=0.0)
-        return Outcome(y.detach(), parts, size, self.without_gain(grads, p), self.without_gain(of_state, p))
+        grads, of_state = self.without_gain(grads, p), self.without_gain(of_state, p)
+        return Outcome(
+            y.detach(), parts, size, grads, of_state,
+            condition=lambda: self.condition(inputs, state, dy, seed, run),
+        )  # fmt: skip
+
+    def condition(
+        self,
+        inputs: Mapping[str, Tensor],
+        state: State | None,
+        dy: Tensor,
+        seed: int,
+        run: Callable[..., tuple[Tensor, State | None]] | None,
+    ) -> Outcome:
+        """How far the oracle's numbers go off, divided by how far every expression was made to.
+
+        A gradient through l2norm(u) with u near 0, say, is a small difference of large numbers: what rounding leaves of
+        it is the recurrence's affair, and no form's.
+        """
+        wide = {name: x.double() for name, x in inputs.items()}
+        start = same_state(state, Tensor.double)
+        a = self.differentiate(ORACLE, wide, start, dy.double(), seed, run)
+        found = Outcome(torch.zeros_like(a.y), tuple(map(torch.zeros_like, a.state)))
+        for draw in range(DISTURBED):
+            with disturbed(seed + draw):
+                b = self.differentiate(ORACLE, wide, start, dy.double(), seed, run)
+            found = Outcome(
+                _farther(found.y, a.y, b.y),
+                tuple(map(_farther, found.state, a.state, b.state)),
+                grads={n: _farther(found.grads.get(n), x, b.grads[n]) for n, x in a.grads.items()},
+                state_grads={
+                    n: _farther(found.state_grads.get(n), x, b.state_grads[n]) for n, x in a.state_grads.items()
+                },
+            )
+        return found
 
     @staticmethod
     def state_leaves(state: State | None) -> dict[str, Tensor]:
@@ -217,6 +255,12 @@ class Subject:
         if layout.gain and "initial_state" in grads:
             grads["initial_state"] = grads["initial_state"][..., : layout.p + layout.den]
         return grads
+
+
+def _farther(known: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """How far apart a and b are, in units of the disturbance, and what is known of other draws: any one may cancel."""
+    off = (a - b).abs() / DISTURBANCE
+    return off if known is None else known + off
 
 
 def gradients(loss: Any, wrt: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -245,13 +289,15 @@ def by_head(x: Tensor, kind: Kind | None) -> Tensor:
 
 
 def distance(
-    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None
-) -> float:
+    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None,
+    condition: Tensor | None = None,
+) -> float:  # fmt: skip
     """Worst relative error over heads and token blocks; see RESOLUTION.
 
     scale: typical_entry of what it was computed from. terms: of a sum, what it would be if its terms did not cancel, to
-    which errors of half precisions are relative. Infinite for a wrong shape or a number that is not finite; 0 where the
-    expected number itself does not fit.
+    which errors of half precisions are relative. condition: how far it goes off for each share by which what it was
+    computed from does, which stands beside that scale. Infinite for a wrong shape or a number that is not finite; 0
+    where the expected number itself does not fit.
     """
     if got.shape != expected.shape:
         return math.inf
@@ -259,6 +305,14 @@ def distance(
         return 0.0
     if not got.isfinite().all():
         return math.inf
+    return float(misfits(got, expected, kind, dtype, scale, terms, condition).max())
+
+
+def misfits(
+    got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None,
+    condition: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Relative errors [heads of every batch row, blocks of tokens], of which `distance` is the worst."""
     ref = by_head(expected.double(), kind)
     difference = by_head(got.double(), kind) - ref
     share, floor = RESOLUTION[dtype]
@@ -268,11 +322,12 @@ def distance(
     limits = torch.finfo(torch.float64 if dtype == "float64" else torch.float32)
     least = max(least, limits.tiny / limits.eps)  # below it numbers have no more digits to compare
     size = torch.maximum(own, share * typical).clamp(min=least)
+    if condition is not None and condition.dim():
+        size = torch.maximum(size, floor * by_head(condition.double(), kind).norm(dim=-1))
     if terms is not None:
         size = torch.maximum(size, by_head(terms.double(), kind).norm(dim=-1))
     error = difference.norm(dim=-1)
-    ratio = torch.where(error == 0, 0.0, error / size)
-    return float(ratio.max())
+    return torch.where(error == 0, 0.0, error / size)
 
 
 def typical_entry(x: Tensor, kind: Kind | None) -> float:
@@ -282,3 +337,26 @@ def typical_entry(x: Tensor, kind: Kind | None) -> float:
     blocks = by_head(x.detach().double(), kind)
     largest = float(blocks.norm(dim=-1).max()) / math.sqrt(blocks.shape[-1])
     return largest if math.isfinite(largest) else 0.0
+
+
+def row_of(state: State | None, row: int) -> State | None:
+    """The state of one sequence."""
+    if isinstance(state, KVCache):
+        return KVCache(state.k[row : row + 1], state.v[row : row + 1], state.lengths[row : row + 1])
+    return None if state is None else state[row : row + 1]
+
+
+def stacked(states: list[State | None]) -> State | None:
+    """Final states of single sequences as the rows of one state; None: of one that began with nothing and is empty."""
+    some = next(s for s in states if s is not None)
+    blank = KVCache(*map(torch.zeros_like, some)) if isinstance(some, KVCache) else torch.zeros_like(some)
+    states = [blank if s is None else s for s in states]
+    caches = [s for s in states if isinstance(s, KVCache)]
+    if not caches:
+        return torch.cat([s for s in states if isinstance(s, Tensor)], dim=0)
+    longest = max(c.k.shape[2] for c in caches)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat([torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in parts])
+
+    return KVCache(joined([c.k for c in caches]), joined([c.v for c in caches]), torch.cat([c.lengths for c in caches]))

@@ -7,7 +7,9 @@ that (a decay exp(-softplus(x)), a key l2norm(k)), nothing is demanded; otherwis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,8 @@ from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
 
 INF = math.inf
-APART = 0.1  # how far denominators and logarithms stay from 0
+APART = 0.1  # how far denominators and logarithms stay from 0 in what is drawn
+TINY = sys.float_info.min  # how far they must stay from it: "> 0"
 PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
 
 
@@ -46,6 +49,8 @@ class Range:
             return "real"
         if self.low == -INF:
             return f"≤ {self.high:g}"
+        if self.low == TINY:
+            return "> 0" if self.high == INF else f"in (0, {self.high:g}]"
         return f"≥ {self.low:g}" if self.high == INF else f"in [{self.low:g}, {self.high:g}]"
 
 
@@ -67,29 +72,57 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
 
     Raises InputError for a name the recurrence does not have or a range that is empty.
     """
+    return _infer(spec, given, APART)[0]
+
+
+def legal_ranges(spec: Spec, given: Given | None = None) -> tuple[dict[str, Range], frozenset[str]]:
+    """The ranges that inputs of a call are held to, and the names of those that are sufficient only.
+
+    As `ranges_of`, but what must be positive may be as near to 0 as it likes. A range is sufficient only where the
+    demand on an expression was shared out among several inputs (a + b ≤ 1: either may be larger when the other is
+    smaller), so that an input outside it need not be wrong.
+    """
+    return _infer(spec, given, TINY)
+
+
+def _infer(spec: Spec, given: Given | None, apart: float) -> tuple[dict[str, Range], frozenset[str]]:
     ranges = dict.fromkeys((i.name for i in spec.inputs), REAL)
-    fixed = {name: _as_range(spec, name, value) for name, value in (given or {}).items()}
+    fixed = {name: _of_input(spec, name, value) for name, value in (given or {}).items()}
+    loose: set[str] = set()
     if not spec.is_softmax:
-        _Inference(spec, ranges | fixed, frozenset(fixed)).run(ranges)
-    return ranges | fixed
+        inference = _Inference(spec, ranges | fixed, frozenset(fixed), apart)
+        inference.run(ranges)
+        loose = inference.loose
+    return ranges | fixed, frozenset(loose)
 
 
-def _as_range(spec: Spec, name: str, value: Range | tuple[float, float]) -> Range:
+def _of_input(spec: Spec, name: str, value: Range | tuple[float, float]) -> Range:
     if name not in {i.name for i in spec.inputs}:
         names = ", ".join(i.name for i in spec.inputs)
         raise InputError(f"{spec.name}: ranges names `{name}`, which is no input; inputs are {names}")
-    found = value if isinstance(value, Range) else Range(float(value[0]), float(value[1]))
+    return as_range(spec.name, name, value)
+
+
+def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range:
+    """What a user gave as the range of an input. Raises InputError, naming the owner, unless it is one."""
+    try:
+        low, high = (value.low, value.high) if isinstance(value, Range) else value
+        found = value if isinstance(value, Range) else Range(float(low), float(high))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{owner}: the range of `{name}` must be (low, high), got {value!r}") from error
     if not found.low <= found.high:
-        raise InputError(f"{spec.name}: the range of `{name}` is empty: low {found.low:g}, high {found.high:g}")
+        raise InputError(f"{owner}: the range of `{name}` is empty: low {found.low:g}, high {found.high:g}")
     return found
 
 
 class _Inference:
     """Pushes demands on expressions down to inputs; `probe` tells whether they already hold."""
 
-    def __init__(self, spec: Spec, ranges: dict[str, Range], fixed: frozenset[str]) -> None:
-        self.spec, self.ranges, self.fixed = spec, ranges, fixed
+    def __init__(self, spec: Spec, ranges: dict[str, Range], fixed: frozenset[str], apart: float = APART) -> None:
+        self.spec, self.ranges, self.fixed, self.apart = spec, ranges, fixed, apart
         self.evaluator: Evaluator | None = None
+        self.sharing = 0  # demands under way of which another share would do as well
+        self.loose: set[str] = set()  # inputs narrowed by such a share
 
     def run(self, out: dict[str, Range]) -> None:
         """Make every demand; write the ranges found into `out`."""
@@ -128,7 +161,7 @@ class _Inference:
     def positive(self, x: Expr) -> None:
         """Demand x well above 0, unless it is above 0 as it is."""
         if self.probe(x).min() <= 0:
-            self.demand(x, APART, INF)
+            self.demand(x, self.apart, INF)
 
     def quotient(self) -> None:
         """Positive readout and keys where y is a quotient with nothing that keeps den from 0."""
@@ -141,8 +174,9 @@ class _Inference:
             return  # Taylor features: no entry need be positive for their dot product to be
         assert self.spec.ones is not None
         factors = [e for row in self.spec.ones.rows for t in row.terms for e in (t.key, t.value)]
-        for factor in [self.spec.readout, *factors]:
-            self.positive(factor)
+        with self.shared():
+            for factor in [self.spec.readout, *factors]:
+                self.positive(factor)
 
     def correction(self, c: Correction, bound: float) -> None:
         """Demand a correction whose matrix is no larger than `bound`."""
@@ -150,7 +184,8 @@ class _Inference:
         if (size * self.probe(c.right).norm(dim=-2, keepdim=True)).max() > bound:
             self.short(c.left)
             self.short(c.right)
-            self.demand(c.scale, -bound, bound)
+            with self.shared(bound < 2):  # several corrections share what one may be
+                self.demand(c.scale, -bound, bound)
 
     def short(self, x: Expr) -> None:
         """Demand Key vectors of length at most one."""
@@ -162,8 +197,9 @@ class _Inference:
         parts = [a for a in x.args if KEY in a.axes]
         if x.op == "mul" and len(parts) == 2:
             parts = [a for a in parts if not self.holds(a, -1.0, 1.0)] or parts[1:]
-        for part in parts:
-            self.short(part)
+        with self.shared(len(parts) > 1):
+            for part in parts:
+                self.short(part)
 
     def demand(self, x: Expr, low: float, high: float) -> None:
         """Demand low ≤ x ≤ high."""
@@ -186,6 +222,15 @@ class _Inference:
         if name not in self.fixed:
             self.ranges[name] = new
             self.evaluator = None
+            if self.sharing:
+                self.loose.add(name)
+
+    @contextmanager
+    def shared(self, really: bool = True) -> Iterator[None]:
+        """Demands made in here are one way of several to meet the one above them."""
+        self.sharing += really
+        yield
+        self.sharing -= really
 
 
 def _scaled(self: _Inference, x: Expr, factor: float, low: float, high: float) -> None:
@@ -207,16 +252,18 @@ def _mul(self: _Inference, x: Expr, low: float, high: float) -> None:
             a, b = b, a
             values = self.probe(a)
         if (values > 0).any() and (values < 0).any():
-            self.demand(a, 0.0, INF)
-            self.demand(b, low, high)
+            with self.shared():
+                self.demand(a, 0.0, INF)
+                self.demand(b, low, high)
         else:
             _scaled(self, b, -1.0 if (values < 0).any() else 1.0, low, high)
         return
     limit = max(abs(low), abs(high))
     first, second = (b, a) if self.holds(a, -1.0, 1.0) else (a, b)
-    self.demand(first, -limit, limit)
-    if not self.holds(x, low, high):
-        self.demand(second, -1.0, 1.0)
+    with self.shared(not self.holds(second, -1.0, 1.0)):
+        self.demand(first, -limit, limit)
+        if not self.holds(x, low, high):
+            self.demand(second, -1.0, 1.0)
 
 
 def _add(self: _Inference, x: Expr, low: float, high: float, sign: float = 1.0) -> None:
@@ -226,21 +273,24 @@ def _add(self: _Inference, x: Expr, low: float, high: float, sign: float = 1.0) 
     elif a.is_constant:
         _scaled(self, b, sign, low - a.value, high - a.value)
     else:
-        self.demand(a, low / 2, high / 2)
-        _scaled(self, b, sign, low / 2, high / 2)
+        with self.shared():
+            self.demand(a, low / 2, high / 2)
+            _scaled(self, b, sign, low / 2, high / 2)
 
 
 def _div(self: _Inference, x: Expr, low: float, high: float) -> None:
     a, b = x.args
     smallest = float(self.probe(b).abs().min())
-    _scaled(self, a, 1.0 / smallest if smallest else 0.0, low, high)
+    with self.shared(not b.is_constant):
+        _scaled(self, a, 1.0 / smallest if smallest else 0.0, low, high)
 
 
 def _pow(self: _Inference, x: Expr, low: float, high: float) -> None:
     base, power = x.args
     if not power.is_constant:
-        self.demand(base, 0.0, 1.0)
-        self.demand(power, 0.0, INF)
+        with self.shared():
+            self.demand(base, 0.0, 1.0)
+            self.demand(power, 0.0, INF)
     elif power.value > 0:
         root = high if math.isinf(high) else max(high, 0.0) ** (1 / power.value)
         self.demand(base, 0.0 if power.value % 2 else -root, root)
@@ -248,8 +298,9 @@ def _pow(self: _Inference, x: Expr, low: float, high: float) -> None:
 
 def _every(*places: int) -> Callable[[_Inference, Expr, float, float], None]:
     def rule(self: _Inference, x: Expr, low: float, high: float) -> None:
-        for place in places:
-            self.demand(x.args[place], low, high)
+        with self.shared():
+            for place in places:
+                self.demand(x.args[place], low, high)
 
     return rule
 
@@ -260,7 +311,8 @@ def _exp(self: _Inference, x: Expr, low: float, high: float) -> None:
 
 def _sum(self: _Inference, x: Expr, low: float, high: float) -> None:
     if low >= 0:
-        self.demand(x.args[0], 0.0, INF)
+        with self.shared():
+            self.demand(x.args[0], 0.0, INF)
 
 
 def _softplus(self: _Inference, x: Expr, low: float, high: float) -> None:

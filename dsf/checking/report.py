@@ -10,6 +10,8 @@ from typing import Any
 from dsf.checking.examples import Example
 from dsf.language.errors import LawError
 
+SHOWN, MOST = 3, 12  # failures told in full, lines of the table, in the brief report
+
 
 @dataclass(frozen=True)
 class Row:
@@ -80,6 +82,44 @@ class Report:
         graded = [r for r in self.rows if r.tolerance]
         return max(graded, key=lambda r: r.error / r.tolerance, default=None)
 
+    @property
+    def verdict(self) -> str:
+        """One line: what holds, or how much is broken, on how many examples, and how near the worst error came."""
+        words = "all laws hold" if self.ok else f"{len(self.failures)} broken"
+        line = (
+            f"{self.recurrence}: {words} ({self.structure}; {self.examples} examples, {self.seconds:.1f} s on "
+            f"{self.device})"
+        )
+        worst = self.worst
+        if not self.ok or worst is None:
+            return line
+        return (
+            f"{line}; nearest to its bound: {worst.form}, {worst.dtype}, {_number(worst.error)} of {worst.tolerance:g}"
+        )
+
+    def brief(self) -> str:
+        """The verdict; of what is broken the table, and what breaks it, but no more than SHOWN times in full."""
+        if self.ok:
+            return self.verdict
+        few, rest = self._apart()
+        shown = [f"\n{f}" for f in few]
+        if rest:
+            names = ", ".join(dict.fromkeys(f"{f.row.law} ({f.row.form})" for f in rest))
+            shown.append(f"\n{len(rest)} more broken: {names if len(names) < 400 else names[:400] + ' …'}")
+        return "\n".join([self.verdict, self._inputs(), "", *self._table(broken=True), *shown])
+
+    def _apart(self) -> tuple[list[Failure], list[Failure]]:
+        """Failures to show in full, one for each message of an exception, and the rest."""
+        few: list[Failure] = []
+        for failure in self.failures:
+            told = {f.row.detail for f in few if f.row.detail}
+            if len(few) < SHOWN and failure.row.detail not in told:
+                few.append(failure)
+        return few, [f for f in self.failures if f not in few]
+
+    def _inputs(self) -> str:
+        return "inputs: " + ", ".join(f"{name} {text}" for name, text in self.ranges.items())
+
     def raise_if_failed(self) -> Report:
         """The report itself; raises LawError, whose text is the report, when a law is broken."""
         if not self.ok:
@@ -104,23 +144,18 @@ class Report:
         }
 
     def __str__(self) -> str:
-        verdict = "all laws hold" if self.ok else f"{len(self.failures)} broken"
-        ranges = ", ".join(f"{name} {text}" for name, text in self.ranges.items())
-        head = [
-            f"{self.recurrence}: {verdict} ({self.structure}; {self.examples} examples, {self.seconds:.1f} s on "
-            f"{self.device})",
-            f"inputs: {ranges}",
-        ]
+        head = [self.verdict, self._inputs()]
         return "\n".join([*head, "", *self._table(), *(f"\n{f}" for f in self.failures)])
 
-    def _table(self) -> list[str]:
+    def _table(self, broken: bool = False) -> list[str]:
         """A line for every quantity of the law of forms and every broken one; one line for all others of a law.
 
-        One column a form; the last says what is allowed.
+        One column a form; the last says what is allowed. broken: nothing but what is broken, at most MOST lines.
         """
-        names = list(dict.fromkeys(r.form for r in self.rows))
+        rows = [r for r in self.rows if not (broken and r.ok)]
+        names = list(dict.fromkeys(r.form for r in rows))
         cells: dict[tuple[str, str, str], dict[str, Row]] = {}
-        for r in self.rows:
+        for r in rows:
             quantity = r.quantity if r.law == "forms" or not r.ok else "all others"
             found = cells.setdefault((r.law, r.dtype, quantity), {})
             if r.form not in found or r.error > found[r.form].error:
@@ -136,7 +171,8 @@ class Report:
             first = (law if law != last else "", dtype, title)
             lines.append(_line(widths, first, shown, f"{allowed:g}" if allowed else "exact"))
             last = law
-        return lines
+        more = len(lines) - 1 - MOST
+        return [*lines[: MOST + 1], f"… and {more} lines like these"] if broken and more > 0 else lines
 
 
 def _line(widths: list[int], first: tuple[str, ...], cells: list[str], last: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -28,6 +30,16 @@ class OperatorBase:
 
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_lock = threading.RLock()  # of _interned: a garbage collection while it is held may build expressions in this thread
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)  # another thread's hold on it does not end in the child
 
 # Operations that are not elementwise in their arguments' axes.
 REDUCTIONS = {"sum_key": KEY, "sum_value": VALUE}
@@ -69,8 +81,11 @@ class Expr:
             return found
         self = object.__new__(cls)
         self.op, self.args, self.attrs, self.axes, self.features = op, args, attrs, axes, features
-        _interned[identity] = self
-        return self
+        with _lock:  # whoever comes second takes the first one's node
+            found = _interned.get(identity)
+            if found is None:
+                _interned[identity] = found = self
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Expr, (self.op, self.args, self.attrs, self.axes, self.features)
@@ -145,6 +160,11 @@ class Expr:
     def __rmatmul__(self, other: Any) -> Any:
         return _no_matmul(other, self)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in Expr.__slots__ or name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"`{show(self, 6)}.{name}`: {_instead_of(self, name)}")
+
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
         name = getattr(function, "__name__", str(function))
@@ -174,6 +194,27 @@ def _no_matmul(a: Any, b: Any) -> Any:
         f"({a}) @ ({b}): @ multiplies operators; of expressions, dot(a, b) is the inner product over the Key axis and "
         "k * v of a Key and a Value the outer one"
     )
+
+
+_OF_AXES = {"T", "mT", "H", "mH", "t", "transpose", "permute", "movedim", "unsqueeze", "squeeze", "view", "reshape"}
+
+
+def _instead_of(x: Expr, name: str) -> str:
+    """What to write in place of a tensor's attribute or method."""
+    if name in _OF_AXES:
+        return (
+            "expressions have no order of axes, which meet by name; k * v of a Key and a Value is the outer product, "
+            "dot(a, b) the inner one over the Key axis, outer(a, b) the operator a bᵀ"
+        )
+    if name in ("shape", "size", "ndim", "dim", "numel"):
+        return "expressions have no shape; N and P are the sizes of the Key and the Value axis"
+    if name in ("sum", "mean", "norm"):
+        return f"write sum_key({x}) or sum_value({x}), or l2norm({x}) for a Key of unit length"
+    from dsf.language import primitives  # which is made of expressions
+
+    if callable(getattr(primitives, name, None)) and not name.startswith("_"):
+        return f"write {name}({x})"
+    return f"expressions have no {name!r}; they take + - * / ** and comparisons, and go into dsf's functions"
 
 
 def const(number: Number) -> Expr:
@@ -333,12 +374,33 @@ def show(node: Expr, outer: int = 0) -> str:
         return "N" if node.attrs[0] == KEY else "P"
     if node.op == "mul" and node.args[0].is_constant and node.args[0].value == -1:
         return _parenthesise(f"-{show(node.args[1], _UNARY)}", _UNARY, outer)
+    if _is_unit(node):
+        x, eps = node.args[0], node.args[1].args[0].args[1].value
+        return f"l2norm({show(x)})" if eps == 1e-6 else f"l2norm({show(x)}, {_number(eps)})"
+    if _is_dot(node):
+        return f"dot({', '.join(map(show, node.args[0].args))})"
     if node.op in _SYMBOLS:
         level, left, right = _PRECEDENCE[node.op]
         text = f"{show(node.args[0], left)} {_SYMBOLS[node.op]} {show(node.args[1], right)}"
         return _parenthesise(text, level, outer)
     parts = [show(a) for a in node.args] + [f"{a}" for a in node.attrs]
     return f"{node.op}({', '.join(parts)})"
+
+
+def _is_dot(node: Expr) -> bool:
+    """True for what `dot` makes."""
+    inside = node.args[0] if node.op == "sum_key" else None
+    return inside is not None and inside.op == "mul" and all(KEY in a.axes for a in inside.args)
+
+
+def _is_unit(node: Expr) -> bool:
+    """True for what `l2norm` makes: x * rsqrt(dot(x, x) + eps)."""
+    if node.op != "mul" or node.args[1].op != "rsqrt":
+        return False
+    inside = node.args[1].args[0]
+    if inside.op != "add" or not inside.args[1].is_constant or not _is_dot(inside.args[0]):
+        return False
+    return all(x is node.args[0] for x in inside.args[0].args[0].args)
 
 
 def _parenthesise(text: str, level: int, outer: int) -> str:

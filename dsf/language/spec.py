@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from dsf.language.annotations import Kind
 from dsf.language.errors import TraceError
@@ -50,6 +51,16 @@ class Spec:
     doc: str
     inputs: tuple[Input, ...]
     system: System
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As declared; what is loaded is the Spec of that content that is in use, with all that is known of it."""
+        return restored, (self.name, self.doc, self.inputs, self.system)
+
+    def __copy__(self) -> Spec:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self
 
     @cached_property
     def readout(self) -> Expr:
@@ -308,6 +319,13 @@ class Spec:
         if self.log_decays and self.decay_kind not in ("identity",):
             lines.append("  log decay = " + ", ".join(map(str, self.log_decays)))
         return "\n".join(lines)
+
+
+def restored(*declared: Any) -> Spec:
+    """A Spec that was pickled."""
+    from dsf.language.derived import interned  # what is kept on Specs is above them
+
+    return interned(Spec(*declared))
 
 
 def summands(x: Expr, sign: float = 1.0) -> list[tuple[float, Expr]]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.call import packing
+from dsf.call import guard, packing
 from dsf.call.bind import INTEGERS, Bound, Sizes, bind, cache_heads, check_state
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
@@ -46,7 +46,7 @@ class Job:
 
     def enter(self) -> list[Any]:
         """Every rank's `Entered`."""
-        with torch.no_grad():
+        with torch.no_grad(), guard.unwatched():
             return self.world.run([self.exchange.enter(rank) for rank in self.ranks])
 
     def finals(self, lasts: Several[Tensor]) -> list[Tensor]:
@@ -55,7 +55,8 @@ class Job:
 
     def leave(self, kept: Several[Several[Tensor]], dfinals: Several[Tensor | None]) -> list[list[Tensor]]:
         """Every rank's G of its slots; the ranks hold dy and starts."""
-        return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
+        with guard.unwatched():
+            return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
 
     def _leaving(
         self, rank: Rank, kept: Several[Tensor], dfinal: Tensor | None
@@ -149,7 +150,7 @@ def _no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def call(
     recurrence: Recurrence, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any,
-    return_state: bool, form: str, backend: str, cu_seqlens: Tensor | None,
+    return_state: bool, form: str, backend: str, cu_seqlens: Tensor | packing.Packing | None,
 ) -> Any:  # fmt: skip
     """y of this rank's tokens, or (y, the final states of the global sequences). As `Recurrence.__call__` has it.
 
@@ -251,8 +252,12 @@ def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
     """cu_seqlens of the global sequences, on the host. name: of who asks, for errors."""
     if cu_seqlens is None:
         return None
+    if isinstance(cu_seqlens, packing.Packing):
+        return packing.values(cu_seqlens)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-        raise InputError(f"{name}: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
+        raise InputError(
+            f"{name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
+        )
     if packing.is_hidden(cu_seqlens):
         raise InputError(
             f"{name}: parallel= cuts packed sequences on the host, so cu_seqlens cannot be an input of a compiled "
@@ -308,9 +313,9 @@ def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backen
     spec = recurrence.spec
     timed = {i.name for i in spec.inputs if i.kind.time}
     if any(x.dim() < 2 or x.shape[1] for n, x in given.items() if n in timed):
-        return recurrence._calls.prepare((), given, None, form, backend)[0]
+        return recurrence._calls.prepare(spec, (), given, None, form, backend)[0]
     padded = {n: x.new_zeros(x.shape[0], 1, *x.shape[2:]) if n in timed else x for n, x in given.items()}
-    bound = recurrence._calls.prepare((), padded, None, form, backend)[0]
+    bound = recurrence._calls.prepare(spec, (), padded, None, form, backend)[0]
     return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device)
 
 

@@ -6,7 +6,7 @@ w -> shift(w, c) + tail, right also where a shard has fewer than K - 1 tokens, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -19,19 +19,20 @@ from dsf.parallel.collectives import Gather, Request, Sum
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragment
 from dsf.parallel.world import Simulated, World
 
-Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Tensor]"]
+Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, Tensor]"]
 
 
 def convolve(
-    conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, world: World
-) -> tuple[Tensor, Tensor]:
+    conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Any, world: World
+) -> tuple[Any, Tensor]:
     """conv(u, state, cu_seqlens) of the global sequences: (this rank's outputs [B, T, C], the global state).
 
-    conv: causal, with a state [B or sequences, C, past] of its last `past` inputs, zeros where None is given. u: this
-    rank's tokens [B, T, C], or all of them for a `Simulated` world. state: of the global sequences.
+    conv: causal, with a state [B or sequences, C, past] of its last `past` inputs, zeros where None is given; its
+    outputs may be a tuple of tensors [B, T, ...]. u: this rank's tokens [B, T, C], or all of them for a `Simulated`
+    world. state: of the global sequences. cu_seqlens: a tensor, a dsf.Packing or None.
     """
     if not past:
-        return conv(u, state, cu_seqlens)
+        return _by_token(conv, u, state)
     bounds = host_bounds("convolution", cu_seqlens)
     packing = None if bounds is None else world.packing(bounds)
     shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
@@ -39,14 +40,36 @@ def convolve(
     found = list(_Enter.apply(world, past, *(rank.tails() for rank in ranks)))
     windows, ends = found[: len(ranks)], found[len(ranks) :]
     outputs = [rank.run(conv, w) for rank, w in zip(ranks, windows, strict=True)]
-    ys = [y for y, _ in outputs]
+    ys = [y if isinstance(y, tuple) else (y,) for y, _ in outputs]
     if packing is not None:
-        shared = _Shared.apply(world, *ys, *(ended for _, ended in outputs))
-        ys, ends = list(shared[: len(ranks)]), list(shared[len(ranks) :])
+        count, width = len(ranks), len(ys[0])
+        shared = _Shared.apply(world, count * width, *(x for y in ys for x in y), *(ended for _, ended in outputs))
+        ys = [tuple(shared[r * width : (r + 1) * width]) for r in range(count)]
+        ends = list(shared[count * width :])
     else:
         ends = [x.transpose(1, 2) for x in ends]
-    y = world.whole_of(ys) if isinstance(world, Simulated) else ys[0]
+    whole = tuple(world.whole_of(parts) for parts in zip(*ys, strict=True)) if isinstance(world, Simulated) else ys[0]
+    y = whole if isinstance(outputs[0][0], tuple) else whole[0]
     return y, ends[0] if len(ends) == 1 else torch.stack(ends).mean(0)
+
+
+def _by_token(conv: Convolution, u: Tensor, state: Tensor | None) -> tuple[Any, Tensor]:
+    """A convolution of one tap, which looks at no other token: its state has no numbers, whatever was cut."""
+    y, found = _mapped(conv, u, None, None)
+    return y, found if state is None else state
+
+
+def _mapped(conv: Convolution, x: Tensor, start: Tensor | None, bounds: Tensor | None) -> tuple[Any, Tensor]:
+    """conv, also of a shard without tokens, whose outputs still depend on `start`."""
+    if x.shape[1]:
+        return conv(x, start, bounds)
+    y, state = conv(x.new_zeros(x.shape[0], 1, x.shape[2]), start, None)
+    return _each(lambda part: part[:, :0], y), state
+
+
+def _each(function: Callable[[Tensor], Tensor], y: Any) -> Any:
+    """A function of a tensor, or of every one of a tuple."""
+    return tuple(function(part) for part in y) if isinstance(y, tuple) else function(y)
 
 
 class _Windows:
@@ -95,7 +118,7 @@ class _Windows:
             found.append(torch.cat([written, count], dim=1))
         return torch.stack(found)
 
-    def run(self, conv: Convolution, windows: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, conv: Convolution, windows: Tensor) -> tuple[Any, Tensor]:
         """This rank's outputs, and packed sequences' states where they end here, zeros elsewhere.
 
         windows: [slots, B, past, C], zeros before the sequence's first token, so that every rank's outputs depend on
@@ -107,20 +130,18 @@ class _Windows:
             self.first(0) + w if part.number == 0 else w for part, w in zip(self.parts, windows.unbind(0), strict=True)
         ]
         start = torch.stack(rows, dim=1).flatten(0, 1)
-        if not self.u.shape[1]:
-            return self.u + 0 * start.sum(), self.u
-        slots = self.layout.slots
-        x = self.u if slots == 1 else self.u.unflatten(1, (slots, -1)).flatten(0, 1)
-        y, _ = conv(x, start.transpose(1, 2), None)
-        return y.unflatten(0, (self.u.shape[0], -1)).flatten(1, 2), self.u
+        slots, rows_of = self.layout.slots, self.u.shape[0]
+        x = self.u if slots == 1 else self.u.unflatten(1, (slots, self.u.shape[1] // slots)).flatten(0, 1)
+        y, _ = _mapped(conv, x, start.transpose(1, 2), None)
+        return _each(lambda part: part.unflatten(0, (rows_of, slots)).flatten(1, 2), y), self.u
 
-    def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor) -> tuple[Any, Tensor]:
         rows = [windows[p.slot] if p.continued else self.first(p.sequence) for p in self.pieces]
-        y = self.u
-        if rows:
-            bounds = torch.tensor([0, *(p.end for p in self.pieces)], device=self.u.device)
-            y = conv(self.u, torch.cat(rows).transpose(1, 2), bounds)[0]
-        y = y + 0 * windows.sum()
+        bounds = torch.tensor([0, *(p.end for p in self.pieces)], device=self.u.device)
+        start = torch.cat(rows) if rows else torch.zeros_like(windows[0])
+        y, _ = _mapped(conv, self.u, start.transpose(1, 2), bounds)
+        unused = 0 * windows.sum()
+        y = _each(lambda part: part + unused, y)
         ended = self.u.new_zeros(packing.sequences, self.past, self.u.shape[2])
         for row, piece in zip(rows, self.pieces, strict=True):
             if not piece.goes_on:
@@ -188,10 +209,9 @@ class _Shared(torch.autograd.Function):
     """Identity on the outputs; what only some ranks have, zeros elsewhere, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, world: World, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(outputs, sums)."""
-        ctx.world = world
-        here = len(world.here)
+    def forward(ctx: Any, world: World, here: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(outputs, sums). here: how many of the tensors are outputs."""
+        ctx.world, ctx.here = world, here
         sums = world.run([_sum(x) for x in tensors[here:]])
         return (*(y.view_as(y) for y in tensors[:here]), *sums)
 
@@ -199,23 +219,9 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """The sums of their gradients, on the ranks that have them (and on the others, which drop them)."""
         refuse_second_order()
-        here = len(ctx.world.here)
-        return None, *grads[:here], *ctx.world.run([_sum(x) for x in grads[here:]])
+        here = ctx.here
+        return None, None, *grads[:here], *ctx.world.run([_sum(x) for x in grads[here:]])
 
 
 def _sum(x: Tensor) -> Generator[Request, Tensor, Tensor]:
     return (yield Sum(x))
-
-
-def beginnings(world: World, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The places among this process's tokens at which sequences begin. tokens: this rank's, or a simulation's whole."""
-    bounds = host_bounds("layer", cu_seqlens)
-    found: Sequence[int]
-    if isinstance(world, Simulated):
-        found = [0] if bounds is None else bounds[:-1]
-    elif bounds is None:
-        found = [0] if world.here == [0] and tokens else []
-    else:
-        pieces = world.packing(bounds).pieces(world.here[0])
-        found = [p.begin for p in pieces if not p.continued]
-    return torch.tensor(list(found), dtype=torch.long)

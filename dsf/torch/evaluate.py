@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsf.language.expr import ARITHMETIC, KEY, Expr, children_first
 from dsf.language.primitives import PRIMITIVES
+
+DISTURBANCE = 2.0**-26  # far above a rounding of float64, far below what would bend a curve
+_generator: ContextVar[torch.Generator | None] = ContextVar("generator", default=None)
+
+
+@contextmanager
+def disturbed(seed: int) -> Iterator[None]:
+    """Every expression that is computed, and the gradient that comes back to it, is off by DISTURBANCE of itself, up or
+    down at random: that shows the condition of what is made of them."""
+    token = _generator.set(torch.Generator().manual_seed(seed))
+    try:
+        yield
+    finally:
+        _generator.reset(token)
+
+
+class _Disturbed(torch.autograd.Function):
+    """x times one factor, its gradient times another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x * there
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return given[0] * back, None, None
 
 
 class Evaluator:
@@ -27,8 +58,19 @@ class Evaluator:
         """The value of root, [B|1, T|1, H|1, n, p] with size one for every axis root lacks."""
         for node in children_first(root):
             if node not in self.values and not node.is_constant:
-                self.values[node] = self._compute(node)
+                self.values[node] = self._disturb(self._compute(node))
         return self._value(root)
+
+    @staticmethod
+    def _disturb(x: Tensor) -> Tensor:
+        generator = _generator.get()
+        if generator is None:
+            return x
+        there, back = (
+            2.0 * torch.randint(2, (2, *x.shape), generator=generator, dtype=torch.float64) - 1
+        ) * DISTURBANCE
+        found: Tensor = _Disturbed.apply(x, (1 + there).to(x), (1 + back).to(x))
+        return found
 
     def _compute(self, node: Expr) -> Tensor:
         if node.op == "size":

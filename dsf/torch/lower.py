@@ -8,7 +8,6 @@ m is a choice, not a quantity of the model: y and the true state do not depend o
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.problem import Problem
+from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.operator import split_factors, split_scale
 from dsf.language.primitives import exp
@@ -119,7 +119,7 @@ def lower(
     return _stabilise(spec, values, problem, layout, gain, state)
 
 
-@functools.cache
+@derived
 def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
     """A Hadamard system's log decay as a factor of Params and one of tokens, the latter with one axis at most.
 

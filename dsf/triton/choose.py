@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 
 import torch
@@ -14,6 +12,7 @@ from dsf.language.expr import VALUE
 from dsf.language.spec import Spec
 from dsf.triton import chunk as gpu_matrix
 from dsf.triton import scan as gpu_scan
+from dsf.triton import support
 from dsf.triton.chunk import Timed
 
 
@@ -21,8 +20,9 @@ def refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device, grad: bool = False
 ) -> str | None:
     """Why the triton backend cannot run this call, in the user's words; None when it can."""
-    if not _installed():
-        return "triton is not installed"
+    unsupported = support.refusal(device)
+    if unsupported is not None:
+        return unsupported
     if device.type != "cuda" and not interpreted():
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if steps(spec, sizes, dtype, form, grad):
@@ -53,11 +53,6 @@ def is_scan(spec: Spec) -> bool:
 def forms_of(spec: Spec) -> tuple[str, ...]:
     """The forms that run on the GPU kernels. The fused scan walks tokens in segments, so it is three forms at once."""
     return ("recurrent", "scan", "chunk") if is_scan(spec) else ("chunk",)
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:

@@ -8,7 +8,6 @@ inputs' dtype.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,12 +17,16 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, Sizes
 from dsf.language.bounds import bounds
+from dsf.language.derived import derived
+from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const
 from dsf.language.operator import factors_of, split_factors, split_scale, times
 from dsf.language.spec import Row, Spec
+from dsf.triton.names import name_of
 from dsf.triton.source import Source
 
 LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold
+GRID = 65_535  # programs along the second and third axis of a CUDA grid: heads of a batch, and packed sequences
 ZERO, UNIT = const(0), const(1)
 Timed = Mapping[str, Tensor]
 
@@ -84,6 +87,8 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     for name, size in (("N", sizes.n), ("P", sizes.p + ops.column)):
         if size > LARGEST:
             return f"the matrix kernels hold at most {name} = {LARGEST}, got {size}"
+    if sizes.heads > GRID:
+        return f"the matrix kernels take at most {GRID:,} heads, got {sizes.heads:,}"
     return None
 
 
@@ -109,7 +114,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
     return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)
 
 
-@functools.cache
+@derived
 def operands_of(spec: Spec) -> Operands:
     """The operands of `spec`. Raises _Unfit with the reason where it has none."""
     if spec.is_softmax or spec.is_elementwise or VALUE in spec.decay_axes:
@@ -239,14 +244,14 @@ def split_value(x: Expr) -> tuple[Expr, Expr]:
     return scale, core
 
 
-@functools.cache
+@derived
 def program_of(spec: Spec) -> tuple[Source, str]:
     """The printed kernels of a spec, and the name under which the operator knows them; once a process."""
     from dsf.kernels.triton.pointwise.programs import PROGRAMS
     from dsf.triton.print_chunk import emit_matrix
 
     source, program = emit_matrix(spec, operands_of(spec))
-    name = f"{source.name}_{source.digest}"
+    name = name_of(spec, source, program)
     PROGRAMS[name] = replace(program, functions=source.module())
     return source, name
 
@@ -256,14 +261,29 @@ def run_matrix(
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them.
 
-    bounds: of packed sequences, [S + 1]; they have a state each.
+    bounds: of packed sequences, [S + 1]; they have a state each. A batch with more heads than a grid has programs runs
+    in parts. Raises InputError for more packed sequences than that.
     """
     from dsf.kernels.triton.chunk.operator import matrix_mixer
 
     _, name = program_of(spec)
-    operands = [timed[i.name] if i.name in timed else bound.tensors[i.name] for i in spec.inputs]
-    y, final, _ = matrix_mixer(operands, state, name, False, bounds)
-    return y, final
+    if bounds is not None and bounds.shape[0] > GRID + 1:
+        raise InputError(
+            f"{spec.name}: cu_seqlens of {bounds.shape[0] - 1:,} packed sequences; the matrix kernels take at most "
+            f"{GRID:,} a call: pack fewer, or ask for backend='torch'"
+        )
+    batch = next(iter(timed.values())).shape[0]
+    together = max(GRID // bound.sizes.heads, 1)
+    outputs, finals = [], []
+    for first in range(0, batch, together):
+        part = slice(first, first + together)
+        rows = timed if together >= batch else {entry: x[part] for entry, x in timed.items()}
+        start = state if state is None or together >= batch else state[part]
+        operands = [rows[i.name] if i.name in rows else bound.tensors[i.name] for i in spec.inputs]
+        y, final, _ = matrix_mixer(operands, start, name, False, bounds)
+        outputs.append(y)
+        finals.append(final)
+    return (outputs[0], finals[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(finals))
 
 
 def step_refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
@@ -283,16 +303,28 @@ def step_refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     return None
 
 
-@functools.cache
+@derived
 def step_of(spec: Spec) -> tuple[Source, str]:
     """The printed decode kernel of a spec, and the name under which the operators know it; once a process."""
     from dsf.kernels.triton.pointwise.step_ops import STEPS
     from dsf.triton.print_step import emit_step
 
     source, program = emit_step(spec)
-    name = f"{source.name}_{source.digest}"
+    name = name_of(spec, source, program)
     STEPS[name] = replace(program, functions=source.module())
     return source, name
+
+
+def names(spec: Spec) -> list[str]:
+    """Names of the programs that are printed for a spec, which are there then."""
+    return [program_of(spec)[1]] if fits(spec) else []
+
+
+def step_names(spec: Spec) -> list[str]:
+    """The same of its decode step."""
+    from dsf.triton.print_step import step_refusal
+
+    return [step_of(spec)[1]] if step_refusal(spec) is None else []
 
 
 def step_kernel_of(spec: Spec, sizes: Sizes) -> str:

@@ -8,10 +8,10 @@ where enough is computed to make it, or where what it is made of need not come i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dsf.language.derived import derived
 from dsf.language.expr import COMPARISONS, KEY, VALUE, Expr, children_first, inputs_of, substitute
 from dsf.language.spec import Spec
 from dsf.triton.coefficients import Coefficients, coefficients
@@ -44,7 +44,7 @@ class Parts:
         return [*self.made.items(), *((x, x) for x in self.passed)]
 
 
-@functools.cache
+@derived
 def parts(spec: Spec) -> Parts:
     """The scan of a spec without corrections, in its two parts."""
     whole = coefficients(spec)

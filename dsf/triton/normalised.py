@@ -7,7 +7,6 @@ its own, which carry no gradient, and every factor that the kernel computes is a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, environment
 from dsf.language.annotations import Kind
+from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
 from dsf.language.operator import times
 from dsf.language.primitives import exp, where
@@ -34,7 +34,7 @@ def refusal(spec: Spec) -> str | None:
     return None
 
 
-@functools.cache
+@derived
 def doubled(spec: Spec) -> Spec:
     """The system whose heads are num and den in turn, in the gauge of the running maximum where there is one."""
     steps = [replace(s, normalize=None, drive=None, gauge=None, earlier=()) for s in spec.system.micro_steps]

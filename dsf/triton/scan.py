@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,14 +10,17 @@ from torch import Tensor
 
 from dsf.call import packing
 from dsf.call.bind import Bound, Sizes
+from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first
 from dsf.language.spec import Spec
 from dsf.triton import normalised as gpu_ratio
 from dsf.triton.hoist import parts
+from dsf.triton.names import name_of
 from dsf.triton.print_scan import INITIAL, STARTS, VALID, emit
 from dsf.triton.source import Source
 
 LARGEST = 256  # state entries a program holds
+PACKED = "packed", "continued"  # sequences that begin with nothing, and with states of their own
 LIGHT = 2  # operations up to which a step is next to nothing
 
 
@@ -31,7 +33,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     return _refusal(spec)
 
 
-@functools.cache
+@derived
 def _refusal(spec: Spec) -> str | None:
     """The part of it that no size or dtype changes."""
     if spec.rank or spec.is_softmax:
@@ -62,7 +64,7 @@ def _nodes(spec: Spec) -> list[Expr]:
     return children_first(spec.readout, spec.system.D, *(s.B for s in steps), *(r.normal.decay for r in spec.rows))
 
 
-@functools.cache
+@derived
 def source_of(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
     """The printed holes of a spec, once a process. tokens, rough: as `emit` has them."""
     return emit(_plain(spec), tokens, rough)
@@ -75,7 +77,7 @@ def _plain(spec: Spec) -> Spec:
 
 def text_of(spec: Spec, dtype: torch.dtype = torch.float32) -> str:
     """All that is printed for a spec and inputs of a dtype."""
-    prologue, holes = _prologue(spec), source_of(spec, rough=_is_rough(dtype)).text
+    prologue, holes = _prologue(spec), source_of(spec, "", _is_rough(dtype)).text
     return holes if prologue is None else f"{prologue[0].text}\n\n{holes}"
 
 
@@ -84,7 +86,7 @@ def _is_rough(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2
 
 
-@functools.cache
+@derived
 def _prologue(spec: Spec) -> tuple[Source, str, list[Expr]] | None:
     """What is made before a spec's scan: its source, the operators' name for it, what it makes; None for nothing."""
     from dsf.kernels.triton.pointwise.prologue_ops import PROLOGUES
@@ -94,7 +96,7 @@ def _prologue(spec: Spec) -> tuple[Source, str, list[Expr]] | None:
     if not found.made:
         return None
     source, prologue = emit_prologue(_plain(spec), found)
-    name = f"{source.name}_{source.digest}"
+    name = name_of(spec, source, prologue)
     PROLOGUES[name] = replace(prologue, functions=source.module())
     return source, name, [x for x, _ in found.given]
 
@@ -111,7 +113,7 @@ def _make(spec: Spec, tensors: Mapping[str, Tensor]) -> dict[tuple[str, int | No
     return dict(zip([x.attrs for x in made], scan_prologue(operands, name), strict=True))
 
 
-@functools.cache
+@derived
 def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
     """The name under which the kernels know a spec's holes."""
     from dsf.kernels.triton.scan.launches import HOLES, Hole, Operand
@@ -119,12 +121,26 @@ def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
     source = source_of(spec, tokens, rough)
     operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
     fades = rough and spec.rule is None  # a quotient may be one of two sums that all but vanished
-    name = f"{source.name}_{source.digest}{'_fades' if fades else ''}"
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
     before = spec.system.read == "before"
     flags = source.sums, source.separable, source.special, source.keyed
-    HOLES[name] = Hole(source.module(), operands, before, light, *flags, fades)
+    known = operands, before, light, *flags, fades
+    name = name_of(spec, source, known)
+    HOLES[name] = Hole(source.module(), *known)
     return name
+
+
+def prologue_names(spec: Spec) -> list[str]:
+    """The name of what is printed to be run before a spec's scan, which is there then."""
+    found = _prologue(spec) if _refusal(spec) is None else None
+    return [] if found is None else [found[1]]
+
+
+def names(spec: Spec) -> list[str]:
+    """Names of all scans of a spec, which are there then."""
+    if _refusal(spec) is not None:
+        return []
+    return [_hole(spec, tokens, rough) for tokens in ("", "masked", *PACKED) for rough in (False, True)]
 
 
 def packs(spec: Spec) -> bool:
@@ -152,13 +168,18 @@ def fused_scan(
         tensors |= pairs.tensors
     if valid is not None:
         tensors[VALID] = valid.to(bound.dtype).unsqueeze(2)
-    ends = filled = None
+    ends = filled = kept = None
     if bounds is not None:
-        tokens = "packed" if state is None else "continued"
+        tokens = PACKED[state is not None]
         if isinstance(bounds, Tensor):
             tensors[STARTS], ends, filled = packing.hidden_marks(bounds, bound.sizes.tokens)
         else:
-            tensors[STARTS], ends = packing.marks(bounds, bound.device)
+            tensors[STARTS], ends, filled = packing.marks(bounds, bound.device)
+        kept = state
+        if filled is not None:
+            filled = filled[:, None, None, None]
+            # Kernels neither read nor differentiate states of sequences without tokens: no row of theirs comes back.
+            state = None if state is None else torch.where(filled, state, 0.0)
         tensors |= {} if state is None else {INITIAL: state}
         state = None
     rough = _is_rough(bound.dtype)
@@ -169,8 +190,7 @@ def fused_scan(
     count = 0 if bounds is None else len(bounds) - 1
     y, final, _ = operator(operands, state, _hole(spec, tokens, rough), keep, pairs is not None, ends, count)
     if filled is not None:  # no token of a sequence without any leaves its state
-        first = tensors[INITIAL] if tokens == "continued" else torch.zeros_like(final)
-        final = torch.where(filled[:, None, None, None], final, first)
+        final = torch.where(filled, final, torch.zeros_like(final) if kept is None else kept)
     return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import hashlib
 import importlib.util
+import linecache
 import os
+import shutil
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
+from dsf.language.errors import DsfError
 from dsf.triton.print_operand import Operand
+
+STALE = 3600.0  # seconds after which a file that is still being written has been left
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,12 @@ class Source:
         if name not in sys.modules:
             path = write(self)
             found = importlib.util.spec_from_file_location(name, path)
-            assert found is not None and found.loader is not None
+            assert found is not None
             module = importlib.util.module_from_spec(found)
-            found.loader.exec_module(module)
+            # What was printed is run, never what lies in the file by now: neither Python nor Triton, which asks
+            # linecache for the lines, reads it again. The file is for people, debuggers and profilers.
+            linecache.cache[str(path)] = len(self.text), None, self.text.splitlines(keepends=True), str(path)
+            exec(compile(self.text, str(path), "exec"), module.__dict__)
             sys.modules[name] = module
         return sys.modules[name]
 
@@ -59,20 +72,96 @@ def file_of(about: Sequence[str], functions: Iterable[Sequence[str]]) -> str:
 
 
 def cache_directory() -> Path:
-    """Where generated source lives: DSF_CACHE_DIR, else dsf/ in the user's cache directory."""
+    """Where generated source lives: DSF_CACHE_DIR, else dsf/ in the user's cache directory (XDG_CACHE_HOME, ~/.cache).
+
+    Where the latter cannot be written, or others can write to it, a folder of this process alone. Raises DsfError for a
+    DSF_CACHE_DIR that cannot be written.
+    """
     chosen = os.environ.get("DSF_CACHE_DIR")
     if chosen:
+        refused = _refusal(Path(chosen))
+        if refused is not None:
+            raise DsfError(f"DSF_CACHE_DIR={chosen} cannot hold the source that is printed: {refused}")
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsf"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    usual = Path(home) / "dsf"
+    if not usual.is_absolute() or _refusal(usual) is not None or _is_open(usual.stat()):
+        return _own_directory()
+    return usual
+
+
+def _refusal(path: Path) -> str | None:
+    """Why a folder, which is made where it is not there, cannot be written; None when it can."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{error.strerror} ({type(error).__name__})"
+    return None if os.access(path, os.W_OK | os.X_OK) else "it is not writable"
+
+
+def _is_open(found: os.stat_result) -> bool:
+    """True where someone else than this user and root could change a file or a folder."""
+    if not hasattr(os, "getuid"):
+        return False
+    return found.st_uid not in (os.getuid(), 0) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+@functools.cache
+def _own_directory() -> Path:
+    """A new folder that is this user's alone, removed when the process ends."""
+    path = tempfile.mkdtemp(prefix="dsf-")  # mode 0700
+    atexit.register(_remove, path, os.getpid())
+    return Path(path)
+
+
+def _remove(path: str, process: int) -> None:
+    if os.getpid() == process:  # not when a forked child ends
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write(source: Source) -> Path:
-    """The path of the source's file, written whole or not at all (several processes may race)."""
-    path = cache_directory() / f"{source.name}_{source.digest}.py"
-    if path.exists() and path.read_text() == source.text:
+    """The path of the source's file, written whole or not at all (several processes may race).
+
+    A file that holds anything else, that is a link, or that others can write, is replaced.
+    """
+    folder = cache_directory()
+    try:
+        return _write(source, folder)
+    except OSError:  # a full disk, or a folder shared with others whose files stay theirs
+        if folder == _own_directory():
+            raise
+        return _write(source, _own_directory())
+
+
+def _write(source: Source, folder: Path) -> Path:
+    path = folder / f"{source.name}_{source.digest}.py"
+    if _holds(path, source.text):
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(source.text)
-    os.replace(file.name, path)
+    _clean(folder)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(source.text)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
     return path
+
+
+def _holds(path: Path, text: str) -> bool:
+    """True where a file of nobody else holds exactly that text."""
+    try:
+        found = path.lstat()
+        return stat.S_ISREG(found.st_mode) and not _is_open(found) and path.read_bytes() == text.encode()
+    except OSError:
+        return False
+
+
+def _clean(folder: Path) -> None:
+    """Remove what processes that died left half written. Others may be at the same work."""
+    for left in folder.glob("*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > STALE:
+                left.unlink()

@@ -98,7 +98,11 @@ def sum_quads(values, lane):
             for i in tl.static_range(4):
                 x = (values[4 * j + i].to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
                 x += swap(x, lane, 1)
-                added = added + (tl.where(lane % 4 == j, x + swap(x, lane, 2), sums[i]),)  # type: ignore[assignment]  # noqa: RUF005
+                # The product multiplies all values of a row, two of the four, by zeros: NaN if one is not finite.
+                nothing = 0.0 * (values[4 * j + i // 2 * 2] + values[4 * j + i // 2 * 2 + 1])
+                nothing += swap(nothing, lane, 1)
+                nothing += swap(nothing, lane, 2)
+                added = added + (tl.where(lane % 4 == j, x + swap(x, lane, 2), sums[i]) + nothing,)  # type: ignore[assignment]  # noqa: RUF005
             sums = added  # type: ignore[assignment]
         else:
             sums = tl.inline_asm_elementwise(

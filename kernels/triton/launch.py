@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from dsf.kernels.triton.ahead import waiting
+from dsf.kernels.triton.launcher import launcher, proven
 from dsf.kernels.triton.tape import recording
 
-_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # constants are passed to the launcher
 _LIMIT = 4096
 _ready: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -65,7 +65,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
         run = functools.partial(kernel[grid], **named)
     else:
         compiled, constants = found
-        run, args = _launcher(compiled, (*grid, 1, 1)[:3]), (*args, *constants)
+        run, args = launcher(compiled, (*grid, 1, 1)[:3]), (*args, *constants)
     tape = recording()
     if tape is not None:
         tape.launch(run, args, found is not None)
@@ -79,24 +79,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
         _ready[key] = compiled, tuple(named[name] for name in kernel.arg_names[len(args) :])
 
 
-def _launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """compiled[grid], without what Triton prepares for the hooks of profilers while there are none."""
-    told, run, hooks, driver = compiled[grid], compiled.run, triton.knobs.runtime, triton.runtime.driver.active
-    function, metadata = compiled.function, compiled.packed_metadata
-
-    def launcher(*args: Any) -> None:
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            told(*args)
-        else:
-            stream = driver.get_current_stream(driver.get_current_device())
-            run(*grid, stream, function, metadata, None, None, None, *args)
-
-    return launcher
-
-
 def _key(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What Triton compiles a kernel for; None for the interpreter's functions."""
-    if not _KNOWN or not isinstance(kernel, JITFunction):
+    """What Triton compiles a kernel for; None where Triton itself is to launch."""
+    if not proven() or not isinstance(kernel, JITFunction):
         return None
     return kernel.fn, torch.cuda.current_device(), _kinds(args), *named.items()
 

@@ -1,12 +1,15 @@
 """Tapes: what a call allocates, asks of torch and launches, written down once and played for calls of the same kind.
 
-All of that depends on shapes, strides, dtypes, alignments and options, never on what tensors hold. The second call of a
-kind is written down as the text of a Python function without anything else in it; later calls run that function. On
-autograd's thread, whose caches are cold, working out sizes and arguments takes several times as long as launching.
+All of that depends on shapes, strides, dtypes, alignments, options and on which of the tensors given are one and the
+same, never on what tensors hold. The second call of a kind is written down as the text of a Python function without
+anything else in it; later calls run that function. On autograd's thread, whose caches are cold, working out sizes and
+arguments takes several times as long as launching.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsf.kernels.triton.ahead import compiled
+from dsf.kernels.triton.launcher import prove
 
-LARGEST = 1024  # kinds of calls that are remembered
+LARGEST = 4096  # kinds of calls that are remembered; the one that was played longest ago is forgotten first
 UNSET = (
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
     torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default,
 )  # fmt: skip
-_tapes: dict[Any, Callable[..., Any] | None] = {}
+_tapes: OrderedDict[Any, Callable[..., Any] | None] = OrderedDict()
+_changing = threading.Lock()
 
 
 def played(function: Callable[..., Any], tensors: Sequence[Tensor | None], *options: Any) -> Any:
@@ -33,24 +38,40 @@ def played(function: Callable[..., Any], tensors: Sequence[Tensor | None], *opti
     kinds = [
         None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors
     ]  # fmt: skip
-    key = (function, options, torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1, *kinds)
+    device = torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1
+    key = (function, options, device, same_ones(tensors), *kinds)
     play = _tapes.get(key)
     if play is not None:
+        _remember(key, play)
         return play(*tensors)
     if key not in _tapes:  # one call of a kind is not worth writing down
-        if len(_tapes) >= LARGEST:
-            forget()
-        _tapes[key] = None
+        _remember(key, None)
+        prove()
         return compiled(function, tensors, *options)
     with Tape(tensors) as tape:
         found = function(tensors, *options)
-    _tapes[key] = tape.function(found)
+    _remember(key, tape.function(found))
     return found
+
+
+def same_ones(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """For each tensor the place of the first that is the same object: a tape knows its tensors by identity."""
+    numbers = [id(x) for x in tensors]
+    return () if len(set(numbers)) == len(numbers) else tuple(map(numbers.index, numbers))
+
+
+def _remember(key: Any, play: Callable[..., Any] | None) -> None:
+    with _changing:
+        _tapes[key] = play
+        _tapes.move_to_end(key)
+        while len(_tapes) > LARGEST:
+            _tapes.popitem(last=False)
 
 
 def forget() -> None:
     """Play no tape any more."""
-    _tapes.clear()
+    with _changing:
+        _tapes.clear()
 
 
 def recording() -> Tape | None:
@@ -139,8 +160,8 @@ class Tape(TorchDispatchMode):
         if isinstance(x, Tensor):
             if pointers and x.data_ptr() == 0:
                 return "0"
-            if x not in self.known:  # made of numbers alone
-                return self._name(x)
+            if x not in self.known:  # a tape that held it would hand today's numbers to later calls
+                raise AssertionError(f"a tape does not know a tensor of shape {tuple(x.shape)}: it came from elsewhere")
             number, offset, view = self.known[x]
             uses.add(number)
             if pointers:

@@ -129,11 +129,10 @@ def chunk_gradient(
         )  # fmt: skip
     else:
         if role == 0:
-            if EARLY:
-                rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
-                given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
             grad = _of_reads(
-                rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
+                load_rows(q, q_t, rows, end, keys, N, BN, KIND) if EARLY else rows_q, rows_k,
+                load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND) if EARLY else given,
+                written, scalars, adjoint_entries, states, adjoints,
                 dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
                 N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
                 TERMS, PAIR_TERMS, ADJOINT_TERMS,

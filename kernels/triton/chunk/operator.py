@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
 from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.chunk.row_gradients import Skip
@@ -318,6 +319,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_order()
         bounds, state, *rest = ctx.saved_tensors
         operands, saved = rest[: ctx.count], rest[ctx.count :]
         if dy is None:

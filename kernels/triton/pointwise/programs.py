@@ -6,7 +6,7 @@ A `Program` is registered for every printed file (dsf.triton.print_chunk); `Call
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.launch import launch, row_strides
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise.kernel import level_blocks, levels, no_finish, no_sums, pointwise
+from dsf.kernels.triton.registry import Registry
 
 PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
@@ -111,7 +112,7 @@ class Program:
     functions: Any = field(default=None, compare=False)
 
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS: Registry[Program] = Registry("program")
 
 
 def arguments_of(
@@ -215,14 +216,24 @@ class Pointwise:
         return arguments_of(accesses, self.tensors, self.heads, True)
 
     def room(self, a: Access, like: Tensor) -> Tensor:
-        """Room for an input's gradient: all heads apart, one row a program of `adjoint` for a Param."""
+        """Room for an input's gradient: all heads apart, one row a program of `adjoint` for a Param.
+
+        Zeros where printed functions store no gradient of one of its steps, which nothing reads.
+        """
         last = like.shape[like.dim() - a.key - a.value :]
         if not a.time:
             segments = -(-self.tokens // self.span("adjoint"))
             return self.empty(self.batch * segments, self.heads, *last)
         alone = a.heads(like) == self.heads
         shape = (*like.shape[: like.dim() - 1 - len(last)], self.heads, *last)
-        return self.empty(*shape, dtype=like.dtype if alone else torch.float32)
+        found = self.empty(*shape, dtype=like.dtype if alone else torch.float32)
+        stored = {x.step for x in self._stored if x.role == f".grad_{a.role}"}
+        return found if stored >= ({None} if a.step is None else set(range(a.step))) else found.zero_()
+
+    @property
+    def _stored(self) -> Iterator[Access]:
+        """The accesses of what stores gradients of inputs."""
+        return (x for name in ("adjoint", "vectors_adjoint") for x in self.printed.accesses.get(name, ()))
 
     def heads_of(self, names: Sequence[str]) -> int:
         """Heads of what is made of these inputs."""

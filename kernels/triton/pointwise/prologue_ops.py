@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.pointwise.programs import Access, Made, Pointwise, gathered
+from dsf.kernels.triton.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Prologue:
     functions: Any = field(default=None, compare=False)
 
 
-PROLOGUES: dict[str, Prologue] = {}
+PROLOGUES: Registry[Prologue] = Registry("prologue")
 
 
 def _room(call: Pointwise, m: Made) -> Tensor:
@@ -97,6 +99,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, given: Sequence[Tensor | None]) -> Any:
+    refuse_second_order()
     operands = ctx.saved_tensors
     pairs = zip(given, ctx.made, strict=True)
     whole = [operands[0].new_zeros(s, dtype=torch.float32) if x is None else x for x, s in pairs]

@@ -15,6 +15,7 @@ from torch import Tensor
 from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.pointwise.kernel import step
 from dsf.kernels.triton.pointwise.programs import EMPTY, Access, arguments_of
+from dsf.kernels.triton.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class StepProgram:
     functions: Any = field(default=None, compare=False)
 
 
-STEPS: dict[str, StepProgram] = {}
+STEPS: Registry[StepProgram] = Registry("step")
 
 
 def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:

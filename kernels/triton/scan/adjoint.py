@@ -136,6 +136,8 @@ def pull_tile(
     seen = before if BEFORE else after
     scaled = e * dd
     written = fill(c * scaled, K, NB, G, BP)
+    if MASKED:  # computed from zeros past the end, where it may be NaN
+        written = tl.where(t_ok, written, 0.0)
     late = written
     if arriving is not None:
         to, last = packed_ends(ends, t0, t, t_ok, at[1], at[4], at[5], at[12], at[13], N)

@@ -177,6 +177,20 @@ def _plus(sums, terms):
 
 
 @triton.jit
+def _existing(values, ok, MASKED: tl.constexpr):
+    """A tuple of tiles, zeros where MASKED says that the token may lie past the end and ok that it does.
+
+    What lies there is computed from zeros, so it may be infinite or NaN, and 0 · NaN is not 0: all that is added to
+    other tokens' (Params' sums, and sums by tensor cores, which multiply all tokens of a run by 0 or 1) goes through
+    here.
+    """
+    found = ()
+    for i in tl.static_range(len(values)):
+        found = found + (tl.where(ok, values[i], 0.0) if MASKED else values[i],)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
 def _in_turn(terms, j: tl.constexpr, COUNT: tl.constexpr):
     """Number j of each of COUNT tuples (given, because Triton takes tuples of as many tensors for one type)."""
     found = ()
@@ -256,6 +270,7 @@ def pull_run(
             here = _at(tile, t0, end, i, n, N, BP, MASKED)
             a, c, e = steps[i]
             scaled = e * dd[i]
+            (written,) = _existing((c * scaled,), here[6], MASKED)
             if arriving is not None:
                 to, last = packed_ends(ends, t0, here[3], here[6], i_h, here[4], p, H, P, N)
                 cotangent += tl.load(arriving + to, mask=last & p_ok, other=0.0)
@@ -265,12 +280,12 @@ def pull_run(
                 g = cotangent
             else:
                 seen = states[i + 1]
-                g = cotangent + c * scaled
+                g = cotangent + written
             cotangent = passed(one, held, a, g, here)
             if MASKED:
                 cotangent = tl.where(here[6], cotangent, g)
             if BEFORE:
-                cotangent += c * scaled
+                cotangent += written
             if MASKED:
                 g = tl.where(here[6], g, 0.0)
             terms, value, sums = entry(
@@ -278,8 +293,8 @@ def pull_run(
             )  # fmt: skip
             adds = (_plus(found[i], terms),) + adds  # type: ignore[assignment]  # noqa: RUF005
             reads = (read[i] + c * seen,) + reads  # type: ignore[assignment]  # noqa: RUF005
-            values = (value,) + values  # type: ignore[assignment]  # noqa: RUF005
-            summed = _plus(summed, sums)
+            values = (_existing(value, here[6], MASKED),) + values  # type: ignore[assignment]  # noqa: RUF005
+            summed = _plus(summed, _existing(sums, here[6], MASKED))
         found = adds
         read = reads
         lanes.put(row, 0, cotangent, BP, SHARED)
@@ -296,8 +311,8 @@ def pull_run(
     for k in tl.static_range(L):
         there = _at(tile, t0, end, k, 0, N, BP, MASKED)
         value, terms = after(tokens[k], held, found[k], dd[k] * read[k], dd[k], there)
-        stored = stored + (value,)  # type: ignore[assignment]  # noqa: RUF005
-        loose = _plus(loose, terms)
+        stored = stored + (_existing(value, there[6], MASKED),)  # type: ignore[assignment]  # noqa: RUF005
+        loose = _plus(loose, _existing(terms, there[6], MASKED))
     puts(grads, _together(stored), all_at, sink)
     return loose
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsf.kernels.triton.launch import constant, row_strides
 from dsf.kernels.triton.launch import launch as start
+from dsf.kernels.triton.registry import Registry
 from dsf.kernels.triton.scan.forward import outputs_by_entry, summaries_by_entry
 from dsf.kernels.triton.scan.table import (
     ADJOINT,
@@ -83,7 +84,7 @@ class Hole:
         return self.separable and s.n > 1 and s.n * (s.tokens + ALIGNED) < 1 << 31
 
 
-HOLES: dict[str, Hole] = {}
+HOLES: Registry[Hole] = Registry("hole")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _in_rows(x: Tensor) -> Tensor:
     padded = -(-tokens // ALIGNED) * ALIGNED
     room = x.new_empty(batch, heads, n, padded, dtype=torch.float32)
     if padded > tokens:
-        room[..., tokens:] = 0.0
+        room[..., tokens:].zero_()
     return room[..., :tokens].permute(0, 3, 1, 2).copy_(x)
 
 

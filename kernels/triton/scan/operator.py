@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.launch import at_tensors
 from dsf.kernels.triton.scan.gradients import adjoint_shapes, fused_scan_adjoint
 from dsf.kernels.triton.scan.launches import HOLES, fused_scan, scan_shapes, sizes_of
@@ -59,6 +60,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: Any) -> tuple[Any, ...]:
+        refuse_second_order()
         ends, saved, *operands = ctx.saved_tensors
         if dy is None:
             s = sizes_of(HOLES[ctx.hole], operands)

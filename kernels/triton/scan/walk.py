@@ -8,13 +8,16 @@ the system is, comes in as holes, printed from the spec (dsf.triton.print_scan) 
 
     setup(args, at) -> what depends on Params alone           load(args, at) -> this tile's tokens
     step(tokens, held, at) -> A, B, C, E, D with y = E Σ_n C S + D, each broadcasting to the tile
-    pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink, parts) -> sums, storing the tokens' gradients
-    finish(args, grads, sums, at): stores the Params' gradients of this program
+    pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink) -> sums, storing the tokens' gradients
+    zeros(NB, BP) -> the Params' sums before the first token
+    finish(args, grads, sums, segment, segments, at): stores the Params' gradients of this program
 
 `args`, `grads`: the pointers and strides that the holes know. `at` is where the tile lies: (batch, head, first token,
 t, n, p, their three masks, channel block, its first channel, T, H, P, N). `sink`: how gradients that programs share are
-laid out (rows a batch row, what to add to a token's number), and which of the `parts` of the state entries a tile
-holds, with room for sums over them. A, B, C, D exist in registers only.
+laid out (rows a batch row, what to add to a token's number). A, B, C, D exist in registers only.
+
+Tokens past the end are loaded as zeros, and what holes make of zeros may be infinite or NaN: whatever is added to other
+tokens' is set to zero there, after it was computed.
 """
 
 import triton

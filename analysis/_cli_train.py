@@ -1,0 +1,74 @@
+"""The command `dsf train`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dsf.analysis._cli_analyze import Bar, _quiet_transformers
+
+
+def train(
+    mixer: Annotated[str, typer.Option(help="of the zoo or file.py:function; with commas: a pattern of layers")],
+    out: Annotated[Path, typer.Option(help="folder for the model, its checkpoints, train.json and loss.png")],
+    text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
+    size: Annotated[str, typer.Option(help="of the model: tiny, 20m, 100m or 340m")] = "tiny",
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 1000,
+    tokenizer: Annotated[str, typer.Option(metavar="bytes|DIR", help="bytes, or the folder of a tokenizer")] = "bytes",
+    device: Annotated[str, typer.Option(help="cpu or cuda; the GPU if there is one by default")] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --out")] = False,
+    lr: Annotated[float | None, typer.Option(min=0, help="highest learning rate; by the size if not given")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences a step")] = 16,
+    seq: Annotated[int, typer.Option(min=2, help="tokens a sequence")] = 256,
+    bf16: Annotated[bool, typer.Option("--bf16", help="matrix products in bfloat16")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="through torch.compile")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="of weights and data")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
+) -> None:  # fmt: skip
+    """Train a language model around a mixer on a text; save it where `dsf analyze` and transformers open it."""
+    import torch
+
+    from dsf.analysis import train as engine
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = engine.Run(mixer, out, text, size, steps, tokenizer, device, lr, batch, seq, bf16, compile, seed)
+    with _quiet_transformers(), Bar() as bar:
+        bar.step("read and tokenize", 0, 1)
+        _quiet()
+        prepared = engine.prepare(run, resume)
+        record = engine.train(prepared, lambda step, loss: bar.step(f"loss {loss:.3f} nats", step, steps))
+    if as_json:
+        report: Any = importlib.import_module("dsf.analysis.report")
+        json: Any = importlib.import_module("json")
+        typer.echo(json.dumps(report.finite(record), indent=1, ensure_ascii=False))
+        return
+    for line in lines(record, out):
+        typer.echo(line)
+
+
+def lines(record: dict[str, Any], out: Path) -> list[str]:
+    """What was trained, in a few lines."""
+    model, end = record["identity"]["model"], record["loss"][-1][1] if record["loss"] else float("nan")
+    return [
+        f"{', '.join(model['mixers'])}: {record['parameters']:,} parameters, {record['identity']['steps']} steps, "
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"loss {end:.3f} nats a token in training; held out {record['bits_per_token']:.3f} bits a token",
+        f"wrote {out} (dsf analyze {out} opens it), {out / 'train.json'} and {out / 'loss.png'}",
+    ]
+
+
+def _quiet() -> None:
+    """Libraries that log on their own to the terminal, past transformers' verbosity."""
+    for name in ("accelerate", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def register(app: typer.Typer, one_line_errors: Callable[[Any], Any]) -> None:
+    """Add the command to the application."""
+    app.command()(one_line_errors(train))

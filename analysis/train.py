@@ -1,0 +1,309 @@
+"""Training of a `dsf.models` language model on a text, by transformers' Trainer: what `dsf train` runs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import dsf
+from dsf.analysis.text import HELD_OUT, read_text
+from dsf.language.errors import DsfError, InputError
+from dsf.mixers.models.config import SIZES, ModelConfig, sized
+
+SCHEMA = "dsf.train/1"
+RECORD, WHOLE = "train.json", "whole"  # WHOLE: a file that a checkpoint gets last
+RATES = {"tiny": 3e-3, "20m": 1e-3, "100m": 6e-4, "340m": 3e-4}
+EVALUATED = 64  # held-out windows at most
+Progress = Callable[[int, float], None]  # (steps done, loss in nats)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained and how.
+
+    mixer: names with commas between, a pattern over the layers. text: None for Python's own documentation. size: of
+    `dsf.models.SIZES`. tokenizer: "bytes", or a folder that save_pretrained wrote. batch, seq: sequences a step, tokens
+    each. lr: at its highest; None: by the size. saves: checkpoints in all.
+    """
+
+    mixer: str
+    out: Path
+    text: Path | None = None
+    size: str = "tiny"
+    steps: int = 1000
+    tokenizer: str = "bytes"
+    device: str = "cpu"
+    lr: float | None = None
+    batch: int = 16
+    seq: int = 256
+    bf16: bool = False
+    compile: bool = False
+    seed: int = 0
+    saves: int = 5
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Windows of a text at given places: the same ones in the same order, whatever was trained before."""
+
+    def __init__(self, tokens: Tensor, starts: Tensor, seq: int) -> None:
+        self.tokens, self.starts, self.seq = tokens, starts, seq
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        begin = int(self.starts[index])
+        window = self.tokens[begin : begin + self.seq].long()
+        return {"input_ids": window, "labels": window}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that a run needs, checked: nothing is written before this is whole."""
+
+    run: Run
+    config: ModelConfig
+    tokenizer: Any
+    train: Windows
+    held_out: Windows
+    text: str
+    identity: dict[str, Any]
+    checkpoint: Path | None
+
+
+def prepare(run: Run, resume: bool) -> Prepared:
+    """Read, tokenize and check all. Raises InputError for whatever would fail later; DsfError without transformers."""
+    for package in ("transformers", "accelerate"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise DsfError(f"dsf train needs {package}: pip install 'dsf-zoo[models]'") from error
+    mixers = [name.strip() for name in run.mixer.split(",") if name.strip()]
+    if run.size not in SIZES:
+        sized(run.size, mixers)  # says which there are
+    if run.device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError("--device cuda: this machine has no CUDA GPU that torch can use")
+    sized(run.size, mixers)  # unknown mixers, before the text is read
+    name, data = read_text(run.text)
+    tokenizer = byte_tokenizer() if run.tokenizer == "bytes" else load_tokenizer(run.tokenizer)
+    tokens = tokens_of(tokenizer, data)
+    held = int(len(tokens) * HELD_OUT)
+    if held < run.seq + 1:
+        raise InputError(
+            f"the text {name} has {len(tokens):,} tokens; --seq {run.seq} needs at least "
+            f"{math.ceil((run.seq + 1) / HELD_OUT):,}: a tenth is held out"
+        )
+    config = sized(run.size, mixers, len(tokenizer), fused_loss=True)
+    identity = {
+        "model": config.model_dump(mode="json"), "text": hashlib.sha256(data).hexdigest(), "steps": run.steps,
+        "batch": run.batch, "seq": run.seq, "seed": run.seed, "lr": run.lr or RATES[run.size], "bf16": run.bf16,
+        "tokenizer": run.tokenizer,
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(run.seed)
+    split = len(tokens) - held
+    starts = torch.randint(0, split - run.seq, (run.steps * run.batch,), generator=generator)
+    spread = torch.linspace(split, len(tokens) - run.seq - 1, min(EVALUATED, held // run.seq)).long()
+    return Prepared(
+        run, config, tokenizer, Windows(tokens, starts, run.seq), Windows(tokens, spread, run.seq), name, identity,
+        _last_checkpoint(run.out, identity, resume),
+    )  # fmt: skip
+
+
+def _last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path | None:
+    """The last whole checkpoint to go on from, None to begin. Raises InputError where folder and wish do not fit."""
+    record = out / RECORD
+    if not record.is_file():
+        if resume:
+            raise InputError(f"--resume: {out} holds no training run ({RECORD} is not there)")
+        if out.exists() and any(out.iterdir()):
+            raise InputError(f"--out {out} is not empty and holds no training run; give another folder")
+        return None
+    if not resume:
+        raise InputError(f"{out} holds a training run; --resume goes on with it, or give another --out")
+    try:
+        before = json.loads(record.read_text(encoding="utf-8"))["identity"]
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{record} cannot be read: {error}") from error
+    for field, value in identity.items():
+        if before.get(field) != value:
+            old, new = _difference(before.get(field), value)
+            raise InputError(
+                f"--resume: the run in {out} has another {field}{old}, and not{new}; its checkpoint does not fit"
+            )
+    whole = [p for p in (out / "checkpoints").glob("checkpoint-*") if (p / WHOLE).is_file()]
+    return max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+
+
+def _difference(before: Any, now: Any) -> tuple[str, str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        key = next(k for k in now if before.get(k) != now[k])
+        return f" ({key} = {before.get(key)})", f" {key} = {now[key]}"
+    return (" text", " this one") if isinstance(now, str) and len(now) == 64 else (f" ({before})", f" {now}")
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of transformers whose tokens are the bytes of UTF-8, ids 0 to 255."""
+    tokenizers: Any = importlib.import_module("tokenizers")
+    transformers: Any = importlib.import_module("transformers")
+    letters = _byte_letters()
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that byte-level tokenizers write for each byte (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in shown else chr(next(others)) for b in range(256)]
+
+
+def load_tokenizer(folder: str) -> Any:
+    """A tokenizer from a local folder. Raises InputError."""
+    transformers: Any = importlib.import_module("transformers")
+    if not Path(folder).is_dir():
+        raise InputError(f"--tokenizer {folder}: expected the folder of a tokenizer, or bytes")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises nearly every kind there is
+        raise InputError(f"--tokenizer {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def tokens_of(tokenizer: Any, data: bytes) -> Tensor:
+    """The tokens of a text, int32 [length]; of a byte tokenizer, the bytes themselves."""
+    if len(tokenizer) == 256 and tokenizer.convert_ids_to_tokens(0) == _byte_letters()[0]:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32)
+    ids = tokenizer(data.decode("utf-8", errors="replace"), add_special_tokens=False).input_ids
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any]:
+    """Train (or go on), write model, tokenizer, record and curve into `out`; returns the record.
+
+    Raises DsfError where the disk is full or the loss is no number any more; what was whole in `out` stays whole.
+    """
+    from dsf.analysis.trainer import make_trainer
+
+    out = prepared.run.out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot make this folder ({error.strerror})") from error
+    with _disk_errors(out):
+        _keep_sources(prepared)
+        if prepared.checkpoint is None:
+            shutil.rmtree(out / "checkpoints", ignore_errors=True)
+            _write(out / RECORD, json.dumps({"schema": SCHEMA, "identity": prepared.identity}, indent=1))
+        trainer = make_trainer(prepared, progress)
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
+        seconds = time.perf_counter() - start
+        record = _record(prepared, trainer, seconds)
+        trainer.model.config.fused_loss = False  # what is opened later wants its logits
+        _save_whole(out, trainer.model, prepared.tokenizer)
+        _curve(out / "loss.png", record)
+        _write(out / RECORD, json.dumps(record, indent=1))
+    return record
+
+
+def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:
+    run, log = prepared.run, trainer.state.log_history
+    done = run.steps - (0 if prepared.checkpoint is None else int(prepared.checkpoint.name.rpartition("-")[2]))
+    held = [[e["step"], e["eval_loss"]] for e in log if "eval_loss" in e]
+    return {
+        "schema": SCHEMA,
+        "identity": prepared.identity,
+        "run": {**asdict(run), "out": str(run.out), "text": str(run.text) if run.text else None},
+        "text": {"name": prepared.text, "tokens": len(prepared.train.tokens)},
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "loss": [[e["step"], e["loss"]] for e in log if "loss" in e],
+        "held_out": held,
+        "bits_per_token": held[-1][1] / math.log(2) if held else None,
+        "seconds": seconds,
+        "tokens_per_second": done * run.batch * run.seq / seconds,
+        "versions": {"dsf": dsf.__version__, "torch": torch.__version__},
+    }
+
+
+def _keep_sources(prepared: Prepared) -> None:
+    """Copies of the files with the user's recurrences, for the record: what was trained stays readable."""
+    for mixer in prepared.config.mixers:
+        path, colon, _ = mixer.rpartition(":")
+        if colon:
+            _write(prepared.run.out / Path(path).name, Path(path).read_text(encoding="utf-8"))
+
+
+def _write(path: Path, text: str) -> None:
+    """The file whole or not at all."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        beside.write_text(text + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _save_whole(out: Path, *parts: Any) -> None:
+    """Save into a folder beside, then move file by file: a full disk leaves what was there."""
+    beside = out / ".part"
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir()
+        for part in parts:
+            part.save_pretrained(str(beside))
+        for file in sorted(beside.iterdir()):
+            os.replace(file, out / file.name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    """A full disk in one sentence, whichever library met it."""
+    try:
+        yield
+    except Exception as error:  # safetensors has an error of its own
+        if not any(words in str(error) for words in ("No space left", "Disk quota", "File too large")):
+            raise
+        raise DsfError(
+            f"the disk of {out} is full; its last whole checkpoint is kept, --resume goes on from it"
+        ) from error
+
+
+def _curve(path: Path, record: dict[str, Any]) -> None:
+    """The loss curve as a picture, where matplotlib is installed."""
+    try:
+        figure_module: Any = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return
+    figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, label in (("loss", "training"), ("held_out", "held out")):
+        points = record[name]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if name == "held_out" else None, markersize=3)
+    title = f"{', '.join(record['identity']['model']['mixers'])} on {record['text']['name']}"
+    axes.set(xlabel="step", ylabel="nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(beside, dpi=150, format="png")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

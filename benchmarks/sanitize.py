@@ -1,0 +1,192 @@
+"""Every kernel and direction once under NVIDIA's compute-sanitizer: addresses, unwritten memory, races. Needs a GPU.
+
+python benchmarks/sanitize.py --out benchmarks/results/sanitize.json
+python benchmarks/sanitize.py --list                        what is called
+python benchmarks/sanitize.py --dry-run --only delta s6     the commands, nothing run
+python benchmarks/sanitize.py --one delta --dtype bfloat16  the calls themselves, without the sanitizer
+
+First all calls run plainly, so that Triton's cache holds their kernels: to compile under the sanitizer is slow. Then
+each name, dtype and tool is a process of its own, `--workers` of them side by side. Torch's caching allocator is off
+(PYTORCH_NO_CUDA_MEMORY_CACHING=1): it would hide what lies outside of a tensor but inside a block. Calls are also held
+to the float64 oracle. The exit status is 1 where anything was found, failed or did not end.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dsf.fuzz import Case, Declaration, attempt
+from dsf.fuzz.grammar import KNOWN
+from dsf.fuzz.report import commit, machine, stderr
+from dsf.mixers import get
+
+TOOLS = {
+    "memcheck": ["--tool", "memcheck"],
+    "initcheck": ["--tool", "initcheck"],
+    "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"],
+}
+DTYPES = ("float32", "bfloat16")
+FOUND = 86  # exit status of compute-sanitizer where it found something
+
+
+def declared(a, b, c="q", d="0", **more):
+    return Declaration("own", ((a, b),), c, d, **more).build
+
+
+def mixer(name):
+    return lambda: get(name).recurrence
+
+
+# kernels of chunks, by structure, then fused scans
+SUBJECTS = {
+    "identity": mixer("unnormalized_linear_attention"), "constant-decay": mixer("retnet"), "scalar-decay": mixer("ssd"),
+    "key-decay": mixer("gla"), "read-before": mixer("rwkv6"), "delta": mixer("deltanet"),
+    "gated-delta": mixer("gated_deltanet"), "kda": mixer("kda"), "rank-one": mixer("rwkv7"),
+    "micro-steps": mixer("delta_product"), "gated-micro-steps": mixer("gated_delta_product"),
+    "normalised": mixer("linear_attention"), "exponential-gate": mixer("mlstm"),
+    "gated-read": declared("sigmoid(s)", "k * v", "q * sigmoid(o)", "pv * v"),
+    "s6": mixer("s6"), "longhorn": mixer("longhorn"), "dots": KNOWN.build, "vector": mixer("qlstm"),
+    "vector-where": mixer("rg_lru"), "vector-normalised": mixer("rwkv4"),
+    "value-decay": declared("sigmoid(sv)", "k * v", d="pv * v"),
+    "dense-write": declared("sigmoid(sk)", "sigmoid(k * v + pkv) * v"),
+    "scan-read-before": declared("exp(-softplus(sk) * sigmoid(sv))", "k * v", d="dot(q, pk * k) * v", read="before"),
+    "scan-normalised": declared("exp(-softplus(pk) * sigmoid(sv))", "sigmoid(k) * v", "sigmoid(q)", rule="dsf.ratio"),
+    "prologue": declared("exp(-softplus(dot(q, l2norm(k)) + pk) * sigmoid(sv))", "softplus(s) * l2norm(k) * v"),
+    "scan-micro-steps": Declaration(
+        "own", (("sigmoid(gv[0] + gk[0])", "ks[0] * vs[0]"), ("sigmoid(gv[1])", "ks[1] * vs[1]")), "q"
+    ).build,
+}  # fmt: skip
+
+
+def cases(dtype):
+    """Odd sizes, every direction: whole and packed sequences, gradients, first states, one token."""
+    sizes = {"heads": 3, "n": 24, "p": 40, "dtype": dtype}
+    return {
+        "plain": Case(tokens=37, batch=2, initial=True, **sizes),
+        "chunks": Case(tokens=131, batch=1, **sizes),
+        "small": Case(tokens=5, batch=1, heads=1, n=3, p=5, dtype=dtype, loss="y"),
+        "packed": Case(tokens=37, lengths=(5, 1, 31), initial=True, **sizes),
+        "strides": Case(tokens=33, batch=2, layouts={"dy": "expanded-tokens", "k": "late", "v": "transposed"}, **sizes),
+        "step": Case(tokens=3, batch=2, step=True, loss="", initial=True, **sizes),
+    }
+
+
+def one(name, dtype, device):
+    """The calls of a name; True where all are right."""
+    recurrence, right = SUBJECTS[name](), True
+    for kind, case in cases(dtype).items():
+        names = {i.name for i in recurrence.spec.inputs} | {"dy"}
+        verdict = attempt(recurrence, case.without(set(case.layouts) - names), device, poison=False)
+        print(f"{name} {dtype} {kind}: {verdict}", flush=True)
+        right = right and verdict.status != "wrong"
+    return right
+
+
+def parsed(log):
+    """What a log of compute-sanitizer says: (findings in all or None where it has no summary, the kinds of them)."""
+    counts = [int(n) for n in re.findall(r"ERROR SUMMARY: (\d+) error", log)]
+    counts += [int(n) for n in re.findall(r"RACECHECK SUMMARY: (\d+) hazard", log)]
+    kinds = {}
+    for block in re.split(r"(?m)^=========\s*$", log):
+        lines = [line.removeprefix("=========").strip() for line in block.splitlines() if line.startswith("=========")]
+        lines = [x for x in lines if x and "SUMMARY" not in x and not x.startswith("COMPUTE-SANITIZER")]
+        if not lines:
+            continue
+        place = next((x for x in lines[1:] if x.startswith("at ")), "")
+        text = f"{re.sub(r'0x[0-9a-f]+', '0x…', lines[0])} {re.sub(r'[+]0x[0-9a-f]+', '', place)}".strip()
+        kinds[text] = kinds.get(text, 0) + 1
+    return (sum(counts) if counts else None), kinds
+
+
+def command(sanitizer, tool, name, dtype):
+    worker = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--dtype", dtype]
+    if tool is None:
+        return worker
+    options = ["--target-processes", "all", "--error-exitcode", str(FOUND), "--print-limit", "50"]
+    return [sanitizer, *TOOLS[tool], *options, *worker]
+
+
+def run_one(sanitizer, tool, name, dtype, limit):
+    """A row of the record."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if tool is not None:
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    begin = time.perf_counter()
+    row = {"name": name, "dtype": dtype, "tool": tool or "none"}
+    try:
+        done = subprocess.run(
+            command(sanitizer, tool, name, dtype), capture_output=True, text=True, env=environment, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return row | {"ok": False, "found": None, "kinds": {}, "seconds": limit, "said": "did not end in time"}
+    log = done.stdout + done.stderr
+    found, kinds = (0, {}) if tool is None else parsed(log)
+    ok = done.returncode == 0 and found == 0
+    said = "" if ok else "\n".join(log.splitlines()[-30:])
+    return row | {
+        "ok": ok, "found": found, "kinds": kinds, "seconds": round(time.perf_counter() - begin, 1),
+        "status": done.returncode, "said": said,
+    }  # fmt: skip
+
+
+def version(sanitizer):
+    done = subprocess.run([sanitizer, "--version"], capture_output=True, text=True)
+    return next((x for x in done.stdout.splitlines() if "ersion" in x), done.stdout.strip())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=list(SUBJECTS), metavar="NAME")
+    parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of one process")
+    default = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    parser.add_argument("--sanitizer", default=default, help="path of compute-sanitizer")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--one", choices=SUBJECTS, metavar="NAME", help="make this one's calls, and no more")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    if given.list:
+        print("\n".join(f"{name}: {SUBJECTS[name]().spec.structure}" for name in given.only))
+        return 0
+    if given.one:
+        return 0 if one(given.one, given.dtype, given.device) else 1
+    jobs = [(tool, name, dtype) for tool in given.tools for name in given.only for dtype in given.dtypes]
+    if given.dry_run:
+        print("\n".join(" ".join(command(given.sanitizer, *job)) for job in jobs))
+        return 0
+    if not shutil.which(given.sanitizer):
+        stderr(f"there is no {given.sanitizer}: it comes with the CUDA toolkit; --sanitizer says where it is")
+        return 2
+    first = [(None, name, dtype) for name in given.only for dtype in given.dtypes]
+    rows = []
+    with ThreadPoolExecutor(given.workers) as pool:
+        for part in (first, jobs):
+            for row in pool.map(lambda job: run_one(given.sanitizer, *job, given.limit), part):
+                rows.append(row)
+                word = "ok" if row["ok"] else f"FOUND {row['found']} {row['kinds']} {row['said']}"
+                print(f"{row['tool']:<10}{row['name']:<20}{row['dtype']:<10}{row['seconds']:>7} s  {word}", flush=True)
+    wrong = [row for row in rows if not row["ok"]]
+    print(f"{len(rows)} runs, {len(wrong)} with findings, {sum(row['found'] or 0 for row in rows)} findings")
+    if given.out is not None:
+        record = {
+            "machine": machine(given.device), "commit": commit(), "sanitizer": version(given.sanitizer),
+            "findings": sum(row["found"] or 0 for row in rows), "wrong": len(wrong), "rows": rows,
+        }  # fmt: skip
+        given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""`dsf.validate`: calls held to the ranges that their declaration knows, to finite numbers in, and to finite ones out.
+
+Every check is one reduction a tensor and one wait for the device a call; what is wrong is looked for only then.
+"""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ContextDecorator
+from contextvars import Token
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call import guard
+from dsf.call.bind import Bound, environment
+from dsf.call.calls import is_transformed
+from dsf.checking.ranges import INF, REAL, TINY, Range, as_range, key_axis, legal_ranges
+from dsf.kernels.attention import KVCache
+from dsf.language.annotations import Kind
+from dsf.language.errors import InputError
+from dsf.language.expr import Expr, inputs_of
+from dsf.language.spec import Spec
+from dsf.torch.evaluate import Evaluator
+
+GivenRanges = Mapping[str, "Range | tuple[float, float] | None"]
+Bounds = list[int] | Tensor | None
+Known = tuple[dict[str, Range], frozenset[str]]
+PLACES = {"B": "batch row", "T": "token", "n": "micro-step", "H": "head", "N": "entry", "P": "channel"}
+ROUNDINGS = 8  # units in the last place by which a number may pass the end of its range
+
+
+class validate(ContextDecorator):
+    """Within `with dsf.validate():` every call and step of this thread is held to what the declaration knows.
+
+    * Inputs are finite and in their ranges, those that `dsf zoo NAME` prints: factors of decays in [0, 1], keys of
+      delta rules of unit length (a shorter one, such as a padded token's, is let through), arguments of logarithms and
+      denominators above 0. Where the declaration bounds a sum or product of several inputs, its value is what is held.
+      Rounding is allowed for, 8 units in the last place (of float32, for float64).
+    * Initial states are finite, and so are outputs and final states.
+
+    ranges: in place of what is inferred, by input ("alpha") or by recurrence and input ("gated_deltanet.alpha"): (low,
+    high), a dsf.testing.Range, or None for any finite number. Names that no call had are warned of at the end.
+    enabled: False switches off, for a while, what DSF_VALIDATE=1 or a `with` around it switched on.
+
+    DSF_VALIDATE=1 in the environment, read when dsf is imported, does the same for the whole process. It costs a pass
+    over every tensor and a wait for the GPU a call; switched off, a look at one module variable. Not looked into, with
+    one warning that says so: compiled graphs (torch.compile), CUDA graphs under capture, torch.func's transformations,
+    the meta device and subclasses of Tensor. Gradients are not looked into either: torch.autograd.detect_anomaly is for
+    those.
+
+    Raises InputError that names the recurrence, the input, batch row (or packed sequence), token and head, the value
+    and the range; and InputError for a range that is empty, or a "recurrence.input" that the recurrence does not have.
+    """
+
+    def __init__(self, *, ranges: GivenRanges | None = None, enabled: bool = True) -> None:
+        self.guard: Guard | Off = Guard(ranges) if enabled else Off()
+        self.tokens: list[Token[Any]] = []
+
+    def _recreate_cm(self) -> validate:
+        return self  # as a decorator, entered as often as its function is called
+
+    def __enter__(self) -> validate:
+        if not torch.compiler.is_dynamo_compiling():  # within a compiled function: not looked into
+            self.tokens.append(guard.enter(self.guard))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            guard.leave(self.tokens.pop())
+            self.guard.end()
+
+
+class Off:
+    """A guard that lets everything pass."""
+
+    def end(self) -> None:
+        """Nothing was held."""
+
+    def inputs(self, *_: object) -> None:
+        """Nothing is held."""
+
+    def outputs(self, *_: object) -> None:
+        """Nothing is held."""
+
+
+class Guard:
+    """What calls are held to. given: the user's ranges."""
+
+    def __init__(self, given: GivenRanges | None = None) -> None:
+        self.given = {
+            name: as_range("dsf.validate", name, REAL if x is None else x) for name, x in (given or {}).items()
+        }
+        self.known: weakref.WeakKeyDictionary[Spec, Known] = weakref.WeakKeyDictionary()
+        self.passed: set[str] = set()  # reasons for looking away that were given
+        self.unused = set(self.given)  # names that no call had
+
+    def end(self) -> None:
+        """Warn, once, of ranges that were given for nothing."""
+        if self.unused and len(self.known):
+            names = ", ".join(f"`{name}`" for name in sorted(self.unused))
+            warnings.warn(f"dsf.validate: no call had an input {names}, for which ranges holds one", stacklevel=3)
+            self.unused = set()
+
+    def inputs(self, spec: Spec, bound: Bound, bounds: Bounds, state: Any) -> None:
+        """Raise InputError for inputs or an initial state that are not what they should be."""
+        if not self._looks(spec, (*bound.tensors.values(), *_parts(state))):
+            return
+        with torch.no_grad():
+            ranges, loose = self._ranges(spec)
+            kinds = {i.name: i.kind for i in spec.inputs}
+            fine = [_fine(x, ranges[name], kinds[name]) for name, x in bound.tensors.items()]
+            finite = [x.all() for x in _state_fine(state)]
+            answers = torch.stack([x.all() for x in fine] + finite).tolist()
+            for (name, x), ok, mask in zip(bound.tensors.items(), answers, fine, strict=False):
+                if ok:
+                    continue
+                where = Where(bound, bounds)
+                if not x.isfinite().all():
+                    _not_finite(spec, f"`{name}`", x, kinds[name].layout(), where)
+                if name not in loose:
+                    _out_of_range(spec, name, x, mask, ranges[name], kinds[name], where)
+                self._demands(spec, bound, where)
+            if not all(answers[len(fine) :]):
+                _bad_state(spec, "initial_state", state)
+
+    def outputs(self, spec: Spec, bound: Bound, bounds: Bounds, y: Tensor, final: Any) -> None:
+        """Raise InputError for outputs that are not finite though every input was as it should be."""
+        if not self._looks(spec, (y, *_parts(final))):
+            return
+        with torch.no_grad():
+            checks = [y.isfinite(), *_state_fine(final)]
+            answers = torch.stack([x.all() for x in checks]).tolist()
+            if not answers[0]:
+                why = "inputs are finite and in their ranges, so the recurrence grows without bound or divides by 0"
+                if y.dtype == torch.float16:
+                    why += "; or y passed 65,504, the largest float16"
+                _not_finite(spec, "y", y, ("B", "T", "H", "P"), Where(bound, bounds), why)
+            if not all(answers):
+                _bad_state(spec, "the final state", final)
+
+    def _looks(self, spec: Spec, tensors: Sequence[Tensor]) -> bool:
+        """False, with one warning for each reason, where no numbers are there to be read."""
+        reason = _hidden(tensors)
+        if reason and reason not in self.passed:
+            self.passed.add(reason)
+            warnings.warn(f"dsf.validate: calls {reason} are not looked into ({spec.name})", UserWarning, stacklevel=2)
+        return not reason
+
+    def _ranges(self, spec: Spec) -> Known:
+        found = self.known.get(spec)
+        if found is None:
+            names = {i.name for i in spec.inputs}
+            mine = {name: x for name, x in self.given.items() if name in names}
+            self.unused -= set(mine)
+            for full, allowed in self.given.items():
+                owner, dot, name = full.rpartition(".")
+                if dot and owner == spec.name:
+                    mine[name] = allowed
+                    self.unused.discard(full)
+            with torch.device("cpu"):
+                found = self.known[spec] = legal_ranges(spec, mine)
+        return found
+
+    def _demands(self, spec: Spec, bound: Bound, where: Where) -> None:
+        """Raise where several inputs together break what the declaration demands of an expression."""
+        values = Evaluator(environment(spec, bound), bound.sizes.keys, bound.sizes.p)
+        slack = _slack(bound.dtype)
+        for row in spec.rows:
+            _demand(spec, row.normal.decay, values(row.normal.decay), 1.0, slack, where, "the decay")
+            most = 2.0 / max(1, len(row.normal.corrections))
+            for c in row.normal.corrections:
+                lengths = values(c.left).norm(dim=-2, keepdim=True) * values(c.right).norm(dim=-2, keepdim=True)
+                _demand(spec, c.scale, values(c.scale) * lengths, most, slack, where, "the size of the correction by")
+
+
+class Where:
+    """Where an index of an input is, in words."""
+
+    def __init__(self, bound: Bound, bounds: Bounds) -> None:
+        self.one_token = bound.sizes.tokens == 1
+        self.bounds = bounds.tolist() if isinstance(bounds, Tensor) else bounds
+
+    def __call__(self, layout: Sequence[str], index: Sequence[int]) -> str:
+        """batch row 0, token 17, head 2; of packed ones the sequence in place of the row."""
+        at = dict(zip(layout, index, strict=True))
+        if "T" in at and self.bounds is not None:
+            sequence = bisect.bisect_right(self.bounds, at["T"]) - 1
+            words = [f"token {at['T']} (sequence {sequence}, its token {at['T'] - self.bounds[sequence]})"]
+            at = {axis: i for axis, i in at.items() if axis not in "BT"}
+        else:
+            words = []
+        at = {axis: i for axis, i in at.items() if axis != "T" or not self.one_token}
+        return ", ".join([*words, *(f"{PLACES[axis]} {i}" for axis, i in at.items())])
+
+
+def _slack(dtype: torch.dtype) -> float:
+    """Relative; of float64, which often was float32 before, that of float32."""
+    return ROUNDINGS * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
+def _hidden(tensors: Sequence[Tensor]) -> str:
+    """Why the numbers of a call cannot be read, or nothing."""
+    if torch.compiler.is_compiling():
+        return "in a compiled graph"
+    if is_transformed(tensors):
+        return "within torch.func or with forward-mode derivatives"
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return "in a compiled graph" if "Fake" in type(x).__name__ else f"on tensors of type {type(x).__name__}"
+        if x.device.type == "meta":
+            return "on the meta device"
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "under capture by a CUDA graph"
+    return ""
+
+
+def _fine(x: Tensor, allowed: Range, kind: Kind) -> Tensor:
+    """Where x is finite and in its range: bool, its Key axis of size 1 where lengths are held."""
+    if allowed.is_real:
+        return x.isfinite()
+    slack = _slack(x.dtype)
+    if allowed.unit:
+        return _lengths(x, kind) <= 1 + slack
+    low = allowed.low - slack * abs(allowed.low) if TINY < abs(allowed.low) < INF else allowed.low
+    high = allowed.high + slack * abs(allowed.high) if abs(allowed.high) < INF else allowed.high
+    fine = ((x > 0) if low == TINY else (x >= low)) & (x <= high)
+    return fine if abs(low) < INF and abs(high) < INF else fine & x.isfinite()
+
+
+def _lengths(x: Tensor, kind: Kind) -> Tensor:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(x, dim=key_axis(kind), keepdim=True, dtype=wide)
+
+
+def _parts(state: Any) -> tuple[Tensor, ...]:
+    return tuple(state) if isinstance(state, KVCache) else (state,) if isinstance(state, Tensor) else ()
+
+
+def _state_fine(state: Any) -> list[Tensor]:
+    """Where a state is finite; of a cache, where it holds tokens."""
+    if isinstance(state, KVCache):
+        held = torch.arange(state.k.shape[2], device=state.k.device) < state.lengths.unsqueeze(1)
+        return [x.isfinite() | ~held[:, None, :, None] for x in (state.k, state.v)]
+    return [state.isfinite()] if isinstance(state, Tensor) else []
+
+
+def _first(wrong: Tensor, layout: Sequence[str]) -> tuple[int, ...]:
+    """The index, in the layout's order, of the earliest token where something is wrong."""
+    found = wrong.nonzero()
+    if "T" in layout:
+        found = found[found[:, layout.index("T")].argmin()].unsqueeze(0)
+    return tuple(int(i) for i in found[0])
+
+
+def _others(wrong: Tensor) -> str:
+    count = int(wrong.sum()) - 1
+    return f" (and {count:,} more)" if count else ""
+
+
+def _raise(spec: Spec, text: str, *more: str) -> None:
+    raise InputError("; ".join([f"{spec.name}: {text}", *(m for m in more if m)]) + " [dsf.validate]")
+
+
+def _not_finite(spec: Spec, what: str, x: Tensor, layout: Sequence[str], where: Where, why: str = "") -> None:
+    wrong = ~x.isfinite()
+    at = _first(wrong, layout)
+    _raise(spec, f"{what} is {float(x[at]):g} at {where(layout, at)}{_others(wrong)}; expected finite numbers", why)
+
+
+def _out_of_range(
+    spec: Spec, name: str, x: Tensor, fine: Tensor, allowed: Range, kind: Kind, where: Where
+) -> None:  # fmt: skip
+    wrong, layout = ~fine, kind.layout()
+    at = _first(wrong, layout)
+    if allowed.unit:
+        size, place = float(_lengths(x, kind)[at]), [p for p in zip(layout, at, strict=True) if p[0] != "N"]
+        there = where(*zip(*place, strict=True))
+        text = f"`{name}` has length {size:.6g} at {there}{_others(wrong)}; expected unit length"
+    else:
+        text = f"`{name}` is {float(x[at]):.6g} at {where(layout, at)}{_others(wrong)}; expected {name} {allowed}"
+    _raise(spec, text, _hint(name, allowed))
+
+
+def _hint(name: str, allowed: Range) -> str:
+    """What was probably forgotten."""
+    if allowed.unit:
+        return f"normalise it, l2norm({name}) in the declaration or torch.nn.functional.normalize({name}, dim=-1)"
+    if allowed.low == 0 and allowed.high < INF:
+        factor = "" if allowed.high == 1 else f"{allowed.high:g} * "
+        return f"if it is a logit, give {factor}sigmoid({name})"
+    if allowed.low == -INF and allowed.high == 0:
+        return f"if it is a logit, give logsigmoid({name}) or -softplus({name})"
+    return f"if any number may stand there, give softplus({name})" if allowed.low >= 0 and allowed.high == INF else ""
+
+
+def _demand(
+    spec: Spec, x: Expr, found: Tensor, most: float, slack: float, where: Where, what: str
+) -> None:  # fmt: skip
+    """found: [B|1, T|1, H|1, n, p], no larger than `most`."""
+    wrong = ~(found.abs() <= most * (1 + slack))
+    if not wrong.any():
+        return
+    at, layout = _first(wrong, "BTHNP"), "BTHNP"
+    there = [(axis, i) for axis, i, size in zip(layout, at, found.shape, strict=True) if size > 1 or axis in "BH"]
+    names = ", ".join(f"`{n}`" for n in dict.fromkeys(i.attrs[0] for i in inputs_of(x)))
+    place = where(*zip(*there, strict=True))
+    _raise(
+        spec, f"{names}: {what} {x} is {float(found[at]):.6g} at {place}{_others(wrong)}; expected ≤ {most:g} in size"
+    )
+
+
+def _bad_state(spec: Spec, what: str, state: Any) -> None:
+    names = ("k of ", "v of ") if isinstance(state, KVCache) else ("",)
+    axes = ("head", "place", "entry") if isinstance(state, KVCache) else ("head", "entry", "column")
+    for name, x, fine in zip(names, _parts(state), _state_fine(state), strict=False):
+        if fine.all():
+            continue
+        at = tuple(int(i) for i in (~fine).nonzero()[0])
+        place = ", ".join(f"{axis} {i}" for axis, i in zip(("row", *axes), at, strict=True))
+        _raise(spec, f"{name}{what} is {float(x[at]):g} at {place}{_others(~fine)}; expected finite numbers")

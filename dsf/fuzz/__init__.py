@@ -1,0 +1,10 @@
+"""The adversary: random declarations on random calls, held to the float64 oracle; failures are made small."""
+
+from dsf.fuzz.case import Case
+from dsf.fuzz.declaration import Declaration
+from dsf.fuzz.judge import Finding, Verdict, attempt
+from dsf.fuzz.loop import run
+from dsf.fuzz.poison import poisoned
+from dsf.fuzz.report import Result, combined
+
+__all__ = ["Case", "Declaration", "Finding", "Verdict", "Result", "attempt", "combined", "poisoned", "run"]

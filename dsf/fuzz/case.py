@@ -1,0 +1,122 @@
+"""`Case`: everything about some calls of a recurrence but the recurrence itself, as numbers and words that print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from dsf.checking.measure import KERNELS, TOLERANCE
+
+# How a tensor may lie in memory. NaN lies around all but the plain and the expanded ones.
+#   offset: contiguous, its first number not on a multiple of 16 bytes; late: a slice of more tokens;
+#   padded: a slice of longer rows; strided: every other number; transposed: heads before tokens;
+#   fused: beside other inputs in the rows of one tensor, as one projection gives them;
+#   expanded-*: one number in memory for the whole axis.
+LAYOUTS = ("plain", "offset", "late", "padded", "strided", "transposed", "fused")
+EXPANDED = ("expanded-batch", "expanded-tokens", "expanded-heads")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls 1 to `calls` of one kind, each with numbers of its own, and then the first once more.
+
+    tokens, batch, heads, n, p: T, B, H, N, P. dtype: of the per-token inputs (Params: float32 with half precisions).
+    form: a torch form, or "triton": what that backend makes of the call. groups: heads of inputs that have fewer.
+    regimes: how inputs are drawn (dsf.checking.examples.regimes_of). layouts: how inputs, "dy" and "initial_state" lie
+    in memory, plain unless named. lengths: of packed sequences (B = 1), () for none. initial: with an initial state.
+    alias: inputs that are one tensor in the calls whose numbers are in alias_calls; overlap: two that instead lie
+    in one storage, one token apart. between: what happens before calls 2, 3, …: "", "other" (a call of another
+    recurrence with the same tensors) or "forget" (all that calls remember is dropped). loss: what is differentiated,
+    "both" (y and the final state), "y", "state" or "" (nothing, without a graph). frozen: inputs that need no
+    gradient. step: token by token, through step(). seed: of the numbers.
+    """
+
+    tokens: int = 1
+    batch: int = 1
+    heads: int = 1
+    n: int = 1
+    p: int = 1
+    dtype: str = "float64"
+    form: str = KERNELS
+    groups: Mapping[str, int] = field(default_factory=dict)
+    regimes: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    initial: bool = False
+    calls: int = 1
+    alias: tuple[str, ...] = ()
+    alias_calls: tuple[int, ...] = ()
+    overlap: bool = False
+    between: tuple[str, ...] = ()
+    loss: str = "both"
+    frozen: tuple[str, ...] = ()
+    step: bool = False
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        """Only what differs from the smallest case, as source text."""
+        plain = {f.name: getattr(_SMALLEST, f.name) for f in fields(self)}
+        parts = [(name, getattr(self, name)) for name in plain]
+        return f"Case({', '.join(f'{k}={v!r}' for k, v in parts if v != plain[k])})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            k: dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for k, v in found.items()
+        }
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """dtype as torch's."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Rows of a state."""
+        return len(self.lengths) or self.batch
+
+    @property
+    def bounds(self) -> list[int]:
+        """cu_seqlens."""
+        return [0, *accumulate(self.lengths or (self.tokens,))]
+
+    @property
+    def backend(self) -> str:
+        """The backend that `form` names."""
+        return KERNELS if self.form == KERNELS else "torch"
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error that its dtype may have."""
+        return TOLERANCE[self.dtype]
+
+    def is_one(self, call: int) -> bool:
+        """True where the aliased inputs are one in a call (numbered from 1)."""
+        return bool(self.alias) and call in self.alias_calls
+
+    def layout(self, name: str, call: int) -> str:
+        """How an input, "dy" or "initial_state" lies in memory in a call."""
+        if self.is_one(call) and name in self.alias:
+            return "plain" if self.overlap else self.layouts.get(self.alias[0], "plain")
+        return self.layouts.get(name, "plain")
+
+    def without(self, names: set[str]) -> Case:
+        """The case for a recurrence that lost some of its inputs."""
+        alias = tuple(x for x in self.alias if x not in names)
+        pairs: dict[str, Any] = {
+            key: {k: v for k, v in getattr(self, key).items() if k not in names}
+            for key in ("groups", "regimes", "layouts")
+        }
+        return replace(
+            self, **pairs, frozen=tuple(x for x in self.frozen if x not in names),
+            alias=alias if len(alias) > 1 else (), alias_calls=self.alias_calls if len(alias) > 1 else (),
+        )  # fmt: skip
+
+
+_SMALLEST = Case()

@@ -1,0 +1,210 @@
+"""The grammar of random declarations: whatever the language lets a user combine, structure by structure.
+
+Terms are drawn so that states stay bounded on the inputs that dsf.checking.ranges allows: decays are at most 1, a
+correction is no larger than 2. `Pick` is any choice of one from a list: random.Random(seed).choice, or Hypothesis'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dsf.fuzz.declaration import Declaration
+
+Pick = Callable[[Sequence[Any]], Any]
+
+CONSTANT = ["I", "0.9", "sigmoid(ps)", "exp(-softplus(ps))"]
+SCALAR = [
+    "sigmoid(s)", "exp(-softplus(s))", "2 * sigmoid(s) - 1", "-sigmoid(s)", "sigmoid(s) ** 0.5", "tanh(s)",
+    "where(s > 0.5, 0.0, sigmoid(s))", "exp(-exp(ps) * softplus(s))", "minimum(sigmoid(s), 0.95)",
+    "1 / (1 + softplus(s))", "sigmoid(s) ** relu(b)",
+]  # fmt: skip
+KEYWISE = [
+    "sigmoid(sk)", "exp(-softplus(sk))", "sigmoid(sk) ** 0.0625", "tanh(sk)", "sigmoid(pk)", "sigmoid(sk + s)",
+    "exp(-exp(pk) * softplus(s))", "sigmoid(s) * sigmoid(sk)", "where(sk > 0, sigmoid(sk), 0.5)",
+    "maximum(sigmoid(sk), 0.1)",
+]  # fmt: skip
+VALUEWISE = [
+    "sigmoid(sv)", "exp(-softplus(sv))", "sigmoid(sv) ** relu(bv)", "exp(-exp(pv) * softplus(s))", "tanh(sv)",
+    "sigmoid(s) * sigmoid(sv)", "where(sv > 0.5, 0.0, sigmoid(sv))", "minimum(sigmoid(sv), sigmoid(pv))",
+]  # fmt: skip
+HADAMARD = [
+    "exp(-exp(pkv) * softplus(sv))", "sigmoid(sk + sv)", "2 * exp(-exp(pkv) * softplus(sv)) - 1",
+    "sigmoid(sk) * sigmoid(sv)", "exp(-softplus(sk) * softplus(sv))", "where(sv > 0.5, sigmoid(sk), sigmoid(sk + sv))",
+    "maximum(sigmoid(sk + sv), 0.1)", "sigmoid(pkv) ** sigmoid(s)", "1 - sigmoid(sv) * sigmoid(sk)",
+]  # fmt: skip
+# Decays beside shared expressions: steps that fall with the length of the key (Longhorn), and other sums over it.
+SHARED = [
+    ("sigmoid(b) / (1 + dot(k, k))", ["1 - d * k ** 2"]),
+    ("sigmoid(bv) / (1 + dot(k, k))", ["1 - d * k ** 2"]),
+    ("softplus(bv)", ["exp(-d * exp(pk))", "exp(-d * exp(pkv))", "1 / (1 + d * sigmoid(sk))"]),
+    ("sigmoid(b + dot(k, pk))", ["1 - d * sigmoid(sk + sv)", "sigmoid(sv + pkv) * (1 - d)"]),
+    ("rsqrt(1 + dot(sk, sk))", ["sigmoid(sv) ** d", "1 - d ** 2 * sk ** 2", "exp(-d * softplus(sv) * exp(pk))"]),
+    ("sum_key(sigmoid(sk)) / N", ["d * sigmoid(pkv)", "minimum(d, sigmoid(sv + sk))"]),
+    ("1 + dot(l2norm(k), l2norm(l))", ["exp(-d * softplus(sv + pk))", "where(d > 1, sigmoid(sv), 1 / (1 + d))"]),
+]  # fmt: skip
+TWISTS = [
+    "{}", "{}", "{}", "{}", "({}) * sigmoid(b)", "minimum({}, 0.9)", "maximum({}, -0.2)", "({}) ** 2",
+    "where(b > 0, {}, 0.5)", "({}) / (1 + softplus(b))", "({}) * tanh(pv)",
+]  # fmt: skip
+
+WRITES = [
+    "k * v", "k * v", "k * (sigmoid(b) * v)", "k * v - l * v", "pkv * k * v", "k * v + sigmoid(b) * l * v",
+    "(k + pkv) * v", "silu(k) * v", "k * relu(v)", "l2norm(k) * v", "k * (v * rsqrt(1 + dot(k, k)))",
+    "k * where(b > 0, v, 0.5 * x)", "minimum(k, 1) * tanh(v)",
+]  # fmt: skip
+DENSE_WRITES = ["sigmoid(k * v) * v", "tanh(k * v + pkv)", "maximum(k, v) * sigmoid(b)", "exp(-softplus(k + v)) * v"]
+READS = [
+    "q",
+    "q",
+    "q",
+    "q * sigmoid(pk)",
+    "q * sigmoid(o)",
+    "silu(q)",
+    "l2norm(q)",
+    "q * N ** -0.5",
+    "q / (1 + abs(pk))",
+]
+SKIPS = [
+    "0", "0", "pv * v", "dot(q, k) * v", "dot(q, pk * k) * v", "tanh(i) * v", "where(i > 0, v, 0.0)",
+    "maximum(v, 0) * sigmoid(pv)", "ps * v",
+]  # fmt: skip
+DELTAS = [
+    "sigmoid(b) * outer(k, k)",
+    "2 * sigmoid(b) * outer(k, k)",
+    "b * outer(k, k)",
+    "sigmoid(b) * outer(l2norm(k), l2norm(k))",
+]
+CHANNELS = [
+    "sigmoid(bv) * outer(k, k)",
+    "sigmoid(b) * outer(k * sigmoid(bv), l)",
+    "sigmoid(b) * outer(k, l * sigmoid(bv))",
+]
+RANK_ONE = [
+    ("diag(sigmoid(sk))", "-0.5 * outer(k, l)"), ("diag(0.5 * sigmoid(sk))", "0.5 * outer(k, l)"),
+    ("diag(exp(-0.6 * sigmoid(sk)))", "-outer(sigmoid(bk) * k, k)"), ("sigmoid(s) * I", "-0.5 * outer(k, bk * k)"),
+    ("diag(sigmoid(sk))", "outer(0.5 * tanh(b) * k, l)"), ("I", "-sigmoid(b) * outer(k, k * sigmoid(pk))"),
+]  # fmt: skip
+GUARDED = [
+    "lambda num, den, one: num / maximum(abs(den), one)",
+    "lambda num, den, one: num / (abs(den) + one)",
+    "lambda num, den, one: num / sqrt(den ** 2 + one ** 2)",
+]  # fmt: skip
+POSITIVE = [("exp(k)", "exp(q)"), ("elu1(k)", "elu1(q)"), ("sigmoid(k)", "sigmoid(q)"), ("softplus(k)", "softplus(q)")]
+
+
+def draw(pick: Pick, family: str | None = None) -> Declaration:
+    """One declaration; the language may refuse it (Declaration.build). family: of FAMILIES, any unless named."""
+    name = pick(list(FAMILIES)) if family is None else family
+    return FAMILIES[name](pick)
+
+
+def _read(pick: Pick) -> str:
+    return pick(["after", "after", "after", "before"])
+
+
+def _single(pick: Pick, family: str, a: str, b: str, **more: Any) -> Declaration:
+    return Declaration(family, ((a, b),), pick(READS), pick(SKIPS), _read(pick), **more)
+
+
+def _elementwise(pick: Pick) -> Declaration:
+    """Hadamard decays, with shared expressions or without, and injections that no matrix product makes."""
+    if pick([True, True, False]):
+        let, decays = pick(SHARED)
+        writes = ["k * (d * v)", "k * (d * x)", "k * v", "k * (sqrt(abs(d)) * v)", "silu(k) * (d * v)"]
+        a = pick(TWISTS).format(pick(decays))
+        return _single(pick, "elementwise", a, pick(writes), lets=(("d", let),))
+    a = pick(TWISTS).format(pick(HADAMARD))
+    return _single(pick, "elementwise", a, pick(WRITES + DENSE_WRITES))
+
+
+def _dense_write(pick: Pick) -> Declaration:
+    return _single(pick, "elementwise", pick([*SCALAR, *KEYWISE, *VALUEWISE]), pick(DENSE_WRITES))
+
+
+def _decay(pick: Pick) -> Declaration:
+    """Constant, scalar and key-diagonal decays."""
+    return _single(pick, "decay", pick([pick(CONSTANT), pick(SCALAR), pick(KEYWISE)]), pick(WRITES))
+
+
+def _value_decay(pick: Pick) -> Declaration:
+    return _single(pick, "value decay", pick(VALUEWISE), pick(WRITES))
+
+
+def _vector(pick: Pick) -> Declaration:
+    """A state of one number a channel."""
+    write = pick(
+        ["sigmoid(-sv) * v", "sigmoid(bv) * v", "v * sqrt(1 - sigmoid(sv) ** 2)", "sigmoid(b) * v", "relu(v) * x"]
+    )
+    read, skip = pick(["1", "sigmoid(o)", "silu(o)", "tanh(pv)"]), pick(["0", "pv * v", "tanh(i) * v"])
+    decay = pick(TWISTS).format(pick([*VALUEWISE, *SCALAR]))
+    return Declaration("vector", ((decay, write),), read, skip, _read(pick))
+
+
+def _delta(pick: Pick) -> Declaration:
+    """Delta rules under no, a scalar or a key-diagonal decay, and one correction a channel."""
+    low = pick([*DELTAS, *DELTAS, *CHANNELS])
+    erase = f"I - {low}"
+    a = pick([
+        erase, f"{pick(SCALAR)} * ({erase})", f"({erase}) @ diag({pick(KEYWISE)})",
+        f"diag({pick(KEYWISE)}) @ ({erase})",
+    ])  # fmt: skip
+    tied = low.partition(" * outer")[0]
+    return _single(pick, "delta", a, pick([f"k * ({tied} * v)", "k * (sigmoid(b) * v)", pick(WRITES)]))
+
+
+def _rank_one(pick: Pick) -> Declaration:
+    decay, low = pick(RANK_ONE)
+    sign = " - " if low.startswith("-") else " + "
+    return _single(pick, "rank one", decay + sign + low.lstrip("-"), pick(WRITES))
+
+
+def _product(pick: Pick) -> Declaration:
+    """Two micro-steps a token: delta rules, decays, or one of each."""
+
+    def step(j: int) -> tuple[str, str]:
+        erase = f"I - sigmoid(bs[{j}]) * outer(ks[{j}], ks[{j}])"
+        a = pick([
+            erase, f"sigmoid(gs[{j}]) * ({erase})", f"sigmoid(gs[{j}])", f"sigmoid(gk[{j}])", f"sigmoid(gv[{j}])",
+            f"sigmoid(gk[{j}] + gv[{j}])", "I",
+        ])  # fmt: skip
+        return a, pick([f"ks[{j}] * (sigmoid(bs[{j}]) * vs[{j}])", f"ks[{j}] * vs[{j}]"])
+
+    skip = pick(["0", "pv * vs[1]", "dot(q, ks[1]) * vs[0]"])
+    return Declaration("micro-steps", (step(0), step(1)), pick(READS), skip, _read(pick))
+
+
+def _normalised(pick: Pick) -> Declaration:
+    """Quotients: positive features under the plain ratio, anything under a rule that keeps den from 0."""
+    a = pick(["I", pick(CONSTANT[2:]), "sigmoid(s)", "sigmoid(sk)", "exp(-softplus(s))", "I - 0.5 * outer(k, k)"])
+    if pick([True, False]) and "outer" not in a:
+        key, query = pick(POSITIVE)
+        return Declaration("normalised", ((a, f"{key} * v"),), query, rule="dsf.ratio")
+    b = pick(["k * v", "sigmoid(b) * k * v", "k * (sigmoid(b) * v)"])
+    return Declaration("normalised", ((a, b),), pick(READS[:5]), "0", _read(pick), pick(GUARDED), "v")
+
+
+def _exponential(pick: Pick) -> Declaration:
+    """Exponential input gates, whose running maximum is taken out of the state."""
+    gate = pick(["exp(i)", "exp(i)", "exp(2 * i)", "exp(ik)", "exp(i + ik)", "exp(iv)"])
+    a = pick(["sigmoid(s)", "sigmoid(s)", "exp(-softplus(s))", "sigmoid(sk)", "I", "sigmoid(sv)"])
+    return Declaration(
+        "exponential gate", ((a, f"{gate} * k * v"),), pick(["q", "q * N ** -0.5", "silu(q)"]), "0", _read(pick),
+        pick(GUARDED), "v",
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[Pick], Declaration]] = {
+    "elementwise": _elementwise, "dense write": _dense_write, "decay": _decay, "value decay": _value_decay,
+    "vector": _vector, "delta": _delta, "rank one": _rank_one, "micro-steps": _product, "normalised": _normalised,
+    "exponential gate": _exponential,
+}  # fmt: skip
+# What run() deals from, in turn: half elementwise, where the kernels differ most from one declaration to the next.
+DECK = (
+    "elementwise", "decay", "elementwise", "delta", "vector", "elementwise", "rank one", "value decay", "elementwise",
+    "micro-steps", "dense write", "delta", "elementwise", "normalised", "exponential gate", "elementwise", "decay",
+)  # fmt: skip
+# Wrong once: rows of a last block that no token fills, left unwritten. Every run tries it first.
+KNOWN = Declaration(
+    "elementwise", (("1 - d * k ** 2", "k * (d * x)"),), "q", "x", lets=(("d", "sigmoid(bv) / (1 + dot(k, k))"),)
+)

@@ -1,0 +1,186 @@
+"""A case's tensors: their numbers, rounded to its dtype, and the memory that they lie in."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call.recurrence import Recurrence
+from dsf.checking.examples import PREFIX, draw_tensor, regimes_of
+from dsf.checking.measure import HALF
+from dsf.checking.ranges import Range
+from dsf.fuzz.case import Case
+from dsf.language.annotations import Kind
+from dsf.language.expr import KEY, VALUE
+
+Ranges = Mapping[str, Range]
+
+
+def shape_of(case: Case, kind: Kind, heads: int, tokens: int, batch: int) -> list[int]:
+    """The shape of an input."""
+    axes = [{KEY: case.n, VALUE: case.p}[a] for a in (KEY, VALUE) if a in kind.axes]
+    if not kind.time:
+        return [case.heads, *axes]
+    return [batch, tokens, *([kind.steps] if kind.steps is not None else []), heads, *axes]
+
+
+def numbers(recurrence: Recurrence, ranges: Ranges, case: Case, call: int) -> dict[str, Tensor]:
+    """The inputs of a call (from 1), contiguous on the CPU in the dtypes that they are given in."""
+    found: dict[str, Tensor] = {}
+    owner = _narrowest(ranges, case)
+    order = sorted(recurrence.spec.inputs, key=lambda i: i.name != owner)  # the first of those that are one
+    for name, kind in ((i.name, i.kind) for i in order):
+        shared = case.is_one(call) and name in case.alias and name != owner
+        if shared and not case.overlap:
+            found[name] = found[owner]
+            continue
+        regime = case.regimes.get(name) or regimes_of(recurrence.spec, name, ranges[name])[0]
+        shape = shape_of(case, kind, case.groups.get(name, case.heads), case.tokens, case.batch)
+        if shared:  # one token later than the first
+            shape[1] = 1
+        x = draw_tensor(ranges[owner if shared else name], regime, shape, kind, _seed(case, name, call))
+        x = x.to(torch.float32 if case.dtype in HALF and not kind.time else case.torch_dtype)
+        if shared:
+            x = torch.cat([found[owner][:, 1:], x], dim=1)
+        found[name] = _repeated(x, case.layout(name, call), _heads_axis(kind))
+    return {i.name: found[i.name] for i in recurrence.spec.inputs}
+
+
+def _seed(case: Case, name: str, call: int) -> int:
+    return zlib.crc32(name.encode()) + 7919 * (case.seed + 1009 * call)
+
+
+def _narrowest(ranges: Ranges, case: Case) -> str:
+    """The aliased input whose range the others' numbers have to lie in, too."""
+    return min(case.alias, key=lambda name: ranges[name].is_real, default="")
+
+
+def _heads_axis(kind: Kind) -> int:
+    return 0 if not kind.time else 2 + (kind.steps is not None)
+
+
+def _repeated(x: Tensor, way: str, heads: int) -> Tensor:
+    """Numbers that an expanded layout can hold."""
+    axis = _expanded_axis(way, heads, x)
+    return x if axis is None else x.narrow(axis, 0, 1).expand_as(x).clone()
+
+
+def _expanded_axis(way: str, heads: int, x: Tensor) -> int | None:
+    axis = {"expanded-batch": 0, "expanded-tokens": 1, "expanded-heads": heads}.get(way)
+    return axis if axis is not None and axis < x.dim() else None
+
+
+def states(recurrence: Recurrence, ranges: Ranges, case: Case) -> list[Tensor | None]:
+    """Every call's initial state on the CPU: what a few tokens before leave."""
+    if not case.initial:
+        return [None] * case.calls
+    inputs: dict[str, Any] = {}
+    for entry in recurrence.spec.inputs:
+        regime = regimes_of(recurrence.spec, entry.name, ranges[entry.name])[0]
+        shape = shape_of(case, entry.kind, case.heads, PREFIX, case.calls * case.rows)
+        inputs[entry.name] = draw_tensor(ranges[entry.name], regime, shape, entry.kind, _seed(case, entry.name, 0))
+    with torch.no_grad():
+        state = recurrence(**inputs, return_state=True, form="recurrent", backend="torch")[1]
+    state = state.to(torch.float64 if case.dtype == "float64" else torch.float32)
+    return list(state.split(case.rows))
+
+
+def cotangents(case: Case, call: int, state: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """dy in the inputs' dtype, and float64 numbers for the final state in its true scale; rounded as the inputs are."""
+    generator = torch.Generator().manual_seed(_seed(case, "dy", call))
+    dy = torch.randn(case.batch, case.tokens, case.heads, case.p, generator=generator, dtype=torch.float64)
+    ds = torch.randn(state, generator=generator, dtype=torch.float32).double()
+    return _repeated(dy.to(case.torch_dtype), case.layouts.get("dy", "plain"), 2), ds
+
+
+@dataclass
+class Memory:
+    """Tensors in the memory that a case's layouts ask for, and what that memory held before."""
+
+    device: torch.device
+    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def put(self, x: Tensor, way: str, heads: int) -> Tensor:
+        """x on the device in a layout."""
+        x = x.to(self.device)
+        axis = _expanded_axis(way, heads, x)
+        if axis is not None:
+            return self._kept(x.narrow(axis, 0, 1).clone()).expand_as(x)
+        if way == "offset" or (way in ("late", "transposed") and x.dim() < 2):
+            room = self._room(x, (x.numel() + 3,))
+            view = room[1 : 1 + x.numel()].view(x.shape)
+        elif way == "late":
+            view = self._room(x, (x.shape[0], x.shape[1] + 3, *x.shape[2:]))[:, 2 : 2 + x.shape[1]]
+        elif way == "padded":
+            view = self._room(x, (*x.shape[:-1], x.shape[-1] + 3))[..., : x.shape[-1]]
+        elif way == "strided":
+            view = self._room(x, (*x.shape, 2))[..., 0]
+        elif way == "transposed":
+            a, b = (1, 2) if x.dim() > 2 else (0, 1)
+            view = self._room(x, tuple(x.transpose(a, b).shape)).transpose(a, b)
+        else:
+            view = self._room(x, tuple(x.shape))
+        view.copy_(x)
+        return self._kept(view)
+
+    def fused(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs [B, T, ...] side by side in the rows of one tensor."""
+        first = next(iter(given.values())).to(self.device)
+        widths = [x[0, 0].numel() for x in given.values()]
+        room = self._room(first, (*first.shape[:2], sum(widths) + 1))
+        views, start = {}, 0
+        for (name, x), width in zip(given.items(), widths, strict=True):
+            view = room[..., start : start + width].unflatten(-1, x.shape[2:]) if x.dim() > 2 else room[..., start]
+            view.copy_(x.to(self.device))
+            views[name], start = view, start + width
+        self._kept(room)
+        return views
+
+    def overlapping(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, ...] and the same one token later, in one memory."""
+        room = self._kept(torch.cat([first, second[:, -1:]], dim=1).to(self.device))
+        return room[:, :-1], room[:, 1:]
+
+    def changed(self) -> bool:
+        """True where anything of that memory, the NaN around it included, is not what it was."""
+        return any(not torch.equal(_bits(now), before) for now, before in self.held)
+
+    def _room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=like.dtype, device=self.device)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """x, its whole storage remembered."""
+        whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+        self.held.append((whole, _bits(whole).clone()))
+        return x
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def given_of(
+    recurrence: Recurrence, ranges: Ranges, case: Case, call: int, values: Mapping[str, Tensor], memory: Memory
+) -> dict[str, Tensor]:
+    """The leaves of a call, by name: the same object for inputs that are one."""
+    kinds = {i.name: i.kind for i in recurrence.spec.inputs}
+    placed: dict[str, Tensor] = {}
+    together = {n: values[n] for n in kinds if case.layout(n, call) == "fused" and kinds[n].time}
+    if together:
+        placed |= memory.fused(together)
+    if case.is_one(call) and case.overlap:
+        names = sorted(case.alias, key=lambda name: name != _narrowest(ranges, case))
+        placed |= zip(names, memory.overlapping(*(values[n] for n in names)), strict=True)
+    leaves: dict[str, Tensor] = {}
+    for name, x in values.items():
+        if name not in placed:
+            placed[name] = memory.put(x, case.layout(name, call), _heads_axis(kinds[name]))
+        leaves[name] = placed[name].detach().requires_grad_(bool(case.loss) and name not in case.frozen)
+    if case.is_one(call) and not case.overlap:
+        leaves |= dict.fromkeys(case.alias, leaves[case.alias[0]])
+    return leaves

@@ -1,0 +1,320 @@
+"""One case tried: its calls one after the other, each held to the oracle, and the first one again, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call import packing
+from dsf.call.recurrence import Recurrence
+from dsf.checking.laws import OUTPUT
+from dsf.checking.measure import BLOCK, KERNELS, Subject, distance, misfits, typical_entry
+from dsf.checking.ranges import Given, ranges_of
+from dsf.fuzz.case import Case
+from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
+from dsf.fuzz.poison import poisoned
+from dsf.fuzz.truth import Expected, moved, truths
+from dsf.language.annotations import Kind
+from dsf.torch.lower import columns
+
+UNDECIDED = 0.5  # share of a tolerance by which the oracle itself moves when its inputs move by one rounding
+Cotangents = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was wrong. quantity: y, state, grad NAME, repeat QUANTITY, inputs or exception. head: of all batch rows."""
+
+    quantity: str
+    call: int
+    error: float
+    tolerance: float
+    head: int | None = None
+    block: int | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        place = "" if self.head is None else f", head {self.head} of all rows"
+        if self.block is not None:
+            place += f", tokens {BLOCK * self.block} to {BLOCK * self.block + BLOCK - 1}"
+        size = (
+            ""
+            if math.isinf(self.error) and self.quantity in NO_NUMBER
+            else f": off by {self.error:.2e}, allowed {self.tolerance:g}"
+        )
+        return f"call {self.call}, {self.quantity}{place}{size}" + (f" ({self.detail})" if self.detail else "")
+
+
+NO_NUMBER = ("exception", "inputs")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a case.
+
+    status: "right"; "wrong"; "void" (what the oracle gives does not fit the dtype: no case); or "undecided" (the oracle
+    itself moves by more than UNDECIDED of the tolerance when inputs move by one rounding). errors: the worst by
+    quantity, relative as dsf.check has them. finding: what was wrong, or is undecided.
+    """
+
+    status: str
+    errors: Mapping[str, float] = field(default_factory=dict)
+    finding: Finding | None = None
+
+    def __str__(self) -> str:
+        worst = max(self.errors.items(), key=lambda e: e[1], default=("nothing", 0.0))
+        return self.status + (f": {self.finding}" if self.finding else f", worst error {worst[1]:.1e} ({worst[0]})")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One call's outcome: y, the final state as it came and in its true scale, gradients by leaf."""
+
+    y: Tensor
+    raw: Tensor | None
+    state: Tensor
+    grads: Mapping[str, Tensor]
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Everything that a repeat gives again, bit for bit."""
+        raw = {} if self.raw is None else {"state": self.raw}
+        return {"y": self.y} | raw | {f"grad {n}": g for n, g in self.grads.items()}
+
+
+def attempt(
+    recurrence: Recurrence,
+    case: Case,
+    device: torch.device | str = "cpu",
+    ranges: Given | None = None,
+    poison: bool = True,
+) -> Verdict:
+    """Try a case of a recurrence. device: where it runs (the oracle runs on the CPU). ranges: as dsf.check takes them.
+
+    poison: memory that nobody has written is NaN. Whatever is raised is a finding: cases are legal calls.
+    """
+    subject = Subject(recurrence, _ranges(recurrence, ranges), None, device, case.backend)
+    values = [numbers(recurrence, subject.ranges, case, call) for call in range(1, case.calls + 1)]
+    starts = states(recurrence, subject.ranges, case)
+    shape = (case.rows, case.heads, *true_shape(recurrence, case))
+    cots = [cotangents(case, call, shape) for call in range(1, case.calls + 1)]
+    expected = truths(recurrence, case, values, starts, cots)
+    if not all(e.is_usable(case.dtype) for e in expected):
+        return Verdict("void")
+    with poisoned() if poison else contextlib.nullcontext():
+        errors, finding = _calls(subject, case, values, starts, cots, expected)
+    if finding is None:
+        return Verdict("right", errors)
+    if math.isfinite(finding.error) and finding.tolerance:
+        shaken = truths(recurrence, case, moved(values, case.dtype, case.seed), starts, cots)
+        now, before = shaken[finding.call - 1], expected[finding.call - 1]
+        own = dict(_measures(subject, case, Ran(now.y, None, now.state, now.grads), before))[finding.quantity][0]
+        if own > UNDECIDED * finding.tolerance:
+            more = f"the oracle itself moves by {own:.1e} when inputs move by one rounding"
+            return Verdict("undecided", errors, replace(finding, detail=more))
+    return Verdict("wrong", errors, finding)
+
+
+@functools.lru_cache(maxsize=64)
+def _inferred(recurrence: Recurrence) -> dict[str, Any]:
+    return ranges_of(recurrence.spec)
+
+
+def _ranges(recurrence: Recurrence, given: Given | None) -> dict[str, Any]:
+    return ranges_of(recurrence.spec, given) if given else _inferred(recurrence)
+
+
+def true_shape(recurrence: Recurrence, case: Case) -> tuple[int, int]:
+    """Rows and columns of one head's state in its true scale."""
+    layout = columns(recurrence.spec, case.p)
+    return recurrence.state_shape(N=case.n if recurrence.spec.has_key else 1, P=case.p)[0], layout.p + layout.den
+
+
+def _calls(
+    subject: Subject, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[Tensor | None],
+    cots: Sequence[Cotangents], expected: Sequence[Expected],
+) -> tuple[dict[str, float], Finding | None]:  # fmt: skip
+    """The worst errors, and the first finding."""
+    errors: dict[str, float] = {}
+    first: Ran | None = None
+    for call in (*range(1, case.calls + 1), 1):
+        place = call - 1
+        again = first is not None and call == 1
+        memory = Memory(torch.device(subject.device))
+        try:
+            leaves = given_of(subject.recurrence, subject.ranges, case, call, values[place], memory)
+            if not again:
+                _between(subject, case, call, leaves)
+            start = _start(case, starts[place], memory)
+            ran = _run(subject, case, call, leaves, start, cots[place], memory)
+        except Exception as error:  # whatever a legal call raises is a finding
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return errors, Finding("exception", call, math.inf, 0.0, detail=text)
+        if memory.changed():
+            return errors, Finding("inputs", call, math.inf, 0.0, detail="written to, or what lies around them")
+        if again:
+            assert first is not None
+            return errors, _repeated(first, ran, call)
+        finding = _judge(subject, case, call, ran, expected[place], errors)
+        if finding is not None:
+            return errors, finding
+        first = first or ran
+    return errors, None
+
+
+def _start(case: Case, start: Tensor | None, memory: Memory) -> Tensor | None:
+    if start is None:
+        return None
+    return memory.put(start, case.layouts.get("initial_state", "plain"), 1).detach().requires_grad_(bool(case.loss))
+
+
+def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor]) -> None:
+    """What happens before a call."""
+    what = case.between[call - 2] if 2 <= call < 2 + len(case.between) else ""
+    if what == "forget":
+        forget(subject.recurrence)
+    elif what == "other":
+        other = neighbour(subject.recurrence)
+        how: dict[str, Any] = {**leaves, "form": "auto" if case.form == KERNELS else case.form}
+        y = other(**how, backend=case.backend)
+        if y.requires_grad:
+            y.sum().backward(inputs=[x for x in leaves.values() if x.requires_grad])
+            for x in leaves.values():
+                x.grad = None
+
+
+@functools.lru_cache(maxsize=32)
+def neighbour(recurrence: Recurrence) -> Recurrence:
+    """Another recurrence of the same inputs: it reads twice as much."""
+    system = recurrence.spec.system
+    return Recurrence(replace(recurrence.spec, name=f"{recurrence.name}_twice", system=replace(system, C=2 * system.C)))
+
+
+def forget(recurrence: Recurrence) -> None:
+    """Drop what calls remember: plans, tapes, places of packed sequences."""
+    recurrence._calls.kept.clear()
+    tape = sys.modules.get("dsf.kernels.triton.tape")
+    if tape is not None:
+        tape.forget()
+    for kept in ("_values", "_places"):
+        getattr(packing, kept, {}).clear()
+
+
+def _run(
+    subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor], start: Tensor | None, cots: Cotangents,
+    memory: Memory,
+) -> Ran:  # fmt: skip
+    """One call and its gradients."""
+    with torch.set_grad_enabled(bool(case.loss)):
+        if case.step:
+            y, final = _stepped(subject, case, leaves, start)
+        else:
+            bounds = torch.tensor(case.bounds, device=subject.device) if case.lengths else None
+            y, found = subject.run(case.form, leaves, start, bounds)
+            assert isinstance(found, Tensor)
+            final = found
+        state = subject.recurrence.true_state(final.double(), case.p)
+    grads: dict[str, Tensor] = {}
+    if case.loss:
+        wrt = {n: x for n, x in leaves.items() if x.requires_grad}
+        if case.is_one(call) and not case.overlap:
+            wrt = {n: x for n, x in wrt.items() if n not in case.alias[1:]}
+        if start is not None:
+            wrt["initial_state"] = start
+        dy = memory.put(cots[0], case.layout("dy", call), 2)
+        pairs = [(y, dy)] if case.loss in ("both", "y") else []
+        pairs += [(state, cots[1].to(state))] if case.loss in ("both", "state") else []
+        grads = subject.without_gain(_differentiated([p for p in pairs if p[0].requires_grad], wrt), case.p)
+    return Ran(y.detach(), final.detach(), state.detach(), grads)
+
+
+def _stepped(subject: Subject, case: Case, leaves: Mapping[str, Tensor], state: Any) -> tuple[Tensor, Tensor]:
+    timed = {name for name, kind in subject.kinds.items() if kind.time}
+    outputs = []
+    for t in range(case.tokens):
+        now: dict[str, Any] = {n: x[:, t] if n in timed else x for n, x in leaves.items()}
+        y, state = subject.recurrence.step(state, backend=case.backend, **now)
+        outputs.append(y)
+    return torch.stack(outputs, dim=1), state
+
+
+def _differentiated(pairs: list[tuple[Tensor, Tensor]], wrt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not pairs or not wrt:
+        return {n: torch.zeros_like(x) for n, x in wrt.items()}
+    outputs, given = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(wrt.values()), given, allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wrt.items(), found, strict=True)}
+
+
+def _measures(
+    subject: Subject, case: Case, ran: Ran, expected: Expected
+) -> Iterator[tuple[str, tuple[float, tuple[Any, ...]]]]:
+    """Every quantity's error, and what it was measured with. The scales are those of dsf.checking.laws.compare."""
+    held = max(expected.start, typical_entry(expected.y, OUTPUT), typical_entry(expected.state, None))
+    kinds: Mapping[str, Kind | None] = subject.kinds
+    scale = max(
+        [1.0 if case.loss != "y" else 0.0, *(typical_entry(x, kinds.get(n)) for n, x in expected.grads.items())]
+    )
+    told: list[tuple[str, Tensor, Tensor, Any, float, Tensor | None]] = [
+        ("y", ran.y, expected.y, OUTPUT, held, None), ("state", ran.state, expected.state, None, held, None)
+    ]  # fmt: skip
+    for name, want in expected.grads.items():
+        got = ran.grads.get(name)
+        got = torch.zeros(()) if got is None else got
+        told.append((f"grad {name}", got, want, kinds.get(name), scale, expected.terms.get(name)))
+    for quantity, got, want, kind, size, terms in told:
+        measured = (got.detach().cpu(), want, kind, case.dtype, size, terms)
+        yield quantity, (distance(*measured), measured)
+
+
+def _judge(
+    subject: Subject, case: Case, call: int, ran: Ran, expected: Expected, errors: dict[str, float]
+) -> Finding | None:
+    """The worst finding of a call, None if all is right; errors takes its errors up."""
+    worst: Finding | None = None
+    wide = "float64" if case.dtype == "float64" else "float32"
+    for quantity, (error, measured) in _measures(subject, case, ran, expected):
+        errors[quantity] = max(error, errors.get(quantity, 0.0))
+        if error <= case.tolerance:
+            continue
+        head, block, detail = _where(measured)
+        if worst is None or error > worst.error or math.isinf(error):
+            worst = Finding(quantity, call, error, case.tolerance, head, block, detail)
+    if worst is None and (str(ran.y.dtype), str(ran.raw is not None and ran.raw.dtype)) != (
+        f"torch.{case.dtype}", f"torch.{wide}",
+    ):  # fmt: skip
+        return Finding(
+            "dtype", call, math.inf, 0.0, detail=f"y {ran.y.dtype}, state {ran.raw is not None and ran.raw.dtype}"
+        )
+    return worst
+
+
+def _where(measured: tuple[Any, ...]) -> tuple[int | None, int | None, str]:
+    """Head, block and the kind of a finding."""
+    got, want, kind, dtype = measured[:4]
+    if got.shape != want.shape:
+        return None, None, f"shape {list(got.shape)} for {list(want.shape)}"
+    ratios = misfits(*measured)
+    ratios = torch.where(ratios.isnan(), math.inf, ratios)
+    head, block = divmod(int(ratios.argmax()), ratios.shape[1])
+    bad = int((~got.isfinite()).sum())
+    return head, block if kind is not None and kind.time else None, f"{bad} of {got.numel()} not finite" if bad else ""
+
+
+def _repeated(first: Ran, again: Ran, call: int) -> Finding | None:
+    """The first call's result and the same call's later one, bit for bit."""
+    for quantity, x in first.parts.items():
+        other = again.parts[quantity]
+        if not torch.equal(x, other):
+            off = float((x.double() - other.double()).abs().max()) if x.shape == other.shape else math.inf
+            off = math.inf if math.isnan(off) else off
+            return Finding(f"repeat {quantity}", call, off, 0.0, detail="the same call again gives other bits")
+    return None

@@ -1,0 +1,332 @@
+"""`run`: declarations and cases drawn and tried until a budget is spent, in one process or in several."""
+
+from __future__ import annotations
+
+import functools
+import math
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from dsf.call.recurrence import Recurrence
+from dsf.checking.measure import KERNELS
+from dsf.checking.ranges import Given, ranges_of
+from dsf.fuzz.case import Case
+from dsf.fuzz.declaration import Declaration
+from dsf.fuzz.draw import GPU, INTERPRETER, TORCH, Cases, Profile
+from dsf.fuzz.grammar import DECK, KNOWN, draw
+from dsf.fuzz.judge import Finding, Verdict
+from dsf.fuzz.report import Result
+from dsf.fuzz.shrink import Subject, script, shrunk
+from dsf.language.errors import FormError, InputError, TraceError
+
+SHRUNK = 6  # failures that are made small, of each worker
+SEED_STEP = 1_000_003
+LOST = ("CUDA error", "illegal memory access", "device-side assert", "AcceleratorError")  # no call goes on after these
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one process tries.
+
+    seed: of everything drawn. seconds, cases: whichever is spent first. device, backend ("torch" or "triton"). each:
+    cases of one declaration; share: seconds after which the next one comes. shrink: seconds for making a failure small.
+    worker, workers: this process takes every workers-th declaration, beginning with `start`.
+    """
+
+    seed: int = 0
+    seconds: float | None = None
+    cases: int | None = None
+    device: str = "cpu"
+    backend: str = "torch"
+    each: int = 8
+    share: float | None = None
+    shrink: float = 60.0
+    poison: bool = True
+    profile: Profile | None = None
+    worker: int = 0
+    workers: int = 1
+    start: int = 0
+
+    @property
+    def sizes(self) -> Profile:
+        """The profile: what the user gave, or that of device and backend."""
+        if self.profile is not None:
+            return self.profile
+        if torch.device(self.device).type == "cuda":
+            return GPU
+        return INTERPRETER if self.backend == KERNELS else TORCH
+
+
+def run(
+    seconds: float | None = None,
+    cases: int | None = None,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    backend: str | None = None,
+    recurrence: Recurrence | None = None,
+    ranges: Given | None = None,
+    each: int | None = None,
+    share: float | None = None,
+    shrink: float = 60.0,
+    poison: bool = True,
+    profile: Profile | None = None,
+    workers: int = 1,
+    told: Callable[[str], None] | None = None,
+) -> Result:
+    """Try random calls of random declarations, or of one recurrence, against the float64 oracle.
+
+    seconds, cases: the budget, whichever is spent first; at least one of them. seed: of all that is drawn: the same
+      seed and number of cases are the same cases. device: "cpu" or "cuda". backend: "torch", or "triton" (the default
+      on a GPU; on a CPU with TRITON_INTERPRET=1 set before triton is imported).
+    recurrence: keeps this one and draws cases of it alone (in this process); ranges: as dsf.check takes them.
+    each: cases of one declaration (24 on a GPU, where compiling costs most, else 8); share: most seconds spent on one.
+    shrink: seconds for making one failure small, after the budget. poison: unwritten memory is NaN. profile: sizes.
+    workers: processes, each with seeds of its own. told: is given a line for each failure.
+
+    Raises InputError for a budget or device that makes no sense, FormError for a recurrence that the backend refuses.
+    """
+    gpu = _device(device)
+    if seconds is None and cases is None:
+        raise InputError("dsf.fuzz needs a budget: seconds or cases")
+    if (seconds is not None and seconds <= 0) or (cases is not None and cases < 1) or workers < 1:
+        raise InputError(f"dsf.fuzz: seconds, cases and workers are positive, got {seconds}, {cases}, {workers}")
+    backend = backend or (KERNELS if gpu else "torch")
+    plan = Plan(seed, seconds, cases, device, backend, each or (24 if gpu else 8), share, shrink, poison, profile)
+    _can_run(plan)
+    tell = told or (lambda line: None)
+    begin = time.perf_counter()
+    if recurrence is not None:
+        if backend == KERNELS:
+            recurrence.plan(N=3, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
+        elif recurrence.spec.is_softmax:
+            raise FormError(
+                f"{recurrence.name}: dsf.fuzz tries finite states; softmax attention has none: use dsf.check"
+            )
+        given = Subject(None, recurrence, ranges)
+        result = _local(plan, tell, given)
+    elif workers == 1:
+        result = _local(plan, tell)
+    else:
+        result = _spawned(plan, workers, tell)
+    result.seeds = [seed]
+    result.seconds = time.perf_counter() - begin
+    result.workers = workers
+    return result
+
+
+def _device(device: str) -> bool:
+    """Whether it is a GPU. Raises InputError for one that is not there."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise InputError(f"dsf.fuzz: there is no device {device!r}; cpu or cuda") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError("dsf.fuzz: device='cuda' was asked for, but torch sees no CUDA GPU")
+    if kind not in ("cpu", "cuda"):
+        raise InputError(f"dsf.fuzz runs on cpu or cuda, got {device!r}")
+    return kind == "cuda"
+
+
+def _can_run(plan: Plan) -> None:
+    if plan.backend not in ("torch", KERNELS):
+        raise InputError(f"dsf.fuzz: backend is 'torch' or 'triton', got {plan.backend!r}")
+    if plan.backend == KERNELS:
+        KNOWN.build().plan(N=3, P=2, backend=KERNELS, device=plan.device)  # raises FormError in the user's words
+
+
+def _local(plan: Plan, told: Callable[[str], None], given: Subject | None = None) -> Result:
+    result = Result(plan.device, plan.backend)
+    for message in tried(plan, given):
+        _take(result, message, told)
+    return result
+
+
+Message = tuple[str, Any]
+
+
+def _take(result: Result, message: Message, told: Callable[[str], None]) -> None:
+    """Count what a worker says."""
+    kind, data = message
+    if kind == "case":
+        result.add(*data)
+    elif kind == "failure":
+        result.failures.append(data)
+        told(f"FAILED {data['finding']}\n{data['script']}")
+    elif kind == "refused":
+        result.refused += 1
+    elif kind == "empty":
+        result.empty = data
+
+
+def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
+    """Messages of one process: "trying" before and "case" after every case, failures made small at last.
+
+    After a failure that leaves the GPU unusable the last message is "lost": where another process has to go on.
+    """
+    deadline = time.perf_counter() + (math.inf if plan.seconds is None else plan.seconds)
+    left = math.inf if plan.cases is None else plan.cases
+    empty = takes_empty()
+    yield "empty", empty
+    failures: list[tuple[Subject, Case, Verdict, int, list[Case]]] = []
+    place = plan.start
+    while left > 0 and time.perf_counter() < deadline:
+        seed = plan.seed * SEED_STEP + place
+        rng = random.Random(seed)
+        subject = given or _declared(plan, place, rng)
+        place += plan.workers
+        if subject is None:
+            yield "refused", seed
+            continue
+        spec = subject.recurrence.spec
+        ranges = ranges_of(spec, subject.ranges)
+        cases = Cases(subject.recurrence, ranges, rng, plan.sizes, plan.backend, empty, seed)
+        end = min(deadline, time.perf_counter() + (plan.share or math.inf))
+        history: list[Case] = []
+        for _ in range(plan.each):
+            if left <= 0 or time.perf_counter() > end:
+                break
+            case = cases.draw()
+            yield "trying", (place, subject.declaration, case, seed)
+            verdict = _tried(plan, subject, case)
+            yield "case", (_name(subject), spec.structure, spec.is_elementwise, case, verdict)
+            left -= verdict.status != "void"
+            if verdict.status == "wrong":
+                if _is_lost(verdict):
+                    yield "failure", _failure(plan, subject, case, verdict, seed)
+                    yield "lost", place
+                    return
+                failures.append((subject, case, verdict, seed, history))
+                break
+            history.append(case)
+    for number, (subject, case, verdict, seed, earlier) in enumerate(failures):
+        before = tuple(earlier)
+        if number < SHRUNK and plan.shrink > 0:
+            found = shrunk(subject, case, verdict, plan.device, plan.shrink, plan.poison, before)
+            subject, case, verdict, before = found
+        yield "failure", _failure(plan, subject, case, verdict, seed, before)
+
+
+def _declared(plan: Plan, place: int, rng: random.Random) -> Subject | None:
+    """The declaration of a place, None where the backend refuses eight draws."""
+    for attempt in range(8):
+        declaration = KNOWN if place == 0 and not attempt else draw(rng.choice, DECK[place % len(DECK)])
+        try:
+            recurrence = declaration.build()
+            if plan.backend == KERNELS:
+                recurrence.plan(N=3, P=2, backend=KERNELS, device=plan.device)
+        except (TraceError, FormError):
+            continue
+        return Subject(declaration, recurrence)
+    return None
+
+
+def _tried(plan: Plan, subject: Subject, case: Case) -> Verdict:
+    """The case's verdict; what the oracle raises is the adversary's own failure, and is reported, too."""
+    try:
+        return subject.attempt(case, plan.device, plan.poison)
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Verdict("wrong", {}, Finding("oracle", 0, math.inf, 0.0, detail=text))
+
+
+def _name(subject: Subject) -> str:
+    return subject.recurrence.name if subject.declaration is None else subject.declaration.text
+
+
+def _is_lost(verdict: Verdict) -> bool:
+    return verdict.finding is not None and any(word in verdict.finding.detail for word in LOST)
+
+
+def _failure(
+    plan: Plan, subject: Subject, case: Case, verdict: Verdict, seed: int, history: Sequence[Case] = ()
+) -> dict[str, Any]:
+    assert verdict.finding is not None
+    return {
+        "seed": seed, "structure": subject.recurrence.spec.structure, "dtype": case.dtype,
+        "quantity": verdict.finding.quantity, "error": verdict.finding.error, "finding": str(verdict.finding),
+        "script": script(subject, case, verdict, plan.device, plan.poison, history),
+    }  # fmt: skip
+
+
+@functools.cache
+def takes_empty() -> bool:
+    """True where packed sequences may be empty."""
+    d = Declaration("decay", (("sigmoid(s)", "k * v"),), "q")
+    x, s = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1)
+    try:
+        d.build()(x, x, x, s, cu_seqlens=torch.tensor([0, 0, 2]))
+    except InputError:
+        return False
+    return True
+
+
+def _spawned(plan: Plan, workers: int, told: Callable[[str], None]) -> Result:
+    """The same in several processes; one that dies is replaced, and what it tried is a failure."""
+    result = Result(plan.device, plan.backend)
+    context = multiprocessing.get_context("spawn")
+    begin = time.perf_counter()
+    share = None if plan.cases is None else -(-plan.cases // workers)
+    running: dict[Connection, tuple[Any, Plan]] = {}
+    doing: dict[Connection, Any] = {}
+
+    def start(mine: Plan) -> None:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_worker, args=(theirs, mine), daemon=True)
+        process.start()
+        theirs.close()
+        running[ours] = process, mine
+
+    def again(connection: Connection, place: int) -> None:
+        """Another process goes on in the time and with the cases that are left."""
+        _, mine = running[connection]
+        seconds = None if plan.seconds is None else plan.seconds - (time.perf_counter() - begin)
+        if seconds is None or seconds > 1:
+            start(replace(mine, start=place, seconds=seconds))
+
+    for worker in range(workers):
+        start(replace(plan, cases=share, worker=worker, workers=workers, start=worker))
+    while running:
+        for connection in wait(list(running)):
+            assert isinstance(connection, Connection)
+            try:
+                message = connection.recv()
+            except EOFError:
+                process, mine = running[connection]
+                process.join()
+                if connection in doing:  # it died
+                    place, declaration, case, seed = doing.pop(connection)
+                    result.failures.append(_died(declaration, case, seed, process.exitcode, mine))
+                    again(connection, place)
+                del running[connection]
+                continue
+            if message[0] == "trying":
+                doing[connection] = message[1]
+            elif message[0] == "lost":
+                again(connection, message[1])
+                doing.pop(connection, None)
+            elif message[0] == "end":
+                doing.pop(connection, None)
+            else:
+                _take(result, message, told)
+    return result
+
+
+def _worker(connection: Connection, plan: Plan) -> None:
+    torch.set_num_threads(1)
+    for message in tried(plan):
+        connection.send(message)
+    connection.send(("end", None))
+    connection.close()
+
+
+def _died(declaration: Declaration, case: Case, seed: int, code: int | None, plan: Plan) -> dict[str, Any]:
+    finding = Finding("exception", 0, math.inf, 0.0, detail=f"the process died with exit code {code}")
+    return _failure(plan, Subject(declaration, declaration.build()), case, Verdict("wrong", {}, finding), seed)

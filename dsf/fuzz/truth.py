@@ -1,0 +1,158 @@
+"""What every call of a case should have given: the float64 oracle on the same rounded numbers, all calls at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call.recurrence import Recurrence
+from dsf.checking.measure import HALF, LARGEST, ORACLE, typical_entry
+from dsf.fuzz.case import Case
+from dsf.torch.lower import columns
+
+DENSE = 4_000_000  # numbers of dense A's up to which the naive form is the oracle; above, the recurrent one in float64
+TOO_LARGE = 1e3  # in float16: beyond it what comes between gradients may leave its range
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One call: y, the true final state, the largest typical entry of the initial one, gradients and Params' terms."""
+
+    y: Tensor
+    state: Tensor
+    start: float
+    grads: Mapping[str, Tensor] = field(default_factory=dict)
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def is_usable(self, dtype: str) -> bool:
+        """True where all of it fits a dtype."""
+        most = TOO_LARGE if dtype == "float16" else LARGEST[dtype] ** 0.5
+        return all(bool((x.abs() < most).all()) for x in (self.y, self.state, *self.grads.values()) if x.numel())
+
+
+@functools.lru_cache(maxsize=32)
+def timed(recurrence: Recurrence) -> Recurrence:
+    """The recurrence with per-token inputs in place of Params: a gradient is then known before tokens are summed."""
+    inputs = tuple(replace(i, kind=replace(i.kind, time=True)) for i in recurrence.spec.inputs)
+    return Recurrence(replace(recurrence.spec, inputs=inputs))
+
+
+def form_of(recurrence: Recurrence, case: Case) -> str:
+    """The form that is the oracle of a case; the recurrent one's own test holds it to the naive one."""
+    dense = case.calls * case.batch * case.tokens * case.heads * case.p * case.n**2 * len(recurrence.spec.rows)
+    return ORACLE if dense <= DENSE else "recurrent"
+
+
+def truths(
+    recurrence: Recurrence, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[Tensor | None],
+    cotangents: Sequence[tuple[Tensor, Tensor]],
+) -> list[Expected]:  # fmt: skip
+    """The outcome of every call. values, starts, cotangents: as the calls are given them."""
+    calls, batch = len(values), case.batch
+    params = {i.name for i in recurrence.spec.inputs if not i.kind.time}
+    leaves: dict[str, Tensor] = {}
+    for name in values[0]:
+        stack = [v[name].double() for v in values]
+        if name in params:
+            leaves[name] = torch.stack(stack)[:, None].repeat(1, case.tokens, *[1] * stack[0].dim())
+        else:
+            leaves[name] = torch.cat(stack)
+        leaves[name].requires_grad_(bool(case.loss))
+    start = torch.cat([s.double() for s in starts if s is not None]) if case.initial else None
+    if start is not None:
+        start.requires_grad_(bool(case.loss))
+    given = {n: x.repeat_interleave(batch, dim=0) if n in params else x for n, x in leaves.items()}
+    with torch.set_grad_enabled(bool(case.loss)):
+        y, state = _run(recurrence, case, given, start)
+    wrt = leaves if start is None else leaves | {"initial_state": start}
+    grads = _grads(case, y, state, wrt, cotangents) if case.loss else {}
+    layout = columns(recurrence.spec, case.p)
+    if "initial_state" in grads:  # the running maximum is a choice of scale: no derivative in it
+        grads["initial_state"] = grads["initial_state"][..., : layout.p + layout.den]
+    true = None if start is None else recurrence.true_state(start.detach(), case.p)
+    found = []
+    for call in range(calls):
+        mine, held = slice(call * batch, (call + 1) * batch), slice(call * case.rows, (call + 1) * case.rows)
+        own: dict[str, Tensor] = {}
+        terms: dict[str, Tensor] = {}
+        for name, g in grads.items():
+            if name in params:
+                own[name] = g[call].sum(0)
+                terms |= {name: g[call].square().sum(0).sqrt()} if case.dtype in HALF else {}
+            else:
+                own[name] = g[held if name == "initial_state" else mine]
+        size = 0.0 if true is None else typical_entry(true[held], None)
+        found.append(_merged(case, call + 1, Expected(y[mine].detach(), state[held].detach(), size, own, terms)))
+    return found
+
+
+def _run(
+    recurrence: Recurrence, case: Case, given: Mapping[str, Tensor], start: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y and the true final states; packed sequences one by one, each of all calls at once, states call by call."""
+    wide, form = timed(recurrence), form_of(recurrence, case)
+
+    def ran(inputs: Mapping[str, Any], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, final = wide(**inputs, initial_state=state, form=form, backend="torch", return_state=True)
+        return y, recurrence.true_state(final, case.p)
+
+    if not case.lengths:
+        return ran(given, start)
+    sequences = len(case.lengths)
+    outputs: list[Tensor] = []
+    finals: dict[int, Tensor] = {}
+    for row, (begin, end) in enumerate(pairwise(case.bounds)):
+        own = None if start is None else start[row::sequences]
+        if end > begin:
+            y, finals[row] = ran({n: x[:, begin:end] for n, x in given.items()}, own)
+            outputs.append(y)
+        elif own is not None:
+            finals[row] = recurrence.true_state(own, case.p)
+    one = next(iter(finals.values()))
+    rows = [finals.get(row, torch.zeros_like(one)) for row in range(sequences)]
+    return torch.cat(outputs, dim=1), torch.stack(rows, dim=1).flatten(0, 1)
+
+
+def _grads(
+    case: Case, y: Tensor, state: Tensor, wrt: Mapping[str, Tensor], cotangents: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    pairs = []
+    if case.loss in ("both", "y"):
+        pairs.append((y, torch.cat([dy.double() for dy, _ in cotangents])))
+    if case.loss in ("both", "state"):
+        pairs.append((state, torch.cat([ds for _, ds in cotangents])))
+    pairs = [(x, d) for x, d in pairs if x.requires_grad]
+    if not pairs:
+        return {name: torch.zeros_like(x) for name, x in wrt.items()}
+    outputs, ds = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(wrt.values()), ds, allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wrt.items(), found, strict=True)}
+
+
+def _merged(case: Case, call: int, found: Expected) -> Expected:
+    """Gradients by leaf: without those of frozen inputs, and one sum for inputs that are one tensor."""
+    grads = dict(found.grads)
+    if case.is_one(call) and not case.overlap and grads:
+        first, *rest = case.alias
+        for name in rest:
+            grads[first] = grads[first] + grads.pop(name)
+    for name in case.frozen:
+        grads.pop(name, None)
+    return replace(found, grads=grads)
+
+
+def moved(values: Sequence[Mapping[str, Tensor]], dtype: str, seed: int) -> list[dict[str, Tensor]]:
+    """The numbers moved by about one rounding of the dtype: what an oracle makes of them says what can be asked for."""
+    generator = torch.Generator().manual_seed(seed)
+    unit = torch.finfo(getattr(torch, dtype)).eps / 2
+
+    def shaken(x: Tensor) -> Tensor:
+        return x.double() * (1 + unit * torch.randn(x.shape, generator=generator, dtype=torch.float64))
+
+    return [{name: shaken(x) for name, x in v.items()} for v in values]

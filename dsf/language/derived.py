@@ -1,0 +1,90 @@
+"""What follows from a Spec, kept on the Spec itself: worked out once, shared by copies, gone when the Spec goes.
+
+Specs are known by their content, too: `digest` is the same in every process that declares the same recurrence, and
+`interned` makes equal declarations, copies and pickles share one Spec and all that was worked out for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from dsf.language.expr import Expr, children_first
+from dsf.language.operator import Operator
+from dsf.language.spec import Spec
+from dsf.language.system import System, rule_of
+
+Rest = ParamSpec("Rest")
+Found = TypeVar("Found")
+
+_specs: weakref.WeakValueDictionary[str, Spec] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+def derived(
+    function: Callable[Concatenate[Spec, Rest], Found],
+) -> Callable[Concatenate[Spec, Rest], Found]:
+    """A function of a Spec and of hashable positional arguments, whose results are kept on the Spec."""
+
+    @functools.wraps(function)
+    def kept(spec: Spec, *args: Rest.args, **kwargs: Rest.kwargs) -> Found:
+        assert not kwargs, "what is kept is found by positional arguments"
+        results = spec.__dict__.get("_derived")
+        if results is None:
+            results = spec.__dict__.setdefault("_derived", {})
+        key = (function, args)
+        if key not in results:  # of threads that race, the first one's result is everybody's
+            results.setdefault(key, function(spec, *args, **kwargs))
+        found: Found = results[key]
+        return found
+
+    return kept
+
+
+@derived
+def digest(spec: Spec) -> str:
+    """Names a declaration by its content: name, inputs and system, not its docstring. 16 hexadecimal digits."""
+    return hashlib.sha256(_content(spec).encode()).hexdigest()[:16]
+
+
+def interned(spec: Spec) -> Spec:
+    """The Spec of this content that is in use, or this one from now on."""
+    with _lock:
+        return _specs.setdefault(digest(spec), spec)
+
+
+def by_digest(name: str) -> Spec | None:
+    """The Spec in use of that digest."""
+    return _specs.get(name)
+
+
+def _content(spec: Spec) -> str:
+    """All that a declaration says, as text that depends on nothing else: every node by the numbers of its operands."""
+    numbers: dict[Expr, int] = {}
+    lines = [spec.name, *(f"{i.name}: {i.kind}" for i in spec.inputs)]
+
+    def number(x: Expr | None) -> str:
+        if x is None:
+            return "none"
+        for node in children_first(x):
+            if node not in numbers:
+                numbers[node] = len(numbers)
+                args = [numbers[a] for a in node.args]
+                lines.append(f"{node.op} {args} {node.attrs!r} {sorted(node.axes)} {node.features}")
+        return str(numbers[x])
+
+    def operator(x: Operator) -> str:
+        return f"{x.kind}({', '.join([*map(operator, x.parts), *map(number, x.exprs)])})"
+
+    def system(s: System) -> str:
+        drive = s.drive if isinstance(s.drive, tuple) else (s.drive,)
+        rule = None if s.normalize is None else rule_of(s.normalize)
+        parts = [operator(s.A), *map(number, (s.B, s.C, s.D, rule, s.gauge, *drive)), s.read]
+        return f"system {' '.join(parts)}"
+
+    steps = [system(s) for s in spec.system.micro_steps]
+    return "\n".join([*lines, *steps])

@@ -1,0 +1,6 @@
+"""`dsf.models.hf`: another name of dsf.mixers.models.hf, the same module, so that its classes are registered once."""
+
+import importlib
+import sys
+
+sys.modules[__name__] = importlib.import_module("dsf.mixers.models.hf")

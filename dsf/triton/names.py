@@ -1,0 +1,63 @@
+"""Names of printed programs: made of the declaration's content and of all that was printed, the same in every process.
+
+A graph that was saved, exported or cached holds such names. Where it is loaded, the declaration has to be there as
+well; its programs are printed again when the graph asks for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from dsf.kernels.triton.registry import Registry
+from dsf.language.derived import by_digest, digest
+from dsf.language.errors import DsfError
+from dsf.language.spec import Spec
+from dsf.triton.source import Source
+
+
+def name_of(spec: Spec, source: Source, known: Any) -> str:
+    """A program's name. known: what operators know of it, its functions left out."""
+    printed = hashlib.sha256(f"{source.text}\n{known!r}".encode()).hexdigest()[:16]
+    return f"{spec.name}-{digest(spec)}-{printed}"
+
+
+def declared(name: str, content: str) -> Spec:
+    """The Spec of that digest. Raises DsfError, saying what to do, where nothing of that content is declared."""
+    spec = by_digest(content)
+    if spec is None:
+        raise DsfError(
+            f"{name}: a graph runs this recurrence, whose declaration ({content}) this process does not have: import "
+            "the module that declares it (the zoo: dsf.mixers) before the graph runs. A declaration that says "
+            "something else, under the same name or not, is another recurrence"
+        )
+    return spec
+
+
+def register_operators() -> None:
+    """Define dsf's custom operators, which graphs that were saved elsewhere hold.
+
+    Calls do that by themselves; a process that loads a graph (torch.export.load) before its first call does it first.
+    """
+    from dsf.kernels.triton.chunk import operator
+    from dsf.kernels.triton.pointwise import prologue_ops, step_ops
+    from dsf.kernels.triton.scan import operator as scan_operator
+
+    assert operator and prologue_ops and step_ops and scan_operator
+
+
+def _print(kind: str, name: str) -> None:
+    """Print the programs of a kind of the declaration that a name tells of. Raises DsfError where none has the name."""
+    from dsf.triton import chunk, scan
+
+    title, _, rest = name.rpartition("-")[0].rpartition("-")
+    spec = declared(title or name, rest)
+    printers = {"program": chunk.names, "step": chunk.step_names, "prologue": scan.prologue_names, "hole": scan.names}
+    if name not in printers[kind](spec):
+        raise DsfError(
+            f"{title}: a graph runs a program of this recurrence, {name}, that is printed otherwise here: it is of "
+            "another version of dsf; export or compile it again"
+        )
+
+
+Registry.finders.append(_print)

@@ -1,0 +1,178 @@
+"""The causal short convolution, depthwise: y_t = act(bias + Σ_j w_{K-1-j} x_{t-j}), with its state.
+
+As a dynamical system it keeps the last K - 1 inputs of each channel, and its transition shifts them: A is nilpotent,
+A^(K-1) = 0. So it obeys the laws of every recurrence: a sequence whole, in pieces, token by token or packed with others
+gives the same, and its state goes in and out.
+
+On a GPU one launch forwards and two backwards (dsf.kernels.triton.layer), which read x where it lies; elsewhere torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST = 8  # taps that the GPU kernels hold
+TRITON = importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of the channels, side by side: they come out as a tensor of their own.
+
+    width: channels. head: of how many channels each head is brought to Euclidean length `scale` (x · scale /
+    sqrt(sum x² + 1e-6)) after the activation; 0: they stay as they are.
+    """
+
+    width: int
+    head: int = 0
+    scale: float = 1.0
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str | None = "silu",
+    pieces: Sequence[Piece] | None = None,
+    backend: str = "auto",
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Convolve along time.
+
+    x: [B, T, C], any strides. weight: [C, K] (w_{K-1} meets the newest input); bias: [C]. state: [B, C, K-1], the
+    last inputs before x, oldest first; zeros if None. cu_seqlens: int [S+1], boundaries of sequences packed along T, on
+    x's device; then B is 1 and states have S rows. activation: "silu" or None. pieces: how the channels are split; all
+    in one by default. backend: "triton" (CUDA tensors, 2 to 8 taps, not float64), "torch", or "auto".
+
+    Returns one y [B, T, width] for each piece, in x's dtype, and the state after x, [B or S, C, K-1]. Raises ValueError
+    for an unknown activation or backend, and for pieces that are not the channels.
+    """
+    pieces = (Piece(x.shape[-1]),) if pieces is None else tuple(pieces)
+    _check(x, activation, pieces)
+    if _chosen(x, weight, backend, pieces):
+        from dsf.kernels.triton.layer.convolution_ops import short_convolution as fused
+
+        ys, final = fused(x, weight, bias, state, cu_seqlens, activation == "silu", *_columns(pieces))
+        return tuple(ys), final
+    y, final = _torch(x.to(torch.promote_types(x.dtype, torch.float32)), weight, bias, state, cu_seqlens)
+    y = F.silu(y) if activation == "silu" else y
+    parts = [
+        l2norm(part.unflatten(-1, (-1, p.head)), p.scale).flatten(-2) if p.head else part
+        for part, p in zip(y.split([p.width for p in pieces], -1), pieces, strict=True)
+    ]
+    return tuple(part.to(x.dtype) for part in parts), final.to(x.dtype)
+
+
+def short_convolution_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    state: Tensor | None = None,
+    activation: str | None = "silu",
+    pieces: Sequence[Piece] | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """One token a sequence, x [B, 1, C]: as `short_convolution`, in one small launch where no gradient is asked for.
+
+    in_place: the state is overwritten, and returned. Raises ValueError where it cannot be: no state, not contiguous, of
+    another dtype than x, or part of a graph of gradients.
+    """
+    pieces = (Piece(x.shape[-1]),) if pieces is None else tuple(pieces)
+    _check(x, activation, pieces)
+    given = [y for y in (x, weight, bias, state) if y is not None]
+    grad = torch.is_grad_enabled() and any(y.requires_grad for y in given)
+    if in_place and (state is None or grad or not state.is_contiguous() or state.dtype != x.dtype):
+        raise ValueError(
+            "in_place=True overwrites the state of a short convolution: it needs one that is contiguous, of x's dtype, "
+            "and no gradients (torch.no_grad())"
+        )
+    if grad or not _chosen(x, weight, backend, pieces):
+        ys, final = short_convolution(x, weight, bias, state, None, activation, pieces, backend)
+        if in_place and state is not None:
+            return ys, state.copy_(final)
+        return ys, final
+    from dsf.kernels.triton.layer import convolution_ops as ops
+
+    options = (activation == "silu", *_columns(pieces))
+    if in_place and state is not None:
+        y, new = ops.short_convolution_step_in_place(x, weight, bias, state, *options), state
+    else:
+        y, new = ops.short_convolution_step(x, weight, bias, state, *options)
+    return (y,) if len(pieces) == 1 else y.split([p.width for p in pieces], -1), new
+
+
+def l2norm(x: Tensor, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
+    """scale · x / sqrt(sum x² + eps) along the last axis, computed in float32 at least. x: [..., N] -> [..., N]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+def _columns(pieces: tuple[Piece, ...]) -> tuple[list[int], list[int], list[float]]:
+    """Pieces as the operator takes them: widths, heads and scales."""
+    return [p.width for p in pieces], [p.head for p in pieces], [float(p.scale) for p in pieces]
+
+
+def _check(x: Tensor, activation: str | None, pieces: tuple[Piece, ...]) -> None:
+    if activation not in ("silu", None):
+        raise ValueError(f"activation is {activation!r}; a short convolution has 'silu' or None")
+    widths = [p.width for p in pieces]
+    if sum(widths) != x.shape[-1] or any(p.head and p.width % p.head for p in pieces):
+        raise ValueError(f"pieces of {widths} channels, in whole heads, do not make the {x.shape[-1]} channels of x")
+
+
+def _chosen(x: Tensor, weight: Tensor, backend: str, pieces: tuple[Piece, ...]) -> bool:
+    """True for the Triton kernels. Asked for by name they are refused where they cannot run."""
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
+    if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
+        return False
+    taps, heads = weight.shape[-1], {p.head for p in pieces} - {0}
+    fits = 2 <= taps <= LARGEST and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.numel() > 0
+    fits = fits and all(h & (h - 1) == 0 and h <= 512 for h in heads) and len(heads) < 2
+    if not fits and backend == "triton":
+        raise ValueError(
+            f"the fused short convolution takes 2 to {LARGEST} taps, float32, bfloat16 or float16, and heads of one "
+            f"power of two; got {taps} taps, {x.dtype}, heads of {sorted(heads)}"
+        )
+    return fits
+
+
+def _torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y before its activation [B, T, C], and the state after x."""
+    x = x.transpose(1, 2)
+    (batch, channels, _), taps = x.shape, weight.shape[-1]
+    sequences, past = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, taps - 1
+    state = x.new_zeros(sequences, channels, past) if state is None else state.to(x.dtype)
+    weight, bias = weight.to(x.dtype).unsqueeze(1), None if bias is None else bias.to(x.dtype)
+    if cu_seqlens is None:
+        padded = torch.cat([state, x], dim=2)
+        y = F.conv1d(padded, weight, bias, groups=channels)
+        return y.transpose(1, 2), padded[..., padded.shape[2] - past :]
+    padded, output, final = _packed(x, state, cu_seqlens.to(x.device, torch.long))
+    return F.conv1d(padded, weight, bias, groups=channels)[..., output].transpose(1, 2), final
+
+
+def _packed(x: Tensor, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each sequence with K-1 columns of past of its own, [1, C, T + S(K-1)]; columns of tokens; states after them."""
+    tokens, (sequences, channels, past) = x.shape[2], state.shape
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    column = torch.arange(tokens, device=x.device)
+    # Sequence s begins at column cu[s] + s(K-1) of the padded row; outputs land K-1 before tokens.
+    output = column + torch.searchsorted(cu_seqlens[1:], column, right=True) * past
+    begin = cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * past
+    window = begin.unsqueeze(1) + torch.arange(past, device=x.device)  # [S, K-1]
+    padded = x.new_zeros(1, channels, tokens + sequences * past)
+    padded = padded.index_copy(2, window.flatten(), state.transpose(0, 1).reshape(1, channels, -1))
+    padded = padded.index_copy(2, output + past, x)
+    last = padded[0].index_select(1, (window + lengths.unsqueeze(1)).flatten())
+    return padded, output, last.unflatten(1, (sequences, past)).transpose(0, 1)

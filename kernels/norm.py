@@ -1,0 +1,85 @@
+"""RMS norm and gate: y = norm(x) · weight · act(gate), or norm(x · act(gate)) · weight, or the gate alone.
+
+On a GPU one launch forwards and two backwards (dsf.kernels.triton.layer), which read x and gate where they lie;
+elsewhere torch. Both compute in float32 at least and round once, to x's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsf.kernels.convolution import TRITON
+
+LARGEST = 16384  # numbers that the GPU kernels take the norm of
+
+
+def gated_rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    gate: Tensor | None = None,
+    groups: int = 1,
+    gate_first: bool = False,
+    activation: str = "silu",
+    eps: float = 1e-5,
+    backend: str = "auto",
+) -> Tensor:
+    """x / sqrt(mean x² + eps) · weight over the last axis in `groups` equal parts, gated.
+
+    x, gate: [..., D] with the same shape, any strides; weight: [D]. gate_first: norm(x · act(gate)) as Mamba-2 has it,
+    instead of norm(x) · act(gate) (Gated DeltaNet); activation: "silu" or "sigmoid". backend: "triton" (CUDA tensors,
+    not float64), "torch", or "auto". Returns a tensor as x, contiguous on a GPU. Raises ValueError for sizes that do
+    not fit and unknown names.
+    """
+    if x.shape[-1] % groups or (weight is not None and weight.shape != x.shape[-1:]):
+        sizes = "no weight" if weight is None else f"a weight {list(weight.shape)}"
+        raise ValueError(f"a norm over {x.shape[-1]} numbers in {groups} groups with {sizes}: sizes do not fit")
+    size = x.shape[-1] // groups
+    if _chosen(x, gate, activation, backend, size):
+        from dsf.kernels.triton.layer.norm_ops import gated_norm
+
+        return gated_norm(x, gate, weight, size, True, gate_first, activation == "sigmoid", eps)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if gate is not None and gate_first:
+        y = y * _activated(gate.to(y.dtype), activation)
+    y = F.rms_norm(y.unflatten(-1, (groups, size)), (size,), eps=eps).flatten(-2)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if gate is not None and not gate_first:
+        y = y * _activated(gate.to(y.dtype), activation)
+    return y.to(x.dtype)
+
+
+def gated(x: Tensor, gate: Tensor, activation: str = "silu", backend: str = "auto") -> Tensor:
+    """x · act(gate), for x and gate [..., D] of the same shape, any strides; otherwise as `gated_rms_norm`."""
+    if _chosen(x, gate, activation, backend, 1):
+        from dsf.kernels.triton.layer.norm_ops import gated_norm
+
+        return gated_norm(x, gate, None, x.shape[-1], False, False, activation == "sigmoid", 0.0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * _activated(gate.to(wide), activation)).to(x.dtype)
+
+
+def _activated(gate: Tensor, activation: str) -> Tensor:
+    return F.silu(gate) if activation == "silu" else torch.sigmoid(gate)
+
+
+def _chosen(x: Tensor, gate: Tensor | None, activation: str, backend: str, size: int) -> bool:
+    """True for the Triton kernels. Asked for by name they are refused where they cannot run."""
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"activation is {activation!r}; gates have 'silu' or 'sigmoid'")
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
+    if gate is not None and gate.shape != x.shape:
+        raise ValueError(f"a gate {list(gate.shape)} for numbers {list(x.shape)}: shapes must be the same")
+    if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
+        return False
+    kinds = [x.dtype] if gate is None else [x.dtype, gate.dtype]
+    fits = size <= LARGEST and x.numel() > 0
+    fits = fits and all(k in (torch.float32, torch.bfloat16, torch.float16) for k in kinds)
+    if not fits and backend == "triton":
+        raise ValueError(
+            f"the fused norm takes float32, bfloat16 or float16 and groups of at most {LARGEST}; got {kinds}, {size}"
+        )
+    return fits

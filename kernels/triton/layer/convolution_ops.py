@@ -1,0 +1,251 @@
+"""The short convolution as custom operators: one launch forwards, two backwards, one for a decoded token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.triton.launch import at_tensors, launch
+from dsf.kernels.triton.layer import table
+from dsf.kernels.triton.layer.convolution import convolve, convolve_step
+from dsf.kernels.triton.layer.convolution_gradient import pull, sum_rows
+from dsf.kernels.triton.tape import played
+
+WAY_OUT = "the fused short convolution; ask for backend='torch', which has them"
+Options = tuple[bool, tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # SiLU, widths, heads and scales of pieces
+
+
+def _about(x: Tensor, options: Options, tile: table.Tile) -> tuple[Any, ...]:
+    """What the kernels are compiled for."""
+    silu, widths, heads, scales = options
+    blocks = accumulate((-(-w // tile.channels) for w in widths[:-1]), initial=0)
+    firsts = accumulate(widths[:-1], initial=0)
+    return widths, heads, scales, silu, max(heads), x.shape[-1], tuple(blocks), tuple(firsts)
+
+
+def _tile(x: Tensor, taps: int, options: Options, backward: bool) -> table.Tile:
+    _, widths, heads, _ = options
+    tile = table.convolution(widths, x.shape[1], x.shape[0], x.element_size(), taps, backward)
+    if tile.channels < max(heads):
+        tile = table.Tile(max(heads), tile.rows, tile.block, max(tile.warps, max(heads) // 256))
+    return tile
+
+
+def _blocks(tile: table.Tile, widths: Sequence[int]) -> int:
+    return sum(-(-w // tile.channels) for w in widths)
+
+
+def _pieces(xs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The tensors [B, T, width] with their strides of batch and time."""
+    return tuple(y for x in xs for y in (x, x.stride(0), x.stride(1)))
+
+
+def _sequences(x: Tensor, bounds: Tensor | None) -> int:
+    return x.shape[0] if bounds is None else bounds.shape[0] - 1
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, its last axis contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _outputs(x: Tensor, weight: Tensor, bounds: Tensor | None, options: Options) -> tuple[list[Tensor], Tensor]:
+    ys = [torch.empty((*x.shape[:2], w), dtype=x.dtype, device=x.device) for w in options[1]]
+    size = (_sequences(x, bounds), x.shape[-1], weight.shape[-1] - 1)
+    return ys, torch.empty(size, dtype=x.dtype, device=x.device)
+
+
+def _forward_real(tensors: Sequence[Any], *options: Any) -> tuple[list[Tensor], Tensor]:
+    x, weight, bias, state, bounds = tensors
+    x, weight, state = _rows(x), weight.contiguous(), None if state is None else state.contiguous()
+    ys, final = _outputs(x, weight, bounds, options)
+    taps, tokens = weight.shape[-1], x.shape[1]
+    tile = _tile(x, taps, options, False)
+    blocks, runs, count = _blocks(tile, options[1]), -(-tokens // tile.rows), final.shape[0]
+    launch(
+        convolve, (blocks * (runs * x.shape[0] + count),),
+        x, x.stride(0), x.stride(1), weight, bias, state, bounds, _pieces(ys), final, tokens, runs, count,
+        count.bit_length(), about=_about(x, options, tile), K=taps, SPAN=tile.rows, L=tile.block, BC=tile.channels,
+        BLOCKS=blocks, num_warps=tile.warps,
+    )  # fmt: skip
+    return ys, final
+
+
+def _options(silu: bool, widths: Sequence[int], heads: Sequence[int], scales: Sequence[float]) -> Options:
+    return silu, tuple(widths), tuple(heads), tuple(scales)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, silu: bool,
+    widths: Sequence[int], heads: Sequence[int], scales: Sequence[float],
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    return played(_forward_real, (x, weight, bias, state, bounds), *_options(silu, widths, heads, scales))
+
+
+def _forward_shapes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, silu: bool,
+    widths: Sequence[int], heads: Sequence[int], scales: Sequence[float],
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    return _outputs(x, weight, bounds, _options(silu, widths, heads, scales))
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Room for those of x, weight, bias and state."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return (
+        dx,
+        torch.empty(weight.shape, dtype=weight.dtype, device=x.device),
+        None if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=x.device),
+        None if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device),
+    )
+
+
+def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
+    x, weight, bias, state, bounds, dfinal, *dys = tensors
+    x, weight, state, dfinal = _rows(x), weight.contiguous(), *(
+        None if s is None else s.contiguous() for s in (state, dfinal)
+    )  # fmt: skip
+    dys = [_rows(dy) for dy in dys]
+    dx, dweight, dbias, dstate = _gradients(x, weight, bias, state)
+    (batch, tokens, channels), taps = x.shape, weight.shape[-1]
+    tile = _tile(x, taps, options, True)
+    blocks, runs = _blocks(tile, options[1]), -(-tokens // (tile.rows - taps + 1))
+    sums = torch.empty((batch * runs, taps + 1, channels), dtype=torch.float32, device=x.device)
+    count = _sequences(x, bounds)
+    launch(
+        pull, (blocks * (runs * batch + (0 if dstate is None else count)),),
+        x, x.stride(0), x.stride(1), weight, bias, state, bounds, _pieces(dys), dfinal, (dx, dstate, sums), tokens,
+        runs, count, count.bit_length(), about=_about(x, options, tile), K=taps, ROWS=tile.rows, L=tile.block,
+        BC=tile.channels, BLOCKS=blocks, num_warps=tile.warps,
+    )  # fmt: skip
+    launch(
+        sum_rows, (-(-channels // 64), taps + (bias is not None)),
+        sums, dweight, dbias, batch * runs, C=channels, K=taps, BR=32, BC=64, num_warps=4,
+    )  # fmt: skip
+    return [x for x in (dx, dweight, dbias, dstate) if x is not None]
+
+
+def _backward(
+    dys: Sequence[Tensor], dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+    state: Tensor | None, bounds: Tensor | None, silu: bool, widths: Sequence[int], heads: Sequence[int],
+    scales: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
+    options = _options(silu, widths, heads, scales)
+    return played(_backward_real, (x, weight, bias, state, bounds, dfinal, *dys), *options)
+
+
+def _backward_shapes(
+    dys: Sequence[Tensor], dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+    state: Tensor | None, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [g for g in _gradients(x, weight, bias, state) if g is not None]
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: Options, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
+        bounds: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        with torch._C._AutoDispatchBelowAutograd():
+            ys, final = short_convolution(x, weight, bias, state, bounds, *options)
+        ctx.save_for_backward(x, weight, bias, state, bounds)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return *ys, final
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_order(WAY_OUT)
+        x, weight, bias, state, bounds = ctx.saved_tensors
+        *slopes, dfinal = given
+        pairs = zip(slopes, ctx.options[1], strict=True)
+        dys = [x.new_zeros(*x.shape[:2], w) if dy is None else dy for dy, w in pairs]
+        found = iter(short_convolution_backward(dys, dfinal, x, weight, bias, state, bounds, *ctx.options))
+        of_x, of_weight = next(found), next(found)
+        return None, of_x, of_weight, *(None if y is None else next(found) for y in (bias, state)), None
+
+
+def _autograd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, silu: bool,
+    widths: Sequence[int], heads: Sequence[int], scales: Sequence[float],
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """The operator at the Autograd key."""
+    options = _options(silu, widths, heads, scales)
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, weight, bias, state)):
+        *ys, final = _Differentiable.apply(options, x, weight, bias, state, bounds)
+        return ys, final
+    with torch._C._AutoDispatchBelowAutograd():
+        return short_convolution(x, weight, bias, state, bounds, *options)
+
+
+def _step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, new: Tensor, options: Options
+) -> Tensor:
+    """y [B, 1, C] of one token x, its pieces side by side; writes the state after it into `new`, maybe the old one."""
+    x, weight = _rows(x), weight.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tile = _tile(x, weight.shape[-1], options, False)
+    blocks = _blocks(tile, options[1])
+    launch(
+        convolve_step, (blocks * x.shape[0],),
+        x, x.stride(0), weight, bias, state, _pieces(y.split(options[1], -1)), new,
+        about=_about(x, options, tile), K=weight.shape[-1], BC=tile.channels, BLOCKS=blocks, num_warps=tile.warps,
+    )  # fmt: skip
+    return y
+
+
+def _step_new(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    _, new = _step_new_shapes(x, weight, bias, state)
+    return _step(x, weight, bias, None if state is None else state.contiguous(), new, _options(*rest)), new
+
+
+def _step_in_place(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *rest: Any) -> Tensor:
+    return _step(x, weight, bias, state, state, _options(*rest))
+
+
+def _step_new_shapes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    new = torch.empty((x.shape[0], x.shape[-1], weight.shape[-1] - 1), dtype=x.dtype, device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), new
+
+
+def _step_in_place_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_PIECES = "bool silu, int[] widths, int[] heads, float[] scales"
+_GIVEN = "Tensor x, Tensor weight, Tensor? bias"
+_LIBRARY.define(f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> (Tensor[], Tensor)")
+_LIBRARY.define(
+    f"short_convolution_backward(Tensor[] dys, Tensor? dfinal, {_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> "
+    "Tensor[]"
+)
+_LIBRARY.define(f"short_convolution_step({_GIVEN}, Tensor? state, {_PIECES}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"short_convolution_step_({_GIVEN}, Tensor(a!) state, {_PIECES}) -> Tensor")
+for _name, _real, _shapes in (
+    ("short_convolution", _forward, _forward_shapes),
+    ("short_convolution_step", _step_new, _step_new_shapes),
+    ("short_convolution_step_", _step_in_place, _step_in_place_shapes),
+    ("short_convolution_backward", _backward, _backward_shapes),
+):
+    _LIBRARY.impl(_name, at_tensors(_real), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dsf::{_name}", _shapes, lib=_LIBRARY)
+_LIBRARY.impl("short_convolution", _autograd, "Autograd")
+short_convolution = torch.ops.dsf.short_convolution.default
+short_convolution_backward = torch.ops.dsf.short_convolution_backward.default
+short_convolution_step = torch.ops.dsf.short_convolution_step.default
+short_convolution_step_in_place = torch.ops.dsf.short_convolution_step_.default

@@ -1,0 +1,131 @@
+"""RMS norm and gate, before or after it, of groups of numbers side by side, where they lie; and its gradients.
+
+Groups are rows of a tile, their numbers on lanes. A token has `inner` groups for each of `ways` weights: heads that
+share a weight are groups of one way; parts of a channel axis, each with a weight of its own, are ways. Nothing is kept
+for the backward pass but the inputs: it sums squares again beside the sum that it needs anyway.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton import functions as fn
+
+
+@triton.jit
+def _where(batch_stride, stride, r, c, way, T, inner: tl.constexpr, GROUP: tl.constexpr):
+    """Where the numbers c of groups r lie."""
+    token = r // inner
+    at = (token // T).to(tl.int64) * batch_stride + (token % T).to(tl.int64) * stride
+    return (at + (r % inner + way) * GROUP)[:, None] + c
+
+
+@triton.jit
+def _gate(g, SIGMOID: tl.constexpr):
+    """The gate's activation and its derivative."""
+    s = fn.sigmoid(g)
+    if SIGMOID:
+        value, slope = s, s * (1.0 - s)
+    else:
+        value, slope = g * s, s * (1.0 + g * (1.0 - s))
+    return value, slope
+
+
+@triton.jit(do_not_specialize=["T", "rows"])
+def norm_forward(
+    x, x_batch, x_stride, gate, g_batch, g_stride, weight, out, T, rows, eps,
+    inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """out [B, T, ways · inner · GROUP], contiguous: grid (ways · rows / R), rows = B · T · inner.
+
+    FIRST: the gate comes before the norm. weight [ways · GROUP]; it and gate may be None.
+    """
+    way = tl.program_id(0) % ways
+    r = tl.program_id(0) // ways * R + tl.arange(0, R)
+    c = tl.arange(0, W)[None, :]
+    ok = (r < rows)[:, None] & (c < GROUP)
+    at = x + _where(x_batch, x_stride, r, c, way, T, inner, GROUP)
+    y = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    value = tl.full((R, W), 1.0, tl.float32)
+    if gate is not None:
+        at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
+        value, _ = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), SIGMOID)
+        if FIRST:
+            y *= value
+    if NORM:
+        y *= tl.rsqrt(tl.sum(y * y, axis=1) / GROUP + eps)[:, None]
+    if weight is not None:
+        y *= tl.load(weight + way * GROUP + c, mask=c < GROUP, other=0.0).to(tl.float32)
+    if gate is not None and not FIRST:
+        y *= value
+    at = out + _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, GROUP)
+    tl.store(at, y.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["T", "rows", "tiles"])
+def norm_backward(
+    dy, d_batch, d_stride, of_x, of_gate, weight, outs, T, rows, tiles, eps,
+    inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """dx, dgate, contiguous, and a row of sums for the weight from each program, which owns `tiles` tiles.
+
+    of_x, of_gate: (tensor, strides of batch and time). outs: dx, dgate or None, sums [programs / ways, ways · GROUP] or
+    None. Grid (ways · rows / R / tiles).
+    """
+    x, x_batch, x_stride = of_x
+    gate, g_batch, g_stride = of_gate
+    dx, dgate, sums = outs
+    way = tl.program_id(0) % ways
+    part = tl.program_id(0) // ways
+    c = tl.arange(0, W)[None, :]
+    w = tl.full((1, W), 1.0, tl.float32)
+    if weight is not None:
+        w = tl.load(weight + way * GROUP + c, mask=c < GROUP, other=0.0).to(tl.float32)
+    total = tl.zeros((R, W), tl.float32)
+    for tile in range(part * tiles, part * tiles + tiles):
+        r = tile * R + tl.arange(0, R)
+        ok = (r < rows)[:, None] & (c < GROUP)
+        at = dy + _where(d_batch, d_stride, r, c, way, T, inner, GROUP)
+        d = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        at = x + _where(x_batch, x_stride, r, c, way, T, inner, GROUP)
+        y = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        own = _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, GROUP)
+        value, slope, u = d, d, y
+        if gate is not None:
+            at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
+            value, slope = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), SIGMOID)
+            if FIRST:
+                u = y * value
+        root = tl.full((R, 1), 1.0, tl.float32)
+        if NORM:
+            root = tl.rsqrt(tl.sum(u * u, axis=1) / GROUP + eps)[:, None]
+        normal = u * root  # before weight and gate
+        if gate is not None and not FIRST:
+            tl.store(dgate + own, (d * normal * w * slope).to(dgate.dtype.element_ty), mask=ok)
+            d *= value
+        total += d * normal
+        d *= w
+        if NORM:
+            d = root * (d - normal * (tl.sum(d * normal, axis=1) / GROUP)[:, None])
+        if gate is not None and FIRST:
+            tl.store(dgate + own, (d * y * slope).to(dgate.dtype.element_ty), mask=ok)
+            d *= value
+        tl.store(dx + own, d.to(dx.dtype.element_ty), mask=ok)
+    if sums is not None:
+        to = sums + part.to(tl.int64) * (ways * GROUP) + way * GROUP + tl.arange(0, W)
+        tl.store(to, tl.sum(total, axis=0), mask=tl.arange(0, W) < GROUP)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_weight(sums, weight, rows, SIZE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Sums over rows of [rows, SIZE], in their order. Grid (SIZE / BC)."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros((BR, BC), tl.float32)
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        at = sums + r[:, None].to(tl.int64) * SIZE + c[None, :]
+        total += tl.load(at, mask=(r[:, None] < rows) & (c < SIZE)[None, :], other=0.0)
+    tl.store(weight + c, tl.sum(total, axis=0).to(weight.dtype.element_ty), mask=c < SIZE)

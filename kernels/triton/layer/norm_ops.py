@@ -1,0 +1,155 @@
+"""Norm and gate as custom operators: one launch forwards; backwards one, and one for the weight's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.triton.launch import at_tensors, launch
+from dsf.kernels.triton.layer import table
+from dsf.kernels.triton.layer.norm import norm_backward, norm_forward, sum_weight
+from dsf.kernels.triton.tape import played
+
+WAY_OUT = "the fused norm and gate; ask for backend='torch', which has them"
+PLAIN = 1024  # numbers of a group where nothing is summed over groups
+Options = tuple[int, bool, bool, bool, float]  # group, norm, gate first, sigmoid, eps
+
+
+def _flat(x: Tensor) -> Tensor:
+    """x [..., D] as [B, T, W] whose last axis is contiguous, where it lies if it can be: [B, T, H, P] as H · P."""
+    if x.dim() == 4:
+        x = x.flatten(2)
+    elif x.dim() == 2:
+        x = x.unsqueeze(0)
+    elif x.dim() != 3:
+        x = x.reshape(1, -1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _groups(x: Tensor, weight: Tensor | None, size: int, norm: bool) -> tuple[int, int, int]:
+    """(numbers of a group, groups of a token that share a weight, weights) for x [B, T, W] with a norm over `size`."""
+    width = x.shape[-1]
+    if not norm and weight is None:
+        size = next(p for p in (PLAIN, 512, 256, 128, 64, 32, 16, 8, width) if width % p == 0)
+        return size, width // size, 1
+    ways = 1 if weight is None else weight.numel() // size
+    return size, width // (ways * size), ways
+
+
+def _settings(options: Options, shape: tuple[int, int, int], tile: tuple[int, int, int, int]) -> dict[str, Any]:
+    (group, inner, ways), (width, held, warps, _) = shape, tile
+    _, norm, first, sigmoid, _ = options
+    return {
+        "inner": inner, "ways": ways, "GROUP": group, "NORM": norm, "FIRST": first, "SIGMOID": sigmoid, "W": width,
+        "R": held, "num_warps": warps,
+    }  # fmt: skip
+
+
+def _of(x: Tensor | None) -> tuple[Any, ...]:
+    return (None, 0, 0) if x is None else (x, x.stride(0), x.stride(1))
+
+
+def _forward_real(tensors: Sequence[Any], *options: Any) -> Tensor:
+    x, gate, weight = tensors
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, gate = _flat(x), None if gate is None else _flat(gate)
+    shape = _groups(x, weight, options[0], options[1])
+    rows = x.shape[0] * x.shape[1] * shape[1]
+    tile = table.norm(shape[0], rows, shape[2], False)
+    launch(
+        norm_forward, (shape[2] * -(-rows // tile[1]),), *_of(x), *_of(gate), weight, out, x.shape[1], rows, options[4],
+        **_settings(options, shape, tile),
+    )  # fmt: skip
+    return out
+
+
+def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    return played(_forward_real, (x, gate, _whole(weight)), *options)
+
+
+def _whole(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
+
+
+def _forward_shapes(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _room(x: Tensor, gate: Tensor | None, weight: Tensor | None) -> list[Tensor]:
+    return [torch.empty(y.shape, dtype=y.dtype, device=x.device) for y in (x, gate, weight) if y is not None]
+
+
+def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
+    dy, x, gate, weight = tensors
+    room = _room(x, gate, weight)
+    outs = iter(room)
+    dx, dgate, dweight = (None if y is None else next(outs) for y in (x, gate, weight))
+    x, dy, gate = _flat(x), _flat(dy), None if gate is None else _flat(gate)
+    shape = _groups(x, weight, options[0], options[1])
+    rows = x.shape[0] * x.shape[1] * shape[1]
+    tile = table.norm(shape[0], rows, shape[2], True)
+    parts, sums = -(-rows // (tile[1] * tile[3])), None
+    if weight is not None:
+        sums = torch.empty((parts, weight.numel()), dtype=torch.float32, device=x.device)
+    launch(
+        norm_backward, (shape[2] * parts,), *_of(dy), _of(x), _of(gate), weight, (dx, dgate, sums), x.shape[1], rows,
+        tile[3], options[4], **_settings(options, shape, tile),
+    )  # fmt: skip
+    if sums is not None:
+        size = sums.shape[1]
+        block = 32 if size >= 2048 else 8
+        launch(sum_weight, (-(-size // block),), sums, dweight, parts, SIZE=size, BR=128, BC=block, num_warps=4)
+    return room
+
+
+def _backward(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> list[Tensor]:
+    return played(_backward_real, (dy, x, gate, _whole(weight)), *options)
+
+
+def _backward_shapes(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, *rest: Any) -> list[Tensor]:
+    return _room(x, gate, weight)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+
+    @staticmethod
+    def forward(ctx: Any, options: Options, x: Tensor, gate: Tensor | None, weight: Tensor | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out = gated_norm(x, gate, weight, *options)
+        ctx.save_for_backward(x, gate, weight)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        refuse_second_order(WAY_OUT)
+        x, gate, weight = ctx.saved_tensors
+        found = iter(gated_norm_backward(dy, x, gate, weight, *ctx.options))
+        return None, *(None if y is None else next(found) for y in (x, gate, weight))
+
+
+def _autograd(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    """The operator at the Autograd key."""
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, gate, weight)):
+        out: Tensor = _Differentiable.apply(options, x, gate, weight)
+        return out
+    with torch._C._AutoDispatchBelowAutograd():
+        return gated_norm(x, gate, weight, *options)
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_GIVEN = "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, bool sigmoid, float eps"
+_LIBRARY.define(f"gated_norm({_GIVEN}) -> Tensor")
+_LIBRARY.define(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]")
+_LIBRARY.impl("gated_norm", at_tensors(_forward), "CompositeExplicitAutograd")
+_LIBRARY.impl("gated_norm_backward", at_tensors(_backward), "CompositeExplicitAutograd")
+torch.library.register_fake("dsf::gated_norm", _forward_shapes, lib=_LIBRARY)
+torch.library.register_fake("dsf::gated_norm_backward", _backward_shapes, lib=_LIBRARY)
+_LIBRARY.impl("gated_norm", _autograd, "Autograd")
+gated_norm = torch.ops.dsf.gated_norm.default
+gated_norm_backward = torch.ops.dsf.gated_norm_backward.default

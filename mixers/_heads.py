@@ -1,0 +1,59 @@
+"""What the layers with queries, keys and values a head share."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dsf.mixers._conv import ShortConv, heads_of, split_heads
+from dsf.mixers._module import Mixer, Side
+from dsf.mixers._norm import GatedRMSNorm
+
+
+class Heads(Mixer):
+    """One map to all that is convolved, a recurrence, RMSNorm a head, a gate silu(g_proj(x)), o_proj.
+
+    sections: heads and widths of what in_proj gives, H1, D1, H2, D2, ... (see `split_heads`). d_conv: taps of the
+    convolution with SiLU, 0 for none. gate: the module that makes the output gate from x, or None. lengths: to what
+    Euclidean length the heads of each section are brought, None as they are.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        dims: tuple[int, int, int],
+        sections: tuple[int, ...],
+        d_conv: int = 0,
+        gate: nn.Module | None = None,
+        bias: bool = False,
+        layer_idx: int | None = None,
+        lengths: tuple[float | None, ...] = (),
+    ):
+        super().__init__(layer_idx)
+        heads, _, p = self.dims = dims
+        self.sections, self.lengths = sections, lengths
+        channels = sum(h * d for h, d in zip(sections[::2], sections[1::2], strict=True))
+        self.in_proj = nn.Linear(d_model, channels, bias=bias)
+        self.conv1d = ShortConv(channels, d_conv, bias=False, pieces=heads_of(sections, lengths)) if d_conv else None
+        self.g_proj = gate
+        self.o_norm = GatedRMSNorm(p)
+        self.o_proj = nn.Linear(heads * p, d_model, bias=bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        return self.in_proj(x), (x,)
+
+    def split(self, u: Tensor) -> tuple[Tensor, ...]:
+        """What the convolution gave, or [B, T, C] without one -> the sections, each [B, T, H, D]."""
+        return split_heads(u, self.sections, self.lengths)
+
+    def per_head(self, x: Tensor) -> Tensor:
+        """[B, T, H·D] -> [B, T, H, D]."""
+        return x.unflatten(-1, (self.dims[0], -1))
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)
+        return self.o_proj(self.o_norm(y, gate).flatten(2))
+
+
+def low_rank(d_in: int, rank: int, d_out: int, bias: bool) -> nn.Sequential:
+    """A linear map through `rank` numbers."""
+    return nn.Sequential(nn.Linear(d_in, rank, bias=False), nn.Linear(rank, d_out, bias=bias))

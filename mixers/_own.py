@@ -1,0 +1,148 @@
+"""What a module owns itself: parameters that know how they begin, rates that stay float32, what weight decay spares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
+Kind = Literal["matrix", "vector", "rate", "constant"]
+
+
+class Owner(nn.Module):
+    """A module that fills its own parameters, and those only, so that modules may be reset in any order.
+
+    `reset_parameters` draws them again as the constructor did: after `to_empty` of a module made on the meta device,
+    as FSDP does it for one module after another. Children fill theirs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: dict[str, Start] = {}
+        self.kinds: dict[str, Kind] = {}
+
+    def own(self, name: str, start: Start, *shape: int, kind: Kind = "matrix") -> None:
+        """Register a parameter of this shape that begins as start(*shape).
+
+        kind: "matrix"; "vector", which weight decay spares; "rate", a vector that stays float32 when the module is cast
+        to a shorter type, since decays near 1 are made of it; "constant", a buffer kept like a rate, and not saved.
+        """
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        tensor = torch.empty(shape, dtype=wide if kind in ("rate", "constant") else None)
+        self.starts[name], self.kinds[name] = start, kind
+        if kind == "constant":
+            self.register_buffer(name, tensor, persistent=False)
+        else:
+            self.register_parameter(name, nn.Parameter(tensor))
+        self._fill(name)
+
+    def reset_parameters(self) -> None:
+        """Draw this module's own parameters as its constructor did; those of its children are the children's."""
+        for name in self.starts:
+            self._fill(name)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the own parameters that weight decay must leave alone (timm and torch users read this)."""
+        return {name for name, kind in self.kinds.items() if kind in ("vector", "rate")}
+
+    def _fill(self, name: str) -> None:
+        self._mark(name)
+        fill(getattr(self, name), self.starts[name])
+
+    def _mark(self, name: str) -> None:
+        """Mark a parameter as training code for Mamba looks for: neither decayed nor initialised once more."""
+        tensor = getattr(self, name)
+        if self.kinds[name] in ("vector", "rate"):
+            tensor._no_weight_decay = True
+            tensor._no_reinit = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As torch's, but rates do not become shorter than float32, and the marks survive where it makes new ones."""
+        kept = [getattr(self, name) for name, kind in self.kinds.items() if kind in ("rate", "constant")]
+        ids = {id(tensor) for rate in kept for tensor in (rate, rate.grad) if tensor is not None}
+
+        def wide(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            if id(tensor) in ids and found.is_floating_point() and found.dtype.itemsize < 4:
+                return tensor.to(found.device, torch.float32)
+            return found
+
+        super()._apply(wide if ids else fn, recurse)
+        for name in self.starts:
+            self._mark(name)
+        return self
+
+
+def fill(tensor: Tensor, start: Start) -> None:
+    """Let a tensor, or this rank's shard of one, begin as start(*shape); not one that holds no numbers yet (meta)."""
+    # The flag is transformers': this tensor was read from a checkpoint.
+    if tensor.is_meta or getattr(tensor, "_is_hf_initialized", False):
+        return
+    with torch.no_grad(), torch.device(tensor.device):
+        value = start(*tensor.shape)
+        if hasattr(tensor, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value.to(tensor.dtype), tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+        tensor.copy_(value)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters of a model for an optimizer: matrices, which decay, and the rest, which does not.
+
+    Spared are rates, skips and mixing coefficients of this package's layers, whatever is marked `_no_weight_decay`,
+    and everything with fewer than two axes (biases, norms). The groups are [decayed, spared], in the model's order:
+    `torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-4)`. For transformers' Trainer, which only looks for "bias"
+    and "norm" in names, give it that optimizer: `Trainer(..., optimizers=(optimizer, None))`.
+    """
+    spared = {
+        id(module._parameters.get(name))
+        for module in model.modules()
+        if isinstance(module, Owner)
+        for name in module.no_weight_decay()
+    }
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            alone = id(parameter) in spared or getattr(parameter, "_no_weight_decay", False) or parameter.dim() < 2
+            (rest if alone else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+
+
+# How parameters begin
+
+
+def log_uniform(*shape: int, low: float, high: float) -> Tensor:
+    """log x with x uniform in [low, high]."""
+    return torch.empty(shape).uniform_(low, high).log()
+
+
+def normal(*shape: int, std: float) -> Tensor:
+    """Normal with mean 0."""
+    return torch.randn(shape) * std
+
+
+def uniform(*shape: int, bound: float) -> Tensor:
+    """Uniform in [-bound, bound]."""
+    return torch.empty(shape).uniform_(-bound, bound)
+
+
+def full(*shape: int, value: float) -> Tensor:
+    """One value."""
+    return torch.full(shape, value)
+
+
+def time_step(*shape: int, dt_min: float = 1e-3, dt_max: float = 0.1, floor: float = 1e-4) -> Tensor:
+    """A bias b with softplus(b) log-uniform in [dt_min, dt_max] (the time-step init of Mamba)."""
+    dt = torch.exp(torch.rand(shape) * math.log(dt_max / dt_min) + math.log(dt_min)).clamp(min=floor)
+    return inverse_softplus(dt)
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """x with softplus(x) = y, for y > 0; stable for small y."""
+    return y + torch.log(-torch.expm1(-y))

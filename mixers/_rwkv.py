@@ -1,0 +1,64 @@
+"""What the RWKV layers share: token shift, its mixing coefficients, start values by depth."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dsf.language.errors import InputError
+from dsf.mixers._module import Mixer, Side
+from dsf.mixers._shift import TokenShift
+
+
+class TimeMix(Mixer):
+    """Base of the RWKV layers: every projection sees its own mixture of a token and the one before.
+
+    Start values follow the layer's place in the model: layer_idx of n_layers, or its middle where one is not given.
+    bare: no token shift, and no coefficients for it.
+    """
+
+    def __init__(self, d_model: int, n_layers: int | None, bare: bool, layer_idx: int | None):
+        super().__init__(layer_idx)
+        index = 0 if layer_idx is None else layer_idx
+        if n_layers is not None and not 0 <= index < n_layers:
+            raise InputError(f"{type(self).__name__}: layer_idx is {layer_idx}, but n_layers {n_layers}")
+        known = layer_idx is not None and n_layers is not None
+        # How deep the layer lies: 0 to 1, and 1 to almost 0, as the released training code names them.
+        self.depth = index / max(n_layers - 1, 1) if known and n_layers is not None else 0.5
+        self.height = 1 - index / n_layers if known and n_layers is not None else 0.5
+        self.conv1d = None if bare else TokenShift(d_model)
+
+    def mix(self, name: str, d_model: int, power: float, more: float = 0.0, rest: bool = True) -> None:
+        """Register coefficients (c / d_model)^power + more of channel c; rest: one minus that."""
+        if self.conv1d is not None:
+            self.own(name, partial(_ladder, power=power, more=more, rest=rest), d_model, kind="vector")
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x, (x,)
+
+    def toward_last(self, name: str, x: Tensor, change: Tensor) -> Tensor:
+        """x + coefficients · change, where change is the token before less x."""
+        return x if self.conv1d is None else torch.addcmul(x, change, getattr(self, name))
+
+
+def _ladder(size: int, power: float, more: float, rest: bool) -> Tensor:
+    mixed = (torch.arange(size) / size) ** power + more
+    return 1 - mixed if rest else mixed
+
+
+def ramp(*shape: int, low: float, range_: float, power: float) -> Tensor:
+    """low + range_ · x^power for x from 0 to 1 over all entries."""
+    size = torch.Size(shape).numel()
+    return (low + range_ * (torch.arange(size) / max(size - 1, 1)) ** power).reshape(shape)
+
+
+def zigzag(size: int) -> Tensor:
+    """0, 1, -1, 0, 1, -1, ..., which tells neighbouring channels apart."""
+    return (torch.arange(size) + 1) % 3 - 1.0
+
+
+def group_norm(y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm of each head, then weight and bias of each channel: y [B, T, H, P] -> [B, T, H·P]."""
+    return torch.nn.functional.layer_norm(y, y.shape[-1:], eps=eps).flatten(2) * weight + bias

@@ -1,0 +1,92 @@
+"""Rates under FSDP2: in groups of their own, so that a block's policy does not cast them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from dsf.mixers._module import Mixer
+from dsf.mixers._own import Owner
+
+CHILD, GATHERED = "rates", "_gathered_rates"
+
+
+class Rates(Owner):
+    """The rates of one module, apart from its other parameters; in state dicts they keep the names they had."""
+
+    def __init__(self, owner: Owner, names: list[str]):
+        super().__init__()
+        for name in names:
+            self.starts[name], self.kinds[name] = owner.starts.pop(name), owner.kinds.pop(name)
+            self.register_parameter(name, owner._parameters.pop(name))
+
+    def forward(self) -> dict[str, Tensor]:
+        """Copies of the rates by name: what FSDP gathers for this call is freed after it."""
+        return {name: getattr(self, name).clone() for name in self.starts}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix.removesuffix(f"{CHILD}."), keep_vars)
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The owner does it: it sees the names that were saved."""
+
+
+class _Apart(Mixer):
+    """Mixed into the class of a layer whose rates were taken out.
+
+    It reads them gathered while it prepares a call, and elsewhere as they lie in the child, which gathers nothing.
+    """
+
+    def _prepare(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__[GATHERED] = self._modules[CHILD]()  # type: ignore[misc]
+        try:
+            return super()._prepare(*args, **kwargs)
+        finally:
+            del self.__dict__[GATHERED]
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        child = self._modules[CHILD]
+        assert child is not None
+        found: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, found, errors)
+        unexpected.extend(key for key in found if key.removeprefix(prefix) not in child._parameters)
+        nn.Module._load_from_state_dict(child, state_dict, prefix, metadata, strict, missing, [], errors)
+
+
+def _read(layer: Mixer, name: str) -> Tensor:
+    gathered = layer.__dict__.get(GATHERED)
+    child = layer._modules[CHILD]
+    assert child is not None
+    return getattr(child, name) if gathered is None else gathered[name]
+
+
+def shard_rates(model: nn.Module, **options: Any) -> list[nn.Module]:
+    """Shard the rates of every layer in a model in float32, before its blocks are sharded with another policy.
+
+    FSDP2 casts all parameters of a group to its policy's param_dtype, decays' rates too, and a group ends where a
+    module inside is sharded already. This moves each layer's rates into a child module and calls
+    `torch.distributed.fsdp.fully_shard` on it: one small group a layer, gathered once a forward pass. State dicts keep
+    their names; named_parameters() says `rates.A_log` for `A_log`. options: of fully_shard (mesh=...), but mp_policy.
+    Returns the modules that were sharded. Raises TypeError for a policy among the options.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    if "mp_policy" in options:
+        raise TypeError("shard_rates keeps rates in float32: give the policy to fully_shard for the blocks, not here")
+    sharded: list[nn.Module] = []
+    for module in list(model.modules()):
+        if not isinstance(module, Mixer):
+            continue
+        names = [name for name, kind in module.kinds.items() if kind == "rate"]
+        if names:
+            child = Rates(module, names)
+            module.add_module(CHILD, child)
+            reads = {name: property(partial(_read, name=name)) for name in names}
+            module.__class__ = type(type(module).__name__, (_Apart, type(module)), reads)
+            fully_shard(child, **options)
+            sharded.append(child)
+    return sharded

@@ -1,0 +1,43 @@
+"""RWKV's token shift: the token before, as a convolution of two taps that learns nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class TokenShift(nn.Module):
+    """x_t -> x_{t-1}: a short convolution of 2 taps, (1, 0). Its state is the last token, zeros before the start.
+
+    It is called as `ShortConv` is and has its sizes; what the layer mixes of both tokens is the layer's.
+    """
+
+    kernel_size = (2,)
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.in_channels = channels
+
+    @property
+    def state_size(self) -> int:
+        """Numbers kept per sequence."""
+        return self.in_channels
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [B, T, C] -> (the tokens before [B, T, C], state [B, C, 1]). With cu_seqlens [S+1] B = 1, S rows."""
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        first = x.new_zeros(rows, x.shape[2]) if state is None else state[..., 0].to(x.dtype)
+        if cu_seqlens is None:
+            past = torch.cat([first.unsqueeze(1), x], dim=1)
+            return past[:, :-1], past[:, -1].unsqueeze(-1)
+        begin, end = cu_seqlens[:-1].to(x.device, torch.long), cu_seqlens[1:].to(x.device, torch.long)
+        # One spare place: where a sequence is empty at the end of the row, its first token would be at T.
+        shifted = torch.cat([x[:, :1], x], dim=1)
+        empty = (begin == end).unsqueeze(1)
+        last = torch.where(empty, first, shifted[0].index_select(0, end))
+        token = torch.arange(x.shape[1], device=x.device)
+        row = torch.searchsorted(end, token, right=True)
+        begins = (token == begin[row]).unsqueeze(1)
+        return torch.where(begins, first[row], shifted[0, :-1]).unsqueeze(0), last.unsqueeze(-1)

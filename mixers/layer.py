@@ -1,0 +1,239 @@
+"""`Layer`: a layer around any recurrence, made of its declaration."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsf import Recurrence
+from dsf.checking.ranges import Range, key_axis
+from dsf.language.errors import InputError
+from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.spec import Input
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm, gated
+from dsf.mixers._own import Start, fill
+from dsf.mixers.ranges import known, random_inputs, shape_of, squash, unsquash
+
+__all__ = ["Layer", "random_inputs", "shape_of", "squash"]
+
+LONGEST = 4.0  # sigmoid(4) = 0.982, a half-life of 38 tokens
+Init = Mapping[str, "float | Tensor | Callable[..., Tensor]"]
+
+
+class Layer(Mixer):
+    """A layer around any recurrence: its projections, convolution, parameters and start values follow from its inputs.
+
+    Of every token input a linear map of x makes its share: Key H·N, Value H·P, Scalar H numbers, Steps n times that.
+    What is read as it is (queries, keys, values) passes the short convolution and SiLU; gates, rates and Scalars are
+    made of x directly, with a bias. Then each is brought into the range that the expressions demand for states to stay
+    bounded (`dsf.checking.ranges.ranges_of`): a bare decay into [0, 1], an erased key to length one. Params are learnt.
+    After the recurrence: RMSNorm of each head, times silu(g_proj(x)), o_proj.
+
+    n_heads: H. N, P: widths of a head on the Key and the Value axis (d_model / n_heads unless given; 1 where no input
+    has the axis). conv: taps, 0 for none (and no SiLU). gate, norm: whether the layer has them. n_key_heads < n_heads:
+    convolved Key inputs have that many heads, each serving several. bare: neither convolution nor gate. d_state,
+    headdim, d_conv: N, P and conv by the names that the other layers have for them.
+
+    Biases of what the decay is made of start such that memories are spread as the papers' are, up to LONGEST in the
+    direction that keeps more; Params that the transition reads are normal and shifted likewise, others one. init says
+    otherwise: by input name a number, a tensor or a function of the shape, the value that a Param, or a gate on
+    average, begins at.
+    Raises InputError for sizes that do not divide, and for an init of what has none or outside its range.
+    """
+
+    def __init__(
+        self,
+        recurrence: Recurrence,
+        d_model: int,
+        n_heads: int = 4,
+        N: int | None = None,
+        P: int | None = None,
+        conv: int = 4,
+        gate: bool = True,
+        norm: bool = True,
+        init: Init | None = None,
+        n_key_heads: int | None = None,
+        bare: bool = False,
+        d_state: int | None = None,
+        headdim: int | None = None,
+        d_conv: int | None = None,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        spec = recurrence.spec
+        self.recurrence, self.known = recurrence, known(recurrence)
+        wide = any(VALUE in i.kind.axes for i in spec.inputs)
+        n = self.width(d_model, n_heads, _one("N", N, "d_state", d_state), "N") if spec.has_key else 1
+        p = self.width(d_model, n_heads, _one("P", P, "headdim", headdim), "P") if wide else 1
+        self.dims = (n_heads, n, p)
+        self.key_heads = self._check_groups(n_key_heads)
+        starts = self._starts(init or {})
+        timed = [i for i in spec.inputs if i.kind.time]
+        self.convolved = tuple(i for i in timed if i.name in self.known.plain)
+        self.direct = tuple(i for i in timed if i.name not in self.known.plain)
+        taps = 0 if bare else conv if d_conv is None else d_conv
+        channels = [self.shape(i).numel() for i in self.convolved]
+        self.in_proj = nn.Linear(d_model, sum(channels), bias=False) if channels else None
+        self.conv1d = ShortConv(sum(channels), taps, bias=False) if taps and channels else None
+        biases = tuple((self.shape(i), starts[i.name]) for i in self.direct)
+        self.gates_proj = Biased(d_model, biases) if biases else None
+        self.g_proj = nn.Linear(d_model, n_heads * p, bias=False) if gate and not bare else None
+        self.o_norm = GatedRMSNorm(p) if norm and wide else None  # of one number a norm would leave the sign
+        self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
+        self.params: dict[str, str] = {}
+        for entry in spec.inputs:
+            if not entry.kind.time:
+                name = f"{entry.name}_param" if hasattr(self, entry.name) else entry.name
+                self.params[entry.name] = name
+                self.own(name, starts[entry.name], *self.shape(entry), kind="rate")
+        self.place(device, dtype)
+
+    def _check_groups(self, n_key_heads: int | None) -> int:
+        """Heads of shared keys."""
+        heads, names = self.dims[0], self.recurrence.spec.inputs
+        if n_key_heads is None:
+            return heads
+        if n_key_heads < 1 or heads % n_key_heads:
+            raise InputError(f"Layer: n_key_heads ({n_key_heads}) must divide n_heads ({heads})")
+        if all(i.kind.axes == {KEY} for i in names if i.kind.time):
+            raise InputError(f"Layer: {self.recurrence.name} has Key inputs only, which cannot all be shared by heads")
+        return n_key_heads
+
+    def _starts(self, init: Init) -> dict[str, Start]:
+        """How Params and the biases of what is not convolved begin."""
+        spec, found = self.recurrence.spec, {}
+        names = [i.name for i in spec.inputs if i.name not in self.known.plain]
+        for name in init:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it sets {', '.join(names) or 'nothing here'}"
+                convolved = " (read as it is, it has no bias)" if name in self.known.plain else ""
+                raise InputError(f"Layer: init sets `{name}`{convolved}, which {spec.name} does not let it; {hint}")
+        for entry in spec.inputs:
+            name, shape = entry.name, self.shape(entry)
+            if name in init:
+                found[name] = self._given_start(entry, shape, init[name])
+            elif entry.kind.time:
+                found[name] = partial(_spread, plain=0.0, memory=self.known.memory.get(name, 0.0))
+            else:
+                memory = self.known.memory.get(name, 0.0)
+                settled = name not in self.known.transition or (name in self.known.decay and not memory)
+                found[name] = partial(_spread if settled else _drawn, plain=1.0, memory=memory)
+        return found
+
+    def _given_start(self, entry: Input, shape: torch.Size, given: Any) -> Start:
+        """The start that a user gave, checked, and taken back through `squash`."""
+        allowed = self.known.ranges[entry.name]
+        start = given if callable(given) else partial(_fixed, value=given)
+        try:
+            with torch.device("cpu"):
+                value = start(*shape)
+                if not isinstance(value, Tensor) or value.shape != shape:
+                    raise InputError(f"it must give a tensor of shape {list(shape)}")
+                unsquash(value, allowed)
+        except (InputError, RuntimeError, TypeError) as error:
+            raise InputError(f"Layer: init of `{entry.name}` in {self.recurrence.name}: {error}") from error
+        return partial(_unsquashed, start=start, allowed=allowed)
+
+    def shape(self, entry: Input) -> torch.Size:
+        """What one token (or a Param) has of an input: [(steps,) H, ·], fewer heads where keys are shared."""
+        heads, n, p = self.dims
+        grouped = entry.name in self.known.plain and entry.kind.axes == {KEY}
+        return torch.Size(shape_of(entry, (), self.key_heads if grouped else heads, n, p))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x if self.in_proj is None else self.in_proj(x), (x,)
+
+    def arguments(self, u: Tensor, side: Side, span: Span, **given: Tensor) -> dict[str, Tensor]:
+        """given: inputs of the recurrence by name, in place of the layer's own: [B, T, H, ...]."""
+        inputs = {name: getattr(self, own) for name, own in self.params.items()}
+        if self.in_proj is not None:
+            inputs |= self._parts(self.convolved, u)
+        if self.gates_proj is not None:
+            inputs |= self._parts(self.direct, self.gates_proj(side[0]))
+        for entry in self.recurrence.spec.inputs:
+            inputs[entry.name] = squash(inputs[entry.name], self.known.ranges[entry.name], key_axis(entry.kind))
+        if unknown := given.keys() - {i.name for i in (*self.convolved, *self.direct)}:
+            raise InputError(f"Layer: {self.recurrence.name} has no token input called {', '.join(sorted(unknown))}")
+        return inputs | given
+
+    def _parts(self, entries: tuple[Input, ...], together: Tensor) -> dict[str, Tensor]:
+        shapes = [self.shape(i) for i in entries]
+        parts = together.split([s.numel() for s in shapes], dim=-1)
+        return {i.name: x.unflatten(-1, tuple(s)) for i, x, s in zip(entries, parts, shapes, strict=True)}
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)
+        if self.o_norm is not None:
+            y = self.o_norm(y, gate)
+        elif gate is not None:
+            y = gated(y, gate)
+        return self.o_proj(y.flatten(2))
+
+    def state_size(self, context: int = 0, conv: bool = True) -> int:
+        """Numbers one sequence keeps after `context` tokens; a KV cache if the features are infinite."""
+        if not self.recurrence.spec.is_softmax:
+            return super().state_size(context, conv)
+        (_, n, p), term = self.dims, self.recurrence.spec.rows[0].terms[0]
+        cache = self._heads_of(term.key) * n + self._heads_of(term.value) * p
+        return context * cache + (self.conv1d.state_size if conv and self.conv1d is not None else 0)
+
+    def _heads_of(self, x: Expr) -> int:
+        names = {i.attrs[0] for i in inputs_of(x)}
+        return math.lcm(*(self.shape(i)[0] for i in self.recurrence.spec.inputs if i.name in names))
+
+    def extra_repr(self) -> str:
+        """The recurrence's name and sizes."""
+        heads, n, p = self.dims
+        return f"{self.recurrence.name}, n_heads={heads}, N={n}, P={p}"
+
+
+class Biased(nn.Linear):
+    """A linear map whose bias begins, part by part, as start(*shape)."""
+
+    def __init__(self, in_features: int, parts: tuple[tuple[torch.Size, Start], ...]):
+        self.parts = parts
+        super().__init__(in_features, sum(shape.numel() for shape, _ in parts))
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as torch does, the bias anew."""
+        super().reset_parameters()
+        fill(self.bias, partial(_together, parts=self.parts))
+
+
+def _together(*shape: int, parts: tuple[tuple[torch.Size, Start], ...]) -> Tensor:
+    return torch.cat([start(*one).flatten() for one, start in parts])
+
+
+def _spread(*shape: int, plain: float, memory: float) -> Tensor:
+    """plain, and up to LONGEST more in the direction in which the state keeps more."""
+    return plain + memory * LONGEST * torch.rand(shape)
+
+
+def _drawn(*shape: int, plain: float, memory: float) -> Tensor:
+    """Normal numbers, shifted likewise; plain has no part in it."""
+    return torch.randn(shape) + memory * LONGEST * torch.rand(shape)
+
+
+def _fixed(*shape: int, value: float | Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float32).expand(shape)
+
+
+def _unsquashed(*shape: int, start: Start, allowed: Range) -> Tensor:
+    return unsquash(start(*shape), allowed)
+
+
+def _one(name: str, value: int | None, other: str, same: int | None) -> int | None:
+    if value is not None and same is not None and value != same:
+        raise InputError(f"Layer: {name} is {value} but {other}, another name for it, {same}; give one")
+    return value if value is not None else same

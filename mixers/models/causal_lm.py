@@ -1,0 +1,249 @@
+"""`CausalLM`: a causal language model around any mixers, in torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dsf.language.errors import InputError
+from dsf.mixers import Mixer
+from dsf.mixers.models.config import ATTENTION, ModelConfig
+from dsf.mixers.models.naming import constructor_of, layer_for, takes
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
+from dsf.mixers.models.rotary import RotaryAttention
+from dsf.mixers.models.sampling import sample
+from dsf.mixers.models.states import ModelState, check_fit, check_state
+
+Turn = tuple[Tensor, Tensor]  # cos, sin
+
+
+@dataclass(frozen=True)
+class CausalOutput:
+    """What a model returns. logits: [B, T, vocab_size], or None if only the loss was asked for.
+
+    loss: mean cross entropy in nats of the tokens that labels give, or None without labels. state: a `ModelState`, or
+    None with return_state=False.
+    """
+
+    logits: Tensor | None
+    loss: Tensor | None
+    state: ModelState | None
+
+
+def build_mixer(config: ModelConfig, mixer: str, index: int) -> Mixer:
+    """One mixer of a model: softmax attention with the model's rotary positions, anything else by `layer_for`."""
+    make, options = constructor_of(mixer), dict(config.mixer_options.get(mixer, {}))
+    if takes(make, "n_heads"):
+        options.setdefault("n_heads", config.heads(mixer))
+    if takes(make, "layer_idx"):
+        options["layer_idx"] = index
+    if mixer == ATTENTION and config.rope_base is not None:
+        return RotaryAttention(config.d_model, **{"rope_base": config.rope_base, **options})
+    return layer_for(mixer, config.d_model, **options)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    gradient_checkpointing: in training, keep only x and compute the rest again in the backward pass.
+    """
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.index = index
+        self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mixer = build_mixer(config, config.layer_mixers[index], index)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = SwiGLU(config.d_model, config.hidden)
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        cu_seqlens: Tensor | None = None,
+        turn: Turn | None = None,
+        keep: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """x: [B, T, d_model] -> (the same shape, state of the mixer, or None where it is not to be kept).
+
+        turn: the rotation, if the mixer takes one.
+        """
+        mixed, state = self._mix(self.mixer_norm(x), state, cu_seqlens, turn, keep)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
+
+    def _mix(
+        self, x: Tensor, state: Any, cu_seqlens: Tensor | None, turn: Turn | None, keep: bool
+    ) -> tuple[Tensor, Any]:
+        one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
+        if one and getattr(self.mixer, "parallel", None) is None:  # a decode step is one launch
+            tokens = {} if turn is None else {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
+            y, state = self.mixer.step(x[:, 0], state, **tokens)
+            return y.unsqueeze(1), state
+        tokens = {} if turn is None else {"cos": turn[0], "sin": turn[1]}
+        return self.mixer(x, state, cu_seqlens, use_cache=keep, **tokens)
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and the last norm: everything but the head."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.build(config)
+
+    def build(self, config: ModelConfig) -> None:
+        """Make the modules; a function of its own for classes that have another base's constructor."""
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+
+    def run(
+        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None, keep: bool = True
+    ) -> tuple[Tensor, ModelState | None]:
+        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state, or None unless it is kept)."""
+        if state is not None:
+            check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        turns: dict[tuple[int, float], Turn] = {}
+        after = []
+        for i, block in enumerate(self._blocks()):
+            before = None if state is None else state.layers[i]
+            if before is not None:
+                check_fit(before, block.mixer, i)
+            turn = None
+            if isinstance(block.mixer, RotaryAttention):  # layers of the same width share one
+                kind = (block.mixer.dims[1], block.mixer.rope_base)
+                turn = turns[kind] = turns.get(kind) or block.mixer.turns(x, before, cu_seqlens)
+            if self.training and block.gradient_checkpointing:
+                x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn, keep)
+            else:
+                x, new = block(x, before, cu_seqlens, turn, keep)
+            after.append(new)
+        return self.norm(x), ModelState(tuple(after)) if keep else None
+
+    def _blocks(self) -> Iterator[Block]:
+        for block in self.layers:
+            assert isinstance(block, Block)
+            yield block
+
+
+class CausalLM(nn.Module):
+    """A causal language model: embedding, blocks of mixer and SwiGLU, norm, head.
+
+    Law: running tokens whole, in pieces with the state, one by one, or packed with other sequences gives the same
+    logits. `model.config` says what it is made of, `model.load_state_dict` takes another's of the same configuration,
+    and `dsf.models.hf.DsfForCausalLM` has the same names of parameters.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise InputError(f"CausalLM takes a ModelConfig, got {type(config).__name__}")
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start anew: embeddings and MLPs normal, projections into the residual stream smaller with depth, mixers as
+        their papers say. Also after `to_empty` on a model of the meta device."""
+        for weight in (self.model.embed_tokens.weight, self.lm_head.weight):
+            nn.init.normal_(weight, std=self.config.init_std)
+        for block in self.model._blocks():
+            reset_mixer(block.mixer)
+            reset_mlp(block.mlp, self.config)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        ids: Tensor,
+        labels: Tensor | None = None,
+        state: ModelState | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = True,
+    ) -> CausalOutput:
+        """Predict the next token after each.
+
+        ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is what token t predicts,
+        -100 counts as nothing. state: the .state of an earlier call, whose sequences go on. cu_seqlens: [S + 1]
+        boundaries of sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
+        return_state: False spares memory and time in training. Raises InputError for shapes and states that do not fit.
+        """
+        self._check(ids, labels, cu_seqlens)
+        hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state)
+        if labels is None:
+            return CausalOutput(self.lm_head(hidden), None, state)
+        targets = next_labels(labels, cu_seqlens)
+        if self.training and self.config.fused_loss:
+            return CausalOutput(None, linear_cross_entropy(hidden, self.lm_head.weight, targets), state)
+        logits = self.lm_head(hidden)
+        return CausalOutput(logits, cross_entropy(logits, targets), state)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, state: ModelState | None = None) -> CausalOutput:
+        """One token more of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state."""
+        if ids.dim() != 1:
+            raise InputError(f"step takes one token a sequence, ids [B], got shape {tuple(ids.shape)}")
+        found = self(ids.unsqueeze(1), state=state)
+        return CausalOutput(found.logits[:, 0], None, found.state)
+
+    def generate(
+        self,
+        ids: Tensor,
+        n: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`n` tokens after each of ids [B, T]: [B, T + n]. temperature 0: always the likeliest. See `sample`."""
+        return sample(self, ids, n, temperature, top_k, generator)
+
+    def enable_gradient_checkpointing(self, on: bool = True) -> None:
+        """Keep only the inputs of blocks in training, and compute the rest again in the backward pass."""
+        for block in self.model._blocks():
+            block.gradient_checkpointing = on
+
+    def parameter_count(self, embeddings: bool = True) -> int:
+        """Numbers that are learnt, each shared one once; embeddings=False: without the embedding and the head."""
+        outer = {id(self.model.embed_tokens.weight), id(self.lm_head.weight)}
+        return sum(p.numel() for p in self.parameters() if embeddings or id(p) not in outer)
+
+    def state_size(self, context: int = 0) -> int:
+        """Numbers that one sequence keeps after `context` tokens."""
+        return sum(block.mixer.state_size(context) for block in self.model._blocks())
+
+    def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        if ids.dim() != 2 or ids.is_floating_point():
+            raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
+        if ids.shape[1] == 0:
+            raise InputError("ids has no tokens")
+        if labels is not None and labels.shape != ids.shape:
+            raise InputError(f"labels: expected the shape of ids, {tuple(ids.shape)}, got {tuple(labels.shape)}")
+        if cu_seqlens is not None and ids.shape[0] != 1:
+            raise InputError(f"cu_seqlens: packed sequences lie in one row, got {ids.shape[0]} rows of ids")
+
+
+def reset_mixer(mixer: nn.Module) -> None:
+    """The start that the mixer's paper gives it."""
+    reset = getattr(mixer, "reset_parameters", None)
+    if reset is not None:
+        reset()
+
+
+def reset_mlp(mlp: SwiGLU, config: ModelConfig) -> None:
+    """Normal weights; what is added to the residual stream by sqrt(2 n_layers) smaller (as GPT-2)."""
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        nn.init.normal_(linear.weight, std=config.init_std)
+    nn.init.normal_(mlp.down_proj.weight, std=config.init_std * (2 * config.n_layers) ** -0.5)

@@ -1,0 +1,174 @@
+"""`ModelConfig`: what a causal language model is made of; validated, JSON in and out."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
+
+from dsf.language.errors import InputError
+from dsf.mixers.models.naming import Named, constructor_of, mixer_name
+
+ATTENTION = "softmax_attention"
+MULTIPLE = 64  # the hidden width of an MLP is rounded up to a multiple of it: tiles of matrix products
+
+
+class ModelConfig(BaseModel):
+    """Sizes and mixers of a `CausalLM`. Raises InputError, which names the field, for values that cannot be.
+
+    vocab_size, d_model, n_layers: entries of the vocabulary, width, blocks.
+    mixers: one or several, repeated over the layers: `["gated_deltanet"] * 3 + ["softmax_attention"]` makes every
+        fourth layer softmax attention. A mixer is a name of the zoo, `file.py:function`, a Recurrence or a class of
+        layers; each is kept as text, so that the configuration can be written as JSON.
+    mixer_options: constructor arguments of mixers, by the text that stands in `mixers`.
+    n_heads: heads of every mixer that has them; None: a head for each 128 channels, of softmax attention for each 64.
+    mlp_ratio, mlp_hidden: a SwiGLU has mlp_hidden channels; None: 2/3 · mlp_ratio · d_model, rounded up to 64.
+    norm_eps: added to mean squares in RMS norms. tie_embeddings: the head is the embedding, transposed.
+    rope_base: base of the rotary positions of softmax attention, which no other mixer gets; None: no positions.
+    context_length: tokens that the model is meant for, which nothing but softmax attention limits; None: any number.
+    init_std: standard deviation of the normal start of embeddings and MLPs; mixers start as their papers say.
+    fused_loss: in training with labels, compute the loss piece by piece, so that the logits of all tokens are never
+        in memory (and are None in the output).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    vocab_size: int = Field(gt=0)
+    d_model: int = Field(gt=0)
+    n_layers: int = Field(gt=0)
+    mixers: tuple[str, ...]
+    mixer_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    n_heads: int | None = Field(default=None, gt=0)
+    mlp_ratio: float = Field(default=4.0, gt=0)
+    mlp_hidden: int | None = Field(default=None, gt=0)
+    norm_eps: float = Field(default=1e-6, gt=0)
+    tie_embeddings: bool = True
+    rope_base: float | None = Field(default=10000.0, gt=0)
+    context_length: int | None = Field(default=None, gt=0)
+    init_std: float = Field(default=0.02, ge=0)
+    fused_loss: bool = False
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise InputError(_in_words(error, fields)) from None
+
+    @field_validator("mixers", mode="before")
+    @classmethod
+    def _as_names(cls, given: Any) -> tuple[str, ...]:
+        several = [given] if isinstance(given, Named) else list(given) if isinstance(given, Iterable) else [given]
+        if not several:
+            raise ValueError("names no mixer")
+        return tuple(mixer_name(mixer) for mixer in several)
+
+    @field_validator("mixer_options", mode="before")
+    @classmethod
+    def _options_by_name(cls, given: Any) -> Any:
+        return {mixer_name(mixer): options for mixer, options in given.items()} if isinstance(given, dict) else given
+
+    @field_serializer("mixers")
+    def _as_list(self, mixers: tuple[str, ...]) -> list[str]:
+        return list(mixers)
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ModelConfig:
+        for mixer in dict.fromkeys(self.mixers):
+            constructor_of(mixer)
+        if self.n_layers % len(self.mixers):
+            raise ValueError(
+                f"mixers has {len(self.mixers)} entries, which do not divide n_layers = {self.n_layers}; "
+                "give one for each layer, or a pattern that repeats"
+            )
+        unused = [name for name in self.mixer_options if name not in self.mixers]
+        if unused:
+            raise ValueError(f"mixer_options has {unused[0]!r}, which mixers does not have: {', '.join(self.mixers)}")
+        heads = self.heads(ATTENTION)
+        if ATTENTION in self.mixers and "headdim" not in self.mixer_options.get(ATTENTION, {}):
+            if self.d_model % heads:
+                raise ValueError(f"{ATTENTION}: {heads} heads do not divide d_model = {self.d_model}")
+            if self.rope_base is not None and self.d_model // heads % 2:
+                raise ValueError(f"rotary positions need an even width of a head, got {self.d_model} / {heads}")
+        return self
+
+    @property
+    def layer_mixers(self) -> tuple[str, ...]:
+        """The mixer of every layer, as text."""
+        return self.mixers * (self.n_layers // len(self.mixers))
+
+    @property
+    def hidden(self) -> int:
+        """Channels of the MLP between its projections."""
+        if self.mlp_hidden is not None:
+            return self.mlp_hidden
+        wanted = int(2 / 3 * self.mlp_ratio * self.d_model)
+        return -(-wanted // MULTIPLE) * MULTIPLE
+
+    def heads(self, mixer: str) -> int:
+        """Heads of a mixer: its own option, n_heads, or one for each 128 (softmax attention: 64) channels."""
+        own = self.mixer_options.get(mixer, {}).get("n_heads", self.n_heads)
+        return own or max(1, self.d_model // (64 if mixer == ATTENTION else 128))
+
+    def changed(self, **fields: Any) -> ModelConfig:
+        """The same with some fields changed, validated again."""
+        return ModelConfig(**{**self.model_dump(), **fields})
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The configuration as JSON text, written to `path` if one is given."""
+        text = self.model_dump_json(indent=2)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> ModelConfig:
+        """The configuration in JSON text, or in a file. Raises InputError."""
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"the model's configuration is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise InputError(f"the model's configuration is a {type(fields).__name__}, expected an object of fields")
+        return cls(**fields)
+
+
+# Width, layers and context of the named sizes; parameters with a vocabulary of 32,000 and tied embeddings.
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 128, "n_layers": 4, "n_heads": 2, "context_length": 512},
+    "20m": {"d_model": 384, "n_layers": 6, "n_heads": 6, "context_length": 2048},
+    "100m": {"d_model": 768, "n_layers": 12, "context_length": 4096},
+    "340m": {"d_model": 1024, "n_layers": 24, "context_length": 4096},
+}
+
+
+def sized(size: str, mixers: Any, vocab_size: int = 32000, **fields: Any) -> ModelConfig:
+    """The configuration of a named size ("tiny", "20m", "100m", "340m") with these mixers.
+
+    fields: any other of `ModelConfig`, which win over those of the size. Raises InputError, with the sizes' names.
+    """
+    if size not in SIZES:
+        near = difflib.get_close_matches(size.lower(), SIZES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"there is no model size {size!r}; sizes are {', '.join(SIZES)}{hint}")
+    return ModelConfig(**{**SIZES[size], "vocab_size": vocab_size, "mixers": mixers, **fields})
+
+
+def _in_words(error: ValidationError, fields: dict[str, Any]) -> str:
+    """The first thing wrong, in the user's words."""
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    kind, value = first["type"], first.get("input")
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(name, ModelConfig.model_fields, n=1)
+        return f"ModelConfig has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if kind == "missing":
+        return f"ModelConfig needs {name}="
+    if kind in ("value_error", "assertion_error"):
+        message = str(first.get("ctx", {}).get("error", first["msg"]))
+        return f"{name}: {message}" if name and name not in message else message
+    return f"{name} = {value!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

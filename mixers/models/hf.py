@@ -1,0 +1,432 @@
+"""Hugging Face: `DsfConfig` and `DsfForCausalLM`, known to AutoConfig and AutoModelForCausalLM once this is imported.
+
+The one file that imports transformers (5.6 to 5.23 are tried): what a later release renames is mended here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from dsf.language.errors import InputError
+from dsf.mixers import Mixer
+from dsf.mixers.models.causal_lm import Backbone, CausalLM, reset_mixer, reset_mlp
+from dsf.mixers.models.config import ATTENTION, ModelConfig
+from dsf.mixers.models.naming import beside
+from dsf.mixers.models.padding import Unpadded, restarts, unpadded
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
+from dsf.mixers.models.states import Kept, ModelState, rows_of
+from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
+
+FIELDS = tuple(ModelConfig.model_fields)
+
+
+class StateLayer(Kept, CacheLayerMixin):
+    """A mixer's state in a transformers cache; counts tokens, since generate() asks for it."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+    record_past = False
+
+    def __init__(self, static: bool = False) -> None:
+        CacheLayerMixin.__init__(self)
+        Kept.__init__(self, static)
+        self.width: int | None = None  # of masks, beside static layers of keys and values
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences. Raises AttributeError before the first call, as transformers' own layers do."""
+        rows = rows_of(self.state)
+        if rows is None:
+            raise AttributeError("no state yet")
+        return rows
+
+    max_batch_size = batch_size  # before 5.13
+
+    @property
+    def max_cache_len(self) -> int:
+        """Places that masks have beside static layers, -1 for any number."""
+        return -1 if self.width is None else self.width
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Nothing: the first state is the initialisation."""
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Refuse keys and values: this layer has none."""
+        raise NotImplementedError("this layer keeps a recurrent state, no keys and values")
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens seen."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit, as releases before 5.13 ask for it."""
+        return -1
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(tokens seen with those of the call, 0)."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return (self.seen + new if self.width is None else self.width), 0
+
+    def reset(self) -> None:
+        """Back to the start. (Zeros would be wrong: a running maximum starts at minus infinity.)"""
+        self.state, self.seen, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the states of the beams that go on."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the states of some sequences."""
+        self.each(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times."""
+        self.each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def crop(self, *_: Any) -> None:
+        """Refuse: a recurrent state cannot forget single tokens."""
+        raise InputError("a recurrent state cannot be cropped; keep a copy of the cache (copy.deepcopy) to go back to")
+
+    def offload(self) -> None:
+        """Stay: a state is small."""
+
+    def prefetch(self) -> None:
+        """Stay: a state is small."""
+
+
+class DsfCache(Cache):
+    """The states of a model's layers, as transformers' generate() carries them."""
+
+    def __init__(self, config: Any = None, *, layers: int | None = None, static: bool = False) -> None:
+        count = config.n_layers if layers is None else layers
+        super().__init__(layers=[StateLayer(static) for _ in range(count)])
+
+    def load(self) -> ModelState | None:
+        """The states before the next call; None at the start."""
+        states = tuple(state_layer(self, i).state for i in range(len(self.layers)))
+        return None if all(s is None for s in states) else ModelState(states)
+
+    def store(self, state: ModelState, tokens: int) -> None:
+        """Keep the states after `tokens` more tokens."""
+        for i, s in enumerate(state.layers):
+            state_layer(self, i).store(s, tokens)
+
+
+def state_layer(cache: Any, index: int) -> StateLayer:
+    """The cache's layer for a mixer's state, put there in place of an unused layer of another kind.
+
+    Raises InputError where that layer holds keys and values already.
+    """
+    while len(cache.layers) <= index:
+        cache.layers.append(StateLayer())
+    layer = cache.layers[index]
+    if isinstance(layer, StateLayer):
+        return layer
+    used = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+    if used or any(getattr(layer, "has_previous_state", {}).values()):
+        raise InputError(f"the cache's layer {index} was filled by another model: start from an empty one")
+    fresh = StateLayer()
+    limit = getattr(layer, "max_cache_len", None)
+    if limit is not None:  # masks of a static cache are as wide as its layers, whichever of them is asked
+        fresh.width, fresh.static = limit, True
+    cache.layers[index] = fresh
+    return fresh
+
+
+class DsfConfig(PreTrainedConfig):
+    """`ModelConfig` as transformers wants it: the same names, and the usual ones (hidden_size, ...) beside them."""
+
+    model_type = "dsf"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "context_length",
+        "initializer_range": "init_std",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+
+    def __init__(self, **fields: Any) -> None:
+        for usual, ours in self.attribute_map.items():
+            if usual in fields:
+                fields.setdefault(ours, fields.pop(usual))
+        fields.pop("layer_types", None)  # follows from mixers
+        own = {name: fields.pop(name) for name in FIELDS if name in fields}
+        # transformers makes a configuration without arguments to see its defaults
+        model = ModelConfig(**{**DEFAULTS, **own})
+        for name, value in model.model_dump().items():
+            setattr(self, name, value)
+        self.num_attention_heads = model.heads(ATTENTION)
+        self.intermediate_size = model.hidden
+        # the names that transformers' validator knows; what is cached follows from the model, not from them
+        self.layer_types = ["full_attention" if m == ATTENTION else "linear_attention" for m in model.layer_mixers]
+        self.use_cache = fields.pop("use_cache", True)
+        fields.pop("num_attention_heads", None)
+        fields.pop("intermediate_size", None)
+        super().__init__(**fields, tie_word_embeddings=model.tie_embeddings)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What the model is made of. Raises InputError if a field was changed to what cannot be."""
+        return ModelConfig(**{name: getattr(self, name) for name in FIELDS})
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """The fields in a folder's config.json; files of mixers that are gone are looked for beside it."""
+        fields, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return beside(fields, pretrained_model_name_or_path), rest
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A configuration from its fields."""
+        return super().from_dict(beside(config_dict, kwargs.get("name_or_path")), **kwargs)
+
+    @classmethod
+    def of(cls, config: ModelConfig, **fields: Any) -> DsfConfig:
+        """The configuration of a torch-only model."""
+        return cls(**{**config.model_dump(), **fields})
+
+
+DEFAULTS: dict[str, Any] = {"vocab_size": 32000, "d_model": 128, "n_layers": 4, "mixers": ["gated_deltanet"]}
+
+
+class DsfPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of all our models."""
+
+    config_class = DsfConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _is_stateful = True  # a rejected draft cannot be taken back out of a state
+    _supports_sdpa = True  # softmax layers use torch's fused attention
+    _skip_keys_device_placement = ["past_key_values"]
+    # decay rates and their kin: rounded to bfloat16, memories of thousands of tokens all become one length
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Every module that is not initialised yet. (transformers' own passes by modules that hold no weight
+        themselves, and such a module here starts those inside it.)"""
+        if getattr(self, "_is_hf_initialized", False):
+            return
+        for module in self.modules():
+            if not getattr(module, "_is_hf_initialized", False):
+                self._init_weights(module)
+                module._is_hf_initialized = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """A mixer starts as its paper says; what is inside one is left to it. Weights that were loaded stay."""
+        config = self.config.model_config
+        if isinstance(module, Mixer):
+            but_loaded(module, reset_mixer)
+        elif isinstance(module, SwiGLU):
+            but_loaded(module, lambda m: reset_mlp(m, config))
+        elif isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+            but_loaded(module, lambda m: nn.init.normal_(m.weight, std=config.init_std))
+        elif isinstance(module, RMSNorm):
+            but_loaded(module, RMSNorm.reset_parameters)
+
+
+class DsfModel(DsfPreTrainedModel):
+    """Embedding, blocks and norm; [B, T] in, hidden states out."""
+
+    def __init__(self, config: DsfConfig) -> None:
+        super().__init__(config)
+        Backbone.build(self, config.model_config)
+        self.post_init()
+
+    run = Backbone.run
+    _blocks = Backbone._blocks
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Take another embedding."""
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], past_key_values.
+
+        attention_mask: [B, past + T], 0 for padding on any side, which then touches nothing. cu_seqlens (or
+        cu_seq_lens_q, or positions that begin again): boundaries of sequences packed in one row. Raises InputError for
+        both at once.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("give either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        batch, tokens = x.shape[:2]
+        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        padding = self._padding(attention_mask, bounds, batch, tokens)
+        if bounds is None and padding is None and past_key_values is None:
+            bounds = restarts(position_ids, tokens)
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DsfCache(self.config)
+        state = None if past_key_values is None else _states_of(past_key_values, len(self.layers))
+        if padding is None:
+            hidden, state = self.run(x, state, bounds, bool(use_cache))
+        else:  # once for the whole model
+            hidden, state = self.run(padding.pack(x), state, padding.cu_seqlens, bool(use_cache))
+            hidden = padding.unpack(hidden, x.shape)
+        if state is not None and use_cache:
+            for i, after in enumerate(state.layers):
+                state_layer(past_key_values, i).store(after, tokens)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values if use_cache else None)
+
+    def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int) -> Unpadded | None:
+        if mask is not None and bounds is not None:
+            raise InputError("cu_seqlens and attention_mask say the same thing twice; give one of them")
+        if bounds is not None and batch != 1:
+            raise InputError(f"cu_seqlens: packed sequences lie in one row, got {batch} rows")
+        return unpadded(mask, batch, tokens)
+
+
+def _states_of(cache: Any, layers: int) -> ModelState | None:
+    states = tuple(state_layer(cache, i).state for i in range(layers))
+    if len(cache.layers) != layers:
+        raise InputError(f"the cache is of a model of {len(cache.layers)} layers, this one has {layers}")
+    return None if all(s is None for s in states) else ModelState(states)
+
+
+class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
+    """A causal language model around any mixers, for transformers' generate, Trainer, pipelines and what follows them.
+
+    The same parameters, by the same names, as `dsf.models.CausalLM`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: DsfConfig) -> None:
+        super().__init__(config)
+        self.model = DsfModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: CausalLM) -> DsfForCausalLM:
+        """A copy of a torch-only model, with its weights."""
+        made = cls(DsfConfig.of(model.config))
+        copy_weights(made, model)
+        return made.train(model.training)
+
+    def to_torch(self) -> CausalLM:
+        """A copy as a torch-only model."""
+        made = CausalLM(self.config.model_config)
+        copy_weights(made, self)
+        return made.train(self.training)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding."""
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Take another embedding."""
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.lm_head
+
+    def set_output_embeddings(self, value: Any) -> None:
+        """Take another head."""
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `DsfModel.forward`; labels: [B, T] as input_ids, -100 counts as nothing -> loss, mean in nats.
+
+        logits_to_keep: of so many last tokens, 0 for all. num_items_in_batch: what the loss is divided by, if given.
+        """
+        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, bounds)
+        hidden, cache = out.last_hidden_state, out.past_key_values
+        if labels is None:
+            counted = isinstance(logits_to_keep, int)
+            part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
+            kept = hidden if counted and not logits_to_keep else hidden[:, part]
+            return CausalLMOutputWithPast(logits=self.lm_head(kept), past_key_values=cache)
+        if bounds is None and attention_mask is None and past_key_values is None:
+            bounds = restarts(position_ids, hidden.shape[1])
+        targets = next_labels(labels, bounds)
+        if self.training and self.config.fused_loss:
+            loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
+            return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
+        logits = self.lm_head(hidden)
+        loss = cross_entropy(logits, targets, num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *_: Any, **__: Any) -> None:
+        """One kind of cache fits all our mixers; `cache_implementation="static"` keeps the states' memory in place."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "static", "hybrid"):
+            raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = DsfCache(self.config, static=kind in ("static", "hybrid"))
+
+    @staticmethod
+    def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
+        """The mask as it is: padding is cut out, not masked."""
+        return attention_mask
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that weight decay must leave alone: rates, biases, norms, embeddings excepted."""
+        return undecayed_names(self)
+
+
+def _register(auto: Any, *what: Any) -> None:
+    options = {"exist_ok": True} if "exist_ok" in inspect.signature(auto.register).parameters else {}
+    auto.register(*what, **options)
+
+
+_register(AutoConfig, "dsf", DsfConfig)
+_register(AutoModel, DsfConfig, DsfModel)
+_register(AutoModelForCausalLM, DsfConfig, DsfForCausalLM)

@@ -1,0 +1,72 @@
+"""Mixers as text, so that a configuration can be written down and read again."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dsf import Recurrence
+from dsf.language.errors import InputError
+from dsf.mixers import ZOO, Mixer, constructor_of, layer_for
+
+Named = (str, Recurrence, type)  # what may stand for one mixer
+
+
+def mixer_name(mixer: Any) -> str:
+    """The text that stands for a mixer: a name of the zoo or `file.py:function`, from that, a Recurrence or a class.
+
+    Raises InputError for what cannot be found again by such a text.
+    """
+    if isinstance(mixer, str):
+        return mixer
+    for entry in ZOO:
+        if mixer is entry.recurrence or (entry.module is not None and mixer is entry.module):
+            return entry.name
+    if isinstance(mixer, Recurrence):
+        return _in_file(mixer)
+    if isinstance(mixer, type) and issubclass(mixer, Mixer):
+        raise InputError(
+            f"{mixer.__name__} is a class outside the zoo, which a configuration cannot name; give its recurrence, in "
+            "a file, as file.py:function"
+        )
+    raise InputError(
+        f"a mixer is a name of the zoo, file.py:function, a Recurrence or a class of layers, got {type(mixer).__name__}"
+    )
+
+
+def _in_file(mixer: Recurrence) -> str:
+    """`file.py:name`, where the file is one that is imported and has the recurrence under its name."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and vars(module).get(mixer.__name__) is mixer and Path(file).is_file():
+            return f"{Path(file).resolve()}:{mixer.__name__}"
+    raise InputError(
+        f"{mixer.__name__} is not defined in a file under that name, so that a saved model could not find it again; "
+        "write it into a file and give file.py:function"
+    )
+
+
+def beside(fields: dict[str, Any], folder: Any) -> dict[str, Any]:
+    """Fields whose mixers are in files that are gone, with the files of the same name in the model's folder."""
+
+    def found(mixer: str) -> str:
+        path, colon, name = mixer.rpartition(":")
+        copy = Path(str(folder)) / Path(path).name
+        return f"{copy.resolve()}:{name}" if colon and not Path(path).is_file() and copy.is_file() else mixer
+
+    if folder is None or not all(isinstance(m, str) for m in fields.get("mixers", ())):
+        return fields
+    moved = {"mixers": [found(m) for m in fields.get("mixers", ())]}
+    moved["mixer_options"] = {found(m): o for m, o in fields.get("mixer_options", {}).items()}  # type: ignore[assignment]
+    return {**fields, **{k: v for k, v in moved.items() if k in fields}}
+
+
+def takes(make: Callable[..., Any], option: str) -> bool:
+    """Whether a constructor (or a partial of one) names this argument."""
+    return option in inspect.signature(make).parameters
+
+
+__all__ = ["Named", "constructor_of", "layer_for", "mixer_name", "takes"]

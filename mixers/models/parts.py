@@ -1,0 +1,141 @@
+"""What stands around a mixer: RMS norm, SwiGLU, cross entropy; liger-kernel's on CUDA, where it is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100  # the label of tokens that are not to be predicted
+PIECE = 1 << 28  # bytes of float32 logits that are in memory at once
+
+
+@functools.cache
+def _liger(module: str, name: str) -> Any:
+    """A function of liger-kernel, or None where it is not installed."""
+    try:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _kernel(module: str, name: str, x: Tensor) -> Any:
+    """A kernel of liger-kernel for x, or None: on a CPU, under torch.compile (which fuses by itself), or without it."""
+    return None if not x.is_cuda or torch.compiler.is_compiling() else _liger(module, name)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMS norm over the last axis; liger-kernel's launch on CUDA, where it is installed."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__(width, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway."""
+        kernel = _kernel("rms_norm", "LigerRMSNormFunction", x)
+        # liger-kernel: offset 0, float32 as Llama's, not in place (the gradient of x may be needed elsewhere)
+        options = (x, self.weight, self.eps, 0.0, "llama", False)
+        y = super().forward(x) if kernel is None else kernel.apply(*options)
+        kind = x.device.type
+        return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), without biases."""
+
+    def __init__(self, d_model: int, hidden: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(d_model, hidden, bias=False)
+        self.up_proj = nn.Linear(d_model, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., d_model] -> [..., d_model]."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        kernel = _kernel("swiglu", "LigerSiLUMulFunction", gate)
+        return self.down_proj(F.silu(gate) * up if kernel is None else kernel.apply(gate, up))
+
+
+def next_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """What each token is to predict: labels one place on, IGNORED for the last of every sequence. [B, T] -> [B, T]."""
+    after = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if cu_seqlens is None or cu_seqlens.shape[0] <= 2:
+        return after
+    last = cu_seqlens[1:-1].to(after.device, torch.long) - 1
+    # Empty sequences at the front have no last token; their index wraps around to one that is ignored anyway.
+    return after.index_fill(1, last % after.shape[1], IGNORED)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
+    """Mean in nats over the targets that are not IGNORED, 0 if there are none. logits [B, T, V], targets [B, T].
+
+    count: what the sum is divided by instead: the targets of several batches whose gradients are added up.
+    """
+    counted = (targets != IGNORED).sum().clamp(min=1) if count is None else count
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / counted
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count: Any = None) -> Tensor:
+    """`cross_entropy` of hidden @ weight.T, a piece of the tokens at a time; logits of all tokens are never in memory.
+
+    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. Gradients of hidden and weight are
+    made in the forward pass, since logits that are not kept would have to be made again; no second derivatives.
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(lower), weight.to(lower)
+    kernel = _kernel("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", hidden)
+    if kernel is not None:
+        found = kernel.apply(hidden.flatten(0, 1), weight, targets.flatten())
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+    else:
+        loss = _Pieces.apply(hidden.flatten(0, 1), weight, targets.flatten())
+    return loss if count is None else loss * (targets != IGNORED).sum().clamp(min=1) / count
+
+
+class _Pieces(torch.autograd.Function):
+    """Cross entropy of a linear map, with gradients made beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        needed = ctx.needs_input_grad
+        counted = (targets != IGNORED).sum().clamp(min=1)
+        total = torch.zeros((), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        d_hidden = torch.empty_like(hidden) if needed[0] else None
+        d_weight = torch.zeros(weight.shape, device=weight.device, dtype=total.dtype) if needed[1] else None
+        rows = max(1, PIECE // (4 * weight.shape[0]))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for begin in range(0, hidden.shape[0], rows):
+                part, target = hidden[begin : begin + rows], targets[begin : begin + rows]
+                logs = (part @ weight.T).to(total.dtype).log_softmax(-1)
+                shown = (target != IGNORED).unsqueeze(1)
+                place = target.clamp(min=0).unsqueeze(1)
+                total -= (logs.gather(1, place) * shown).sum()
+                if d_hidden is None and d_weight is None:
+                    continue
+                slope = logs.exp_().scatter_add_(1, place, -torch.ones_like(place, dtype=logs.dtype))
+                slope = (slope * (shown.to(slope.dtype) / counted)).to(hidden.dtype)
+                if d_hidden is not None:
+                    torch.matmul(slope, weight, out=d_hidden[begin : begin + rows])
+                if d_weight is not None:
+                    d_weight += slope.T @ part
+        kept = (d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+        ctx.save_for_backward(*kept)
+        return total / counted
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return (
+            None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
+            None if d_weight is None else d_weight * grad.to(d_weight.dtype),
+            None,
+        )

@@ -1,0 +1,142 @@
+"""Rotary positions and softmax attention with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dsf import KVCache
+from dsf.language.errors import InputError
+from dsf.mixers import MixerState, SoftmaxAttention
+from dsf.mixers._module import Side, Span
+
+if TYPE_CHECKING:
+    from dsf.parallel import World
+
+
+def positions_of(
+    batch: int, tokens: int, device: torch.device, past: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Position of every token in its sequence, int64 [batch, tokens] (one row where nothing tells rows apart).
+
+    past: [S] tokens that each sequence has seen before this call, or None. cu_seqlens: [S + 1] boundaries of
+    sequences packed along the tokens.
+    """
+    places = torch.arange(tokens, device=device)
+    if cu_seqlens is None:
+        return places[None] if past is None else places[None] + past[:, None]
+    bounds = cu_seqlens.to(device, torch.long)
+    sequence = torch.searchsorted(bounds[1:], places, right=True)
+    own = places - bounds[sequence]
+    return (own if past is None else own + past[sequence])[None]
+
+
+def rotation(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, width / 2] in float32 of the angles position · base^(-2i / width) (Su et al., 2104.09864)."""
+    rates = base ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / -width)
+    angles = positions[..., None].to(torch.float32) * rates
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn entry i against entry i + N/2 of x [B, T, H, N] by the angles of cos, sin [B, T, N/2]; dtype of x."""
+    first, second = x.chunk(2, dim=-1)
+    c, s = cos.unsqueeze(2).to(x.dtype), sin.unsqueeze(2).to(x.dtype)
+    return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+
+
+def _past(state: MixerState | None) -> Tensor | None:
+    """The tokens that each sequence has seen, [S]."""
+    return state.recurrent.lengths if state is not None and isinstance(state.recurrent, KVCache) else None
+
+
+class RotaryAttention(SoftmaxAttention):
+    """`SoftmaxAttention` with rotary positions (arXiv 2104.09864), halves of a head turned against each other.
+
+    rope_base: base of the angles' geometric series. Positions go on after a state, and begin anew in every packed
+    sequence. Raises InputError for heads of odd width.
+    """
+
+    def __init__(self, d_model: int, n_heads: int = 4, *, rope_base: float = 10000.0, **options: Any):
+        super().__init__(d_model, n_heads, **options)
+        self.rope_base = rope_base
+        if self.dims[1] % 2:
+            raise InputError(f"rotary positions need an even width of a head, got {self.dims[1]}")
+
+    def turns(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None = None, parallel: World | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The rotation of the tokens of x [B, T, d_model] that come after `state`; layers of a model may share it.
+
+        parallel: the ranks that share the tokens (the attached ones unless given).
+        """
+        past = _past(state)
+        world = self.parallel if parallel is None else parallel
+        if world is not None:
+            from dsf.parallel.places import places_of
+
+            places = places_of(world, x, cu_seqlens, True)
+            if places is not None:
+                return rotation(places.positions(past), self.dims[1], self.rope_base)
+        positions = positions_of(x.shape[0], x.shape[1], x.device, past, cu_seqlens)
+        return rotation(positions, self.dims[1], self.rope_base)
+
+    def arguments(
+        self, u: Tensor, side: Side, span: Span, cos: Tensor | None = None, sin: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        inputs = super().arguments(u, side, span)
+        if cos is not None and sin is not None:
+            inputs |= {name: rotate(inputs[name], cos, sin) for name in ("q", "k")}
+        return inputs
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = True,
+        parallel: World | None = None,
+        **tokens: Tensor,
+    ) -> tuple[Tensor, MixerState | None]:
+        """As `Mixer.forward`; cos, sin: a rotation that is known already (`turns`)."""
+        turned = self._turned(x, state, cu_seqlens, tokens, parallel)
+        return super().forward(
+            x,
+            state,
+            cu_seqlens,
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            parallel=parallel,
+            cos=turned["cos"],
+            sin=turned["sin"],
+        )
+
+    def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
+        """As `Mixer.step`; cos, sin [B, N/2]: a rotation that is known already."""
+        if "cos" not in tokens:
+            cos, sin = rotation(positions_of(x.shape[0], 1, x.device, _past(state)), self.dims[1], self.rope_base)
+            tokens = {**tokens, "cos": cos.squeeze(1), "sin": sin.squeeze(1)}
+        return super().step(x, state, **tokens)
+
+    def inputs(
+        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+    ) -> dict[str, Tensor]:
+        """As `Mixer.inputs`: q and k turned."""
+        return super().inputs(x, state, cu_seqlens, **self._turned(x, state, cu_seqlens, tokens))
+
+    def _turned(
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        cu_seqlens: Tensor | None,
+        tokens: dict[str, Tensor],
+        parallel: World | None = None,
+    ) -> dict[str, Tensor]:
+        if "cos" in tokens:
+            return tokens
+        cos, sin = self.turns(x, state, cu_seqlens, parallel)
+        return {**tokens, "cos": cos, "sin": sin}

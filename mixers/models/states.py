@@ -1,0 +1,112 @@
+"""`ModelState`: what a model remembers of the past, one `MixerState` a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dsf.language.errors import InputError
+
+
+def mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A mixer's state with `function` applied to each of its tensors."""
+    return pytree.tree_map_only(Tensor, function, state)
+
+
+def rows_of(state: Any) -> int | None:
+    """Sequences of a mixer's state: rows of its first tensor."""
+    leaves = tensors_of(state)
+    return leaves[0].shape[0] if leaves else None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """The states of all layers; immutable, so that a state that is kept is a snapshot to go back to.
+
+    layers: what each block's mixer returned. Not a pytree, so that wrappers that cast the arguments of a module
+    (FSDP2's mixed precision) leave it in float32.
+    """
+
+    layers: tuple[Any, ...]
+
+    def select(self, rows: Tensor) -> ModelState:
+        """The state of some sequences, in that order (with repetitions: beams). rows: int64 [R]."""
+        return ModelState(tuple(mapped(s, lambda x: x.index_select(0, rows.to(x.device))) for s in self.layers))
+
+    def detach(self) -> ModelState:
+        """The same numbers without their history, for truncated backpropagation."""
+        return ModelState(tuple(mapped(s, Tensor.detach) for s in self.layers))
+
+    def numel(self) -> int:
+        """Numbers stored, of all sequences."""
+        leaves = pytree.tree_leaves([list(pytree.tree_leaves(s)) for s in self.layers])
+        return sum(x.numel() for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+class Kept:
+    """A mixer's state between calls, whatever it is made of, and the tokens that it has seen.
+
+    static: later states are copied into the memory of the first, so that a captured graph finds them there.
+    """
+
+    def __init__(self, static: bool = False) -> None:
+        self.static = static
+        self.state: Any = None
+        self.seen = 0
+
+    def store(self, state: Any, tokens: int) -> None:
+        """Keep the state after `tokens` more tokens."""
+        self.seen += tokens
+        if self.static and self.state is not None and same_shapes(self.state, state):
+            for kept, new in zip(tensors_of(self.state), tensors_of(state), strict=True):
+                kept.copy_(new)
+        else:
+            self.state = state
+        self.is_initialized = True
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to every tensor of the state."""
+        self.state = mapped(self.state, function)
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a mixer's state, in a fixed order."""
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def same_shapes(one: Any, other: Any) -> bool:
+    """Whether two states have tensors of the same shapes, types and devices."""
+    return [(x.shape, x.dtype, x.device) for x in tensors_of(one)] == [
+        (x.shape, x.dtype, x.device) for x in tensors_of(other)
+    ]
+
+
+def check_state(state: Any, layers: int, sequences: int) -> None:
+    """Refuse a state of another model or batch. Raises InputError."""
+    if not isinstance(state, ModelState):
+        raise InputError(f"state is of type {type(state).__name__}, expected the .state of an earlier call")
+    if len(state) != layers:
+        raise InputError(f"the state is of a model of {len(state)} layers, this one has {layers}")
+    rows = rows_of(state.layers[0]) if layers else None
+    if rows is not None and rows != sequences:
+        raise InputError(f"the state holds {rows} sequences, the call has {sequences}")
+
+
+def check_fit(state: Any, mixer: Any, index: int) -> None:
+    """Refuse a convolution's state that another layer made; recurrences check theirs. Raises InputError."""
+    conv, window = getattr(mixer, "conv1d", None), getattr(state, "conv", None)
+    if not isinstance(conv, nn.Conv1d) or not (window is None or isinstance(window, Tensor)):
+        return
+    expected = (conv.in_channels, conv.kernel_size[0] - 1)
+    got = None if window is None else tuple(window.shape[1:])
+    if got != expected:
+        raise InputError(
+            f"the state of layer {index} is of another model: its convolution keeps {got}, expected {expected}"
+        )

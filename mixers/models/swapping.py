@@ -1,0 +1,224 @@
+"""`swap`: mixers in place of the attention of a Llama-like model that exists."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsf.language.errors import InputError
+from dsf.mixers import Mixer
+from dsf.mixers.models.naming import constructor_of, layer_for, mixer_name, takes
+from dsf.mixers.models.padding import restarts, unpadded
+
+RECORD = "dsf_swap"  # the entry of a configuration that says what was swapped
+
+
+class SwappedAttention(nn.Module):
+    """A mixer where a Llama-like layer has its self_attn: the same arguments, the same pair returned.
+
+    Padding is cut out before the mixer and put back after it; sequences packed by cu_seq_lens_q, or by positions that
+    begin again, are kept apart; the state lies in the model's cache, where beam search finds it.
+    """
+
+    def __init__(self, mixer: Mixer, index: int):
+        super().__init__()
+        self.mixer = mixer
+        self.index = index
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states: [B, T, d_model] -> (the same shape, None for attention weights)."""
+        batch, tokens = hidden_states.shape[:2]
+        layer = None if past_key_values is None else _hf().state_layer(past_key_values, self.index)
+        state = None if layer is None else layer.state
+        bounds, padding = cu_seq_lens_q, None
+        if bounds is None and layer is None:
+            bounds = restarts(position_ids, tokens)
+        if bounds is None:
+            seen = 0 if layer is None else layer.seen
+            padding = unpadded(_visible(attention_mask, seen + tokens), batch, tokens)
+        if padding is not None:
+            y, state = self.mixer(padding.pack(hidden_states), state, padding.cu_seqlens)
+            y = padding.unpack(y, hidden_states.shape)
+        elif tokens == 1 and state is not None and not torch.is_grad_enabled():
+            y, state = self.mixer.step(hidden_states[:, 0], state)
+            y = y.unsqueeze(1)
+        else:
+            y, state = self.mixer(hidden_states, state, bounds)
+        if layer is not None:
+            layer.store(state, tokens)
+        return y, None
+
+
+def _visible(mask: Tensor | None, width: int) -> Tensor | None:
+    """The 2-D mask [B, width] behind the one that a layer is given: what the last token sees of all that came."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    last = mask[:, 0, -1, :width]
+    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+
+
+def _hf() -> Any:
+    return importlib.import_module("dsf.mixers.models.hf")
+
+
+class Swapped:
+    """What `swap` changed. undo() gives the model its own attention back; as a context manager, at the end.
+
+    model: the same object that was given. mixers: {index of a layer: its mixer}, to train or to load weights into.
+    """
+
+    def __init__(self, model: Any, mixer: str | None, options: dict[str, Any], names: str) -> None:
+        self.model = model
+        self.mixers: dict[int, Mixer] = {}
+        self.record: dict[str, Any] = {"mixer": mixer, "layers": [], "options": options}
+        self._name = names
+        self._before: dict[int, nn.Module] = {}
+
+    def undo(self) -> Any:
+        """Give the model its own attention back and return it. Raises InputError if another swap came after."""
+        layers = decoder_layers(self.model)
+        for i, mixer in self.mixers.items():
+            if getattr(layers[i].self_attn, "mixer", None) is not mixer:
+                raise InputError(f"layer {i} was swapped again since: undo that swap first")
+        for i, attention in self._before.items():
+            layers[i].self_attn = attention
+        self.mixers, self._before = {}, {}
+        records = [r for r in getattr(self.model.config, RECORD, []) if r is not self.record]
+        if records:
+            setattr(self.model.config, RECORD, records)
+        elif hasattr(self.model.config, RECORD):
+            delattr(self.model.config, RECORD)
+            self.model.__dict__.pop("save_pretrained", None)
+        return self.model
+
+    def __enter__(self) -> Swapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        return f"{type(self.model).__name__}: {self._name} in layers {', '.join(map(str, self.mixers))}"
+
+
+def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options: Any) -> Swapped:
+    """Replace the attention of a Llama-like model by a mixer, in place; new weights, to be trained.
+
+        handle = dsf.models.swap(model, dsf.mixers.GatedDeltaNet, layers=[0, 1, 3])
+        model.generate(...)
+        handle.undo()
+
+    model: of transformers, with decoder layers that call self_attn(hidden_states, ...) (Llama, Mistral, Qwen, ...).
+    mixer: a class of layers, a name of the zoo, file.py:function or a Recurrence. layers: which, from 0; None for all.
+    options: constructor arguments; n_heads is the model's unless given. generate works with a cache and without,
+    with beams, and with padding on either side; save_pretrained also writes down what was swapped, for `load_swapped`.
+    Raises InputError for a model without such layers, a layer that it does not have, a mixer that cannot be found.
+    """
+    found = decoder_layers(model)
+    chosen = list(range(len(found))) if layers is None else list(layers)
+    wrong = [i for i in chosen if not 0 <= i < len(found)]
+    if wrong or len(set(chosen)) < len(chosen):
+        raise InputError(f"layers {chosen}: expected different ones of 0 to {len(found) - 1}")
+    width = model.config.hidden_size
+    make = constructor_of(mixer)
+    if takes(make, "n_heads"):
+        options.setdefault("n_heads", model.config.num_attention_heads)
+    new = [layer_for(mixer, width, **options) for _ in chosen]  # all, before anything is changed
+    handle = Swapped(model, _name_or_none(mixer), dict(options), getattr(mixer, "__name__", str(mixer)))
+    for i, layer in zip(chosen, new, strict=True):
+        attention = found[i].self_attn
+        like = next(attention.parameters())
+        layer.to(device=like.device, dtype=like.dtype)  # rates stay float32
+        handle._before[i], handle.mixers[i] = attention, layer
+        found[i].self_attn = SwappedAttention(layer, i).train(attention.training)
+    handle.record["layers"] = chosen
+    setattr(model.config, RECORD, [*getattr(model.config, RECORD, []), handle.record])
+    model.save_pretrained = functools.partial(_save, model)
+    return handle
+
+
+def load_swapped(folder: str | Path, **options: Any) -> Any:
+    """The model that save_pretrained wrote after `swap`, with its mixers and all its weights, in eval mode.
+
+    options: of transformers' from_config (dtype, attn_implementation). Raises InputError for a folder without such a
+    model, for mixers that have no name to find them by, and for weights that do not fit.
+    """
+    hf, folder = _hf(), Path(folder)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} has no config.json; expected a folder that save_pretrained has written")
+    config = hf.AutoConfig.from_pretrained(folder, local_files_only=True)
+    records = getattr(config, RECORD, None)
+    if not records:
+        raise InputError(f"{folder} holds no swapped model: load it by AutoModelForCausalLM.from_pretrained")
+    delattr(config, RECORD)
+    model = hf.AutoModelForCausalLM.from_config(config, **options)
+    for record in records:
+        if record["mixer"] is None:
+            raise InputError(
+                f"{folder}: its mixer has no name to find it by; swap it in yourself, then load_state_dict"
+            )
+        swap(model, record["mixer"], record["layers"], **record["options"])
+    load_file = importlib.import_module("safetensors.torch").load_file
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{folder} has no weights (*.safetensors)")
+    missing: set[str] | None = None
+    for file in files:
+        try:
+            result = model.load_state_dict(load_file(file), strict=False)
+        except RuntimeError as error:
+            raise InputError(f"{folder}: its weights do not fit: {str(error).splitlines()[-1].strip()}") from error
+        if result.unexpected_keys:
+            raise InputError(f"{folder}: {result.unexpected_keys[0]} is no weight of this model")
+        missing = set(result.missing_keys) if missing is None else missing & set(result.missing_keys)
+    left = (missing or set()) - set(getattr(model, "all_tied_weights_keys", None) or ())
+    if left:
+        raise InputError(f"{folder}: {len(left)} weights are not in its files, {sorted(left)[0]} first")
+    model.tie_weights()
+    return model.eval()
+
+
+def decoder_layers(model: Any) -> Any:
+    """The list of layers that have a self_attn. Raises InputError if there is none."""
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) and all(hasattr(x, "self_attn") for x in module):
+                return module
+    raise InputError(
+        f"swap takes a Llama-like model of transformers, whose layers have a self_attn; got {type(model).__name__}"
+    )
+
+
+def _name_or_none(mixer: Any) -> str | None:
+    try:
+        return mixer_name(mixer)
+    except InputError:
+        return None
+
+
+def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    records = getattr(model.config, RECORD, [])
+    where = "; ".join(f"{r['mixer'] or 'a mixer without a name'} in layers {r['layers']}" for r in records)
+    warnings.warn(
+        f"{save_directory} holds {where}. from_pretrained makes {type(model).__name__}'s own attention there, with "
+        "random weights; dsf.models.load_swapped makes this model",
+        stacklevel=2,
+    )
+    return result

@@ -1,0 +1,46 @@
+"""Weights of a model: which decay, which were loaded, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def undecayed_names(model: nn.Module) -> set[str]:
+    """Names of parameters that weight decay must leave alone: vectors (norms, biases) and what a mixer marks
+    `_no_weight_decay` (A_log, dt_bias, D, Lambda: a smaller rate is another memory, not a smaller weight)."""
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.dim() < 2 or getattr(p, "_no_weight_decay", False)
+    }  # fmt: skip
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two groups of parameters for an optimizer: with weight decay and without."""
+    apart = undecayed_names(model)
+    learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in learnt if name not in apart], "weight_decay": weight_decay},
+        {"params": [p for name, p in learnt if name in apart], "weight_decay": 0.0},
+    ]
+
+
+def but_loaded(module: Any, reset: Callable[[Any], object]) -> None:
+    """Reset a module, except parameters that transformers has loaded (and marked)."""
+    parameters = list(module.parameters())
+    loaded = [(p, p.detach().clone()) for p in parameters if getattr(p, "_is_hf_initialized", False)]
+    if len(loaded) == len(parameters) and parameters:
+        return
+    reset(module)
+    for parameter, value in loaded:
+        parameter.data.copy_(value)
+
+
+def copy_weights(to: nn.Module, source: nn.Module) -> None:
+    """The parameters of `source`, in their types and on their devices, in a model of the same names."""
+    theirs = dict(source.named_parameters())
+    for name, p in to.named_parameters():
+        p.data = theirs[name].detach().clone()

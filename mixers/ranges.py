@@ -1,0 +1,154 @@
+"""The numbers that inputs of a recurrence may be: real ones brought into a range, the way back, random ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsf import Recurrence
+from dsf.checking.ranges import Range, key_axis, ranges_of
+from dsf.language.errors import InputError
+from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.spec import Input, Spec
+from dsf.mixers._own import inverse_softplus
+
+# What turns an input into a gate or a rate: under one of these it is not read as it is.
+GATES = frozenset({"sigmoid", "softplus", "exp", "expm1", "tanh", "log", "sqrt", "rsqrt"})
+
+
+def squash(x: Tensor, allowed: Range, key_dim: int = -1) -> Tensor:
+    """Real numbers brought into a range smoothly: unit vectors, sigmoid between bounds, softplus beside one."""
+    if allowed.unit:
+        return F.normalize(x, dim=key_dim)
+    if allowed.is_real:
+        return x
+    if math.isinf(allowed.high):
+        return allowed.low + F.softplus(x)
+    if math.isinf(allowed.low):
+        return allowed.high - F.softplus(x)
+    return allowed.low + (allowed.high - allowed.low) * torch.sigmoid(x)
+
+
+def shape_of(entry: Input, lead: tuple[int, ...], heads: int, n: int, p: int) -> tuple[int, ...]:
+    """Shape of an input: [*lead, (steps,) H, ·], or [H, ·] of a Param."""
+    sides = [size for axis, size in ((KEY, n), (VALUE, p)) if axis in entry.kind.axes]
+    if not entry.kind.time:
+        return (heads, *sides)
+    return (*lead, *((entry.kind.steps,) if entry.kind.steps else ()), heads, *sides)
+
+
+def random_inputs(
+    recurrence: Recurrence,
+    *,
+    tokens: int,
+    heads: int,
+    N: int,
+    P: int,
+    scale: float = 1.0,
+    shift: Mapping[str, float] | None = None,
+) -> dict[str, Tensor]:
+    """Normal numbers of standard deviation `scale`, brought into each input's range: float64, B = 1, by input name.
+
+    shift: added to an input's numbers before they are squashed. The same numbers on every call.
+    """
+    generator = torch.Generator().manual_seed(0)
+    allowed = ranges_of(recurrence.spec)
+    inputs = {}
+    for i in recurrence.spec.inputs:
+        shape = shape_of(i, (1, tokens), heads, N if recurrence.spec.has_key else 1, P)
+        raw = scale * torch.randn(shape, generator=generator, dtype=torch.float64) + (shift or {}).get(i.name, 0.0)
+        inputs[i.name] = squash(raw, allowed[i.name], key_axis(i.kind))
+    return inputs
+
+
+def unsquash(value: Tensor, allowed: Range) -> Tensor:
+    """The real numbers that `squash` brings to value. Raises InputError where value lies outside the range."""
+    if allowed.unit or allowed.is_real:
+        return value
+    if not bool(((value > allowed.low) & (value < allowed.high)).all()):
+        raise InputError(f"it must lie inside its range ({allowed}), got {value.min():g} to {value.max():g}")
+    if math.isinf(allowed.high):
+        return inverse_softplus(value - allowed.low)
+    if math.isinf(allowed.low):
+        return inverse_softplus(allowed.high - value)
+    return torch.logit((value - allowed.low) / (allowed.high - allowed.low))
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a declaration says of its inputs, by name.
+
+    ranges: where each must lie. memory: the direction, -1 or 1, in which the state keeps more, of the decay's inputs.
+    decay, transition: those that the decay, and all of A, read. plain: those with a Key or Value axis that are read as
+    they are, not through a gate, and may be any vector or any of unit length: what a layer convolves.
+    """
+
+    ranges: Mapping[str, Range]
+    memory: Mapping[str, float]
+    decay: frozenset[str]
+    transition: frozenset[str]
+    plain: frozenset[str]
+
+
+@lru_cache(maxsize=256)
+def known(recurrence: Recurrence) -> Known:
+    """`Known` of a recurrence, found once."""
+    spec = recurrence.spec
+    with torch.device("cpu"):  # a layer may be made on the meta device
+        ranges, memory = ranges_of(spec), _memory(recurrence)
+    direct = _direct(*(e for step in spec.system.micro_steps for e in (step.B, *step.A.exprs)), spec.readout)
+    direct |= _direct(spec.system.D, *(e for r in spec.rows for c in r.normal.corrections for e in (c.left, c.right)))
+    plain = {
+        i.name
+        for i in spec.inputs
+        if i.kind.time
+        and i.kind.axes
+        and i.name in direct - memory.keys()
+        and (ranges[i.name].is_real or ranges[i.name].unit)
+    }
+    return Known(ranges, memory, frozenset(_in_decay(spec)), frozenset(_in_transition(spec)), frozenset(plain))
+
+
+def _direct(*roots: Expr) -> set[str]:
+    """Names of the inputs that some path from a root reaches without a gate."""
+    found, seen, left = set(), set(), list(roots)
+    while left:
+        node = left.pop()
+        if node.op == "input":
+            found.add(node.attrs[0])
+        if node not in seen and node.op not in GATES:
+            seen.add(node)
+            left.extend(node.args)
+    return found
+
+
+def _memory(recurrence: Recurrence) -> dict[str, float]:
+    """For each input of the decay the direction, -1 or 1, in which the state keeps more; none if it is even."""
+    spec, found = recurrence.spec, {}
+    names = _in_decay(spec)
+    for name in (i.name for i in spec.inputs if i.name in names):
+        kept = {}
+        for shift in (-2.0, 0.0, 2.0):
+            inputs = random_inputs(recurrence, tokens=32, heads=2, N=4, P=4, shift={name: shift})
+            kept[shift / 2] = float(recurrence.trajectory(**inputs).transition.decay.abs().mean())
+        best = max(kept, key=lambda direction: kept[direction])
+        if best and kept[best] < 1:  # at 1 nothing is forgotten, and nothing learnt: a relu that is closed
+            found[name] = best
+    return found
+
+
+def _in_decay(spec: Spec) -> set[str]:
+    return {i.attrs[0] for row in spec.rows for i in inputs_of(row.normal.decay)}
+
+
+def _in_transition(spec: Spec) -> set[str]:
+    """Names of the inputs that A reads."""
+    exprs = [r.normal.decay for r in spec.rows]
+    exprs += [e for r in spec.rows for c in r.normal.corrections for e in (c.scale, c.left, c.right)]
+    return {i.attrs[0] for i in inputs_of(*exprs)}

@@ -1,0 +1,39 @@
+"""Triton's private launcher: used with releases it was tried with, after it has launched as Triton itself does."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dsf.kernels.triton import launcher
+
+
+@pytest.fixture(autouse=True)
+def unknown_again(monkeypatch):
+    monkeypatch.setattr(launcher, "_proof", None)
+
+
+@pytest.mark.parametrize(
+    ("version", "alike", "found"), [("3.6.0", True, True), ("3.6.0", False, False), ("3.9.1", True, False)]
+)
+def test_an_untried_release_or_another_result_takes_the_public_way(monkeypatch, version, alike, found):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launcher.triton, "__version__", version)
+    monkeypatch.setattr(launcher, "_launches_alike", lambda: asked.append(1) or alike)
+    assert launcher.prove() is launcher.prove() is launcher.proven() is found
+    assert len(asked) == (version == "3.6.0")  # an untried one is not even tried
+
+
+def test_nothing_is_found_out_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not launcher.prove() and launcher._proof is None
+
+
+@pytest.mark.gpu
+def test_it_launches_as_triton_does():
+    torch.zeros(1, device="cuda")
+    tried = tuple(int(x) for x in launcher.triton.__version__.split(".")[:2]) in launcher.TRIED
+    assert launcher.prove() is tried

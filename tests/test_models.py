@@ -1,0 +1,339 @@
+"""dsf.models in torch alone: the model's law (whole, in pieces, one by one, packed), its configuration, its parts."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dsf
+from dsf.mixers.models.parts import IGNORED, cross_entropy, linear_cross_entropy, next_labels
+from dsf.models import CausalLM, ModelConfig, RotaryAttention, sized
+
+HYBRID = ["gated_deltanet"] * 3 + ["softmax_attention"]
+PATTERNS = [HYBRID, ["s6", "rg_lru"], ["ssd"], ["mlstm"]]
+
+
+def tiny(mixers=("gated_deltanet", "softmax_attention"), **fields):
+    layers = len(mixers) if isinstance(mixers, list | tuple) and mixers else 2
+    return ModelConfig(
+        **{"vocab_size": 31, "d_model": 32, "n_layers": layers, "n_heads": 2, "mixers": mixers, **fields}
+    )
+
+
+def ids_of(batch=2, tokens=11, vocabulary=31):
+    return torch.randint(0, vocabulary, (batch, tokens))
+
+
+# The model's law
+
+
+@pytest.mark.parametrize("mixers", PATTERNS, ids="+".join)
+def test_whole_pieces_steps_and_packed_are_one(mixers):
+    model, ids = CausalLM(tiny(mixers)).double(), ids_of()
+    with torch.no_grad():
+        whole = model(ids).logits
+        first = model(ids[:, :4])
+        second = model(ids[:, 4:9], state=first.state)
+        third = model(ids[:, 9:], state=second.state)
+        pieces = torch.cat([first.logits, second.logits, third.logits], 1)
+        assert torch.allclose(pieces, whole, rtol=0, atol=1e-10)
+        state, steps = None, []
+        for t in range(ids.shape[1]):
+            out = model.step(ids[:, t], state)
+            state = out.state
+            steps.append(out.logits)
+        assert torch.allclose(torch.stack(steps, 1), whole, rtol=0, atol=1e-10)
+        bounds = torch.tensor([0, 11, 15, 22])
+        packed = model(ids.reshape(1, -1), cu_seqlens=bounds)
+        assert torch.allclose(packed.logits[0, :11], whole[0], rtol=0, atol=1e-10)
+        assert torch.allclose(packed.logits[0, 11:15], whole[1, :4], rtol=0, atol=1e-10)
+        # and the packed call's states go on, each its own sequence: the second from its fourth token
+        after = model(ids[1:, 4:5], state=packed.state.select(torch.tensor([1])))
+        assert torch.allclose(after.logits[0, 0], whole[1, 4], rtol=0, atol=1e-10)
+
+
+def test_gradients_through_the_state_are_those_of_the_whole():
+    model, ids = CausalLM(tiny(HYBRID)).double(), ids_of()
+    for mixer in model.modules():  # drawn gates forget within a token: make what is carried matter
+        if isinstance(mixer, dsf.mixers.GatedDeltaNet):
+            mixer.A_log.data.fill_(-4.0)
+    weights = torch.randn(2, 11, 31, dtype=torch.float64)
+
+    def gradients(cut):
+        model.zero_grad()
+        if cut is None:
+            logits = model(ids).logits
+        else:
+            first = model(ids[:, :cut])
+            logits = torch.cat([first.logits, model(ids[:, cut:], state=first.state).logits], 1)
+        (logits * weights).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    whole, pieces = gradients(None), gradients(5)
+    model.zero_grad()
+    first = model(ids[:, :5])
+    cut_off = model(ids[:, 5:], state=first.state.detach())
+    (torch.cat([first.logits, cut_off.logits], 1) * weights).sum().backward()
+    worth = max((whole[n] - p.grad).abs().max() for n, p in model.named_parameters())
+    assert worth > 1e-3  # what the state carries back is not nothing
+    for name in whole:
+        assert torch.allclose(whole[name], pieces[name], rtol=1e-8, atol=1e-9), name
+
+
+def test_a_state_is_a_value_to_go_back_to():
+    model, ids = CausalLM(tiny(["gated_deltanet", "softmax_attention"])).eval(), ids_of()
+    with torch.no_grad():
+        kept = model(ids[:, :6]).state
+        once = model(ids[:, 6:], state=kept).logits
+        model.step(ids[:, 6], kept)
+        assert torch.equal(model(ids[:, 6:], state=kept).logits, once)
+        rows = torch.tensor([1, 1, 0])
+        beams = model(ids[rows, 6:], state=kept.select(rows)).logits
+        assert torch.allclose(beams, once[rows], rtol=0, atol=1e-6)
+
+
+def test_states_of_other_models_and_batches_are_refused():
+    model, ids = CausalLM(tiny(["gated_deltanet"] * 2)), ids_of()
+    state = model(ids).state
+    with pytest.raises(dsf.InputError, match="2 layers, this one has 1"):
+        CausalLM(tiny(["gated_deltanet"]))(ids, state=state)
+    with pytest.raises(dsf.InputError, match="holds 2 sequences, the call has 1"):
+        model(ids[:1], state=state)
+    with pytest.raises(dsf.InputError, match="layer 0 is of another model: its convolution"):
+        CausalLM(tiny(["gated_deltanet"] * 2, d_model=64))(ids, state=state)
+    with pytest.raises(dsf.InputError, match=r"initial_state|another model"):
+        CausalLM(tiny(["mingru"] * 2))(ids, state=CausalLM(tiny(["mingru"] * 2, d_model=64))(ids).state)
+    with pytest.raises(dsf.InputError, match="type tuple"):
+        model(ids, state=tuple(state.layers))
+
+
+def test_bad_inputs_are_named():
+    model = CausalLM(tiny(["mingru"]))
+    with pytest.raises(dsf.InputError, match=r"ids: expected integers \[B, T\]"):
+        model(torch.randn(2, 3))
+    with pytest.raises(dsf.InputError, match="no tokens"):
+        model(torch.zeros(2, 0, dtype=torch.long))
+    with pytest.raises(dsf.InputError, match="labels"):
+        model(ids_of(), labels=ids_of(2, 3))
+    with pytest.raises(dsf.InputError, match="packed sequences lie in one row"):
+        model(ids_of(), cu_seqlens=torch.tensor([0, 11, 22]))
+
+
+# Learning
+
+
+@pytest.mark.parametrize("mixers", [HYBRID[2:], ["s6"]], ids="+".join)
+def test_a_model_learns_and_checkpointing_changes_nothing(mixers):
+    model, ids = CausalLM(tiny(mixers)), ids_of(4, 17)
+    gradients = []
+    for on in (False, True):
+        model.enable_gradient_checkpointing(on)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*gradients, strict=True))
+    assert all(bool(g.any()) for g in gradients[0])
+    optimizer = torch.optim.AdamW(dsf.models.decay_groups(model, 0.1), lr=1e-2)
+    start = model(ids, labels=ids).loss.item()
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+    assert abs(start - math.log(31)) < 0.3 and loss.item() < start - 0.8
+
+
+def test_weight_decay_leaves_rates_and_vectors_alone():
+    model = CausalLM(tiny(["gated_deltanet", "s6"]))
+    apart = dsf.models.undecayed_names(model)
+    assert {"model.layers.0.mixer.A_log", "model.layers.0.mixer.dt_bias", "model.layers.1.mixer.A_log"} <= apart
+    assert "model.layers.1.mixer.D" in apart and "model.norm.weight" in apart
+    assert "model.layers.0.mlp.up_proj.weight" not in apart and "model.embed_tokens.weight" not in apart
+    with_decay, without = dsf.models.decay_groups(model, 0.1)
+    assert len(with_decay["params"]) + len(without["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("count", [None, 100])
+@pytest.mark.parametrize("piece", [31 * 4 * 3, 1 << 28])
+def test_the_loss_in_pieces_is_the_loss(piece, count, monkeypatch):
+    monkeypatch.setattr(dsf.mixers.models.parts, "PIECE", piece)
+    hidden = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(31, 16, dtype=torch.float64, requires_grad=True)
+    targets = ids_of(2, 7)
+    targets[0, 2:4] = IGNORED
+    wide = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="sum") / (count or 12)
+    found = linear_cross_entropy(hidden, weight, targets, count)
+    assert torch.allclose(found, wide, rtol=1e-12)
+    assert torch.allclose(cross_entropy(hidden @ weight.T, targets, count), wide, rtol=1e-12)
+    for mine, theirs in zip(
+        torch.autograd.grad(3 * found, (hidden, weight)), torch.autograd.grad(3 * wide, (hidden, weight)), strict=True
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_fused_loss_trains_the_same_and_keeps_no_logits():
+    plain = CausalLM(tiny(HYBRID)).double()
+    fused = CausalLM(plain.config.changed(fused_loss=True)).double()
+    fused.load_state_dict(plain.state_dict())
+    ids = ids_of()
+    one, other = plain(ids, labels=ids), fused(ids, labels=ids)
+    assert other.logits is None and torch.allclose(one.loss, other.loss, rtol=1e-10)
+    one.loss.backward()
+    other.loss.backward()
+    for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+    assert fused.eval()(ids, labels=ids).logits is not None
+
+
+def test_no_sequence_is_predicted_from_the_one_before_it():
+    labels = torch.arange(1, 8)[None]
+    assert next_labels(labels).tolist() == [[2, 3, 4, 5, 6, 7, IGNORED]]
+    bounds = torch.tensor([0, 3, 3, 7])
+    assert next_labels(labels, bounds).tolist() == [[2, 3, IGNORED, 5, 6, 7, IGNORED]]
+    assert next_labels(labels, torch.tensor([0, 0, 7])).tolist() == [[2, 3, 4, 5, 6, 7, IGNORED]]
+    model, ids = CausalLM(tiny(["mingru"])).eval(), ids_of()
+    apart = [F.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in ids]
+    packed = model(ids.reshape(1, -1), labels=ids.reshape(1, -1), cu_seqlens=torch.tensor([0, 11, 22])).loss
+    assert torch.allclose(packed, sum(apart) / 20)
+
+
+# Generation
+
+
+def test_generate_takes_the_likeliest_and_leaves_the_mode():
+    model, ids = CausalLM(tiny(HYBRID)), ids_of(2, 5)
+    found = model.generate(ids, 6)
+    assert model.training and torch.equal(found[:, :5], ids)
+    model.eval()
+    for t in range(5, 11):
+        assert torch.equal(model(found[:, :t]).logits[:, -1].argmax(-1), found[:, t])
+
+
+def test_generate_draws_from_the_likeliest_k():
+    model, ids = CausalLM(tiny(["mingru"], init_std=0.5)).eval(), ids_of(1, 5)
+    likely = model(ids).logits[0, -1].topk(3).indices.tolist()
+    generator = torch.Generator().manual_seed(0)
+    drawn = {int(model.generate(ids, 1, 1.0, top_k=3, generator=generator)[0, -1]) for _ in range(40)}
+    assert drawn <= set(likely) and len(drawn) > 1
+    again = [model.generate(ids, 8, 1.0, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*again)
+    for arguments in ((-1,), (1, -1.0), (1, 1.0, 0)):
+        with pytest.raises(dsf.InputError):
+            model.generate(ids, *arguments)
+
+
+# Rotary positions
+
+
+def test_rotary_scores_depend_on_distances_alone():
+    layer = RotaryAttention(32, n_heads=2)
+    x = torch.randn(1, 9, 32)
+    plain = layer.inputs(x)
+    far = layer.inputs(x, cos=torch.ones(1, 9, 8), sin=torch.zeros(1, 9, 8))
+    assert not torch.allclose(plain["q"], far["q"]) and torch.allclose(plain["v"], far["v"])
+    scores = torch.einsum("bthn,bshn->bhts", plain["q"], plain["k"])
+    same = layer.inputs(x[:, :1].expand(-1, 9, -1))
+    equal = torch.einsum("bthn,bshn->bhts", same["q"], same["k"])
+    for offset in range(9):  # equal tokens: a score is a function of the distance
+        line = equal.diagonal(offset, dim1=2, dim2=3)
+        assert torch.allclose(line, line[..., :1].expand_as(line), atol=1e-5)
+    assert scores.isfinite().all()
+    complex_q = torch.view_as_complex(torch.stack(far["q"].chunk(2, -1), -1).contiguous())
+    rates = 10000.0 ** (-torch.arange(8) / 8)
+    turned = complex_q * torch.polar(torch.ones(9, 8), torch.arange(9.0)[:, None] * rates)[None, :, None]
+    assert torch.allclose(torch.cat([turned.real, turned.imag], -1), plain["q"], atol=1e-5)
+
+
+def test_only_softmax_attention_gets_positions():
+    model = CausalLM(tiny(["linear_attention", "softmax_attention"]))
+    assert isinstance(model.model.layers[1].mixer, RotaryAttention)
+    assert not isinstance(model.model.layers[0].mixer, RotaryAttention)
+    bare = CausalLM(tiny(["softmax_attention"], rope_base=None))
+    assert type(bare.model.layers[0].mixer) is dsf.mixers.SoftmaxAttention
+
+
+# The configuration
+
+
+def test_a_configuration_survives_json(tmp_path):
+    config = tiny(HYBRID, mixer_options={"gated_deltanet": {"d_conv": 3}}, tie_embeddings=False)
+    assert ModelConfig.from_json(config.to_json()) == config
+    config.to_json(tmp_path / "c.json")
+    assert ModelConfig.from_json(tmp_path / "c.json") == config
+    assert config.layer_mixers == tuple(HYBRID)
+    assert CausalLM(config).model.layers[0].mixer.conv1d.kernel_size == (3,)
+    assert tiny(["mingru"], n_layers=3).layer_mixers == ("mingru",) * 3
+
+
+def test_mixers_are_kept_by_name(tmp_path: Path):
+    assert tiny([dsf.mixers.GatedDeltaNet, dsf.mixers.mingru]).mixers == ("gated_deltanet", "mingru")
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import dsf\nfrom dsf import Key, Scalar, System, Value, sigmoid\n\n\n@dsf.recurrence\n"
+        "def fading(q: Key, k: Key, v: Value, g: Scalar) -> System:\n    return System(A=sigmoid(g), B=k * v, C=q)\n"
+    )
+    config = tiny([f"{file}:fading"])
+    model, ids = CausalLM(config), ids_of()
+    assert model.model.layers[0].mixer.recurrence.name == "fading"
+    assert model(ids, labels=ids).loss.isfinite()
+    assert tiny([model.model.layers[0].mixer.recurrence]).mixers == (f"{file}:fading",)
+
+    @dsf.recurrence
+    def nowhere(q: dsf.Key, k: dsf.Key, v: dsf.Value) -> dsf.System:
+        return dsf.System(A=dsf.I, B=k * v, C=q)
+
+    with pytest.raises(dsf.InputError, match="not defined in a file"):
+        tiny([nowhere])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mixers": ["gated_delta"]}, "near names: gated_deltanet"),
+        ({"mixers": ["nowhere.py:mixer"]}, "there is no file nowhere.py"),
+        ({"mixers": []}, "mixers: names no mixer"),
+        ({"mixers": ["mingru", "s6"], "n_layers": 3}, "2 entries, which do not divide n_layers = 3"),
+        ({"mixers": ["softmax_attention"], "d_model": 33}, "2 heads do not divide d_model = 33"),
+        ({"mixers": ["softmax_attention"], "d_model": 6}, "even width of a head"),
+        ({"d_model": -1}, "d_model = -1"),
+        ({"d_modell": 3}, "no field 'd_modell'; did you mean 'd_model'"),
+        ({"mixer_options": {"s6": {}}}, "mixer_options has 's6'"),
+        ({"mixers": 3}, "mixers"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_in_words(fields, words):
+    with pytest.raises(dsf.InputError, match=words):
+        tiny(**fields)
+
+
+def test_unknown_options_and_sizes_are_refused():
+    with pytest.raises(dsf.InputError, match="heads_n"):
+        CausalLM(tiny(["mingru"], mixer_options={"mingru": {"heads_n": 3}}))
+    with pytest.raises(dsf.InputError, match="sizes are tiny, 20m, 100m, 340m"):
+        sized("30m", ["s6"])
+    with pytest.raises(dsf.InputError, match="needs vocab_size="):
+        ModelConfig(d_model=3, n_layers=1, mixers=["s6"])
+    with pytest.raises(dsf.InputError, match="not JSON"):
+        ModelConfig.from_json("{")
+
+
+@pytest.mark.parametrize(
+    ("size", "low", "high"), [("tiny", 4, 6), ("20m", 20, 26), ("100m", 100, 125), ("340m", 330, 365)]
+)
+def test_named_sizes_have_their_parameters(size, low, high):
+    for mixer in ("softmax_attention", "gated_deltanet"):
+        with torch.device("meta"):
+            model = CausalLM(sized(size, [mixer]))
+        assert low <= model.parameter_count() / 1e6 <= high
+        assert model.parameter_count(embeddings=False) == model.parameter_count() - 32000 * model.config.d_model
+    if size == "340m":
+        assert (model.config.n_layers, model.config.d_model) == (24, 1024)
+
+
+def test_tied_embeddings_are_one_parameter_and_untied_ones_two():
+    tied, apart = CausalLM(tiny(["mingru"])), CausalLM(tiny(["mingru"], tie_embeddings=False))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert apart.parameter_count() - tied.parameter_count() == 31 * 32
+    assert tied.state_size() == sum(b.mixer.state_size() for b in tied.model.layers)

@@ -1,0 +1,313 @@
+"""dsf.models.hf: what transformers asks of a model, and every trap that others fell into."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import dsf
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache  # noqa: E402
+
+import dsf.models.hf as hf  # noqa: E402
+from dsf.mixers.models.states import tensors_of  # noqa: E402
+
+MIXERS = [["gated_deltanet"], ["s6"], ["ssd", "softmax_attention"], ["rg_lru"]]
+EACH = pytest.mark.parametrize("mixers", MIXERS, ids="+".join)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def tiny(mixers=("gated_deltanet",), **fields):
+    own = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "mixers": list(mixers), "n_heads": 2, **fields}
+    model = hf.DsfForCausalLM(hf.DsfConfig(**own)).eval().double()  # float64: what differs is wrong
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+    return model
+
+
+def prompt(batch=2, tokens=9):
+    return torch.randint(1, 64, (batch, tokens))
+
+
+def generated(model, ids, **options):
+    return model.generate(ids, **{"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options})
+
+
+def left_padded(ids, pads=3, token=7):
+    """Sequence 0 with `pads` padding tokens more than sequence 1."""
+    wide = torch.cat([torch.full((len(ids), pads), token), ids], 1)
+    wide[1, :-pads] = ids[1].clone()
+    wide[1] = torch.cat([ids[1], ids[1, :pads]])
+    mask = torch.ones_like(wide)
+    mask[0, :pads] = 0
+    return wide, mask
+
+
+# Generation
+
+
+@EACH
+def test_every_way_to_generate_agrees_with_no_cache(mixers):
+    model, ids = tiny(mixers, tie_embeddings=False), prompt()  # a tied, untrained model repeats its last token
+    greedy = generated(model, ids, use_cache=False)
+    assert len(set(greedy[:, 9:].flatten().tolist())) > 2
+    assert torch.equal(generated(model, ids), greedy)
+    assert torch.equal(generated(model, ids, cache_implementation="static"), greedy)
+    beams = generated(model, ids, num_beams=3, use_cache=False)
+    assert torch.equal(generated(model, ids, num_beams=3), beams)
+    assert torch.equal(generated(model, ids, num_beams=3, cache_implementation="static"), beams)
+    drawn = []
+    for cache in (True, False):
+        torch.manual_seed(1)
+        drawn.append(generated(model, ids, do_sample=True, top_k=5, use_cache=cache, num_return_sequences=2))
+    assert torch.equal(*drawn)
+
+
+@EACH
+def test_left_padding_touches_nothing(mixers):
+    model, ids = tiny(mixers, tie_embeddings=False), prompt()
+    wide, mask = left_padded(ids)
+    padded, alone = model(wide, attention_mask=mask).logits, model(ids[:1]).logits
+    assert torch.allclose(padded[0, 3:], alone[0], rtol=0, atol=1e-9)
+    assert not torch.allclose(model(wide).logits[0, 3:], alone[0], atol=1e-4)  # without a mask it is seen
+    for options in ({}, {"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}):
+        found = generated(model, wide, attention_mask=mask, **options)
+        apart = {k: v for k, v in options.items() if k != "cache_implementation"}
+        assert torch.equal(found[0, 12:], generated(model, ids[:1], **apart)[0, 9:])
+        assert torch.equal(found[1, 12:], generated(model, wide[1:], **apart)[0, 12:])
+
+
+def test_padding_on_the_right_and_inside_is_cut_out_too():
+    model, ids = tiny(["s6"]), prompt()
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    mask[1, 3:5] = 0
+    found = model(ids, attention_mask=mask).logits
+    assert torch.allclose(found[0, :6], model(ids[:1, :6]).logits[0], rtol=0, atol=1e-9)
+    kept = mask[1].bool()
+    assert torch.allclose(found[1, kept], model(ids[1:, kept]).logits[0], rtol=0, atol=1e-9)
+    cache = hf.DsfCache(model.config)  # and the state after it is that of the tokens
+    model(ids[:1], attention_mask=mask[:1], past_key_values=cache)
+    after = model(ids[:1, :1], past_key_values=cache).logits
+    assert torch.allclose(after[0, 0], model(torch.cat([ids[:1, :6], ids[:1, :1]], 1)).logits[0, -1], rtol=0, atol=1e-9)
+
+
+def test_masks_that_cannot_be_are_refused():
+    model, ids = tiny(), prompt()
+    with pytest.raises(dsf.InputError, match="say the same thing twice"):
+        model(ids[:1], attention_mask=torch.ones(1, 9), cu_seqlens=torch.tensor([0, 4, 9]))
+    with pytest.raises(dsf.InputError, match="sequence 1 has no token"):
+        model(ids, attention_mask=torch.tensor([[1] * 9, [0] * 9]))
+    with pytest.raises(dsf.InputError, match=r"shape \[2, past \+ 9\]"):
+        model(ids, attention_mask=torch.ones(2, 4))
+    with pytest.raises(dsf.InputError, match="lie in one row"):
+        model(ids, cu_seqlens=torch.tensor([0, 4, 9]))
+    with pytest.raises(dsf.InputError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(dsf.InputError, match="dynamic or static"):
+        generated(model, ids, cache_implementation="quantized")
+
+
+@EACH
+def test_packed_sequences_are_apart_however_they_are_said(mixers):
+    model, ids = tiny(mixers), prompt(1, 12)
+    apart = torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], 1)
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    for said in ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds}, {"position_ids": positions}):
+        assert torch.allclose(model(ids, **said).logits, apart, rtol=0, atol=1e-9)
+    assert not torch.allclose(model(ids).logits, apart, atol=1e-4)
+    losses = [model(part, labels=part).loss * (part.shape[1] - 1) for part in (ids[:, :5], ids[:, 5:])]
+    assert torch.allclose(model(ids, labels=ids, position_ids=positions).loss, sum(losses) / 10)
+
+
+# Caches
+
+
+@EACH
+def test_a_cache_goes_on_and_a_copy_of_it_too(mixers):
+    model, ids = tiny(mixers), prompt()
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache = hf.DsfCache(model.config)
+        model(ids[:, :5], past_key_values=cache)
+        assert cache.get_seq_length() == 5
+        saved = copy.deepcopy(cache)
+        for state in (cache, saved):
+            assert torch.allclose(model(ids[:, 5:], past_key_values=state).logits, whole[:, 5:], rtol=0, atol=1e-9)
+        saved.batch_repeat_interleave(2)
+        saved.batch_select_indices(torch.tensor([3]))
+        one = model(ids[1:, :1], past_key_values=saved).logits
+        assert torch.allclose(one[0, 0], model(torch.cat([ids[1:], ids[1:, :1]], 1)).logits[0, -1], rtol=0, atol=1e-9)
+        cache.reset()
+        assert torch.allclose(model(ids, past_key_values=cache).logits, whole, rtol=0, atol=1e-9)
+
+
+def test_a_static_cache_stays_where_it_is():
+    model, ids = tiny(), prompt()
+    cache = hf.DsfCache(model.config, static=True)
+    with torch.no_grad():
+        model(ids[:, :5], past_key_values=cache)
+        places = [x.data_ptr() for x in tensors_of(cache.layers[0].state)]
+        for t in range(5, 9):
+            last = model(ids[:, t : t + 1], past_key_values=cache).logits
+        assert places == [x.data_ptr() for x in tensors_of(cache.layers[0].state)]
+        assert torch.allclose(last[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-9)
+
+
+def test_other_caches_are_taken_empty_and_refused_full():
+    model, ids = tiny(["s6"]), prompt()
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids[:, :5], past_key_values=cache)
+        last = model(ids[:, 5:], past_key_values=cache).logits
+    assert torch.allclose(last, model(ids).logits[:, 5:], rtol=0, atol=1e-9)
+    full = DynamicCache()
+    full.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
+    with pytest.raises(dsf.InputError, match="filled by another model"):
+        model(ids, past_key_values=full)
+    with pytest.raises(dsf.InputError, match="cannot be cropped"):
+        cache.crop(2)
+    with pytest.raises(dsf.InputError, match="3 layers, this one has 2"):
+        model(ids, past_key_values=hf.DsfCache(layers=3))
+
+
+# Weights
+
+
+@EACH
+def test_saved_and_loaded_it_is_the_same_model(mixers, tmp_path):
+    model, ids = tiny(mixers).float(), prompt()
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is hf.DsfConfig and config.model_config == model.config.model_config
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is hf.DsfForCausalLM and not loaded.training
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    inner = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(inner(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    rough = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kinds = {name: p.dtype for name, p in rough.named_parameters()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    rates = [n for n in kinds if n.rsplit(".")[-1] in ("A_log", "dt_bias", "D", "Lambda")]
+    assert rates and all(kinds[n] == torch.float32 for n in rates)
+    assert rough(ids).logits.isfinite().all()
+
+
+def test_torch_only_and_hugging_face_models_are_one():
+    model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt()
+    plain = model.to_torch()
+    assert torch.equal(plain(ids).logits, model(ids).logits)
+    assert torch.equal(hf.DsfForCausalLM.of(plain)(ids).logits, model(ids).logits)
+    assert set(plain.state_dict()) == set(model.state_dict())
+
+
+def test_initialisation_does_not_undo_the_papers():
+    """transformers re-initialises modules; A_log drawn again as if it were a weight is another memory."""
+    delta, s6, ssd, rg = (tiny([mixer]).model.layers[1].mixer for mixer in ("gated_deltanet", "s6", "ssd", "rg_lru"))
+    assert torch.allclose(s6.A_log.exp(), torch.arange(1.0, 17.0).double().expand(64, 16)) and bool((s6.D == 1).all())
+    for bias in (s6.dt_proj.bias, ssd.dt_bias, delta.dt_bias):
+        step = torch.nn.functional.softplus(bias)
+        assert float(step.min()) > 0.9e-4 and float(step.max()) < 0.11
+    assert float(delta.A_log.exp().min()) > 0 and float(delta.A_log.exp().max()) <= 16
+    assert float(ssd.A_log.exp().min()) >= 1 and float(ssd.A_log.exp().max()) <= 16
+    kept = torch.exp(-8 * torch.nn.functional.softplus(rg.Lambda))
+    assert float(kept.min()) > 0.89 and float(kept.max()) < 0.9991
+    again = tiny(["s6"])
+    with torch.no_grad():
+        for p in again.parameters():
+            p.fill_(7.0)
+    for module in again.modules():
+        module._is_hf_initialized = False
+    again.initialize_weights()
+    values = dict(again.named_parameters())
+    assert torch.allclose(values["model.layers.0.mixer.A_log"].exp(), s6.A_log.exp())
+    assert float(values["model.layers.0.mlp.up_proj.weight"].detach().std()) < 0.03
+    assert float(values["model.embed_tokens.weight"].detach().std()) < 0.03
+
+
+def test_weights_that_are_missing_are_drawn_and_those_loaded_stay(tmp_path):
+    model = tiny(["s6"])
+    model.model.layers[0].mixer.A_log.data.fill_(-7.0)
+    model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "model.safetensors")
+    gone = {"model.layers.0.mixer.D", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mixer.A_log"}
+    save_file({k: v for k, v in weights.items() if k not in gone}, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = hf.DsfForCausalLM.from_pretrained(tmp_path)
+    for name, p in loaded.named_parameters():
+        assert p.isfinite().all(), name
+        if name not in gone:
+            assert torch.equal(p, dict(model.named_parameters())[name]), name
+    drawn = dict(loaded.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    assert 0.01 < float(drawn.detach().std()) < 0.03
+
+
+# Training
+
+
+@EACH
+def test_gradient_checkpointing_changes_no_gradient(mixers):
+    model, ids = tiny(mixers).train(), prompt()
+    gradients = []
+    for on in (False, True):
+        model.gradient_checkpointing_enable() if on else model.gradient_checkpointing_disable()
+        assert all(block.gradient_checkpointing == on for block in model.model.layers)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_loss_is_divided_by_what_the_trainer_says():
+    model, ids = tiny(["mingru"]), prompt()
+    loss = model(ids, labels=ids).loss
+    assert torch.allclose(model(ids, labels=ids, num_items_in_batch=torch.tensor(64)).loss, loss * 16 / 64)
+    fused = tiny(["mingru"], fused_loss=True).train()
+    out = fused(ids, labels=ids, num_items_in_batch=torch.tensor(64))
+    assert out.logits is None
+    fused.config.fused_loss = False
+    assert torch.allclose(fused(ids, labels=ids, num_items_in_batch=torch.tensor(64)).loss, out.loss)
+
+
+def test_the_trainer_trains_it(tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny(["gated_deltanet", "softmax_attention"])
+    rows = [{"input_ids": row, "labels": row} for row in prompt(8, 12)]
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path, max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
+        use_cpu=True, gradient_checkpointing=True, save_strategy="no", logging_steps=1, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    trainer.save_model(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = prompt()
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+def test_the_usual_names_are_ours_and_embeddings_grow():
+    config = hf.DsfConfig(vocab_size=64, hidden_size=48, num_hidden_layers=3, mixers=["mingru"])
+    assert (config.d_model, config.n_layers, config.hidden_size) == (48, 3, 48)
+    assert config.layer_types == ["linear_attention"] * 3
+    with pytest.raises(dsf.InputError, match="near names: gated_deltanet"):
+        hf.DsfConfig(mixers=["gated_delta"])
+    model = tiny(["mingru"])
+    model.resize_token_embeddings(70)
+    assert model.lm_head.weight.shape[0] == 70 and model.config.vocab_size == 70
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model(torch.full((1, 4), 69)).logits.shape == (1, 4, 70)
+    assert hf.DsfForCausalLM(config).no_weight_decay() >= {"model.norm.weight"}

@@ -1,0 +1,109 @@
+"""dsf.models.swap: mixers in a Llama-like model, and back."""
+
+import warnings
+
+import pytest
+import torch
+
+import dsf
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.utils.logging.disable_progress_bar()
+
+
+def llama(layers=4):
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval().double()
+
+
+def generated(model, ids, **options):
+    return model.generate(ids, **{"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options})
+
+
+@pytest.mark.parametrize(
+    ("mixer", "layers"), [(dsf.mixers.GatedDeltaNet, [0, 1, 3]), ("s6", None), ("rg_lru", [1]), ("mlstm", [0, 1, 3])]
+)
+def test_generation_with_and_without_a_cache(mixer, layers):
+    model, ids = llama(), torch.randint(1, 64, (2, 9))
+    before, names = model(ids).logits, set(dict(model.named_parameters()))
+    handle = dsf.models.swap(model, mixer, layers)
+    assert sorted(handle.mixers) == (layers or [0, 1, 2, 3])
+    assert not torch.allclose(model(ids).logits, before, atol=1e-3)
+    greedy = generated(model, ids, use_cache=False)
+    assert torch.equal(generated(model, ids), greedy)
+    assert torch.equal(generated(model, ids, cache_implementation="static"), greedy)
+    beams = generated(model, ids, num_beams=3, use_cache=False)
+    assert torch.equal(generated(model, ids, num_beams=3), beams)
+
+    padded = torch.cat([torch.full((2, 3), 7), ids], 1)
+    padded[1] = torch.cat([ids[1], ids[1, :3]])
+    mask = torch.ones_like(padded)
+    mask[0, :3] = 0
+    assert torch.allclose(model(padded, attention_mask=mask).logits[0, 3:], model(ids[:1]).logits[0], atol=1e-9)
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        assert torch.equal(generated(model, padded, attention_mask=mask, **options)[0, 12:], greedy[0, 9:])
+
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    packed = model(ids[:1], position_ids=positions, use_cache=False).logits
+    apart = torch.cat([model(ids[:1, :4]).logits, model(ids[:1, 4:]).logits], 1)
+    assert torch.allclose(packed, apart, atol=1e-9)
+
+    assert handle.undo() is model
+    assert torch.equal(model(ids).logits, before) and set(dict(model.named_parameters())) == names
+
+
+def test_a_saved_swapped_model_says_what_it_needs_and_is_found_again(tmp_path):
+    model, ids = llama(), torch.randint(1, 64, (2, 9))
+    dsf.models.swap(model, dsf.mixers.GatedDeltaNet, [0, 1], d_conv=3)
+    second = dsf.models.swap(model, "ssd", [3])
+    model = model.float()
+    with pytest.warns(UserWarning, match=r"gated_deltanet in layers \[0, 1\]; ssd in layers \[3\].*load_swapped"):
+        model.save_pretrained(tmp_path)
+    loaded = dsf.models.load_swapped(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.model.layers[0].self_attn.mixer.conv1d.kernel_size == (3,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.undo()
+    assert model.config.dsf_swap[0]["layers"] == [0, 1]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(dsf.InputError, match="no weights"):
+        dsf.models.load_swapped(tmp_path)
+
+
+def test_what_was_swapped_trains():
+    model, ids = llama(2).train(), torch.randint(1, 64, (2, 9))
+    handle = dsf.models.swap(model, "gated_deltanet", [1])
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in handle.mixers[1].parameters())
+    rough = dsf.models.swap(llama(2).to(torch.bfloat16), "gated_deltanet", [0])
+    kinds = {name: p.dtype for name, p in rough.mixers[0].named_parameters()}
+    assert kinds["A_log"] == torch.float32 and kinds["qkv_proj.weight"] == torch.bfloat16
+    assert rough.model(ids).logits.isfinite().all()
+
+
+def test_what_cannot_be_swapped_is_refused_before_anything_changes():
+    model = llama(2)
+    with pytest.raises(dsf.InputError, match="expected different ones of 0 to 1"):
+        dsf.models.swap(model, "s6", [2])
+    with pytest.raises(dsf.InputError, match="near names"):
+        dsf.models.swap(model, "gated_delta")
+    with pytest.raises(dsf.InputError, match="layers have a self_attn"):
+        dsf.models.swap(torch.nn.Linear(2, 2), "s6")
+    first = dsf.models.swap(model, "s6", [0])
+    second = dsf.models.swap(model, "mingru", [0])
+    with pytest.raises(dsf.InputError, match="swapped again since"):
+        first.undo()
+    second.undo()
+    first.undo()
+    with dsf.models.swap(model, "s6") as handle:
+        assert "s6 in layers 0, 1" in str(handle)
+    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"

@@ -1,0 +1,155 @@
+"""dsf train: trains, goes on bit for bit, refuses before work, and leaves whole what was whole."""
+
+import errno
+import json
+
+import pytest
+import torch
+
+import dsf
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+typer = pytest.importorskip("typer")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from dsf.analysis import train as engine  # noqa: E402
+from dsf.analysis._cli_app import app  # noqa: E402
+
+TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 40
+OWN = """import dsf
+from dsf import I, Key, Scalar, System, Value, l2norm, outer, sigmoid
+
+
+@dsf.recurrence
+def forgetful(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
+    k, beta = l2norm(k), sigmoid(b)
+    return System(A=sigmoid(a) * (I - beta * outer(k, k)), B=k * (beta * v), C=q)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "own.py").write_text(OWN)
+    # the smallest model that is one
+    monkeypatch.setitem(engine.SIZES, "tiny", {"d_model": 32, "n_layers": 2, "n_heads": 2, "context_length": 64})
+    return tmp_path
+
+
+def command(folder, *more, out="run", mixer="own.py:forgetful", steps=4):
+    words = ["--mixer", mixer, "--text", "text.txt", "--steps", steps, "--batch", 2, "--seq", 16, "--device", "cpu"]
+    return CliRunner().invoke(app, ["train", *map(str, [*words, "--out", out, *more])])
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_is_trained_saved_and_opened(folder):
+    done = command(folder, mixer="own.py:forgetful,softmax_attention", steps=12)
+    assert done.exit_code == 0, done.output
+    assert "12 steps" in done.output and "wrote run" in done.output
+    record = json.loads((folder / "run/train.json").read_text())
+    assert record["loss"][-1][1] < record["loss"][0][1] and len(record["loss"]) == 12
+    assert record["held_out"][-1][0] == 12 and (folder / "run/loss.png").stat().st_size > 5000
+    assert not list((folder / "run").glob(".*"))
+    (folder / "own.py").unlink()  # the run has a copy
+    found = dsf.analysis.models.load_model("run")
+    assert found.tokenize("Ωa") == [0xCE, 0xA9, ord("a")] and found.piece(ord("a")) == "a"
+    ids = torch.tensor([found.tokenize(TEXT[:60])])
+    assert found.model(ids, labels=ids).loss.item() == pytest.approx(record["held_out"][-1][1], abs=0.6)
+    opened = CliRunner().invoke(app, ["analyze", "run", "--tokens", "24", "--out", "a.html", "--text", "text.txt"])
+    assert opened.exit_code == 0 and "2 mixers ran as recurrences" in " ".join(opened.output.split())
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
+    assert command(folder, out="whole").exit_code == 0
+    from dsf.analysis import trainer
+
+    save, seen = trainer._Trainer._save_checkpoint, []
+
+    def stopping(self, *args, **kwargs):
+        save(self, *args, **kwargs)
+        seen.append(self.state.global_step)
+        if self.state.global_step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer._Trainer, "_save_checkpoint", stopping)
+    command(folder, out="parts")
+    assert seen == [1, 2] and not (folder / "parts/model.safetensors").exists()
+    monkeypatch.setattr(trainer._Trainer, "_save_checkpoint", save)
+    torch.manual_seed(99)
+    assert command(folder, "--resume", out="parts").exit_code == 0
+    one, other = weights(folder / "whole"), weights(folder / "parts")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    records = [json.loads((folder / name / "train.json").read_text()) for name in ("whole", "parts")]
+    assert records[0]["loss"] == records[1]["loss"] and records[0]["held_out"] == records[1]["held_out"]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
+    from dsf.mixers.models import hf
+
+    save = hf.DsfForCausalLM.save_pretrained
+
+    def full(self, where, *args, **kwargs):
+        if "checkpoint-3" in str(where):
+            (engine.Path(where)).mkdir(parents=True, exist_ok=True)
+            (engine.Path(where) / "model.safetensors").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, where, *args, **kwargs)
+
+    monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", full)
+    done = command(folder)
+    assert done.exit_code == 2 and "the disk of run is full" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (folder / "run/checkpoints/checkpoint-3").exists()
+    monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", save)
+    assert command(folder, "--resume").exit_code == 0
+    before = (folder / "run/model.safetensors").read_bytes()
+
+    def final(self, where, *args, **kwargs):
+        if "checkpoint" not in str(where):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, where, *args, **kwargs)
+
+    monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", final)
+    assert command(folder, "--resume").exit_code == 2
+    assert (folder / "run/model.safetensors").read_bytes() == before and not (folder / "run/.part").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--mixer", "gated_delta"], "near names: gated_deltanet"),
+        (["--mixer", "own.py:forgetfull"], "its recurrences are forgetful"),
+        (["--size", "tinny"], "did you mean 'tiny'"),
+        (["--seq", "4000"], "--seq 4000 needs at least 40,010"),
+        (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--tokenizer", "nowhere"], "expected the folder of a tokenizer, or bytes"),
+        (["--resume"], "holds no training run"),
+        (["--device", "cuda"], "no CUDA GPU"),
+    ],
+)
+def test_bad_input_is_refused_before_work(folder, more, words):
+    if "cuda" in more and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = command(folder, *more)
+    assert done.exit_code == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.output
+    assert not (folder / "run").exists()
+
+
+def test_a_folder_with_another_run_is_refused(folder):
+    assert command(folder, steps=1).exit_code == 0
+    assert "--resume goes on with it" in command(folder, steps=1).stderr
+    other = command(folder, "--resume", mixer="mingru", steps=1).stderr
+    assert "another model (mixers" in other and "does not fit" in other
+    assert "another steps (1), and not 2" in command(folder, "--resume", steps=2).stderr
+    (folder / "text.txt").write_text(TEXT + "more")
+    assert "another text" in command(folder, "--resume", steps=1).stderr
+    (folder / "full").mkdir()
+    (folder / "full/thing").touch()
+    assert "is not empty and holds no training run" in command(folder, out="full").stderr
