@@ -75,8 +75,9 @@ class Span(NamedTuple):
     def after(self, like: Tensor) -> Tensor:
         """int64 [rows]: the tokens of each sequence up to the end of this call."""
         if self.cu_seqlens is None:
-            tokens = like.shape[1] if self.places is None else self.places.total
-            lengths = torch.zeros(like.shape[0], dtype=torch.int64, device=like.device) + tokens
+            lengths = torch.full((like.shape[0],), like.shape[1], device=like.device)
+            if self.places is not None and self.places.total is not None:
+                lengths = self.places.total.expand(like.shape[0])
         else:
             lengths = self.cu_seqlens.to(like.device, torch.long).diff()
         return lengths if self.before is None else lengths + self.before

@@ -14,17 +14,14 @@ from dsf import mixers
 from dsf.checking.measure import distance
 from dsf.language.annotations import Kind
 from dsf.language.expr import VALUE
+from dsf.models import CausalLM, ModelConfig
 from dsf.parallel import Sequence, attach
+from dsf.parallel.layout import LAYOUTS
 
 OUTPUT = Kind(frozenset({VALUE}))
-LAYERS = [e.name for e in mixers.ZOO if e.module is not None]
-RECURRENCES = {
-    r.name: r
-    for r in (
-        gated_delta, channel_delta, product, stabilised, softmax, mixers.s6, mixers.ssd, mixers.mlstm, mixers.rg_lru,
-        mixers.kda,
-    )
-}  # fmt: skip
+# One of each structure: tests/test_parallel.py has every recurrence and layer, on ranks in one process.
+LAYERS = ["gated_deltanet", "s6", "rg_lru", "retnet", "rwkv7", "softmax_attention"]
+RECURRENCES = {r.name: r for r in (gated_delta, channel_delta, product, stabilised, softmax, mixers.s6)}
 
 
 def worst(pairs):
@@ -87,9 +84,9 @@ def whole_and_own(recurrence, inputs, cp, state=None, bounds=None, zero_loss=Fal
     return worst(pairs)
 
 
-def layer_error(name, cp):
+def layer_error(name, cp, **options):
     torch.manual_seed(1)
-    layer = mixers.get(name).module(d_model=32).double()
+    layer = mixers.get(name).module(d_model=32, **options).double()
     x = torch.randn(2, 10, 32, dtype=torch.float64)
 
     def run(x, world):
@@ -103,6 +100,47 @@ def layer_error(name, cp):
     return worst(pairs)
 
 
+def positions(*worlds):
+    """Errors of RetNet's outputs and state, which count tokens: whole, packed, and after an earlier call."""
+    torch.manual_seed(2)
+    layer = mixers.RetNet(16).double()
+    x, early = torch.randn(2, 12, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
+    packed, bounds = x[:1], dsf.Packing([0, 2, 2, 9, 12])
+    before = layer(early)[1]
+    begun = layer(early.flatten(0, 1)[None], cu_seqlens=dsf.Packing([0, 3, 7, 8, 10]))[1]
+    pairs = []
+    for cp in worlds:
+        for tokens, state, cuts in (
+            (x, None, None),
+            (x, before, None),
+            (packed, None, bounds),
+            (packed, begun, bounds),
+        ):
+            y, after = layer(tokens, state, cuts)
+            got, found = layer(own(cp, tokens), state, cuts, parallel=cp)
+            pairs += [(got, own(cp, y), OUTPUT), (found.recurrent, after.recurrent, None)]
+            assert torch.equal(found.position, after.position)
+    return worst(pairs)
+
+
+def small_model():
+    torch.manual_seed(4)
+    config = ModelConfig(d_model=32, n_layers=3, vocab_size=17, mixers=["gated_deltanet", "softmax_attention", "rwkv6"])
+    return CausalLM(config).double()
+
+
+def model_error(cp, tokens=10):
+    """The error of a model's logits, whole and after one token of an earlier call; its attention has positions."""
+    model = small_model()
+    ids = torch.randint(17, (2, tokens + 3))
+    with torch.no_grad():
+        state = model(ids[:, :3]).state
+        expected = [model(ids[:, 3:]).logits, model(ids[:, 3:], state=state).logits]
+        attach(model, cp)
+        found = [model(own(cp, ids[:, 3:])).logits, model(own(cp, ids[:, 3:]), state=state).logits]
+    return max(float((a - own(cp, b)).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
 def refused(call):
     """The error that a call raises, as text."""
     try:
@@ -113,7 +151,7 @@ def refused(call):
 
 
 def two():
-    """Errors and logs of a world of two ranks."""
+    """Errors, logs, refusals and a compiled call of a world of two ranks."""
     found = {}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     cp = Sequence(mesh["cp"])
@@ -126,6 +164,10 @@ def two():
         found[f"recurrence {name}"] = whole_and_own(recurrence, inputs, cp, state)
     for name in LAYERS:
         found[f"layer {name}"] = layer_error(name, cp)
+    found["layer of one tap"] = layer_error("gated_deltanet", cp, d_conv=1)
+    found["positions"] = positions(cp, Sequence(mesh["cp"], "headtail"), Sequence(mesh["cp"], sizes=(11, 1)))
+    found["model"] = model_error(Sequence(mesh["cp"], sizes=(7, 3)))
+    found["model headtail"] = model_error(Sequence(mesh["cp"], "headtail"), 12)
     inputs = sample(gated_delta, B=1, T=12)
     bounds = torch.tensor([0, 2, 9, 12])
     state = gated_delta(**sample(gated_delta, B=3, T=3), return_state=True)[1]
@@ -157,8 +199,9 @@ def two():
         refused(lambda: gated_delta(**other, parallel=checking)),
         refused(lambda: gated_delta(**wide, parallel=checking)),
         refused(lambda: softmax(**{n: short[n] for n in ("q", "k", "v")}, parallel=checking)),
+        refused(lambda: attach(small_model(), cp)(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5).long())),
     ]
-    return found, logs, errors
+    return found, logs, errors, in_a_graph()
 
 
 def compiled(cp):
@@ -210,18 +253,17 @@ def four():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
     torch.manual_seed(0)
     cases = {"gated_delta": gated_delta, "stabilised": stabilised, "s6": mixers.s6, "channel_delta": channel_delta}
-    for name, recurrence in cases.items():
-        inputs = sample(recurrence, T=16, H=3)
-        for exchange in ("gather", "transpose", "relay", "two-level"):
-            if name == "channel_delta" and exchange != "relay":
-                continue
-            for layout in ("contiguous", "headtail"):
-                cp = Sequence(mesh, layout, exchange=exchange)
-                cp.log = []
-                found[f"{name} {exchange} {layout}"] = whole_and_own(recurrence, inputs, cp)
-                logs[f"{name} {exchange} {layout}"] = cp.log
+    chosen = [("gated_delta", x, y) for x in ("gather", "transpose", "relay", "two-level") for y in LAYOUTS]
+    chosen += [("stabilised", "two-level", "contiguous"), ("stabilised", "transpose", "headtail")]
+    chosen += [("s6", "gather", "headtail"), ("channel_delta", "relay", "contiguous")]
+    for name, exchange, layout in chosen:
+        inputs = sample(cases[name], T=16, H=3)
+        cp = Sequence(mesh, layout, exchange=exchange)
+        cp.log = []
+        found[f"{name} {exchange} {layout}"] = whole_and_own(cases[name], inputs, cp)
+        logs[f"{name} {exchange} {layout}"] = cp.log
     flat = Sequence(None, sizes=(1, 2, 0, 13))
-    for name in ("gated_deltanet", "rg_lru", "softmax_attention"):
+    for name in ("gated_deltanet", "rg_lru", "rwkv7", "retnet", "softmax_attention"):
         torch.manual_seed(1)
         layer = mixers.get(name).module(d_model=32).double()
         x = torch.randn(1, 16, 32, dtype=torch.float64)

@@ -18,37 +18,38 @@ def four():
 
 
 def test_two_ranks_equal_the_whole(two):
-    errors = {name: max(found[name] for found, _, _ in two) for name in two[0][0]}
-    assert len(errors) > 30
+    errors = {name: max(found[name] for found, *_ in two) for name in two[0][0]}
+    assert len(errors) > 20
     assert not {name: e for name, e in errors.items() if not e <= 1e-9}
 
 
 def test_two_ranks_issue_the_same_collectives(two):
-    (_, first, _), (_, second, _) = two
+    (_, first, *_), (_, second, *_) = two
     assert first == second
     counts = {len(log) for log in first}
     assert len(counts) == 1  # with no tokens, with a loss of zero
 
 
 def test_bad_input_is_refused_on_every_rank(two):
-    (_, _, first), (_, _, second) = two
+    (_, _, first, _), (_, _, second, _) = two
     assert "these are all of them: give this rank's alone, cp.shard(x)" in first[0]
     assert "two runs of one length, got 5 tokens" in first[1]
     assert all(isinstance(text, str) for text in (*first, *second))
     assert first[1:] == second[1:]
     assert "float32" in first[2] and "rank 1" in first[2]
+    assert "move whole labels on by one place" in first[-1]
 
 
 def test_four_ranks_of_two_nodes_equal_the_whole(four):
     errors = {name: max(found[name] for found, _ in four) for name in four[0][0]}
-    assert len(errors) > 25
+    assert len(errors) > 15
     assert not {name: e for name, e in errors.items() if not e <= 1e-9}
     assert all(logs == four[0][1] for _, logs in four)
 
 
-def test_a_compiled_call_keeps_its_collectives():
+def test_a_compiled_call_keeps_its_collectives(two):
     """Also where a rank has no use for what it hears (the first), or nothing to tell (the first, backward)."""
-    (first, traced), (second, same) = spawned(2, ranks_work.in_a_graph, 240.0)
+    (first, traced), (second, same) = (found[-1] for found in two)
     assert max(first, second) <= 1e-9 and traced == same
 
 

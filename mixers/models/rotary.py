@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsf import KVCache
+from dsf import KVCache, Packing
+from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers import MixerState, SoftmaxAttention
 from dsf.mixers._module import Side, Span
@@ -66,7 +67,11 @@ class RotaryAttention(SoftmaxAttention):
             raise InputError(f"rotary positions need an even width of a head, got {self.dims[1]}")
 
     def turns(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | None = None, parallel: World | None = None
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        cu_seqlens: Tensor | Packing | None = None,
+        parallel: World | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The rotation of the tokens of x [B, T, d_model] that come after `state`; layers of a model may share it.
 
@@ -80,7 +85,7 @@ class RotaryAttention(SoftmaxAttention):
             places = places_of(world, x, cu_seqlens, True)
             if places is not None:
                 return rotation(places.positions(past), self.dims[1], self.rope_base)
-        positions = positions_of(x.shape[0], x.shape[1], x.device, past, cu_seqlens)
+        positions = positions_of(x.shape[0], x.shape[1], x.device, past, tensor_of(cu_seqlens, x.device))
         return rotation(positions, self.dims[1], self.rope_base)
 
     def arguments(
@@ -95,7 +100,7 @@ class RotaryAttention(SoftmaxAttention):
         self,
         x: Tensor,
         state: MixerState | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         *,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
@@ -123,7 +128,7 @@ class RotaryAttention(SoftmaxAttention):
         return super().step(x, state, **tokens)
 
     def inputs(
-        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | None = None, **tokens: Tensor
+        self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """As `Mixer.inputs`: q and k turned."""
         return super().inputs(x, state, cu_seqlens, **self._turned(x, state, cu_seqlens, tokens))
@@ -132,7 +137,7 @@ class RotaryAttention(SoftmaxAttention):
         self,
         x: Tensor,
         state: MixerState | None,
-        cu_seqlens: Tensor | None,
+        cu_seqlens: Tensor | Packing | None,
         tokens: dict[str, Tensor],
         parallel: World | None = None,
     ) -> dict[str, Tensor]:
