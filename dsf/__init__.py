@@ -60,6 +60,7 @@ _LAZY = {
     "mixers": "dsf.mixers",
     "models": "dsf.models",
     "analysis": "dsf.analysis",
+    "parallel": "dsf.parallel",
 }
 
 

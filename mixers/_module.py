@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
 from dsf.mixers._shift import TokenShift
+
+if TYPE_CHECKING:
+    from dsf.parallel import World
+    from dsf.parallel.places import Places
 
 Side = tuple[Tensor, ...]
 
@@ -34,11 +38,13 @@ class Span(NamedTuple):
     """Where sequences begin in one call. fresh: no state was given, so every sequence begins here.
 
     before: int64 [rows], the tokens that each sequence had before, for mixers that count them.
+    places: where this rank's tokens are, in calls whose tokens are spread over ranks.
     """
 
     fresh: bool
     cu_seqlens: Tensor | None
     before: Tensor | None = None
+    places: Places | None = None
 
     def starts(self, like: Tensor) -> Tensor:
         """Mask [B, T] of the first tokens of fresh sequences, in the dtype of like [B, T, ...]."""
@@ -46,11 +52,16 @@ class Span(NamedTuple):
         mask = like.new_zeros(batch, tokens + 1)  # one spare column: an empty last sequence begins at T
         if not self.fresh:
             return mask[:, :tokens]
-        first = mask.new_zeros(1, dtype=torch.long) if self.cu_seqlens is None else self.cu_seqlens[:-1]
+        if self.places is not None:
+            first = self.places.begins
+        else:
+            first = mask.new_zeros(1, dtype=torch.long) if self.cu_seqlens is None else self.cu_seqlens[:-1]
         return mask.index_fill(1, first.to(like.device, torch.long), 1.0)[:, :tokens]
 
     def positions(self, like: Tensor) -> Tensor:
         """int64 [B, T]: how many tokens of its sequence lie before each token of like [B, T, ...]."""
+        if self.places is not None:
+            return self.places.positions(self.before).expand(like.shape[0], -1)
         column = torch.arange(like.shape[1], device=like.device)
         if self.cu_seqlens is None:
             return (
@@ -65,6 +76,8 @@ class Span(NamedTuple):
         """int64 [rows]: the tokens of each sequence up to the end of this call."""
         if self.cu_seqlens is None:
             lengths = torch.full((like.shape[0],), like.shape[1], device=like.device)
+            if self.places is not None and self.places.total is not None:
+                lengths = self.places.total.expand(like.shape[0])
         else:
             lengths = self.cu_seqlens.to(like.device, torch.long).diff()
         return lengths if self.before is None else lengths + self.before
@@ -88,10 +101,12 @@ class Mixer(Owner):
     dims: tuple[int, int, int]  # heads H, key axis N, value axis P of the recurrence
     conv1d: ShortConv | TokenShift | None
     positional = False  # True: `Span.positions` goes on where the state left off
+    parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()
         self.conv1d = None
+        self.parallel = None
         self.layer_idx = layer_idx
 
     def place(self, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -146,6 +161,7 @@ class Mixer(Owner):
         *,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
+        parallel: World | None = None,
         **tokens: Tensor,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix a sequence.
@@ -154,13 +170,16 @@ class Mixer(Owner):
         cu_seqlens: int [S+1] or a dsf.Packing, boundaries of sequences packed along T, which may be empty; then B is 1
         and the state has S rows.
         attention_mask: [B, T] of ones, as models pass it where nothing is padded. use_cache: False returns no state.
+        parallel: a dsf.parallel.Sequence whose ranks hold the tokens between them (the attached one unless given): x
+        are this rank's, states and cu_seqlens those of the global sequences.
         tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
         d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
         if attention_mask is not None:
             self._check_mask(attention_mask, cu_seqlens)
-        inputs, side, state = self._prepare(x, state, cu_seqlens, tokens)
-        options = {"initial_state": state.recurrent, "cu_seqlens": cu_seqlens}
+        world = self.parallel if parallel is None else parallel
+        inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world)
+        options = {"initial_state": state.recurrent, "cu_seqlens": cu_seqlens, "parallel": world}
         if not use_cache:
             return self.readout(self.recurrence(**inputs, **options), side), None
         y, after = self.recurrence(**inputs, **options, return_state=True)
@@ -180,7 +199,7 @@ class Mixer(Owner):
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """The very tensors `forward` feeds to `recurrence`: `m.recurrence.trajectory(**m.inputs(x))`."""
-        return self._prepare(x, state, cu_seqlens, tokens)[0]
+        return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
         """Numbers one sequence keeps after `context` tokens; those of its convolution too, unless conv=False.
@@ -193,15 +212,28 @@ class Mixer(Owner):
         return heads * rows * columns + window
 
     def _prepare(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, tokens: dict[str, Tensor]
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        cu_seqlens: Tensor | Packing | None,
+        tokens: dict[str, Tensor],
+        world: World | None = None,
     ) -> tuple[dict[str, Any], Side, MixerState]:
         """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`)."""
         u, side = self.project(x)
-        cu_seqlens = tensor_of(cu_seqlens, x.device)
-        span = Span(state is None, cu_seqlens, None if state is None else state.position)
-        window = None
-        if self.conv1d is not None:
-            u, window = self.conv1d(u, None if state is None else state.conv, cu_seqlens)
+        bounds = tensor_of(cu_seqlens, x.device)
+        span = Span(state is None, bounds, None if state is None else state.position)
+        if world is not None:
+            from dsf.parallel.places import places_of
+
+            span = span._replace(places=places_of(world, x, cu_seqlens, self.positional))
+        window, past = None, None if state is None else state.conv
+        if self.conv1d is not None and world is not None:
+            from dsf.parallel.halo import convolve
+
+            u, window = convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
+        elif self.conv1d is not None:
+            u, window = self.conv1d(u, past, bounds)
         inputs = self.arguments(u, side, span, **tokens)
         position = span.after(x) if self.positional else None
         return (

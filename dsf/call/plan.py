@@ -34,7 +34,7 @@ class Plan:
     chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T, numbers a token] of
     a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one forward call. bytes:
     inputs read and outputs written once. reason: the choice in a sentence. source: the code generated for it, or empty.
-    one_step: whether that is the decode kernel.
+    one_step: whether that is the decode kernel. exchange: what ranks that share the tokens tell each other, or empty.
     """
 
     recurrence: str
@@ -51,6 +51,7 @@ class Plan:
     reason: str
     source: str = ""
     one_step: bool = False
+    exchange: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -64,6 +65,8 @@ class Plan:
             ("state", f"{list(self.state_shape)}, {self.state_bytes:,} bytes"),
             ("work", f"{self.flops:,} flops, {self.bytes:,} bytes in and out"),
         ]
+        if self.exchange:
+            rows.append(("ranks", self.exchange))
         return f"{self.recurrence}\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows)
 
 

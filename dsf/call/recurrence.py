@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,17 @@ from dsf.torch.lower import true_state
 from dsf.trajectory import Trajectory, record
 from dsf.triton import choose as gpu
 
+if TYPE_CHECKING:
+    from dsf.parallel.world import World
+
 State = Tensor | KVCache
+
+
+def _parallel() -> Any:
+    """The room for many ranks, which loads only when used."""
+    from dsf.parallel import call
+
+    return call
 
 
 class Recurrence:
@@ -69,6 +79,7 @@ class Recurrence:
         return_state: bool = False,
         form: str = "auto",
         backend: str = "auto",
+        parallel: World | None = None,
         **kwargs: Tensor,
     ) -> Any:
         """Run the recurrence over T tokens.
@@ -79,11 +90,15 @@ class Recurrence:
         cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences, empty ones among them; states then have S
           rows, those of empty sequences as they were. Or a dsf.Packing, which many calls share.
         form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
+        parallel: a dsf.parallel.Sequence, whose ranks hold the tokens between them: T is then this rank's, the states
+        and cu_seqlens are those of the global sequences (docs/parallel.md).
 
         Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. Second derivatives pass
         through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
+        if parallel is not None:
+            return self._call_parallel(args, kwargs, initial_state, return_state, form, backend, cu_seqlens, parallel)
         if torch.compiler.is_dynamo_compiling() and not isinstance(initial_state, KVCache):
             options = (return_state, form, backend)
             tensors = (*args, *kwargs.values())
@@ -93,6 +108,25 @@ class Recurrence:
                 allow()
                 return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
         return self._call(args, kwargs, initial_state, return_state, form, backend, cu_seqlens)
+
+    def _call_parallel(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
+        cu_seqlens: Tensor | Packing | None, parallel: World,
+    ) -> Any:  # fmt: skip
+        if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
+            allow()
+            options = (return_state, form, backend, parallel.key)
+            tensors = (*args, *kwargs.values())
+            return call_in_graph(self._key, "_call_shard", options, tuple(kwargs), state, None, *tensors)
+        return _parallel().call(self, parallel, args, kwargs, state, return_state, form, backend, cu_seqlens)
+
+    def _call_shard(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
+        world: str,
+    ) -> Any:  # fmt: skip
+        """One node of a compiled graph, which knows the ranks by name."""
+        found = _parallel().world_of(world)
+        return _parallel().call(self, found, args, kwargs, state, return_state, form, backend, None)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
@@ -231,26 +265,32 @@ class Recurrence:
         form: str = "auto",
         backend: str = "auto",
         device: torch.device | str = "cpu",
+        parallel: World | None = None,
         **kwargs: Tensor,
     ) -> Plan:
         """What the compiler chooses for these tensors or sizes, and why.
 
         B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. dtype, device: with sizes, of the
-        inputs that would be given; the device need not be there. Raises InputError and FormError as a call does.
+        inputs that would be given; the device need not be there. parallel: ranks that share the tokens; tensors and T
+        are one rank's, and the plan says what is exchanged. Raises InputError and FormError as a call does.
         """
         numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
         names = {i.name for i in self.spec.inputs}
         kwargs |= {name: x for name, x in numbers.items() if isinstance(x, Tensor) and name in names}
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
-            return make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
+            plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
+            if parallel is None:
+                return plan
+            return _parallel().planned(self.spec, plan, bound.sizes, bound.dtype, parallel)
         for name, size in numbers.items():
             if not isinstance(size, int) or size < 1:
                 given = size if isinstance(size, int) else type(size).__name__
                 raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
         keys = N if self.spec.has_key else 1
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
-        return make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
+        plan = make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
+        return plan if parallel is None else _parallel().planned(self.spec, plan, sizes, dtype, parallel)
 
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.

@@ -349,6 +349,13 @@ def _same(quantity: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
     return Measure(quantity, 0.0 if held else math.inf, 0.0, detail)
 
 
+def parallel(subject: Subject, form: str, example: Example) -> Measures:
+    """A sequence cut over ranks equals the sequence run whole, and what earlier ranks hold matters to later ones."""
+    from dsf.checking.shards import over_ranks
+
+    yield from over_ranks(subject, form, example)
+
+
 @dataclass(frozen=True)
 class Law:
     """One row of the table. forms: "all" with the naive one, "fast" without it, or "step" (decoding)."""
@@ -381,6 +388,7 @@ LAWS: dict[str, Law] = {
         Law(step, forms="step", longest=12),
         Law(heads, longest=70),
         Law(layout, longest=70),
+        Law(parallel, longest=70),
         Law(contract, forms="all", every_dtype=True, longest=40),
     )
 }

@@ -113,14 +113,15 @@ class Subject:
         return bind(self.recurrence.spec, (), inputs).sizes
 
     def run(
-        self, form: str, inputs: Mapping[str, Tensor], state: State | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, State | None]:
+        self, form: str, inputs: Mapping[str, Tensor], state: State | None = None, cu_seqlens: Tensor | None = None,
+        parallel: Any = None,
+    ) -> tuple[Tensor, State | None]:  # fmt: skip
         """y and the final state (None when the user's function returns none)."""
         if form != AGAINST:
             backend = {ORACLE: "auto", KERNELS: KERNELS}.get(form, self.backend)
             how = {"form": "auto" if form == KERNELS else form, "backend": backend}
             call: dict[str, Any] = {**inputs, "initial_state": state, **how}
-            y, final = self.recurrence(**call, cu_seqlens=cu_seqlens, return_state=True)
+            y, final = self.recurrence(**call, cu_seqlens=cu_seqlens, return_state=True, parallel=parallel)
             return y, final
         assert self.against is not None
         options: dict[str, Any] = {} if state is None else {"initial_state": state}

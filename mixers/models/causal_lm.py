@@ -85,7 +85,7 @@ class Block(nn.Module):
         self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool
     ) -> tuple[Tensor, Any]:
         one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
-        if one:  # a decode step is one launch
+        if one and getattr(self.mixer, "parallel", None) is None:  # a decode step is one launch
             tokens = {} if turn is None else {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
             y, state = self.mixer.step(x[:, 0], state, **tokens)
             return y.unsqueeze(1), state
@@ -186,6 +186,7 @@ class CausalLM(nn.Module):
         hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state)
         if labels is None:
             return CausalOutput(self.lm_head(hidden), None, state)
+        refuse_shared(self.model)
         targets = next_labels(labels, cu_seqlens)
         if self.training and self.config.fused_loss:
             return CausalOutput(None, linear_cross_entropy(hidden, self.lm_head.weight, targets), state)
@@ -234,6 +235,18 @@ class CausalLM(nn.Module):
             raise InputError(f"labels: expected the shape of ids, {tuple(ids.shape)}, got {tuple(labels.shape)}")
         if cu_seqlens is not None and ids.shape[0] != 1:
             raise InputError(f"cu_seqlens: packed sequences lie in one row, got {ids.shape[0]} rows of ids")
+
+
+def refuse_shared(model: Any) -> None:
+    """Raise InputError where the blocks' mixers share their sequence with other processes, so that labels are cut."""
+    for block in model._blocks():
+        world = getattr(block.mixer, "parallel", None)
+        if world is not None and hasattr(world, "shard"):
+            raise InputError(
+                f"labels: the mixers share the sequence over {world.ranks} ranks (dsf.parallel.attach), and a rank's "
+                "last token predicts a token of another rank; move whole labels on by one place, then cp.shard them, "
+                "and take the cross entropy of this rank's logits with those"
+            )
 
 
 def reset_mixer(mixer: nn.Module) -> None:

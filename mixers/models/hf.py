@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
-from dsf.mixers.models.causal_lm import Backbone, CausalLM, reset_mixer, reset_mlp
+from dsf.mixers.models.causal_lm import Backbone, CausalLM, refuse_shared, reset_mixer, reset_mlp
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import beside
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
@@ -397,6 +397,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
             return CausalLMOutputWithPast(logits=self.lm_head(kept), past_key_values=cache)
         if bounds is None and attention_mask is None and past_key_values is None:
             bounds = restarts(position_ids, hidden.shape[1])
+        refuse_shared(self.model)
         targets = next_labels(labels, bounds)
         if self.training and self.config.fused_loss:
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dsf import KVCache, Packing
+from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers import MixerState, SoftmaxAttention
 from dsf.mixers._module import Side, Span
+
+if TYPE_CHECKING:
+    from dsf.parallel import World
 
 
 def positions_of(
@@ -49,6 +53,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
+def _past(state: MixerState | None) -> Tensor | None:
+    """The tokens that each sequence has seen, [S]."""
+    return state.recurrent.lengths if state is not None and isinstance(state.recurrent, KVCache) else None
+
+
 class RotaryAttention(SoftmaxAttention):
     """`SoftmaxAttention` with rotary positions (arXiv 2104.09864), halves of a head turned against each other.
 
@@ -63,11 +72,25 @@ class RotaryAttention(SoftmaxAttention):
             raise InputError(f"rotary positions need an even width of a head, got {self.dims[1]}")
 
     def turns(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None = None
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        cu_seqlens: Tensor | Packing | None = None,
+        parallel: World | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The rotation of the tokens of x [B, T, d_model] that come after `state`; layers of a model may share it."""
-        past = state.recurrent.lengths if state is not None and isinstance(state.recurrent, KVCache) else None
-        positions = positions_of(x.shape[0], x.shape[1], x.device, past, cu_seqlens)
+        """The rotation of the tokens of x [B, T, d_model] that come after `state`; layers of a model may share it.
+
+        parallel: the ranks that share the tokens (the attached ones unless given).
+        """
+        past = _past(state)
+        world = self.parallel if parallel is None else parallel
+        if world is not None:
+            from dsf.parallel.places import places_of
+
+            places = places_of(world, x, cu_seqlens, True)
+            if places is not None:
+                return rotation(places.positions(past), self.dims[1], self.rope_base)
+        positions = positions_of(x.shape[0], x.shape[1], x.device, past, tensor_of(cu_seqlens, x.device))
         return rotation(positions, self.dims[1], self.rope_base)
 
     def arguments(
@@ -86,16 +109,18 @@ class RotaryAttention(SoftmaxAttention):
         *,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
+        parallel: World | None = None,
         **tokens: Tensor,
     ) -> tuple[Tensor, MixerState | None]:
         """As `Mixer.forward`; cos, sin: a rotation that is known already (`turns`)."""
-        turned = self._turned(x, state, cu_seqlens, tokens)
+        turned = self._turned(x, state, cu_seqlens, tokens, parallel)
         return super().forward(
             x,
             state,
             cu_seqlens,
             attention_mask=attention_mask,
             use_cache=use_cache,
+            parallel=parallel,
             cos=turned["cos"],
             sin=turned["sin"],
         )
@@ -103,7 +128,7 @@ class RotaryAttention(SoftmaxAttention):
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
         """As `Mixer.step`; cos, sin [B, N/2]: a rotation that is known already."""
         if "cos" not in tokens:
-            cos, sin = self.turns(x.unsqueeze(1), state)
+            cos, sin = rotation(positions_of(x.shape[0], 1, x.device, _past(state)), self.dims[1], self.rope_base)
             tokens = {**tokens, "cos": cos.squeeze(1), "sin": sin.squeeze(1)}
         return super().step(x, state, **tokens)
 
@@ -114,9 +139,14 @@ class RotaryAttention(SoftmaxAttention):
         return super().inputs(x, state, cu_seqlens, **self._turned(x, state, cu_seqlens, tokens))
 
     def _turned(
-        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, tokens: dict[str, Tensor]
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        cu_seqlens: Tensor | Packing | None,
+        tokens: dict[str, Tensor],
+        parallel: World | None = None,
     ) -> dict[str, Tensor]:
         if "cos" in tokens:
             return tokens
-        cos, sin = self.turns(x, state, cu_seqlens)
+        cos, sin = self.turns(x, state, cu_seqlens, parallel)
         return {**tokens, "cos": cos, "sin": sin}

@@ -1,0 +1,81 @@
+"""The law `parallel`: sequences cut over simulated ranks (dsf.parallel.Simulated); cuts, layouts, exchanges drawn."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsf.call.recurrence import State
+from dsf.checking.examples import Example, lengths
+from dsf.checking.laws import Measure, Measures, compare
+from dsf.checking.measure import AGAINST, Subject, cotangent
+from dsf.parallel import Simulated
+from dsf.parallel.derive import kind_of_map
+
+WORTH = 1e-6  # what earlier ranks must at least add to an output, or the law says nothing
+
+
+def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
+    """The measures of the law. The example's seed draws layout, exchange, an empty shard and packed sequences."""
+    if form == AGAINST or example.tokens < 2:
+        return
+    chance = random.Random(example.seed)
+    way = ("shards", "headtail", "packed")[example.seed % 3]
+    if way == "headtail":
+        ranks = chance.randint(1, max(1, min(3, example.tokens // 2)))
+        example = replace(example, tokens=example.tokens // (2 * ranks) * 2 * ranks, cuts=())
+        world = Simulated(ranks, "headtail", exchange=_exchange(subject, chance, ranks, 1))
+    else:
+        sizes = lengths(example.bounds)
+        if way == "packed":
+            example = replace(example, batch=1)
+            cuts = sorted(chance.sample(range(1, example.tokens), min(2, example.tokens - 1)))
+            sizes = lengths([0, *cuts, example.tokens])
+        sizes.insert(chance.randint(0, len(sizes)), 0)
+        nodes = 2 if len(sizes) % 2 == 0 else 1
+        world = Simulated(len(sizes), sizes=sizes, nodes=nodes, exchange=_exchange(subject, chance, len(sizes), nodes))
+    packed = torch.tensor(example.bounds, device=subject.device) if way == "packed" else None
+    rows = len(example.bounds) - 1 if packed is not None else 0
+    inputs, state = subject.inputs(example), subject.state(example, rows)
+    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+
+    def whole(form: str, given: Mapping[str, Tensor], start: State | None) -> tuple[Tensor, State | None]:
+        return subject.run(form, given, start, packed)
+
+    def cut(form: str, given: Mapping[str, Tensor], start: State | None) -> tuple[Tensor, State | None]:
+        return subject.run(form, given, start, packed, world)
+
+    expected = subject.differentiate(form, inputs, state, dy, example.seed, whole)
+    found = subject.differentiate(form, inputs, state, dy, example.seed, cut)
+    text = f"{world.ranks} ranks, {way}, {world.exchange} exchange"
+    for m in compare(subject, found, expected, example.dtype):
+        yield replace(m, detail=f"{m.detail} {text}".strip())
+    if way == "shards" and not example.regimes and example.cuts:
+        yield _worth(subject, form, example, inputs, expected.y)
+
+
+def _exchange(subject: Subject, chance: random.Random, ranks: int, nodes: int) -> str:
+    """One of those that the recurrence can take."""
+    spec = subject.recurrence.spec
+    if spec.is_softmax or kind_of_map(spec) == "channel":
+        return "auto"
+    return chance.choice(["gather", "transpose", "relay", *(["two-level"] if nodes > 1 else [])])
+
+
+def _worth(subject: Subject, form: str, example: Example, inputs: Mapping[str, Tensor], y: Tensor) -> Measure:
+    """Whether the first output after some cut is another one without what came before the cut."""
+    timed, most = {name for name, kind in subject.kinds.items() if kind.time}, 0.0
+    for cut in example.cuts:
+        alone = {name: x[:, cut : cut + 1] if name in timed else x for name, x in inputs.items()}
+        with torch.no_grad():
+            found = subject.run(form, alone)[0]
+        here = y[:, cut : cut + 1]
+        size = max(float(here.abs().max()), float(found.abs().max()), 1e-300)
+        most = max(most, float((here - found).abs().max()) / size)
+    detail = f"what came before the cuts at {list(example.cuts)} changes the outputs after them by {most:.1e}"
+    return Measure("worth", 0.0 if most > WORTH else math.inf, 0.0, detail)

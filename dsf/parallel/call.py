@@ -1,0 +1,343 @@
+"""One call of a recurrence whose tokens are spread over ranks: summary, exchange, main pass, and the same backward.
+
+Forward: every rank makes its shard's map, the exchange tells it the state that it is entered with, and the usual call
+runs from that state. Backward: `Leave` stands behind the outputs; it makes C, the gradient of the entering state that a
+shard's own outputs give (one pass of the adjoint recurrence), exchanges C, folds it to G, the gradient of the state
+that the shard leaves, and hands G to the usual backward of the usual call, which runs once. Nothing is differentiated
+through a map, a fold or a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call import guard, packing
+from dsf.call.bind import INTEGERS, Bound, Sizes, bind, cache_heads, check_state
+from dsf.call.plan import Plan
+from dsf.call.recurrence import Recurrence
+from dsf.kernels.operators import refuse_second_order
+from dsf.language.errors import InputError
+from dsf.language.spec import Spec
+from dsf.parallel.collectives import Request, Sum
+from dsf.parallel.derive import frame_of
+from dsf.parallel.exchange import Exchange, exchange_of
+from dsf.parallel.layout import Packing
+from dsf.parallel.rank import Rank
+from dsf.parallel.summary import summary_of
+from dsf.parallel.world import Sequence, Simulated, World, world_of
+
+
+@dataclass
+class Job:
+    """One call on this process's ranks."""
+
+    world: World
+    exchange: Exchange
+    ranks: list[Rank]
+    return_state: bool
+
+    def enter(self) -> list[Any]:
+        """Every rank's `Entered`."""
+        with torch.no_grad(), guard.unwatched():
+            return self.world.run([self.exchange.enter(rank) for rank in self.ranks])
+
+    def finals(self, lasts: Several[Tensor]) -> list[Tensor]:
+        """The global final states, on every rank."""
+        return self.world.run([_sum(r.ended(x)) for r, x in zip(self.ranks, lasts, strict=True)])
+
+    def leave(self, kept: Several[Several[Tensor]], dfinals: Several[Tensor | None]) -> list[list[Tensor]]:
+        """Every rank's G of its slots; the ranks hold dy and starts."""
+        with guard.unwatched():
+            return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
+
+    def _leaving(
+        self, rank: Rank, kept: Several[Tensor], dfinal: Tensor | None
+    ) -> Generator[Request, Tensor, list[Tensor]]:
+        if dfinal is not None:
+            rank.dfinal = yield Sum(dfinal)
+        return (yield from self.exchange.leave(rank, kept))
+
+
+def _sum(x: Tensor) -> Generator[Request, Tensor, Tensor]:
+    return (yield Sum(x))
+
+
+class Leave(torch.autograd.Function):
+    """Identity on the outputs; backward exchanges the gradients of states (see the module).
+
+    Tensors for every rank of this process: y, last; then its starts, gains after, kept ones and inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, counts: list[list[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(y of every rank, then the final states of every rank where they are asked for)."""
+        groups = _grouped(tensors, counts)
+        ctx.job, ctx.counts = job, counts
+        lasts = [g[0][1] for g in groups]
+        gains = [rank.frame.gain_of(last) for rank, last in zip(job.ranks, lasts, strict=True)]
+        saved = [x for (_, starts, after, kept, given) in groups for x in (*starts, *after, *kept, *given)]
+        ctx.save_for_backward(*gains, *saved)
+        ys = [g[0][0].view_as(g[0][0]) for g in groups]
+        finals = job.finals(lasts) if job.return_state else []
+        return (*ys, *finals)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Of y as it comes, of `last` G, of inputs nothing: they are only remembered."""
+        refuse_second_order()
+        job: Job = ctx.job
+        count = len(job.ranks)
+        every = ctx.saved_tensors  # once: checkpoints hand them out a single time
+        gains, saved = every[:count], list(every[count:])
+        dys = grads[:count]
+        dfinals: Several[Tensor | None] = grads[count:] if job.return_state else [None] * count
+        groups = _grouped(saved, [c[1:] for c in ctx.counts])
+        ranks = []
+        for rank, (starts, _, _, given), dy in zip(job.ranks, groups, dys, strict=True):
+            bound = rank.summary.bound
+            tensors = dict(zip(bound.tensors, given, strict=True))
+            summary = summary_of(
+                rank.summary.recurrence, _with(bound, tensors), rank.summary.form, rank.summary.backend
+            )
+            ranks.append(Rank(rank.rank, rank.layout, summary, rank.packing, None, list(starts), dy))
+        with _no_autocast(dys[0]):
+            again = Job(job.world, job.exchange, ranks, job.return_state)
+            found = again.leave([kept for _, _, kept, _ in groups], dfinals)
+        out: list[Tensor | None] = []
+        for rank, g, (_, after, _, given), gain, dy, counts in zip(
+            ranks, found, groups, gains, dys, ctx.counts, strict=True
+        ):
+            out += [dy, rank.of_rows(g, after, gain)]
+            out += [None] * sum(counts[1:4])
+            empty = not rank.summary.sizes.tokens  # a rank without tokens has gradients of zero, not none
+            out += [torch.zeros_like(x) if empty else None for x in given]
+        return None, None, *out
+
+
+def _with(bound: Bound, tensors: Mapping[str, Tensor]) -> Bound:
+    return Bound(tensors, bound.sizes, bound.dtype, bound.compute, bound.device)
+
+
+def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
+    """Tensors in groups of groups of these sizes."""
+    rest, found = list(tensors), []
+    for several in counts:
+        groups = []
+        for count in several:
+            groups.append(rest[:count])
+            rest = rest[count:]
+        found.append(groups)
+    return found
+
+
+def _no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
+    device = like.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+# -- the call
+
+
+def call(
+    recurrence: Recurrence, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any,
+    return_state: bool, form: str, backend: str, cu_seqlens: Tensor | packing.Packing | None,
+) -> Any:  # fmt: skip
+    """y of this rank's tokens, or (y, the final states of the global sequences). As `Recurrence.__call__` has it.
+
+    A `Simulated` world takes and gives whole sequences. Raises InputError and FormError before any collective.
+    """
+    spec = recurrence.spec
+    if not isinstance(world, World):
+        raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
+    bounds = host_bounds(spec.name, cu_seqlens)
+    given = _named(spec, args, kwargs)
+    shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
+    compare_ranks(spec, world, given, state)
+    with _no_autocast(next(iter(given.values()))):
+        if spec.is_softmax:
+            from dsf.parallel.softmax import attend
+
+            bounds_of = [_bind(recurrence, s, form, backend) for s in shards]
+            found = attend(recurrence, world, bounds_of, state, bounds, form)
+        else:
+            found = _run(recurrence, world, shards, state, bounds, return_state, form, backend)
+    ys, finals = [y for y, _ in found], [s for _, s in found]
+    y = world.whole_of(ys) if isinstance(world, Simulated) else ys[0]
+    if not return_state:
+        return y
+    return y, finals[0] if len(finals) == 1 else _alike(finals)
+
+
+def _run(
+    recurrence: Recurrence, world: World, shards: Several[Mapping[str, Any]], state: Any, bounds: list[int] | None,
+    return_state: bool, form: str, backend: str,
+) -> list[tuple[Tensor, Any]]:  # fmt: skip
+    spec = recurrence.spec
+    ranks: list[Rank] = []
+    packed = None if bounds is None else world.packing(bounds)
+    for number, tensors in zip(world.here, shards, strict=True):
+        bound = _bind(recurrence, tensors, form, backend)
+        _check(spec, world, number, bound, packed)
+        summary = summary_of(recurrence, bound, form, backend)
+        if state is not None:
+            rows = bound.sizes.batch if packed is None else packed.sequences
+            frame = summary.frame
+            check_state(spec, state, (rows, bound.sizes.heads, frame.n, frame.total), bound)
+        ranks.append(Rank(number, world.layout, summary, packed, None if state is None else state.detach()))
+    first = ranks[0].summary
+    width = first.bound.compute.itemsize
+    choice = world.choice(first.frame, first.sizes.batch * first.sizes.heads, width)
+    job = Job(world, exchange_of(choice.name, world.nodes), ranks, return_state)
+    entered = job.enter()
+    for rank in ranks:
+        rank.initial = state  # from here on with its gradient
+    passes = [rank.main(e.starts) for rank, e in zip(ranks, entered, strict=True)]
+    leaves = [x for r in ranks for x in r.summary.bound.tensors.values()] + ([] if state is None else [state])
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    if not wanted:
+        finals = job.finals([last for _, last in passes]) if return_state else [None] * len(ranks)
+        return [(y, final) for (y, _), final in zip(passes, finals, strict=True)]
+    groups: list[list[Several[Tensor]]] = []
+    for rank, e, passed in zip(ranks, entered, passes, strict=True):
+        groups.append([passed, e.starts, e.after, e.kept, list(rank.summary.bound.tensors.values())])
+        rank.initial = None
+    counts = [[len(part) for part in group] for group in groups]
+    out = Leave.apply(job, counts, *(x for group in groups for part in group for x in part))
+    count = len(ranks)
+    finals = out[count:] if return_state else [None] * count
+    return list(zip(out[:count], finals, strict=True))
+
+
+def _alike(finals: Several[Any]) -> Any:
+    """The final state of all simulated ranks, each of which has it, with a share of its gradient for each."""
+    if isinstance(finals[0], Tensor):
+        return torch.stack(list(finals)).mean(0)
+    k, v = (torch.stack([f[place] for f in finals]).mean(0) for place in (0, 1))
+    return type(finals[0])(k, v, finals[0].lengths)
+
+
+def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: World) -> Plan:
+    """The plan of one rank's call with what the ranks exchange: bytes into a rank, rounds, and why."""
+    if not isinstance(world, World):
+        raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
+    held = f"{world.ranks} ranks, {world.layout.name}, "
+    if spec.is_softmax:
+        k_heads, v_heads = cache_heads(spec, sizes)
+        numbers = sizes.batch * sizes.tokens * (k_heads * sizes.keys + v_heads * sizes.p)
+        size = (world.ranks - 1) * numbers * dtype.itemsize
+        return replace(
+            plan,
+            exchange=f"{held}gather: {size:,} bytes into a rank in 1 round, as many backward; the state of softmax "
+            "attention is the keys and values of earlier tokens",
+        )
+    frame = frame_of(spec, sizes.n, sizes.p)
+    width = 8 if dtype == torch.float64 else 4
+    return replace(plan, exchange=held + str(world.choice(frame, sizes.batch * sizes.heads, width)))
+
+
+# -- checks
+
+
+def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
+    """cu_seqlens of the global sequences, on the host. name: of who asks, for errors."""
+    if cu_seqlens is None:
+        return None
+    if isinstance(cu_seqlens, packing.Packing):
+        return packing.values(cu_seqlens)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+        raise InputError(
+            f"{name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
+        )
+    if packing.is_hidden(cu_seqlens):
+        raise InputError(
+            f"{name}: parallel= cuts packed sequences on the host, so cu_seqlens cannot be an input of a compiled "
+            "or captured graph"
+        )
+    bounds = packing.values(cu_seqlens)
+    if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
+        raise InputError(f"{name}: cu_seqlens of the global sequences must begin with 0 and not fall, got {bounds}")
+    return bounds
+
+
+def compare_ranks(spec: Spec, world: World, given: Mapping[str, Tensor], state: Any) -> None:
+    """With check=True: every rank's dtypes and shapes but for T, and its T where shards are of one length.
+
+    Raises the same InputError on every rank, by the same one collective.
+    """
+    if not isinstance(world, Sequence) or not world.check:
+        return
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    free = world.sizes is not None or not (spec.is_softmax or world.layout.slots > 1)
+    seen = []
+    for name, x in given.items():
+        shape = [-1 if free and name in timed and d == 1 else n for d, n in enumerate(x.shape)]
+        seen.append((name, str(x.dtype).removeprefix("torch."), shape))
+    seen.append(("initial_state", "given" if state is not None else "not given", []))
+    texts = world.tell("; ".join(f"{n} {d} {s}" for n, d, s in seen), next(iter(given.values())).device)
+    other = next((r for r, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        pairs = zip(texts[0].split("; "), texts[other].split("; "), strict=False)
+        first, second = next((a, b) for a, b in pairs if a != b)
+        raise InputError(f"{spec.name}: ranks differ: rank 0 has {first}, rank {other} has {second}")
+
+
+def _named(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The inputs by name, each a tensor. Raises InputError as a call does."""
+    names = [i.name for i in spec.inputs]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    whole = len(args) <= len(names) and len(given) == len(args) + len(kwargs) == len(names)
+    if not whole or set(given) != set(names) or any(not isinstance(x, Tensor) for x in given.values()):
+        bind(spec, args, kwargs)  # says what is wrong
+    return {n: given[n] for n in names}
+
+
+def _split(spec: Spec, world: Simulated, given: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Every rank's shard of whole inputs."""
+    bind(spec, (), given)
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    return [{n: world.shard_of(r, x)[0] if n in timed else x for n, x in given.items()} for r in world.here]
+
+
+def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backend: str) -> Bound:
+    """The checked inputs of a shard, which may have no tokens. Raises FormError for a form that there is not."""
+    spec = recurrence.spec
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    if any(x.dim() < 2 or x.shape[1] for n, x in given.items() if n in timed):
+        return recurrence._calls.prepare(spec, (), given, None, form, backend)[0]
+    padded = {n: x.new_zeros(x.shape[0], 1, *x.shape[2:]) if n in timed else x for n, x in given.items()}
+    bound = recurrence._calls.prepare(spec, (), padded, None, form, backend)[0]
+    return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device)
+
+
+def _check(spec: Spec, world: World, rank: int, bound: Bound, packed: Packing | None) -> None:
+    """Raise InputError for tokens that do not fit the layout."""
+    tokens, layout = bound.sizes.tokens, world.layout
+    if packed is None:
+        if layout.slots == 2 and tokens % 2:
+            raise InputError(f"{spec.name}: layout='headtail' gives a rank two runs of one length, got {tokens} tokens")
+        return
+    if bound.sizes.batch != 1:
+        raise InputError(
+            f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {bound.sizes.batch}"
+        )
+    expected, total = packed.tokens(rank), packed.bounds[-1]
+    if tokens == expected:
+        return
+    hint = "; these are all of them: give this rank's alone, cp.shard(x)" if tokens == total else ""
+    raise InputError(
+        f"{spec.name}: rank {rank} of {layout.ranks} has {tokens} tokens, but cu_seqlens of the global sequences gives "
+        f"it {expected} of {total}{hint}"
+    )
+
+
+__all__ = ["call", "planned", "world_of"]

@@ -1,0 +1,169 @@
+"""What ranks say to each other, as values that a generator yields, and the two worlds that answer it.
+
+An exchange is a generator: it yields a `Gather`, `Swap`, `Sum` or `Hop` and is sent the answer. A process group runs
+one of them with torch's functional collectives; `together` runs those of all ranks in step in one process, which is
+what the law `parallel` and tests do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.language.errors import DsfError
+
+ALL, INNER, OUTER = "all", "inner", "outer"  # every rank, those of one node, equal ones of all nodes
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective on one tensor. where: among which ranks."""
+
+    x: Tensor
+    where: str = ALL
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What has to be the same on every rank."""
+        return type(self).__name__.lower(), self.where, tuple(self.x.shape), str(self.x.dtype)
+
+
+class Gather(Request):
+    """Every rank's tensor, on every rank: [ranks, ...]."""
+
+
+class Swap(Request):
+    """x [ranks, ...]: row r goes to rank r; answered by what every rank had for this one."""
+
+
+class Sum(Request):
+    """The sum of every rank's tensor, on every rank."""
+
+
+@dataclass(frozen=True)
+class Hop(Request):
+    """x of one rank to another: answered there by x, by zeros elsewhere."""
+
+    source: int = 0
+    target: int = 0
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """With its two ends."""
+        return (*super().signature, self.source, self.target)
+
+
+# A traced graph drops what nobody uses, and a rank that drops a collective leaves the others waiting: `after` makes
+# what a rank goes on with depend on all that it heard. In eager mode nothing is dropped.
+torch.library.define("dsf::after", "(Tensor x, Tensor[] heard) -> Tensor")
+torch.library.impl("dsf::after", "default", lambda x, heard: x.clone())
+torch.library.register_fake("dsf::after", lambda x, heard: torch.empty_like(x))
+
+
+def tied(value: Any, heard: Sequence[Tensor]) -> Any:
+    """A tensor, or tuples and lists of them, depending on `heard` where a graph is traced."""
+    if not any(type(x) is not Tensor for x in heard):
+        return value
+    if isinstance(value, Tensor):
+        return torch.ops.dsf.after(value, list(heard))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(tied(x, heard) for x in value))
+    return type(value)(tied(x, heard) for x in value) if isinstance(value, (list, tuple)) else value
+
+
+Steps = Generator[Request, Tensor, Any]
+
+
+def drive(steps: Steps, answer: Callable[[Request], Tensor]) -> Any:
+    """The value of one generator whose requests are answered one by one."""
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(answer(request))
+    except StopIteration as end:
+        return end.value
+
+
+def together(ranks: Sequence[Steps], nodes: int = 1, log: list[tuple[Any, ...]] | None = None) -> list[Any]:
+    """The values of all ranks' generators, run in step. nodes: into how many the ranks are divided.
+
+    Raises DsfError where ranks do not ask for the same collective.
+    """
+    answers: list[Tensor | None] = [None] * len(ranks)
+    values: list[Any] = [None] * len(ranks)
+    while True:
+        requests: list[Request] = []
+        for r, (steps, answer) in enumerate(zip(ranks, answers, strict=True)):
+            try:
+                requests.append(next(steps) if answer is None else steps.send(answer))
+            except StopIteration as end:
+                values[r] = end.value
+        if not requests:
+            return values
+        asked = {q.signature for q in requests}
+        if len(requests) < len(ranks) or len(asked) > 1:
+            raise DsfError(f"ranks do not ask for the same collectives: {sorted(map(str, asked))}")
+        if log is not None:
+            log.append(requests[0].signature)
+        answers = list(_answered(requests, nodes))
+
+
+def _answered(requests: Sequence[Request], nodes: int) -> list[Tensor]:
+    world = len(requests)
+    inner = world // nodes
+    groups = {
+        ALL: [list(range(world))],
+        INNER: [list(range(o * inner, (o + 1) * inner)) for o in range(nodes)],
+        OUTER: [list(range(i, world, inner)) for i in range(inner)],
+    }[requests[0].where]
+    found: list[Tensor] = [requests[0].x] * world
+    for group in groups:
+        xs = [requests[r].x for r in group]
+        for place, r in enumerate(group):
+            q = requests[r]
+            if isinstance(q, Gather):
+                found[r] = torch.stack(xs)
+            elif isinstance(q, Swap):
+                found[r] = torch.stack([x[place] for x in xs])
+            elif isinstance(q, Sum):
+                found[r] = torch.stack(xs).sum(0)
+            else:
+                assert isinstance(q, Hop)
+                found[r] = xs[q.source].clone() if place == q.target else torch.zeros_like(q.x)
+    return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group by name, so that it can be compiled, copied and pickled. rank: this process's place in it."""
+
+    name: str
+    size: int
+    rank: int
+
+    def answer(self, request: Request) -> Tensor:
+        """Run one collective, and wait for it."""
+        ops = torch.ops._c10d_functional
+        x = request.x.contiguous()
+        if self.size == 1:
+            return x.unsqueeze(0) if isinstance(request, Gather) else x
+        if isinstance(request, Gather):
+            flat = ops.all_gather_into_tensor(x.reshape(-1), self.size, self.name)
+            return torch.ops._c10d_functional.wait_tensor(flat).view(self.size, *x.shape)
+        if isinstance(request, Sum):
+            return torch.ops._c10d_functional.wait_tensor(ops.all_reduce(x, "sum", self.name))
+        if isinstance(request, Swap):
+            each = [x[0].numel()] * self.size
+            flat = ops.all_to_all_single(x.reshape(-1), each, each, self.name)
+            return torch.ops._c10d_functional.wait_tensor(flat).view(x.shape)
+        assert isinstance(request, Hop)
+        count = x.numel()
+        sent = [count if self.rank == request.source and r == request.target else 0 for r in range(self.size)]
+        got = [count if self.rank == request.target and r == request.source else 0 for r in range(self.size)]
+        given = x.reshape(-1)[: sum(sent)]
+        flat = torch.ops._c10d_functional.wait_tensor(ops.all_to_all_single(given, got, sent, self.name))
+        return flat.view(x.shape) if sum(got) else torch.zeros_like(x)

@@ -1,0 +1,115 @@
+"""Declarations made from a declaration: what a shard does to a state, and how gradients of states go back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from dsf.call.recurrence import Recurrence
+from dsf.kernels.affine import Frame
+from dsf.language.annotations import Kind
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
+from dsf.language.operator import I, Normal, Operator, diag, outer, times
+from dsf.language.primitives import dot
+from dsf.language.spec import Input, Spec
+from dsf.language.system import System
+from dsf.torch.lower import columns
+
+DRIVER = "dy"
+
+
+@functools.cache
+def homogeneous(spec: Spec) -> Recurrence:
+    """The same A, nothing written, nothing skipped, nothing normalised: S_out = M S_in."""
+    steps = [replace(s, B=0, D=0, normalize=None, drive=None, gauge=None, earlier=()) for s in spec.system.micro_steps]
+    system = replace(steps[-1], earlier=tuple(steps[:-1]))
+    return Recurrence(replace(spec, name=f"{spec.name} (M)", system=system))
+
+
+@functools.cache
+def adjoint(spec: Spec) -> Recurrence | None:
+    """The recurrence of the state's gradient, on tokens in reverse order; its input `dy` is the gradient of y.
+
+    lambda_{t-1} = A_tᵀ (lambda_t + C_t dy_tᵀ), or A_tᵀ lambda_t + C_t dy_tᵀ where S_{t-1} is read: a declaration
+    like any other, which every form and backend runs. Its last state is the gradient of the state that the tokens are
+    entered with; its initial state that of the one they leave. None for normalised systems, whose quotient is not
+    linear in the state.
+    """
+    if spec.rule is not None:
+        return None
+    name = _free(spec)
+    dy = Expr("input", (), (name, None), frozenset({VALUE}))
+    reading = spec.readout
+    rows = [r.normal for r in reversed(spec.rows)]
+    transitions = [_transposed(n) for n in rows]
+    writes: list[Expr] = [const(0)] * len(rows)
+    if spec.system.read == "after":
+        writes[0] = _applied(rows[0], reading) * dy
+    else:
+        writes[-1] = reading * dy
+    systems = [System(A=a, B=b) for a, b in zip(transitions, writes, strict=True)]
+    last = replace(systems[-1], C=reading, earlier=tuple(systems[:-1]))
+    inputs = (*spec.inputs, Input(name, Kind(frozenset({VALUE}))))
+    return Recurrence(Spec(f"{spec.name} (adjoint)", "", inputs, last))
+
+
+def _free(spec: Spec) -> str:
+    """A name that no input has."""
+    name = DRIVER
+    while name in {i.name for i in spec.inputs}:
+        name += "_"
+    return name
+
+
+def _decay(decay: Expr) -> Operator:
+    return I if decay is const(1) else diag(decay)
+
+
+def _transposed(normal: Normal) -> Operator:
+    """Aᵀ as an operator."""
+    a = _decay(normal.decay)
+    for c in normal.corrections:
+        a = a + c.scale * outer(c.right, c.left)
+    return a
+
+
+def _applied(normal: Normal, x: Expr) -> Expr:
+    """Aᵀ x of a readout x."""
+    total = times(normal.decay, x)
+    for c in normal.corrections:
+        total = total + times(c.scale, dot(c.left, x)) * c.right
+    return total
+
+
+def acting(spec: Spec) -> list[Expr]:
+    """The expressions that make A."""
+    found = []
+    for row in spec.rows:
+        found.append(row.normal.decay)
+        found += [x for c in row.normal.corrections for x in (c.scale, c.left, c.right)]
+    return found
+
+
+@functools.cache
+def kind_of_map(spec: Spec) -> str:
+    """What M is: identity, scale, dense or channel (dsf.kernels.affine)."""
+    if spec.rank:
+        return "channel" if any(VALUE in x.axes for x in acting(spec)) else "dense"
+    return "identity" if all(r.normal.decay is const(1) for r in spec.rows) else "scale"
+
+
+@functools.cache
+def reads_values(spec: Spec) -> bool:
+    """True where A depends on the entries of an input with a Value axis, a sum over its channels for instance."""
+    wide = {i.name for i in spec.inputs if VALUE in i.kind.axes}
+    return any(i.attrs[0] in wide for i in inputs_of(*acting(spec)))
+
+
+def frame_of(spec: Spec, n: int, p: int) -> Frame:
+    """Shapes of the states and maps of a recurrence for N = n state entries and P = p channels."""
+    layout, kind = columns(spec, p), kind_of_map(spec)
+    rows, cols = (n if KEY in spec.decay_axes else 1, p if VALUE in spec.decay_axes else 1)
+    if kind != "scale":
+        rows = cols = 1
+    signed = kind == "scale" and spec.log_decays is None
+    return Frame(n, layout.p + layout.den, layout.gain, kind, rows, cols, signed)

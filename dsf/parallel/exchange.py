@@ -1,0 +1,396 @@
+"""Four ways for ranks to learn what their shards are entered with, and its gradient. Generators of collectives.
+
+Every exchange has two directions. `enter` takes each rank's maps (F, M) and gives the state that its fragments are
+entered with; `leave` takes C, the gradient of that state through the fragment's own outputs, and gives G, the gradient
+of the state that its fragments leave: G_j = C_{j+1} + M_{j+1}ᵀ G_{j+1}, with the M's of `enter`. Only C is sent. Every
+rank issues the same collectives in both directions, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.affine import Frame, composed, entered, left
+from dsf.parallel.collectives import INNER, OUTER, Gather, Hop, Request, Swap
+from dsf.parallel.layout import Fragment, Layout
+
+
+class Shards(Protocol):
+    """One rank's fragments as an exchange asks for them. Tensors are [B, H, ...]."""
+
+    layout: Layout
+    rank: int
+    frame: Frame
+    fresh: Sequence[bool]  # of every fragment of the sequence
+
+    def fragment(self, slot: int) -> Fragment:
+        """The fragment in a slot."""
+
+    def empty(self) -> Tensor:
+        """A state before anything was written."""
+
+    def nothing(self) -> Tensor:
+        """A gradient of zero, plain columns."""
+
+    def written(self, slot: int) -> Tensor:
+        """F, with the initial state in it where the sequence begins."""
+
+    def move(self, slot: int) -> Tensor | None:
+        """M."""
+
+    def through(self, slot: int, state: Tensor) -> Tensor:
+        """The state after the fragment from the one before it, by the recurrence itself."""
+
+    def adjoint(self, slot: int, last: Tensor | None) -> Tensor:
+        """C, or where `last` is given the whole gradient of the state that the fragment is entered with."""
+
+
+class Entered(NamedTuple):
+    """For every slot the state that it is entered with and m of the one it leaves; and what `leave` needs again."""
+
+    starts: list[Tensor]
+    after: list[Tensor]
+    kept: list[Tensor]
+
+
+Entering = Generator[Request, Tensor, Entered]
+Leaving = Generator[Request, Tensor, list[Tensor]]
+
+
+class Exchange(Protocol):
+    """One way."""
+
+    def enter(self, shards: Shards) -> Entering:
+        """Forward."""
+
+    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+        """Backward."""
+
+
+def _slots(shards: Shards) -> range:
+    return range(shards.layout.slots)
+
+
+def _payload(shards: Shards, frame: Frame) -> Tensor:
+    """(F, M) of the rank's fragments [slots, B, H, numbers]; the last of the sequence has nobody to tell."""
+    rows = []
+    for slot in _slots(shards):
+        fragment = shards.fragment(slot)
+        f = shards.written(slot) if fragment.goes_on else shards.empty()
+        m = None
+        if frame.move_numbers:
+            needed = fragment.goes_on and not fragment.fresh
+            m = shards.move(slot) if needed else frame.neutral(f, *f.shape[:2])
+        rows.append(frame.pack(f, m))
+    return torch.stack(rows)
+
+
+def _own(shards: Shards) -> Tensor:
+    """C of the rank's fragments [slots, B, H, N, plain], zeros where nothing enters."""
+    none = shards.nothing()
+    found = [shards.adjoint(s, None) if shards.fragment(s).continued else none for s in _slots(shards)]
+    return torch.stack(found)
+
+
+def _frame(shards: Shards) -> Frame:
+    """Of what is sent: nothing between two fragments needs an M."""
+    return shards.frame if shards.layout.fragments > 2 else shards.frame.without_moves()
+
+
+def _in_order(layout: Layout, x: Tensor) -> list[Tensor]:
+    """[ranks, slots, ...] as fragments in the sequence's order."""
+    return [x[layout.owner(n)] for n in range(layout.fragments)]
+
+
+def _by_owner(layout: Layout, xs: Sequence[Tensor]) -> Tensor:
+    """The inverse: [ranks, slots, ...]."""
+    rows = [xs[layout.number(r, s)] for r in range(layout.ranks) for s in range(layout.slots)]
+    return torch.stack(rows).unflatten(0, (layout.ranks, layout.slots))
+
+
+class _Fold:
+    """The fold over all fragments, from payloads, and back; of all heads or of a share of them."""
+
+    def __init__(self, frame: Frame, layout: Layout, fresh: Sequence[bool], lowest: int = 0) -> None:
+        self.frame, self.layout, self.fresh, self.lowest = frame, layout, list(fresh), lowest
+
+    def forward(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """rows [ranks, slots, B, H, numbers] -> the state every fragment is entered with, and what to keep."""
+        frame, last = self.frame, self.layout.fragments - 1
+        maps = [frame.unpack(row) for row in _in_order(self.layout, rows)]
+        written, moves = [f for f, _ in maps[:-1]], [m for _, m in maps[:-1]]
+        states = entered(frame, written, moves, self.fresh[:-1], frame.empty(rows, *rows.shape[2:4]))
+        kept = []
+        if frame.move_numbers and self.lowest + 1 < last:
+            kept.append(torch.stack([m for m in moves[self.lowest + 1 :] if m is not None]))
+        if frame.gain:
+            kept.append(torch.stack([frame.gain_of(s) for s in states]))
+        return states, kept
+
+    def backward(self, own: Tensor, kept: Sequence[Tensor]) -> list[Tensor]:
+        """C [ranks, slots, B, H, N, plain] -> G of every fragment from the lowest on."""
+        frame, low = self.frame, self.lowest + 1
+        cs, rest = _in_order(self.layout, own), list(kept)
+        last = self.layout.fragments - 1
+        moves: list[Tensor | None] = [None] * (last + 1 - low)
+        if frame.move_numbers and low < last:
+            moves[:-1] = list(rest.pop(0))
+        none = own.new_zeros(*own.shape[2:-1], 0)
+        gains = [*rest.pop(0)[low:], none] if frame.gain else [none] * (last + 2 - low)
+        fresh = [*self.fresh[low:last], True]  # what leaves the last fragment is in its own C
+        return left(frame, cs[low:], moves, fresh[: last + 1 - low], gains, torch.zeros_like(cs[0]))
+
+
+class AllGather:
+    """Everybody learns all maps and folds them: one round, (W - 1)(f + m) bytes."""
+
+    def enter(self, shards: Shards) -> Entering:
+        """Forward."""
+        frame = _frame(shards)
+        rows = yield Gather(_payload(shards, frame))
+        states, kept = self._fold(shards).forward(rows)
+        numbers = [shards.fragment(s).number for s in _slots(shards)]
+        after = [frame.gain_of(states[min(n + 1, len(states) - 1)]) for n in numbers]
+        return Entered([states[n] for n in numbers], after, kept)
+
+    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+        """Backward."""
+        fold = self._fold(shards)
+        found = fold.backward((yield Gather(_own(shards))), kept)
+        return [found[shards.fragment(s).number - fold.lowest] for s in _slots(shards)]
+
+    @staticmethod
+    def _fold(shards: Shards) -> _Fold:
+        lowest = min(shards.fragment(s).number for s in _slots(shards))
+        return _Fold(_frame(shards), shards.layout, shards.fresh, lowest)
+
+
+def _dealt(x: Tensor, ranks: int) -> Tensor:
+    """[slots, B, H, ...] -> [ranks, slots, B, share, ...]: a share of the heads for every rank, padded to one size."""
+    short = -x.shape[2] % ranks
+    if short:
+        x = torch.cat([x, x.new_zeros(*x.shape[:2], short, *x.shape[3:])], dim=2)
+    return x.unflatten(2, (ranks, -1)).movedim(2, 0)
+
+
+def _joined(x: Tensor, heads: int) -> Tensor:
+    """The inverse: [ranks, slots, B, share, ...] -> [slots, B, H, ...]."""
+    return x.movedim(0, 2).flatten(2, 3)[:, :, :heads]
+
+
+class Transpose:
+    """Each rank folds all fragments for its share of the heads: two all-to-alls, (2 f + m)(W - 1) / W bytes.
+
+    Diagonal systems of fewer heads than ranks are dealt entry by entry.
+    """
+
+    def enter(self, shards: Shards) -> Entering:
+        """Forward."""
+        layout, frame = shards.layout, _frame(shards)
+        heads = shards.empty().shape[1]
+        rows = yield Swap(_dealt(_payload(shards, frame), layout.ranks))
+        states, kept = _Fold(frame, layout, shards.fresh).forward(rows)
+        replies = [
+            torch.cat([states[n], frame.gain_of(states[min(n + 1, len(states) - 1)])], dim=-1)
+            for n in range(layout.fragments)
+        ]
+        found = _joined((yield Swap(_by_owner(layout, replies))), heads)
+        return Entered(
+            [found[s][..., : frame.total] for s in _slots(shards)],
+            [found[s][..., frame.total :] for s in _slots(shards)],
+            kept,
+        )
+
+    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+        """Backward."""
+        layout, frame = shards.layout, _frame(shards)
+        heads = shards.empty().shape[1]
+        own = yield Swap(_dealt(_own(shards), layout.ranks))
+        found = _Fold(frame, layout, shards.fresh).backward(own, kept)
+        replies = found[: layout.fragments]
+        return list(_joined((yield Swap(_by_owner(layout, replies))), heads))
+
+
+class Relay:
+    """The state goes from fragment to fragment, M stays where it is: f bytes, a round for every fragment.
+
+    walk: no M is made; the recurrence itself takes the state on, one rank after the other.
+    """
+
+    def __init__(self, walk: bool = False) -> None:
+        self.walk = walk
+
+    def enter(self, shards: Shards) -> Entering:
+        """Forward."""
+        frame, layout = shards.frame, shards.layout
+        slots = {shards.fragment(s).number: s for s in _slots(shards)}
+        maps = {}
+        if not self.walk:  # before anything waits
+            for number, slot in slots.items():
+                fragment = shards.fragment(slot)
+                if fragment.goes_on:
+                    maps[number] = shards.written(slot), None if fragment.fresh else shards.move(slot)
+        starts = {number: shards.empty() for number in slots}
+        after = {number: frame.gain_of(starts[number]) for number in slots}
+        for j in range(layout.fragments - 1):
+            state = shards.empty()
+            if j in slots and shards.fragment(slots[j]).goes_on:
+                state = self._out(shards, slots[j], maps.get(j), starts[j])
+                after[j] = frame.gain_of(state)
+            state = yield from _hop(layout, state, j, j + 1)
+            if j + 1 in slots:
+                starts[j + 1] = state
+        moves = [m for _, m in maps.values() if m is not None]
+        kept = [*moves, *(frame.gain_of(starts[n]) for n in slots), *(after[n] for n in slots)]
+        return Entered([starts[n] for n in slots], [after[n] for n in slots], kept)
+
+    def _out(self, shards: Shards, slot: int, found: Any, start: Tensor) -> Tensor:
+        if self.walk:
+            return shards.written(slot) if shards.fragment(slot).fresh else shards.through(slot, start)
+        f, m = found
+        return f if shards.fragment(slot).fresh else shards.frame.into(m, f, start)
+
+    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+        """Backward."""
+        frame, layout, rest = shards.frame, shards.layout, list(kept)
+        slots = {shards.fragment(s).number: s for s in _slots(shards)}
+        moves: dict[int, Tensor | None] = {}
+        for number, slot in slots.items():
+            fragment = shards.fragment(slot)
+            if fragment.goes_on and not fragment.fresh and not self.walk and frame.move_numbers:
+                moves[number] = rest.pop(0)
+        before = dict(zip(slots, rest, strict=False))
+        after = dict(zip(slots, rest[len(slots) :], strict=False))
+        none = shards.nothing()
+        own = {}
+        if not self.walk:
+            own = {n: shards.adjoint(s, None) if shards.fragment(s).continued else none for n, s in slots.items()}
+        g = dict.fromkeys(slots, none)
+        for j in range(layout.fragments - 1, 0, -1):
+            out = none
+            if j in slots and shards.fragment(slots[j]).continued:
+                through = shards.fragment(slots[j]).goes_on and not shards.fragment(slots[j]).fresh
+                if self.walk:
+                    out = shards.adjoint(slots[j], g[j] if through else None)
+                else:
+                    out = own[j] + (frame.back(moves.get(j), g[j], before[j], after[j]) if through else 0)
+            out = yield from _hop(layout, out, j, j - 1)
+            if j - 1 in slots:
+                g[j - 1] = out
+        return [g[n] for n in slots]
+
+
+def _hop(layout: Layout, x: Tensor, source: int, target: int) -> Generator[Request, Tensor, Tensor]:
+    """x of one fragment's rank at another's; nothing is sent where they are the same."""
+    (a, _), (b, _) = layout.owner(source), layout.owner(target)
+    if a == b:
+        return x
+    return (yield Hop(x, source=a, target=b))
+
+
+class TwoLevel:
+    """Nodes of several ranks: all-to-all within the node, then nodes tell each other one map for each share of heads.
+
+    Each rank of a node composes the node's maps for its share of the heads into one (a run; two with headtail),
+    gathers those of the other nodes, folds, and hands the states back. nodes x inner = ranks, node after node.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def _runs(self, layout: Layout, node: int) -> list[list[tuple[int, int, int]]]:
+        """For every slot the node's fragments in the sequence's order: (number, place in the node, slot)."""
+        inner = layout.ranks // self.nodes
+        found = []
+        for slot in range(layout.slots):
+            run = [(layout.number(node * inner + i, slot), i, slot) for i in range(inner)]
+            found.append(sorted(run))
+        return found
+
+    def _outer(self, layout: Layout) -> Layout:
+        return Layout(layout.name, self.nodes)
+
+    def _node(self, shards: Shards) -> int:
+        return shards.rank // (shards.layout.ranks // self.nodes)
+
+    def enter(self, shards: Shards) -> Entering:
+        """Forward."""
+        layout, frame = shards.layout, shards.frame
+        inner, heads = layout.ranks // self.nodes, shards.empty().shape[1]
+        x = yield Swap(_dealt(_payload(shards, frame), inner), INNER)
+        runs = self._runs(layout, self._node(shards))
+        maps = [[frame.unpack(x[i, s]) for _, i, s in run] for run in runs]
+        fresh = [[shards.fresh[n] for n, _, _ in run] for run in runs]
+        rows = []
+        for run, new in zip(maps, fresh, strict=True):
+            f, m = composed(frame, [f for f, _ in run], [m for _, m in run], new)
+            rows.append(frame.pack(f, m))
+        outer = self._outer(layout)
+        fold = _Fold(frame, outer, self._fresh_runs(shards))
+        states, kept = fold.forward((yield Gather(torch.stack(rows), OUTER)))
+        replies: dict[tuple[int, int], Tensor] = {}
+        gains = []
+        for slot, (run, places, new) in enumerate(zip(maps, runs, fresh, strict=True)):
+            first = states[outer.number(self._node(shards), slot)]
+            inside = entered(frame, [f for f, _ in run], [m for _, m in run], new, first)
+            gains.append(torch.stack([frame.gain_of(s) for s in inside]))
+            for (_, i, s), before, after in zip(places, inside, inside[1:], strict=False):
+                replies[i, s] = torch.cat([before, frame.gain_of(after)], dim=-1)
+        answer = torch.stack([torch.stack([replies[i, s] for s in range(layout.slots)]) for i in range(inner)])
+        found = _joined((yield Swap(answer, INNER)), heads)
+        inside_moves = [torch.stack([m for _, m in run if m is not None]) for run in maps if frame.move_numbers]
+        return Entered(
+            [found[s][..., : frame.total] for s in _slots(shards)],
+            [found[s][..., frame.total :] for s in _slots(shards)],
+            [*inside_moves, *gains, *kept],
+        )
+
+    def _fresh_runs(self, shards: Shards) -> list[bool]:
+        """Whether nothing passes through a run, for all runs of all nodes in the sequence's order."""
+        layout, found = shards.layout, {}
+        for node in range(self.nodes):
+            for slot, run in enumerate(self._runs(layout, node)):
+                found[self._outer(layout).number(node, slot)] = any(shards.fresh[n] for n, _, _ in run)
+        return [found[n] for n in sorted(found)]
+
+    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+        """Backward."""
+        layout, frame, slots = shards.layout, shards.frame, shards.layout.slots
+        inner, heads, rest = layout.ranks // self.nodes, shards.empty().shape[1], list(kept)
+        moves = [list(rest.pop(0)) for _ in range(slots)] if frame.move_numbers else [[None] * inner] * slots
+        gains = [list(rest.pop(0)) for _ in range(slots)]
+        x = yield Swap(_dealt(_own(shards), inner), INNER)
+        runs, outer = self._runs(layout, self._node(shards)), self._outer(layout)
+        last = layout.fragments - 1
+        fresh = [[shards.fresh[n] or n == last for n, _, _ in run] for run in runs]
+        own = [[x[i, s] for _, i, s in run] for run in runs]
+        none = torch.zeros_like(own[0][0])
+        firsts = [
+            left(frame, c, m, new, gain, none)[0] for c, m, new, gain in zip(own, moves, fresh, gains, strict=True)
+        ]
+        every = yield Gather(torch.stack(firsts), OUTER)
+        of_runs = _Fold(frame, outer, self._fresh_runs(shards)).backward(every, rest)
+        replies: dict[tuple[int, int], Tensor] = {}
+        for slot, run in enumerate(runs):
+            end = of_runs[outer.number(self._node(shards), slot)]
+            found = left(frame, own[slot], moves[slot], fresh[slot], gains[slot], end)
+            for (_, i, s), g in zip(run, found[1:], strict=True):
+                replies[i, s] = g
+        answer = torch.stack([torch.stack([replies[i, s] for s in range(slots)]) for i in range(inner)])
+        return list(_joined((yield Swap(answer, INNER)), heads))
+
+
+EXCHANGES = ("gather", "transpose", "relay", "two-level", "walk")
+
+
+def exchange_of(name: str, nodes: int = 1) -> Exchange:
+    """The exchange of that name."""
+    if name == "two-level":
+        return TwoLevel(nodes)
+    if name == "gather":
+        return AllGather()
+    return Transpose() if name == "transpose" else Relay(walk=name == "walk")

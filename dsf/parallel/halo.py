@@ -1,0 +1,227 @@
+"""What a window of K - 1 tokens sees of other ranks: the short convolution in front of a recurrence, over ranks.
+
+A window is a recurrence too: after c tokens it holds them behind what it held, shifted by c. So shards compose as maps
+w -> shift(w, c) + tail, right also where a shard has fewer than K - 1 tokens, and gradients go back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.operators import refuse_second_order
+from dsf.language.errors import InputError
+from dsf.parallel.call import host_bounds
+from dsf.parallel.collectives import Gather, Request, Sum
+from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragment
+from dsf.parallel.world import Simulated, World
+
+Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, Tensor]"]
+
+
+def convolve(
+    conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Any, world: World
+) -> tuple[Any, Tensor]:
+    """conv(u, state, cu_seqlens) of the global sequences: (this rank's outputs [B, T, C], the global state).
+
+    conv: causal, with a state [B or sequences, C, past] of its last `past` inputs, zeros where None is given; its
+    outputs may be a tuple of tensors [B, T, ...]. u: this rank's tokens [B, T, C], or all of them for a `Simulated`
+    world. state: of the global sequences. cu_seqlens: a tensor, a dsf.Packing or None.
+    """
+    if not past:
+        return _by_token(conv, u, state)
+    bounds = host_bounds("convolution", cu_seqlens)
+    packing = None if bounds is None else world.packing(bounds)
+    shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
+    ranks = [_Windows(r, world.layout, packing, x, state, past) for r, x in zip(world.here, shards, strict=True)]
+    found = list(_Enter.apply(world, past, *(rank.tails() for rank in ranks)))
+    windows, ends = found[: len(ranks)], found[len(ranks) :]
+    outputs = [rank.run(conv, w) for rank, w in zip(ranks, windows, strict=True)]
+    ys = [y if isinstance(y, tuple) else (y,) for y, _ in outputs]
+    if packing is not None:
+        count, width = len(ranks), len(ys[0])
+        shared = _Shared.apply(world, count * width, *(x for y in ys for x in y), *(ended for _, ended in outputs))
+        ys = [tuple(shared[r * width : (r + 1) * width]) for r in range(count)]
+        ends = list(shared[count * width :])
+    else:
+        ends = [x.transpose(1, 2) for x in ends]
+    whole = tuple(world.whole_of(parts) for parts in zip(*ys, strict=True)) if isinstance(world, Simulated) else ys[0]
+    y = whole if isinstance(outputs[0][0], tuple) else whole[0]
+    return y, ends[0] if len(ends) == 1 else torch.stack(ends).mean(0)
+
+
+def _by_token(conv: Convolution, u: Tensor, state: Tensor | None) -> tuple[Any, Tensor]:
+    """A convolution of one tap, which looks at no other token: its state has no numbers, whatever was cut."""
+    y, found = _mapped(conv, u, None, None)
+    return y, found if state is None else state
+
+
+def _mapped(conv: Convolution, x: Tensor, start: Tensor | None, bounds: Tensor | None) -> tuple[Any, Tensor]:
+    """conv, also of a shard without tokens, whose outputs still depend on `start`."""
+    if x.shape[1]:
+        return conv(x, start, bounds)
+    y, state = conv(x.new_zeros(x.shape[0], 1, x.shape[2]), start, None)
+    return _each(lambda part: part[:, :0], y), state
+
+
+def _each(function: Callable[[Tensor], Tensor], y: Any) -> Any:
+    """A function of a tensor, or of every one of a tuple."""
+    return tuple(function(part) for part in y) if isinstance(y, tuple) else function(y)
+
+
+class _Windows:
+    """One rank's tokens [B, T, C] and what its windows need."""
+
+    def __init__(
+        self, rank: int, layout: Layout, packing: Packing | None, u: Tensor, state: Tensor | None, past: int
+    ) -> None:
+        self.rank, self.layout, self.packing, self.u, self.past = rank, layout, packing, u, past
+        tokens = u.shape[1]
+        if packing is not None and packing.tokens(rank) != tokens:
+            raise InputError(f"rank {rank} has {tokens} tokens, but the layout gives it {packing.tokens(rank)}")
+        slots = range(layout.slots)
+        self.parts: list[Fragment] = [
+            plain_fragment(layout, rank, s, tokens) if packing is None else packing.fragment(rank, s) for s in slots
+        ]
+        self.pieces: list[Piece] = [] if packing is None else packing.pieces(rank)
+        rows = u.shape[0] if packing is None else packing.sequences
+        if state is not None and tuple(state.shape) != (rows, u.shape[2], past):
+            raise InputError(
+                f"the convolution's state has shape {list(state.shape)}, expected {[rows, u.shape[2], past]}"
+            )
+        self.state = None if state is None else state.to(u.dtype).transpose(1, 2)  # [B or sequences, past, C]
+
+    def first(self, sequence: int) -> Tensor:
+        """The window with which a sequence begins [B, past, C]."""
+        if self.state is None:
+            return self.u.new_zeros(self.u.shape[0], self.past, self.u.shape[2])
+        return self.state if self.packing is None else self.state[sequence : sequence + 1]
+
+    def after(self, window: Tensor, begin: int, end: int) -> Tensor:
+        """The window after tokens begin ... end of this rank."""
+        return torch.cat([window, self.u[:, max(begin, end - self.past) : end]], dim=1)[:, -self.past :]
+
+    def tails(self) -> Tensor:
+        """For every slot the map of its fragment [slots, B, past + 1, C]: what it puts into the window, its shift."""
+        found = []
+        for part in self.parts:
+            start = self.first(part.leaving) if part.fresh else torch.zeros_like(self.first(0))
+            shift = self.past if part.fresh else min(part.leaves, self.past)
+            written = self.after(start, part.end - part.leaves, part.end) if part.goes_on or part.fresh else start
+            if self.packing is None:  # also of the last fragment, whose window is the state
+                shift = self.past if part.fresh else min(part.end - part.begin, self.past)
+                written = self.after(start, part.begin, part.end)
+            count = torch.full_like(written[:, :1], float(shift))
+            found.append(torch.cat([written, count], dim=1))
+        return torch.stack(found)
+
+    def run(self, conv: Convolution, windows: Tensor) -> tuple[Any, Tensor]:
+        """This rank's outputs, and packed sequences' states where they end here, zeros elsewhere.
+
+        windows: [slots, B, past, C], zeros before the sequence's first token, so that every rank's outputs depend on
+        what was exchanged.
+        """
+        if self.packing is not None:
+            return self._run_packed(conv, self.packing, windows)
+        rows = [
+            self.first(0) + w if part.number == 0 else w for part, w in zip(self.parts, windows.unbind(0), strict=True)
+        ]
+        start = torch.stack(rows, dim=1).flatten(0, 1)
+        slots, rows_of = self.layout.slots, self.u.shape[0]
+        x = self.u if slots == 1 else self.u.unflatten(1, (slots, self.u.shape[1] // slots)).flatten(0, 1)
+        y, _ = _mapped(conv, x, start.transpose(1, 2), None)
+        return _each(lambda part: part.unflatten(0, (rows_of, slots)).flatten(1, 2), y), self.u
+
+    def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor) -> tuple[Any, Tensor]:
+        rows = [windows[p.slot] if p.continued else self.first(p.sequence) for p in self.pieces]
+        bounds = torch.tensor([0, *(p.end for p in self.pieces)], device=self.u.device)
+        start = torch.cat(rows) if rows else torch.zeros_like(windows[0])
+        y, _ = _mapped(conv, self.u, start.transpose(1, 2), bounds)
+        unused = 0 * windows.sum()
+        y = _each(lambda part: part + unused, y)
+        ended = self.u.new_zeros(packing.sequences, self.past, self.u.shape[2])
+        for row, piece in zip(rows, self.pieces, strict=True):
+            if not piece.goes_on:
+                last = self.after(row, piece.begin, piece.end)
+                ended = ended.index_copy(0, torch.tensor([piece.sequence], device=ended.device), last)
+        for s in packing.without_tokens() if self.rank == 0 else []:
+            ended = ended.index_copy(0, torch.tensor([s], device=ended.device), self.first(s))
+        return y, ended.transpose(1, 2)
+
+
+def _shifted(x: Tensor, count: Tensor, back: bool = False) -> Tensor:
+    """x [B, past, C] moved to the front by count places (a tensor of one number), or the transpose of that."""
+    place = torch.arange(x.shape[1], device=x.device)
+    move = (place[None] - place[:, None] == count).to(x.dtype)  # [i, k]: entry i comes from entry i + count
+    return (move.T if back else move) @ x
+
+
+def _ordered(layout: Layout, every: Tensor) -> list[Tensor]:
+    return [every[layout.owner(n)] for n in range(layout.fragments)]
+
+
+class _Enter(torch.autograd.Function):
+    """Maps of all fragments -> the window each is entered with [slots, B, past, C], and the last one [B, past, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, world: World, past: int, *tails: Tensor) -> tuple[Tensor, ...]:
+        """Gather, fold."""
+        layout = world.layout
+
+        def steps(rank: int, x: Tensor) -> Generator[Request, Tensor, tuple[Tensor, Tensor, Tensor]]:
+            maps = _ordered(layout, (yield Gather(x)))
+            windows = [torch.zeros_like(maps[0][:, :past])]
+            for m in maps:
+                windows.append(_shifted(windows[-1], m[0, past, 0]) + m[:, :past])
+            own = torch.stack([windows[layout.number(rank, s)] for s in range(layout.slots)])
+            return own, windows[-1], torch.stack([m[0, past, 0] for m in maps])
+
+        found = world.run([steps(r, x) for r, x in zip(world.here, tails, strict=True)])
+        ctx.world, ctx.past = world, past
+        ctx.save_for_backward(*(counts for _, _, counts in found))
+        return (*(own for own, _, _ in found), *(last for _, last, _ in found))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Gather, fold in reverse."""
+        refuse_second_order()
+        world, layout = ctx.world, ctx.world.layout
+        here = len(world.here)
+
+        def steps(rank: int, own: Tensor, last: Tensor, counts: Tensor) -> Generator[Request, Tensor, Tensor]:
+            every = yield Gather(torch.cat([own, last.unsqueeze(0)]))
+            each = _ordered(layout, every)
+            g, found = every[:, -1].sum(0), {}
+            for n in range(layout.fragments - 1, -1, -1):
+                found[n] = g
+                g = each[n] + _shifted(g, counts[n], back=True)
+            mine = torch.stack([found[layout.number(rank, s)] for s in range(layout.slots)])
+            return torch.cat([mine, torch.zeros_like(mine[:, :, :1])], dim=2)
+
+        asked = zip(world.here, grads[:here], grads[here:], ctx.saved_tensors, strict=True)
+        return None, None, *world.run([steps(*x) for x in asked])
+
+
+class _Shared(torch.autograd.Function):
+    """Identity on the outputs; what only some ranks have, zeros elsewhere, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, world: World, here: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(outputs, sums). here: how many of the tensors are outputs."""
+        ctx.world, ctx.here = world, here
+        sums = world.run([_sum(x) for x in tensors[here:]])
+        return (*(y.view_as(y) for y in tensors[:here]), *sums)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """The sums of their gradients, on the ranks that have them (and on the others, which drop them)."""
+        refuse_second_order()
+        here = ctx.here
+        return None, None, *grads[:here], *ctx.world.run([_sum(x) for x in grads[here:]])
+
+
+def _sum(x: Tensor) -> Generator[Request, Tensor, Tensor]:
+    return (yield Sum(x))

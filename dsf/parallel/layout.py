@@ -1,0 +1,189 @@
+"""Who holds which tokens: fragments of the sequence, in its order, and the pieces of packed sequences in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from dsf.language.errors import InputError
+
+LAYOUTS = ("contiguous", "headtail")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of a sequence are dealt to `ranks` ranks.
+
+    contiguous: rank r holds the r-th run of neighbouring tokens, of any length. headtail: the sequence is cut in 2 W
+    runs of one length, and rank r holds the runs r and 2 W - 1 - r, one after the other, which balances the work of
+    causal softmax attention. `slots` runs a rank; fragments are counted in the sequence's order.
+    """
+
+    name: str
+    ranks: int
+
+    @property
+    def slots(self) -> int:
+        """Fragments a rank holds."""
+        return 2 if self.name == "headtail" else 1
+
+    @property
+    def fragments(self) -> int:
+        """Fragments of the whole sequence."""
+        return self.slots * self.ranks
+
+    def number(self, rank: int, slot: int) -> int:
+        """The place in the sequence of a rank's fragment."""
+        return rank if slot == 0 else 2 * self.ranks - 1 - rank
+
+    def owner(self, number: int) -> tuple[int, int]:
+        """(rank, slot) of a fragment."""
+        return (number, 0) if number < self.ranks else (2 * self.ranks - 1 - number, 1)
+
+    def sizes(self, tokens: int, given: Sequence[int] | None = None) -> list[int]:
+        """Tokens of every fragment of a sequence of `tokens`. given: of every rank, where they are not even.
+
+        Raises InputError where the layout cannot hold them.
+        """
+        if given is not None and sum(given) != tokens:
+            raise InputError(f"sizes={tuple(given)} hold {sum(given)} tokens, but the sequence has {tokens}")
+        if self.slots == 1:
+            share, rest = divmod(tokens, self.ranks)
+            return list(given) if given is not None else [share + (r < rest) for r in range(self.ranks)]
+        if tokens % self.fragments:
+            raise InputError(
+                f"layout='headtail' cuts a sequence in {self.fragments} runs of one length; {tokens} tokens do not "
+                "divide"
+            )
+        return [tokens // self.fragments] * self.fragments
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One run of tokens of one rank.
+
+    number: its place in the sequence. begin, end: its tokens among the rank's. enters, leaves: tokens at its front that
+    continue a sequence which began before it, and at its end of a sequence that goes on after it. continued, goes_on:
+    whether there is such a sequence (a fragment may have no tokens). fresh: what leaves it began in it, or nothing
+    leaves it. entering, leaving: the numbers of those sequences.
+    """
+
+    number: int
+    begin: int
+    end: int
+    enters: int
+    leaves: int
+    continued: bool
+    goes_on: bool
+    fresh: bool
+    entering: int = 0
+    leaving: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of one packed sequence within one fragment, among the rank's tokens: what a packed call sees as one.
+
+    sequence: its number. slot: of the fragment. continued: it began in an earlier fragment; goes_on: it ends in a later
+    one.
+    """
+
+    begin: int
+    end: int
+    sequence: int
+    slot: int
+    continued: bool
+    goes_on: bool
+
+
+def plain_fragment(layout: Layout, rank: int, slot: int, tokens: int) -> Fragment:
+    """A fragment of sequences that are not packed; tokens: of this rank."""
+    number, length = layout.number(rank, slot), tokens // layout.slots
+    first, last = number == 0, number == layout.fragments - 1
+    begin = slot * length
+    return Fragment(
+        number, begin, begin + length, 0 if first else length, 0 if last else length, not first, not last, first
+    )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Packed sequences over fragments. bounds: cu_seqlens; starts: where every fragment begins, and T at the end."""
+
+    layout: Layout
+    bounds: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(layout: Layout, bounds: Sequence[int], given: Sequence[int] | None = None) -> Packing:
+        """Raises InputError where the layout cannot hold the tokens."""
+        sizes = layout.sizes(bounds[-1], given)
+        return Packing(layout, tuple(bounds), (0, *accumulate(sizes)))
+
+    @property
+    def sequences(self) -> int:
+        """How many."""
+        return len(self.bounds) - 1
+
+    def tokens(self, rank: int) -> int:
+        """Tokens of a rank."""
+        numbers = [self.layout.number(rank, slot) for slot in range(self.layout.slots)]
+        return sum(self.starts[n + 1] - self.starts[n] for n in numbers)
+
+    def is_fresh(self, number: int) -> bool:
+        """Whether nothing of what a fragment is entered with is left at its end."""
+        low, high = self.starts[number : number + 2]
+        if low == high:
+            return number == 0
+        return not any(a < low and b > high for a, b in pairwise(self.bounds))
+
+    def fragment(self, rank: int, slot: int) -> Fragment:
+        """A rank's fragment."""
+        number = self.layout.number(rank, slot)
+        low, high = self.starts[number : number + 2]
+        begin = sum(self.starts[n + 1] - self.starts[n] for n in (self.layout.number(rank, s) for s in range(slot)))
+        place = begin - low  # from the place in the sequence to that among the rank's tokens
+        entering = self._sequence_over(low)
+        leaving = self._sequence_over(high)
+        enters = 0 if entering is None else min(high, self.bounds[entering + 1]) - low
+        leaves = 0 if leaving is None else high - max(low, self.bounds[leaving])
+        return Fragment(
+            number, begin, high + place, enters, leaves, entering is not None, leaving is not None,
+            self.is_fresh(number), entering or 0, leaving or 0,
+        )  # fmt: skip
+
+    def _sequence_over(self, place: int) -> int | None:
+        """The sequence that has tokens on both sides of a place."""
+        return next((s for s, (a, b) in enumerate(pairwise(self.bounds)) if a < place < b), None)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank's tokens are pieces of, in the order of its tokens."""
+        found = []
+        for slot in range(self.layout.slots):
+            fragment = self.fragment(rank, slot)
+            low, high = self.starts[fragment.number : fragment.number + 2]
+            for s, (a, b) in enumerate(pairwise(self.bounds)):
+                first, last = max(a, low), min(b, high)
+                if first < last:
+                    place = fragment.begin - low
+                    found.append(Piece(first + place, last + place, s, slot, a < low, b > high))
+        return found
+
+    def ends(self, rank: int) -> list[int]:
+        """Which sequences end on a rank; those without tokens do on rank 0."""
+        found = [p.sequence for p in self.pieces(rank) if not p.goes_on]
+        return found + (self.without_tokens() if rank == 0 else [])
+
+    def without_tokens(self) -> list[int]:
+        """Sequences that are empty."""
+        return [s for s, (a, b) in enumerate(pairwise(self.bounds)) if a == b]
+
+    def positions(self, rank: int) -> list[int]:
+        """The place in the packed row of every token of a rank."""
+        return [
+            t
+            for slot in range(self.layout.slots)
+            for n in [self.layout.number(rank, slot)]
+            for t in range(self.starts[n], self.starts[n + 1])
+        ]

@@ -1,0 +1,81 @@
+"""Where a rank's tokens are in the sequences: at which of them sequences begin, and how many come before each."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsf.language.errors import InputError
+from dsf.parallel.call import host_bounds
+from dsf.parallel.collectives import Gather, Request
+from dsf.parallel.world import Simulated, World
+
+
+class Places(NamedTuple):
+    """The tokens of one rank.
+
+    begins: int64, the places among them at which sequences begin. place: int64 [T], how many tokens of its sequence lie
+    before each within the call; row: int64 [T], its sequence, or None where sequences are not packed; total: int64 [],
+    the tokens of all ranks. The last three are None unless they were asked for.
+    """
+
+    begins: Tensor
+    place: Tensor | None = None
+    row: Tensor | None = None
+    total: Tensor | None = None
+
+    def positions(self, before: Tensor | None) -> Tensor:
+        """int64 [1 or B, T]: the tokens of its sequence before each. before: [rows], those of earlier calls."""
+        assert self.place is not None
+        if before is None:
+            return self.place.unsqueeze(0)
+        moved = before.unsqueeze(1) if self.row is None else before[self.row].unsqueeze(0)
+        return self.place + moved
+
+
+def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places | None:
+    """The places of x [B, T, ...], this rank's tokens. None for a `Simulated` world, whose calls hold all of them.
+
+    cu_seqlens: of the global sequences. counted: with the position of every token, which costs one collective where the
+    ranks' numbers of tokens do not follow from the layout. Raises InputError for tokens that do not fit the layout.
+    """
+    if isinstance(world, Simulated):
+        return None
+    bounds = host_bounds("layer", cu_seqlens)
+    (rank,), tokens, device = world.here, x.shape[1], x.device
+    if bounds is None:
+        begins = torch.arange(1 if rank == 0 and tokens else 0, device=device)
+        return Places(begins, *_counted(world, rank, tokens, device)) if counted else Places(begins)
+    packing = world.packing(bounds)
+    if packing.tokens(rank) != tokens:
+        raise InputError(f"rank {rank} has {tokens} tokens, but the layout gives it {packing.tokens(rank)}")
+    pieces = packing.pieces(rank)
+    begins = torch.tensor([p.begin for p in pieces if not p.continued], dtype=torch.int64, device=device)
+    if not counted:
+        return Places(begins)
+    starts = [(s, start) for s, (start, end) in enumerate(pairwise(bounds)) for _ in range(start, end)]
+    held = [(t - starts[t][1], starts[t][0]) for t in packing.positions(rank)]
+    place, row = torch.tensor(held, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+    return Places(begins, place, row, torch.tensor(bounds[-1], device=device))
+
+
+def _counted(world: World, rank: int, tokens: int, device: torch.device) -> tuple[Tensor, None, Tensor]:
+    """place, row and total of sequences that are not packed."""
+    layout, column = world.layout, torch.arange(tokens, device=device)
+    if layout.slots > 1:  # runs of one length
+        run = tokens // layout.slots
+        parts = [column[:run] + layout.number(rank, slot) * run for slot in range(layout.slots)]
+        return torch.cat(parts), None, torch.tensor(layout.fragments * run, device=device)
+    if world.sizes is not None:
+        begin, total = sum(world.sizes[:rank]), sum(world.sizes)
+        return column + begin, None, torch.tensor(total, device=device)
+
+    def steps() -> Generator[Request, Tensor, Tensor]:
+        return (yield Gather(torch.full((1,), tokens, dtype=torch.int64, device=device)))
+
+    (every,) = world.run([steps()])
+    return column + every[:rank].sum(), None, every.sum()

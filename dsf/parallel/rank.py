@@ -1,0 +1,204 @@
+"""One rank's part of one call: what exchanges ask of it, its main pass, final states and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.parallel.collectives import tied
+from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragment
+from dsf.parallel.summary import Summary
+
+
+@dataclass
+class Rank:
+    """One rank's part of one call, as the exchanges see it (dsf.parallel.exchange.Shards).
+
+    packing: of packed sequences, or None. initial: the state of the global sequences, or None. In the backward pass
+    also: starts, of every slot; dy; dfinal, the gradient of the global final states, summed over ranks, or None.
+    """
+
+    rank: int
+    layout: Layout
+    summary: Summary
+    packing: Packing | None
+    initial: Tensor | None
+    starts: list[Tensor] = field(default_factory=list)
+    dy: Tensor | None = None
+    dfinal: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.frame = self.summary.frame
+        tokens = self.summary.sizes.tokens
+        if self.packing is None:
+            self.fresh: Several[bool] = [n == 0 for n in range(self.layout.fragments)]
+            self.parts = [plain_fragment(self.layout, self.rank, s, tokens) for s in range(self.layout.slots)]
+            self.pieces: list[Piece] = []
+        else:
+            self.fresh = [self.packing.is_fresh(n) for n in range(self.layout.fragments)]
+            self.parts = [self.packing.fragment(self.rank, s) for s in range(self.layout.slots)]
+            self.pieces = self.packing.pieces(self.rank)
+
+    # -- what an exchange asks for
+
+    def fragment(self, slot: int) -> Fragment:
+        """The fragment in a slot."""
+        return self.parts[slot]
+
+    def empty(self) -> Tensor:
+        """A state before anything was written [B, H, N, columns]."""
+        return self.summary.empty(self.summary.sizes.batch)
+
+    def nothing(self) -> Tensor:
+        """A gradient of zero [B, H, N, plain columns], made in the backward pass: a traced graph would move it out."""
+        zero = self.empty()[..., : self.frame.plain]
+        return zero if self.dy is None else tied(zero, [self.dy])
+
+    def _first(self, sequence: int) -> Tensor | None:
+        """The initial state of a sequence that begins here."""
+        if self.initial is None or self.packing is None:
+            return self.initial
+        return self.initial[sequence : sequence + 1]
+
+    def written(self, slot: int) -> Tensor:
+        """F, with the initial state in it where the sequence begins."""
+        part = self.parts[slot]
+        first = self._first(part.leaving) if part.fresh else None
+        return self.summary.written(part.end - part.leaves, part.end, first)
+
+    def move(self, slot: int) -> Tensor | None:
+        """M."""
+        return self.summary.move(self.parts[slot].begin, self.parts[slot].end)
+
+    def through(self, slot: int, state: Tensor) -> Tensor:
+        """The state after the fragment."""
+        part = self.parts[slot]
+        return self.summary.written(part.end - part.leaves, part.end, state)
+
+    def adjoint(self, slot: int, last: Tensor | None) -> Tensor:
+        """C, or the whole gradient of the entering state."""
+        part, plain = self.parts[slot], self.frame.plain
+        ends = not part.goes_on or part.fresh
+        if ends and self.dfinal is not None:
+            rows = slice(None) if self.packing is None else slice(part.entering, part.entering + 1)
+            last = self.dfinal[rows, ..., :plain].contiguous()
+        assert self.dy is not None
+        end = part.begin + part.enters
+        return self.summary.adjoint(part.begin, end, self.starts[slot], self.dy[:, part.begin : end], last)
+
+    # -- the main pass
+
+    def main(self, starts: Several[Tensor]) -> tuple[Tensor, Tensor]:
+        """y of this rank's tokens, and the state after each of its rows: slots times B, or pieces of sequences."""
+        summary, sizes = self.summary, self.summary.sizes
+        if self.packing is not None:
+            return self._main_packed(starts)
+        begin = self._row_state(starts)
+        if not sizes.tokens:
+            y = torch.zeros(sizes.batch, 0, sizes.heads, sizes.p, dtype=summary.bound.dtype, device=begin.device)
+            return y, begin
+        rows: dict[str, Any] = {n: self._rows(n, x) for n, x in summary.bound.tensors.items()}
+        alone = self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1
+        state = None if alone and type(begin) is Tensor else begin  # a traced graph keeps what was exchanged
+        how: dict[str, Any] = {"form": summary.form, "backend": summary.backend}
+        y, last = summary.recurrence(**rows, initial_state=state, return_state=True, **how)
+        return y.unflatten(0, (sizes.batch, -1)).flatten(1, 2), last
+
+    def _rows(self, name: str, x: Tensor) -> Tensor:
+        """[B, slots L, ...] -> [B slots, L, ...]; Params as they are."""
+        timed = {i.name for i in self.summary.recurrence.spec.inputs if i.kind.time}
+        if name not in timed or self.layout.slots == 1:
+            return x
+        return x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
+
+    def _row_state(self, starts: Several[Tensor]) -> Tensor:
+        """The state of every row [B slots, H, N, columns]."""
+        found = []
+        for part, start in zip(self.parts, starts, strict=True):
+            found.append(self._begun(start) if part.number == 0 else start)
+        return found[0] if len(found) == 1 else torch.stack(found, dim=1).flatten(0, 1)
+
+    def _begun(self, start: Tensor) -> Tensor:
+        """The initial state; start, which has nothing in it, is added so that a traced graph keeps the exchange."""
+        if self.initial is None:
+            return start
+        (plain, gain), (nothing, _) = self.frame.split(self.initial), self.frame.split(start)
+        return torch.cat([plain + nothing, gain], dim=-1) if type(start) is not Tensor else self.initial
+
+    def _main_packed(self, starts: Several[Tensor]) -> tuple[Tensor, Tensor]:
+        summary, sizes = self.summary, self.summary.sizes
+        none = self.empty()
+        rows = []
+        for piece in self.pieces:
+            first = starts[piece.slot] if piece.continued else self._first(piece.sequence)
+            rows.append(none if first is None else first)
+        spare = [none if (x := self._first(s)) is None else x for s in self._without_tokens()]
+        if not self.pieces:
+            y = torch.zeros(1, 0, sizes.heads, sizes.p, dtype=summary.bound.dtype, device=none.device)
+            return y, torch.cat(spare) if spare else none[:0]
+        bounds = [0, *(p.end for p in self.pieces)]
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        how: dict[str, Any] = {"form": summary.form, "backend": summary.backend}
+        call: dict[str, Any] = {**summary.bound.tensors, "initial_state": torch.cat(rows), "return_state": True}
+        y, last = summary.recurrence(**call, cu_seqlens=cu_seqlens, **how)
+        return y, torch.cat([last, *spare])
+
+    def _without_tokens(self) -> list[int]:
+        assert self.packing is not None
+        return self.packing.without_tokens() if self.rank == 0 else []
+
+    # -- final states and their gradients
+
+    def ended(self, last: Tensor) -> Tensor:
+        """The final states of the sequences that end here, zeros for the others: [B or sequences, H, N, columns]."""
+        if self.packing is None:
+            rows = last.unflatten(0, (-1, self.layout.slots))
+            for slot, part in enumerate(self.parts):
+                if part.number == self.layout.fragments - 1:
+                    return rows[:, slot].clone()
+            return torch.zeros_like(rows[:, 0])
+        whole = last.new_zeros(self.packing.sequences, *last.shape[1:])
+        keep = [row for row, piece in enumerate(self.pieces) if not piece.goes_on]
+        keep += range(len(self.pieces), last.shape[0])
+        if not keep:
+            return whole
+        places = torch.tensor(self.packing.ends(self.rank), device=last.device)
+        return whole.index_copy(0, places, last[keep])
+
+    def of_rows(self, g: Several[Tensor], after: Several[Tensor], gain: Tensor) -> Tensor:
+        """The gradient of `last` of `main`. g: of what the fragments leave, in the scale m = `after` of the fold.
+
+        gain: m of `last`, in whose scale the main pass wants it.
+        """
+        nothing = self.empty()
+        found = []
+        if self.packing is None:
+            gains = gain.unflatten(0, (-1, self.layout.slots))
+            for slot, part in enumerate(self.parts):
+                found.append(self._row_gradient(part.goes_on, slot, g, after, gains[:, slot], self.dfinal, nothing))
+            return torch.stack(found, dim=1).flatten(0, 1)
+        for row, piece in enumerate(self.pieces):
+            final = None if self.dfinal is None else self.dfinal[piece.sequence : piece.sequence + 1]
+            own = gain[row : row + 1]
+            found.append(self._row_gradient(piece.goes_on, piece.slot, g, after, own, final, nothing))
+        for s in self._without_tokens():
+            found.append(torch.zeros_like(nothing) if self.dfinal is None else self.dfinal[s : s + 1])
+        return torch.cat(found) if found else nothing[:0]
+
+    def _row_gradient(
+        self, goes_on: bool, slot: int, g: Several[Tensor], after: Several[Tensor], own: Tensor,
+        final: Tensor | None, nothing: Tensor,
+    ) -> Tensor:  # fmt: skip
+        frame = self.frame
+        if not goes_on:
+            if self.packing is None:  # of zeros, which keep the exchange in a traced graph
+                nothing = torch.cat([g[slot], torch.zeros_like(own)], dim=-1)
+            else:
+                nothing = torch.zeros_like(nothing)
+            return nothing if final is None else nothing + final
+        found = g[slot] * frame.wide((own - after[slot]).exp()) if frame.gain else g[slot]
+        return torch.cat([found, torch.zeros_like(own)], dim=-1)

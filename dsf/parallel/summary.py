@@ -1,0 +1,202 @@
+"""What a shard is to the others: F, M and the gradient of the state that it is entered with.
+
+This is the one place that computes them, by public calls of the recurrence and of those derived from it
+(dsf.parallel.derive). Kernels that make the same numbers in one pass replace `Summary` (see `summary_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import Bound, Sizes, named_axes
+from dsf.call.recurrence import Recurrence
+from dsf.kernels.affine import Frame
+from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.parallel.derive import adjoint, frame_of, homogeneous, reads_values
+from dsf.torch.evaluate import Evaluator
+from dsf.torch.lower import decay_factors
+
+SEGMENT = 1 << 24  # numbers that a sum of decays may hold at once
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The generic summary of one call's shard. bound: the call's checked inputs; form, backend: as in the call."""
+
+    recurrence: Recurrence
+    bound: Bound
+    form: str
+    backend: str
+
+    @property
+    def sizes(self) -> Sizes:
+        """The call's sizes."""
+        return self.bound.sizes
+
+    @property
+    def frame(self) -> Frame:
+        """Shapes of states and maps."""
+        return frame_of(self.recurrence.spec, self.sizes.n, self.sizes.p)
+
+    def part(self, begin: int, end: int) -> dict[str, Tensor]:
+        """The inputs of some tokens; Params as they are."""
+        timed = {i.name for i in self.recurrence.spec.inputs if i.kind.time}
+        return {n: x[:, begin:end] if n in timed else x for n, x in self.bound.tensors.items()}
+
+    def like(self) -> Tensor:
+        """A tensor of the states' dtype and device."""
+        return torch.empty((), dtype=self.bound.compute, device=self.bound.device)
+
+    def empty(self, rows: int) -> Tensor:
+        """States of sequences that have not begun: [rows, H, N, columns]."""
+        return self.frame.empty(self.like(), rows, self.sizes.heads)
+
+    def written(self, begin: int, end: int, state: Tensor | None) -> Tensor:
+        """F, or where a state is given M S + F: the state after these tokens."""
+        if begin == end:
+            return self.empty(self.sizes.batch) if state is None else state
+        call: dict[str, Any] = {**self.part(begin, end), "initial_state": state, "return_state": True}
+        found: Tensor = self.recurrence(**call, form=self.form, backend=self.backend)[1]
+        return found
+
+    def move(self, begin: int, end: int) -> Tensor | None:
+        """M as `Frame` stores it: [B, H, *move_shape], or None where it is not stored."""
+        frame, sizes = self.frame, self.sizes
+        if begin == end or frame.kind in ("identity", "channel"):
+            return frame.neutral(self.like(), sizes.batch, sizes.heads)
+        if frame.kind == "dense":
+            return self._dense(begin, end)
+        found = self._product(begin, end)
+        return found.expand(sizes.batch, sizes.heads, *found.shape[2:])
+
+    def adjoint(self, begin: int, end: int, state: Tensor | None, dy: Tensor, last: Tensor | None) -> Tensor:
+        """The gradient of the state that these tokens are entered with, its plain columns [B, H, N, columns].
+
+        state: the one they were entered with. dy: the gradient of their outputs. last: of the state they leave.
+        """
+        plain = self.frame.plain
+        if begin == end:
+            return self.empty(self.sizes.batch)[..., :plain] if last is None else last
+        part = self.part(begin, end)
+        derived = adjoint(self.recurrence.spec)
+        if derived is None:
+            return self._differentiated(part, state, dy, last)[..., :plain]
+        *_, driver = derived.spec.inputs
+        timed = {i.name for i in self.recurrence.spec.inputs if i.kind.time}
+        part = {n: x.flip(1) if n in timed else x for n, x in part.items()}
+        part[driver.name] = dy.flip(1)
+        call: dict[str, Any] = {**part, "initial_state": last, "return_state": True}
+        found: Tensor = derived(**call, form=self.form, backend=self._torch_or_auto)[1]
+        return found
+
+    @property
+    def _torch_or_auto(self) -> str:
+        """The backend of derived recurrences, which kernels need not cover even where they cover the call's."""
+        return "torch" if self.backend == "torch" else "auto"
+
+    def _differentiated(
+        self, part: Mapping[str, Tensor], state: Tensor | None, dy: Tensor, last: Tensor | None
+    ) -> Tensor:
+        """The same by differentiating one more run in the state alone."""
+        start = (self.empty(self.sizes.batch) if state is None else state).detach()
+        with torch.enable_grad():
+            start.requires_grad_()
+            call: dict[str, Any] = {**{n: x.detach() for n, x in part.items()}, "return_state": True}
+            y, final = self.recurrence(**call, initial_state=start, form=self.form, backend=self.backend)
+            outputs, grads = [y], [dy]
+            if last is not None:
+                outputs.append(self.frame.split(final)[0])
+                grads.append(last)
+            (found,) = torch.autograd.grad(outputs, start, grads)
+        return found
+
+    # -- M
+
+    def _dense(self, begin: int, end: int) -> Tensor:
+        """M [B, H, N, N]: the homogeneous recurrence run from I, its channels the columns."""
+        spec, sizes, part = self.recurrence.spec, self.sizes, self.part(begin, end)
+        eye = torch.eye(sizes.n, dtype=self.bound.compute, device=self.bound.device)
+        eye = eye.expand(sizes.batch, sizes.heads, -1, -1)
+        wide = [i.name for i in spec.inputs if VALUE in i.kind.axes]
+        if wide and not reads_values(spec):  # values are written, never multiplied with a state
+            part |= {n: part[n].new_zeros(1).expand(*part[n].shape[:-1], sizes.n) for n in wide}
+            return self._free(part, eye)
+        blocks = []
+        for j in range(0, sizes.n, sizes.p):
+            block = eye[..., j : j + sizes.p]
+            block = torch.nn.functional.pad(block, (0, sizes.p - block.shape[-1]))
+            blocks.append(self._free(part, block))
+        return torch.cat(blocks, dim=-1)[..., : sizes.n]
+
+    def _free(self, part: Mapping[str, Tensor], state: Tensor) -> Tensor:
+        call: dict[str, Any] = {**part, "initial_state": state.contiguous(), "return_state": True}
+        found: Tensor = homogeneous(self.recurrence.spec)(**call, form=self.form, backend=self._torch_or_auto)[1]
+        return found
+
+    def _product(self, begin: int, end: int) -> Tensor:
+        """M of a diagonal A [B|1, H|1, *move_shape]: one product over tokens, in logarithms where A has them."""
+        spec, frame, factors = self.recurrence.spec, self.frame, decay_factors(self.recurrence.spec)
+        if factors is not None and not frame.gain:
+            fixed, moving = factors
+            return (self._values(fixed, begin, end)[:, 0] * self._over_tokens(moving, begin, end, torch.sum)).exp()
+        if frame.rows > 1 and frame.columns > 1 and not frame.gain:  # no tensor of [B, T, H, N, P]
+            ones = self.like().new_ones(self.sizes.batch, self.sizes.heads, frame.n, frame.plain)
+            return self._free(self.part(begin, end), ones)
+        if spec.log_decays is not None:
+            logs = [self._over_tokens(x, begin, end, torch.sum) for x in spec.log_decays]
+            total = torch.stack(torch.broadcast_tensors(*logs)).sum(0)
+            return self._whole(total if frame.gain else total.exp())
+        decays = [r.normal.decay for r in spec.rows]
+        if not frame.gain:
+            each = [self._over_tokens(x, begin, end, torch.prod) for x in decays]
+            return self._whole(torch.stack(torch.broadcast_tensors(*each)).prod(0))
+        logs = [self._over_tokens(x, begin, end, torch.sum, lambda d: d.abs().log()) for x in decays]
+        signs = [self._over_tokens(x, begin, end, torch.prod, torch.sign) for x in decays]
+        log, sign = torch.stack(torch.broadcast_tensors(*logs)), torch.stack(torch.broadcast_tensors(*signs))
+        return torch.stack([self._whole(log.sum(0)), self._whole(sign.prod(0))], dim=2)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """[B|1, H|1, n, p] with all the rows and columns of M."""
+        return x.expand(*x.shape[:2], self.frame.rows, self.frame.columns)
+
+    def _over_tokens(
+        self, x: Expr, begin: int, end: int, over: Callable[..., Tensor], of: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """A sum or product over tokens of (a function of) an expression [B|1, H|1, n, p], a segment at a time."""
+        sizes = self.sizes
+        each = sizes.batch * sizes.heads
+        for axis, size in ((KEY, sizes.n), (VALUE, sizes.p)):
+            each *= size if axis in x.axes else 1
+        step = max(1, SEGMENT // each)
+        parts = []
+        for low in range(begin, end, step):
+            high = min(low + step, end)
+            values = self._values(x, low, high)
+            values = values if of is None else of(values)
+            parts.append(over(values.expand(-1, high - low, -1, -1, -1), 1))
+        return parts[0] if len(parts) == 1 else over(torch.stack(parts), 0)
+
+    def _values(self, x: Expr, begin: int, end: int) -> Tensor:
+        """An expression of the inputs on some tokens [B|1, T|1, H|1, n, p]."""
+        spec, part = self.recurrence.spec, self.part(begin, end)
+        used = {i.attrs[0] for i in inputs_of(x)} or {spec.inputs[0].name}
+        values = {}
+        for entry in spec.inputs:
+            if entry.name not in used:
+                continue
+            given = part[entry.name].to(self.bound.compute)
+            steps = given.unbind(2) if entry.kind.steps is not None else (given,)
+            for step, piece in enumerate(steps):
+                node = Expr("input", (), (entry.name, step if entry.kind.steps is not None else None), entry.kind.axes)
+                values[node] = named_axes(entry.kind, piece, self.sizes.heads)
+        return Evaluator(values, self.sizes.keys, self.sizes.p)(x)
+
+
+def summary_of(recurrence: Recurrence, bound: Bound, form: str, backend: str) -> Summary:
+    """What makes the summaries of a call: the generic one; where kernels have their own, that is chosen here."""
+    return Summary(recurrence, bound, form, backend)

@@ -1,0 +1,322 @@
+"""`Sequence`, the ranks that share a sequence; `Simulated`, the same ranks in one process."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence as Several
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsf.kernels.affine import Frame
+from dsf.language.errors import InputError
+from dsf.parallel.collectives import (
+    ALL,
+    INNER,
+    OUTER,
+    Gather,
+    Group,
+    Hop,
+    Request,
+    Steps,
+    Sum,
+    Swap,
+    drive,
+    tied,
+    together,
+)
+from dsf.parallel.cost import Choice, Link, choose, default_links
+from dsf.parallel.layout import LAYOUTS, Layout, Packing
+
+WORLDS: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class World:
+    """Ranks that hold the tokens of one sequence between them.
+
+    layout: who holds which tokens. sizes: tokens of every rank, or None where they are as even as can be. exchange:
+    "auto" or one of gather, transpose, relay, two-level. nodes: into how many the ranks are divided. links: latency and
+    bandwidth within and between nodes, for the choice. log: a list that takes the signature of every collective, or
+    None.
+    """
+
+    def __init__(
+        self, layout: str, ranks: int, nodes: int, sizes: Several[int] | None, exchange: str, links: tuple[Link, Link]
+    ) -> None:
+        if layout not in LAYOUTS:
+            raise InputError(f"layout is {layout!r}; layouts are {', '.join(LAYOUTS)}")
+        if exchange not in ("auto", "gather", "transpose", "relay", "two-level"):
+            raise InputError(f"exchange is {exchange!r}; it is auto, gather, transpose, relay or two-level")
+        if exchange == "two-level" and nodes < 2:
+            raise InputError("exchange='two-level' needs a mesh of two dimensions, nodes and ranks of a node")
+        if sizes is not None and (layout != "contiguous" or len(sizes) != ranks or min(sizes) < 0):
+            raise InputError(f"sizes={tuple(sizes)} must be the tokens of each of {ranks} contiguous shards")
+        self.layout = Layout(layout, ranks)
+        self.sizes = None if sizes is None else tuple(sizes)
+        self.exchange, self.nodes, self.links = exchange, nodes, links
+        self.log: list[tuple[Any, ...]] | None = None
+        self._register()
+
+    def _register(self) -> None:
+        self.key = f"{type(self).__name__}#{next(_numbers)}"
+        WORLDS[self.key] = self
+
+    def __copy__(self) -> World:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        """The same: a copied model talks to the same ranks."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if name not in ("key", "log")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.log = None
+        self._register()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the sequence."""
+        return self.layout.ranks
+
+    @property
+    def here(self) -> list[int]:
+        """The ranks of this process."""
+        raise NotImplementedError
+
+    def run(self, steps: Several[Steps]) -> list[Any]:
+        """The values of this process's generators (dsf.parallel.collectives)."""
+        raise NotImplementedError
+
+    def choice(self, frame: Frame, rows: int, width: int) -> Choice:
+        """The exchange for states of this shape. rows: batch times heads; width: bytes of a number."""
+        return choose(frame, self.layout, rows, width, self.exchange, self.nodes, self.links)
+
+    def packing(self, bounds: Several[int]) -> Packing:
+        """Where packed sequences are cut. Raises InputError where the layout cannot hold them."""
+        return Packing.of(self.layout, bounds, self.sizes)
+
+    def places(self, tokens: int, rank: int) -> list[int]:
+        """The places in a sequence of `tokens` tokens that a rank holds."""
+        return self.packing([0, tokens]).positions(rank)
+
+    def shard_of(self, rank: int, *xs: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
+        """The tokens of one rank from whole tensors."""
+        found = []
+        for x in xs:
+            packing = self.packing([0, x.shape[dim]])
+            parts = []
+            for slot in range(self.layout.slots):
+                number = self.layout.number(rank, slot)
+                parts.append(x.narrow(dim, packing.starts[number], packing.starts[number + 1] - packing.starts[number]))
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim))
+        return tuple(found)
+
+    def whole_of(self, shards: Several[Tensor], dim: int = 1) -> Tensor:
+        """The inverse of `shard_of` for all ranks."""
+        layout = self.layout
+        if layout.slots == 1:
+            return torch.cat(list(shards), dim=dim)
+        halves = [x.chunk(2, dim=dim) for x in shards]
+        owners = [layout.owner(number) for number in range(layout.fragments)]
+        return torch.cat([halves[rank][slot] for rank, slot in owners], dim=dim)
+
+
+class Sequence(World):
+    """Context parallelism: a sequence over the ranks of a mesh or a process group.
+
+        cp = dsf.parallel.Sequence(mesh["cp"])
+        x, labels = cp.shard(x, labels)
+        y = gated_deltanet(q, k, v, alpha, beta, parallel=cp)
+
+    mesh: a DeviceMesh of one dimension, or of two, nodes and ranks of a node (then the two-level exchange can be
+    taken); a ProcessGroup; or None for all ranks. layout: "contiguous", or "headtail", which load-balanced softmax
+    attention takes (rank r holds the runs r and 2 W - 1 - r of 2 W). sizes: tokens of every rank where contiguous
+    shards are not as even as torch.tensor_split makes them; only packed sequences and softmax attention need to know.
+    exchange: "auto", or "gather", "transpose", "relay" or "two-level". links: `dsf.parallel.Link`s within a node and
+    between nodes, instead of the defaults of the device. check: compare all ranks' shapes and dtypes before every call,
+    by one more small collective, and raise the same InputError on every rank where they do not fit.
+
+    Every rank makes the same calls in the same order, forward and backward, whatever it holds. An object like any
+    other: no global state, copied with a model as it is, pickled by the names of its groups.
+
+    Raises InputError for a mesh of another shape, a rank outside of it, or options that do not exist.
+    """
+
+    def __init__(
+        self,
+        mesh: Any = None,
+        layout: str = "contiguous",
+        *,
+        sizes: Several[int] | None = None,
+        exchange: str = "auto",
+        links: tuple[Link, Link] | None = None,
+        check: bool = False,
+    ) -> None:
+        self._groups, device = _groups_of(mesh)
+        outer, inner = self._groups
+        self._rank = outer.rank * inner.size + inner.rank
+        super().__init__(layout, outer.size * inner.size, outer.size, sizes, exchange, links or default_links(device))
+        self.check = check
+
+    def __repr__(self) -> str:
+        return f"Sequence(rank {self._rank} of {self.ranks}, layout={self.layout.name!r}, exchange={self.exchange!r})"
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks of the sequence."""
+        return self._rank
+
+    @property
+    def here(self) -> list[int]:
+        """Its own."""
+        return [self._rank]
+
+    def run(self, steps: Several[Steps]) -> list[Any]:
+        """One generator, by torch's functional collectives."""
+        (one,) = steps
+        heard: list[Tensor] = []
+
+        def answer(request: Request) -> Tensor:
+            heard.append(self._answer(request))
+            return heard[-1]
+
+        return [tied(drive(one, answer), heard)]
+
+    def _answer(self, request: Request) -> Tensor:
+        if self.log is not None:
+            self.log.append(request.signature)
+        outer, inner = self._groups
+        if request.where == INNER or (request.where == ALL and outer.size == 1):
+            return inner.answer(request)
+        if request.where == OUTER:
+            return outer.answer(request)
+        if isinstance(request, Gather):
+            near = inner.answer(request)
+            return outer.answer(replace(request, x=near)).flatten(0, 1)
+        if isinstance(request, Sum):
+            return outer.answer(replace(request, x=inner.answer(request)))
+        if isinstance(request, Swap):
+            x = request.x.unflatten(0, (outer.size, inner.size)).transpose(0, 1)
+            near = inner.answer(Swap(x)).transpose(0, 1)
+            return outer.answer(Swap(near)).flatten(0, 1)
+        assert isinstance(request, Hop)
+        (a, i), (b, j) = divmod(request.source, inner.size), divmod(request.target, inner.size)
+        x = request.x
+        if i != j:
+            x = inner.answer(Hop(x, INNER, i, j))
+        return outer.answer(Hop(x, OUTER, a, b)) if a != b else x
+
+    def tell(self, text: str, device: torch.device) -> list[str]:
+        """Every rank's text, on every rank."""
+        room = torch.zeros(1024, dtype=torch.uint8)
+        letters = list(text.encode())[: len(room)]
+        room[: len(letters)] = torch.tensor(letters, dtype=torch.uint8)
+        every = self._answer(Gather(room.to(device))).cpu()
+        return [bytes(row[row > 0].tolist()).decode() for row in every]
+
+    def shard(self, *xs: Tensor, dim: int = 1) -> Any:
+        """This rank's tokens of whole tensors, by the layout: one tensor, or a tuple of as many as were given."""
+        found = self.shard_of(self._rank, *xs, dim=dim)
+        return found[0] if len(found) == 1 else found
+
+    def gather(self, x: Tensor, tokens: int | None = None, dim: int = 1) -> Tensor:
+        """The whole tensor from every rank's shard, on every rank; gradients go back to the ranks they belong to.
+
+        tokens: of the whole sequence, where shards are not all of one length.
+        """
+        from dsf.parallel.tokens import gather_tokens
+
+        return gather_tokens(self, [x], self.lengths(x.shape[dim], tokens), dim)[0]
+
+    def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
+        """The places in the sequence of this rank's tokens [T_local], for position embeddings. tokens: of the whole."""
+        return torch.tensor(self.places(tokens, self._rank), dtype=torch.int64, device=device)
+
+    @property
+    def fragments(self) -> list[int]:
+        """The fragments of this rank, counted in the sequence's order."""
+        return [self.layout.number(self._rank, slot) for slot in range(self.layout.slots)]
+
+    def lengths(self, mine: int, tokens: int | None = None) -> list[int]:
+        """Tokens of every rank. Raises InputError where this rank's are not what they have to be."""
+        if tokens is None:
+            found = list(self.sizes) if self.sizes is not None else [mine] * self.ranks
+        else:
+            packing = self.packing([0, tokens])
+            found = [packing.tokens(r) for r in range(self.ranks)]
+        if found[self._rank] != mine:
+            raise InputError(f"rank {self._rank} holds {mine} tokens, expected {found[self._rank]}, of {sum(found)}")
+        return found
+
+
+class Simulated(World):
+    """The ranks of a `Sequence` in one process: calls take whole sequences, cut them, run every rank, and join.
+
+        sim = dsf.parallel.Simulated(3)
+        y = mine(q, k, v, parallel=sim)       # equals mine(q, k, v)
+
+    So context parallelism of a recurrence is tested without a cluster: dsf.check's law `parallel` does. ranks, nodes:
+    as a mesh of that shape. sizes: tokens of every rank. A final state comes from all ranks alike.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        layout: str = "contiguous",
+        *,
+        nodes: int = 1,
+        sizes: Several[int] | None = None,
+        exchange: str = "auto",
+        links: tuple[Link, Link] | None = None,
+    ) -> None:
+        if ranks < 1 or nodes < 1 or ranks % nodes:
+            raise InputError(f"{ranks} ranks cannot be {nodes} nodes")
+        super().__init__(layout, ranks, nodes, sizes, exchange, links or default_links("cpu"))
+
+    @property
+    def here(self) -> list[int]:
+        """All."""
+        return list(range(self.ranks))
+
+    def run(self, steps: Several[Steps]) -> list[Any]:
+        """All generators in step. Raises DsfError where they do not ask for the same collectives."""
+        return together(steps, self.nodes, self.log)
+
+
+def world_of(key: str) -> World:
+    """The world that a compiled graph knows by this key."""
+    return WORLDS[key]
+
+
+def _groups_of(mesh: Any) -> tuple[tuple[Group, Group], str]:
+    """(between nodes, within a node), and the kind of device."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError("dsf.parallel.Sequence needs torch.distributed.init_process_group first")
+    one = Group("", 1, 0)
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        group = mesh if mesh is not None else dist.group.WORLD
+        assert group is not None
+        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        return (one, _named(group)), device
+    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
+        raise InputError(f"Sequence takes a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+    if mesh.ndim == 1:
+        return (one, _named(mesh.get_group())), mesh.device_type
+    if mesh.ndim != 2:
+        raise InputError(f"Sequence takes a mesh of one dimension, or of two (nodes, ranks of a node), got {mesh.ndim}")
+    return (_named(mesh.get_group(0)), _named(mesh.get_group(1))), mesh.device_type
+
+
+def _named(group: Any) -> Group:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InputError("this rank is not in the group that Sequence was given")
+    return Group(group.group_name, dist.get_world_size(group), rank)

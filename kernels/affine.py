@@ -1,0 +1,225 @@
+"""Shards of a sequence as affine maps of the state: S -> M S + F. Composing them, applying them, and their transposes.
+
+What a shard does to the state that it is entered with is linear, whatever the recurrence: M is the product of its
+transitions, F what it leaves behind when entered with zero. States that a running maximum keeps in range are stored as
+pairs (e^{-m} S, m), S and the normaliser's columns first, then m; m is a choice of scale (a gauge), so that two ways of
+computing one state may store it differently. Here m = max(m_F, m_in + log |M|) for diagonal M, which is what the forms
+make of it, and max(m_F, m_in) for dense M, whose norm is about one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+EMPTY = -1e30  # running maximum before anything was written
+KINDS = ("identity", "scale", "dense", "channel")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Shapes of one head's state and of its maps.
+
+    n: rows of the state; plain: columns of S and of the normaliser; gain: columns of the running maximum after them.
+    kind: "identity" (M = I); "scale": M multiplies entries, [rows, columns] with 1 where they are alike (scalar decay
+    1 x 1, key N x 1, value 1 x P, Hadamard N x P, vector 1 x P); "dense": one [N, N] a head; "channel": an [N, N] for
+    every channel, which is never stored. With a running maximum, a "scale" is log |M|, and where signed the sign of M
+    behind it: [2, rows, columns].
+    """
+
+    n: int
+    plain: int
+    gain: int = 0
+    kind: str = "identity"
+    rows: int = 1
+    columns: int = 1
+    signed: bool = False
+
+    @property
+    def total(self) -> int:
+        """Columns of a stored state."""
+        return self.plain + self.gain
+
+    @property
+    def move_shape(self) -> tuple[int, ...]:
+        """Shape of one head's M as it is stored; (0,) where nothing is."""
+        if self.kind == "scale":
+            return (2, self.rows, self.columns) if self.gain and self.signed else (self.rows, self.columns)
+        return (self.n, self.n) if self.kind == "dense" else (0,)
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of one head's stored state."""
+        return self.n * self.total
+
+    @property
+    def move_numbers(self) -> int:
+        """Numbers of one head's M."""
+        return int(torch.Size(self.move_shape).numel())
+
+    def without_moves(self) -> Frame:
+        """The same states, with maps of which only F is sent."""
+        return replace(self, kind="identity")
+
+    # -- states
+
+    def empty(self, like: Tensor, *lead: int) -> Tensor:
+        """The state before anything was written: [*lead, N, columns]."""
+        state = like.new_zeros(*lead, self.n, self.total)
+        if self.gain:
+            state[..., self.plain :] = EMPTY
+        return state
+
+    def split(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """A stored state [..., N, total] as (S and the normaliser's columns, m)."""
+        plain, gain = state.split([self.plain, self.gain], dim=-1)
+        return plain, gain
+
+    def _even(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """A stored state as pairs whose rows share m where M mixes rows."""
+        plain, gain = self.split(state)
+        if self.kind != "dense":
+            return plain, gain
+        top = gain.amax(-2, keepdim=True).expand_as(gain)
+        return plain * self.wide((gain - top).exp()), top
+
+    def gain_of(self, state: Tensor) -> Tensor:
+        """m of a stored state."""
+        return state[..., self.plain :]
+
+    def wide(self, x: Tensor) -> Tensor:
+        """What m's columns, or M's, are for num and den side by side."""
+        return torch.cat([x, x], dim=-1) if 1 < x.shape[-1] < self.plain else x
+
+    # -- maps
+
+    def neutral(self, like: Tensor, *lead: int) -> Tensor | None:
+        """M of a shard without tokens; None where M is not stored."""
+        if self.kind == "dense":
+            return torch.eye(self.n, dtype=like.dtype, device=like.device).expand(*lead, -1, -1)
+        if self.kind != "scale":
+            return None
+        if not self.gain:
+            return like.new_ones(*lead, *self.move_shape)
+        log = like.new_zeros(*lead, self.rows, self.columns)
+        return torch.stack([log, torch.ones_like(log)], dim=-3) if self.signed else log
+
+    def logarithm(self, move: Tensor) -> tuple[Tensor, Tensor | float]:
+        """(log |M|, sign) of a stored "scale" beside a running maximum."""
+        if not self.signed:
+            return move, 1.0
+        log, sign = move.unbind(-3)
+        return log, self.wide(sign)
+
+    def into(self, move: Tensor | None, written: Tensor, state: Tensor) -> Tensor:
+        """M S + F of stored states [..., N, total]. written: F as stored."""
+        if not self.gain:
+            return self.act(move, state) + written
+        (plain, gain), (added, own) = self._even(state), self._even(written)
+        if self.kind == "scale":  # exponents first: M alone may underflow
+            assert move is not None
+            log, sign = self.logarithm(move)
+            carried = gain + log
+            after = torch.maximum(own, carried)
+            kept = plain * sign * self.wide((carried - after).exp())
+        else:
+            after = torch.maximum(own, gain)
+            kept = self.act(move, plain) * self.wide((gain - after).exp())
+        return torch.cat([kept + added * self.wide((own - after).exp()), after], dim=-1)
+
+    def act(self, move: Tensor | None, state: Tensor) -> Tensor:
+        """M S on plain columns, M not in logarithms."""
+        if move is None:
+            return state
+        return move @ state if self.kind == "dense" else state * self.wide(move)
+
+    def back(self, move: Tensor | None, g: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Mᵀ G: from the gradient of the stored state after a shard to that of the one before it; plain columns.
+
+        before, after: m of those two states (no columns where there is no running maximum).
+        """
+        if self.kind == "dense":
+            assert move is not None
+            g = move.transpose(-1, -2) @ g
+        elif self.kind == "scale":
+            assert move is not None
+            if self.gain:
+                log, sign = self.logarithm(move)
+                return g * sign * self.wide((log + before - after).exp())
+            g = g * self.wide(move)
+        return g * self.wide((before - after).exp()) if self.gain else g
+
+    def after(self, later: Tensor | None, earlier: Tensor | None) -> Tensor | None:
+        """M of two shards, `earlier` before `later`."""
+        if later is None or earlier is None:
+            return None
+        if self.kind == "dense":
+            return later @ earlier
+        if not self.gain:
+            return later * earlier
+        if not self.signed:
+            return later + earlier
+        (log, sign), (log_1, sign_1) = later.unbind(-3), earlier.unbind(-3)
+        return torch.stack([log + log_1, sign * sign_1], dim=-3)
+
+    # -- as rows of numbers
+
+    def pack(self, written: Tensor, move: Tensor | None) -> Tensor:
+        """F [..., N, total] and M as one row a head: [..., numbers]."""
+        flat = written.flatten(-2)
+        if move is None or not self.move_numbers:
+            return flat
+        return torch.cat([flat, move.flatten(-len(self.move_shape))], dim=-1)
+
+    def unpack(self, row: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The inverse of pack."""
+        written = row[..., : self.state_numbers].unflatten(-1, (self.n, self.total))
+        if not self.move_numbers:
+            return written, None
+        return written, row[..., self.state_numbers :].unflatten(-1, self.move_shape)
+
+
+Moves = Sequence[Tensor | None]
+
+
+def entered(
+    frame: Frame, written: Sequence[Tensor], moves: Moves, fresh: Sequence[bool], first: Tensor
+) -> list[Tensor]:
+    """The state that every shard is entered with, and after these the one that the last leaves.
+
+    first: what the first one is entered with. fresh: shards in which the sequence that leaves them began, so that
+    nothing of what they are entered with is left.
+    """
+    states = [first]
+    for f, m, new in zip(written, moves, fresh, strict=True):
+        states.append(f if new else frame.into(m, f, states[-1]))
+    return states
+
+
+def left(
+    frame: Frame, own: Sequence[Tensor], moves: Moves, fresh: Sequence[bool], gains: Sequence[Tensor], last: Tensor
+) -> list[Tensor]:
+    """The gradient of the state that every shard leaves, and before these that of the one the first is entered with.
+
+    own: what a shard's own outputs add to the gradient of the state it is entered with. gains: m of the states between
+    (as many as shards and one more). last: the gradient of the state that the last one leaves. Plain columns.
+    """
+    found = [last]
+    for j in range(len(own) - 1, -1, -1):
+        before = own[j] if fresh[j] else own[j] + frame.back(moves[j], found[0], gains[j], gains[j + 1])
+        found.insert(0, before)
+    return found
+
+
+def composed(
+    frame: Frame, written: Sequence[Tensor], moves: Moves, fresh: Sequence[bool]
+) -> tuple[Tensor, Tensor | None]:
+    """Neighbouring shards as one: (F, M). M is of no use where one of them is fresh."""
+    f, m = written[0], moves[0]
+    for f_1, m_1, new in zip(written[1:], moves[1:], fresh[1:], strict=True):
+        f = f_1 if new else frame.into(m_1, f_1, f)
+        m = frame.after(m_1, m)
+    return f, m

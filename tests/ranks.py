@@ -1,0 +1,43 @@
+"""Worlds of processes for tests: spawned on gloo, one function on every rank, a time limit that ends a hang."""
+
+import os
+import pickle
+import tempfile
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LIMIT = 120.0  # seconds; half of it for one collective, while other ranks may be compiling
+
+
+def _enter(rank, world, work, folder):
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT / 2)
+    )
+    found = work()
+    with open(f"{folder}/{rank}", "wb") as file:
+        pickle.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawned(world, work, limit=LIMIT):
+    """What `work()` returns on every rank, in the order of the ranks; a rank that raises or hangs fails the caller."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = mp.spawn(_enter, (world, work, folder), nprocs=world, join=False)
+        end = time.monotonic() + limit
+        try:
+            while not context.join(timeout=max(0.1, end - time.monotonic())):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{world} ranks did not finish within {limit} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+        return [pickle.loads(open(f"{folder}/{rank}", "rb").read()) for rank in range(world)]

@@ -1,0 +1,288 @@
+"""What the ranks of tests/test_parallel_ranks.py do: every case against the whole sequence, computed on every rank."""
+
+import copy
+import pickle
+
+import torch
+import torch.distributed as dist
+from structures import channel_delta, gated_delta, product, sample, softmax, stabilised
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import dsf
+from dsf import mixers
+from dsf.checking.measure import distance
+from dsf.language.annotations import Kind
+from dsf.language.expr import VALUE
+from dsf.models import CausalLM, ModelConfig
+from dsf.parallel import Sequence, attach
+from dsf.parallel.layout import LAYOUTS
+
+OUTPUT = Kind(frozenset({VALUE}))
+# One of each structure: tests/test_parallel.py has every recurrence and layer, on ranks in one process.
+LAYERS = ["gated_deltanet", "s6", "rg_lru", "retnet", "rwkv7", "softmax_attention"]
+RECURRENCES = {r.name: r for r in (gated_delta, channel_delta, product, stabilised, softmax, mixers.s6)}
+
+
+def worst(pairs):
+    """The largest error over heads and blocks of tokens."""
+    return max(distance(a.detach(), b.detach(), kind, "float64", 1.0) for a, b, kind in pairs)
+
+
+def own(cp, x, kind=None):
+    return cp.shard(x) if kind is None or kind.time else x
+
+
+def summed(x):
+    """A replicated tensor's gradient: the sum of what every rank found."""
+    x = x.contiguous().clone()
+    dist.all_reduce(x)
+    return x
+
+
+def whole_and_own(recurrence, inputs, cp, state=None, bounds=None, zero_loss=False):
+    """Errors of y, the final state and all gradients of a call over ranks against the whole."""
+    kinds = {i.name: i.kind for i in recurrence.spec.inputs}
+    options = {} if bounds is None else {"cu_seqlens": bounds}
+    finite = not recurrence.spec.is_softmax
+
+    def run(tensors, world, weight):
+        leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
+        start = None if state is None else state.clone().requires_grad_()
+        more = {} if world is None else {"parallel": world}
+        y, last = recurrence(**leaves, initial_state=start, return_state=True, **options, **more)
+        loss = (y.sin() * weight).sum()
+        if finite:
+            true = recurrence.true_state(last, y.shape[-1])
+            share = 1.0 if world is None else (world.rank + 1) / sum(range(1, world.ranks + 1))
+            loss = loss + (0.0 if zero_loss else share) * true.cos().sum()
+        wrt = [*leaves.values(), *([] if start is None else [start])]
+        grads = torch.autograd.grad(loss, wrt, allow_unused=True)
+        grads = [torch.zeros_like(w) if g is None else g for w, g in zip(wrt, grads, strict=True)]
+        return y, true if finite else None, grads
+
+    y, last, grads = run(inputs, None, 1.0)
+    if zero_loss:
+        leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+        y = recurrence(**leaves, **options)
+        lead = torch.ones(y.shape[1], dtype=torch.float64)
+        lead[cp.positions(y.shape[1])] = 0.0 if cp.rank == 0 else 1.0
+        dist.all_reduce(lead, op=dist.ReduceOp.MIN)
+        grads = torch.autograd.grad((y.sin() * lead[None, :, None, None]).sum(), list(leaves.values()))
+    got_y, got_last, got = run(
+        {n: own(cp, x, kinds[n]) for n, x in inputs.items()}, cp, 0.0 if zero_loss and not cp.rank else 1.0
+    )
+    pairs = [(got_y, own(cp, y), OUTPUT)]
+    if last is not None:
+        pairs.append((got_last, last, None))
+    names = list(inputs)
+    for name, a, b in zip(names, got, grads, strict=False):
+        pairs.append((a, own(cp, b), kinds[name]) if kinds[name].time else (summed(a), b, kinds[name]))
+    if state is not None:
+        plain = recurrence.true_state(torch.zeros_like(state), y.shape[-1]).shape[-1]
+        pairs.append((summed(got[-1])[..., :plain], grads[-1][..., :plain], None))
+    return worst(pairs)
+
+
+def layer_error(name, cp, **options):
+    torch.manual_seed(1)
+    layer = mixers.get(name).module(d_model=32, **options).double()
+    x = torch.randn(2, 10, 32, dtype=torch.float64)
+
+    def run(x, world):
+        x = x.clone().requires_grad_()
+        y, _ = layer(x, parallel=world)
+        return y, torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()], allow_unused=True)
+
+    (y, (dx, *dp)), (got, (gx, *gp)) = run(x, None), run(own(cp, x), cp)
+    pairs = [(got, own(cp, y), OUTPUT), (gx, own(cp, dx), OUTPUT)]
+    pairs += [(summed(a), b, Kind(frozenset(), time=False)) for a, b in zip(gp, dp, strict=True) if b is not None]
+    return worst(pairs)
+
+
+def positions(*worlds):
+    """Errors of RetNet's outputs and state, which count tokens: whole, packed, and after an earlier call."""
+    torch.manual_seed(2)
+    layer = mixers.RetNet(16).double()
+    x, early = torch.randn(2, 12, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
+    packed, bounds = x[:1], dsf.Packing([0, 2, 2, 9, 12])
+    before = layer(early)[1]
+    begun = layer(early.flatten(0, 1)[None], cu_seqlens=dsf.Packing([0, 3, 7, 8, 10]))[1]
+    pairs = []
+    for cp in worlds:
+        for tokens, state, cuts in (
+            (x, None, None),
+            (x, before, None),
+            (packed, None, bounds),
+            (packed, begun, bounds),
+        ):
+            y, after = layer(tokens, state, cuts)
+            got, found = layer(own(cp, tokens), state, cuts, parallel=cp)
+            pairs += [(got, own(cp, y), OUTPUT), (found.recurrent, after.recurrent, None)]
+            assert torch.equal(found.position, after.position)
+    return worst(pairs)
+
+
+def small_model():
+    torch.manual_seed(4)
+    config = ModelConfig(d_model=32, n_layers=3, vocab_size=17, mixers=["gated_deltanet", "softmax_attention", "rwkv6"])
+    return CausalLM(config).double()
+
+
+def model_error(cp, tokens=10):
+    """The error of a model's logits, whole and after one token of an earlier call; its attention has positions."""
+    model = small_model()
+    ids = torch.randint(17, (2, tokens + 3))
+    with torch.no_grad():
+        state = model(ids[:, :3]).state
+        expected = [model(ids[:, 3:]).logits, model(ids[:, 3:], state=state).logits]
+        attach(model, cp)
+        found = [model(own(cp, ids[:, 3:])).logits, model(own(cp, ids[:, 3:]), state=state).logits]
+    return max(float((a - own(cp, b)).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def refused(call):
+    """The error that a call raises, as text."""
+    try:
+        call()
+    except dsf.InputError as error:
+        return str(error)
+    return None
+
+
+def two():
+    """Errors, logs, refusals and a compiled call of a world of two ranks."""
+    found = {}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    cp = Sequence(mesh["cp"])
+    torch.manual_seed(0)
+    for name, recurrence in RECURRENCES.items():
+        inputs = sample(recurrence, T=10)
+        state = None
+        if not recurrence.spec.is_softmax:
+            state = recurrence(**sample(recurrence, T=3), return_state=True)[1]
+        found[f"recurrence {name}"] = whole_and_own(recurrence, inputs, cp, state)
+    for name in LAYERS:
+        found[f"layer {name}"] = layer_error(name, cp)
+    found["layer of one tap"] = layer_error("gated_deltanet", cp, d_conv=1)
+    found["positions"] = positions(cp, Sequence(mesh["cp"], "headtail"), Sequence(mesh["cp"], sizes=(11, 1)))
+    found["model"] = model_error(Sequence(mesh["cp"], sizes=(7, 3)))
+    found["model headtail"] = model_error(Sequence(mesh["cp"], "headtail"), 12)
+    inputs = sample(gated_delta, B=1, T=12)
+    bounds = torch.tensor([0, 2, 9, 12])
+    state = gated_delta(**sample(gated_delta, B=3, T=3), return_state=True)[1]
+    found["packed"] = whole_and_own(gated_delta, inputs, cp, state, bounds)
+    found["headtail"] = whole_and_own(gated_delta, sample(gated_delta, T=12), Sequence(mesh, "headtail"))
+    found["headtail softmax"] = whole_and_own(softmax, sample(softmax, T=12), Sequence(mesh, "headtail"))
+    logs = []
+    for sizes in ((5, 5), (10, 0), (0, 10)):
+        world = Sequence(mesh["cp"], sizes=sizes, exchange="gather")
+        world.log = []
+        found[f"shards {sizes}"] = whole_and_own(gated_delta, sample(gated_delta, T=10), world)
+        logs.append(list(world.log))
+    world = Sequence(mesh["cp"], exchange="gather")
+    world.log = []
+    found["zero loss"] = whole_and_own(gated_delta, sample(gated_delta, T=10), world, zero_loss=True)
+    logs.append(list(world.log))
+    found["checkpointed"] = checkpointed(cp)
+    found["copies"] = copies(cp)
+    x = torch.arange(7.0)[None, :, None]
+    found["gather"] = float((cp.gather(cp.shard(x), tokens=7) - x).abs().max())
+    whole = sample(gated_delta, B=1, T=12)
+    checking = Sequence(mesh["cp"], check=True)
+    short = {n: x[:, : 4 + cp.rank] for n, x in whole.items()}
+    other = {n: x.float() if cp.rank else x for n, x in whole.items()}
+    wide = {n: x[:, :, :1] if cp.rank else x for n, x in whole.items()}
+    errors = [
+        refused(lambda: gated_delta(**whole, cu_seqlens=bounds, parallel=cp)),
+        refused(lambda: gated_delta(**{n: x[:, :5] for n, x in whole.items()}, parallel=Sequence(mesh, "headtail"))),
+        refused(lambda: gated_delta(**other, parallel=checking)),
+        refused(lambda: gated_delta(**wide, parallel=checking)),
+        refused(lambda: softmax(**{n: short[n] for n in ("q", "k", "v")}, parallel=checking)),
+        refused(lambda: attach(small_model(), cp)(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5).long())),
+    ]
+    return found, logs, errors, in_a_graph()
+
+
+def compiled(cp):
+    """A compiled function with a call in it, forward and gradients."""
+    torch.manual_seed(3)
+    inputs = {n: x.float() for n, x in sample(gated_delta, T=24).items()}
+
+    def step(q, k, v, a, b):
+        return gated_delta(q * 2, k, v, a, b, parallel=cp).sin()
+
+    def run(function):
+        leaves = [own(cp, x).clone().requires_grad_() for x in inputs.values()]
+        y = function(*leaves)
+        return y, *torch.autograd.grad(y.sum(), leaves)
+
+    eager = run(step)
+    found = run(torch.compile(step, fullgraph=True, backend="aot_eager"))
+    return max(float((a - b).detach().abs().max()) for a, b in zip(found, eager, strict=True)) * 1e-5
+
+
+def checkpointed(cp):
+    """Activation checkpointing runs the collectives again, on every rank alike."""
+    layer = attach(mixers.GatedDeltaNet(16).double(), cp)
+    x = own(cp, torch.randn(1, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+
+    def run(call):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(call(leaf).sin().sum(), leaf)[0]
+
+    return float(
+        (run(lambda u: checkpoint(lambda z: layer(z)[0], u, use_reentrant=False)) - run(lambda u: layer(u)[0]))
+        .abs()
+        .max()
+    )
+
+
+def copies(cp):
+    """A copied model talks to the same ranks; a pickled one finds them by name."""
+    layer = attach(mixers.GatedDeltaNet(16).double(), cp)
+    x = own(cp, torch.randn(1, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    y = layer(x)[0]
+    again = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    return max(float((m(x)[0] - y).detach().abs().max()) for m in again)
+
+
+def four():
+    """Exchanges on a mesh of two nodes with two ranks each."""
+    found, logs = {}, {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    torch.manual_seed(0)
+    cases = {"gated_delta": gated_delta, "stabilised": stabilised, "s6": mixers.s6, "channel_delta": channel_delta}
+    chosen = [("gated_delta", x, y) for x in ("gather", "transpose", "relay", "two-level") for y in LAYOUTS]
+    chosen += [("stabilised", "two-level", "contiguous"), ("stabilised", "transpose", "headtail")]
+    chosen += [("s6", "gather", "headtail"), ("channel_delta", "relay", "contiguous")]
+    for name, exchange, layout in chosen:
+        inputs = sample(cases[name], T=16, H=3)
+        cp = Sequence(mesh, layout, exchange=exchange)
+        cp.log = []
+        found[f"{name} {exchange} {layout}"] = whole_and_own(cases[name], inputs, cp)
+        logs[f"{name} {exchange} {layout}"] = cp.log
+    flat = Sequence(None, sizes=(1, 2, 0, 13))
+    for name in ("gated_deltanet", "rg_lru", "rwkv7", "retnet", "softmax_attention"):
+        torch.manual_seed(1)
+        layer = mixers.get(name).module(d_model=32).double()
+        x = torch.randn(1, 16, 32, dtype=torch.float64)
+        found[f"layer {name}"] = float(
+            (layer(own(flat, x), parallel=flat)[0] - own(flat, layer(x)[0])).detach().abs().sum()
+        )
+    return found, logs
+
+
+def failing():
+    """Rank 1 raises before a collective that rank 0 waits in."""
+    cp = Sequence()
+    if cp.rank:
+        raise RuntimeError("one rank fails")
+    gated_delta(**sample(gated_delta), parallel=cp)
+
+
+def in_a_graph():
+    """The error of a compiled call, and what was traced, on two ranks."""
+    cp = Sequence(exchange="gather")
+    cp.log = []
+    return compiled(cp), cp.log

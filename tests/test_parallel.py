@@ -1,0 +1,356 @@
+"""Context parallelism, all ranks in one process: the law on every recurrence, exchanges, maps, errors."""
+
+import dataclasses
+
+import pytest
+import torch
+from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised
+
+import dsf
+from dsf import Key, Scalar, System, Value, mixers, sigmoid
+from dsf.checking.examples import Example
+from dsf.checking.laws import LAWS
+from dsf.checking.measure import Subject
+from dsf.checking.ranges import ranges_of
+from dsf.kernels.affine import Frame, composed, entered
+from dsf.parallel import Link, Sequence, Simulated, attach
+from dsf.parallel.collectives import Gather, Sum, Swap
+from dsf.parallel.derive import adjoint, kind_of_map
+from dsf.parallel.layout import Layout, Packing
+
+RECURRENCES = [e.recurrence for e in mixers.ZOO] + ALL
+# Seeds by which the law draws contiguous shards (one of them empty), head and tail, and packed sequences.
+EXAMPLES = [
+    Example(batch=2, tokens=11, heads=2, n=3, p=2, initial=True, cuts=(4, 9), seed=0),
+    Example(batch=2, tokens=12, heads=2, n=3, p=2, seed=7),
+    Example(tokens=11, heads=2, n=3, p=2, initial=True, cuts=(5,), seed=2),
+]
+
+
+def subject_of(recurrence):
+    return Subject(recurrence, ranges_of(recurrence.spec))
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda r: r.name)
+def test_a_sequence_cut_over_ranks_equals_the_sequence_run_whole(recurrence):
+    for example in EXAMPLES:
+        for m in LAWS["parallel"].measure(subject_of(recurrence), "auto", example):
+            assert m.ok, (example, m)
+
+
+def test_the_law_looks_at_whether_earlier_ranks_matter():
+    @dsf.recurrence
+    def forgets(q: Key, k: Key, v: Value, a: Scalar) -> System:
+        return System(A=1e-9 * sigmoid(a), B=k * v, C=q)
+
+    quantities = {m.quantity: m for m in LAWS["parallel"].measure(subject_of(forgets), "auto", EXAMPLES[0])}
+    assert quantities["y"].ok and not quantities["worth"].ok
+
+
+class Deaf(Simulated):
+    """Ranks that hear only zeros in one kind of collective."""
+
+    deaf_to = Gather
+
+    def run(self, steps):
+        def muted(one):
+            request = next(one)
+            while True:
+                answer = yield request
+                if isinstance(request, self.deaf_to):
+                    answer = torch.zeros_like(answer)
+                try:
+                    request = one.send(answer)
+                except StopIteration as end:
+                    return end.value
+
+        return super().run([muted(one) for one in steps])
+
+
+@pytest.mark.parametrize("kind", [Gather, Swap, Sum], ids=lambda k: k.__name__)
+def test_the_law_fails_where_ranks_do_not_hear_each_other(kind, monkeypatch):
+    exchange = "transpose" if kind is Swap else "gather"
+    world = type("Deafer", (Deaf,), {"deaf_to": kind})
+    monkeypatch.setattr("dsf.checking.shards.Simulated", world)
+    monkeypatch.setattr("dsf.checking.shards._exchange", lambda *_: exchange)
+    found = [m for e in EXAMPLES for m in LAWS["parallel"].measure(subject_of(gated_delta), "auto", e)]
+    wrong = {m.quantity for m in found if not m.ok}
+    assert wrong >= ({"state"} if kind is Sum else {"y", "grad v"})
+
+
+def test_the_law_fails_where_the_backward_exchange_is_lost(monkeypatch):
+    monkeypatch.setattr("dsf.parallel.exchange._own", lambda shards: shards.nothing().unsqueeze(0))
+    monkeypatch.setattr("dsf.checking.shards._exchange", lambda *_: "gather")
+    found = list(LAWS["parallel"].measure(subject_of(scalar), "auto", EXAMPLES[0]))
+    assert {m.quantity for m in found if not m.ok} >= {"grad v", "grad k"}
+    assert all(m.ok for m in found if m.quantity in ("y", "state"))
+
+
+# ---- exchanges -----------------------------------------------------------------------------------------------------
+
+
+def run_over(recurrence, inputs, world, **options):
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    y = recurrence(**leaves, **({} if world is None else {"parallel": world}), **options)
+    return [y, *torch.autograd.grad(y.sin().sum(), list(leaves.values()))]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "transpose", "relay", "two-level"])
+@pytest.mark.parametrize("layout", ["contiguous", "headtail"])
+@pytest.mark.parametrize("recurrence", [gated_delta, stabilised, mixers.s6], ids=lambda r: r.name)
+def test_every_exchange_in_every_layout(recurrence, layout, exchange):
+    inputs = sample(recurrence, T=16, H=3)
+    world = Simulated(4, layout, nodes=2 if exchange == "two-level" else 1, exchange=exchange)
+    for got, expected in zip(run_over(recurrence, inputs, world), run_over(recurrence, inputs, None), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_ranks_ask_for_the_same_collectives_whatever_they_hold():
+    inputs, logs = sample(gated_delta, T=9), []
+    for sizes in ((3, 3, 3), (9, 0, 0), (0, 1, 8)):
+        world = Simulated(3, sizes=sizes, exchange="gather")
+        world.log = []
+        run_over(gated_delta, inputs, world)  # ranks in step: DsfError where they differ
+        logs.append([entry[:2] for entry in world.log])
+    assert logs[0] == logs[1] == logs[2] == [("gather", "all"), ("gather", "all")]
+
+
+def test_backward_sends_the_gradient_of_the_state_alone():
+    inputs = sample(gated_delta, T=9)
+    world = Simulated(3, exchange="gather")
+    world.log = []
+    run_over(gated_delta, inputs, world)
+    (_, _, forward, _), (_, _, backward, _) = world.log
+    n, p = 3, 2
+    assert forward == (1, 2, 2, n * p + n * n) and backward == (1, 2, 2, n, p)  # [slots, B, H, ...]
+
+
+def test_two_ranks_need_no_map_but_f():
+    world = Simulated(2, exchange="gather")
+    world.log = []
+    run_over(gated_delta, sample(gated_delta, T=9), world)
+    assert world.log[0][2] == (1, 2, 2, 3 * 2)
+
+
+def test_exchanges_are_chosen_by_what_they_cost():
+    frame, layout = Frame(128, 128, kind="dense"), Layout("contiguous", 64)
+    near, far = Link(20e-6, 300e9), Link(30e-6, 45e9)
+    fast = Simulated(2, links=(near, far)).choice(frame, 16, 4)
+    assert fast.name == "gather" and fast.bytes == 16 * 128 * 128 * 4 and "us by the model" in fast.reason
+    many = Simulated(64, nodes=8, links=(near, far)).choice(frame, 16, 4)
+    assert many.name == "two-level" and many.bytes < 63 * 2 * 16 * 128 * 128 * 4
+    assert Simulated(64, links=(near, far)).choice(frame, 16, 4).name == "transpose"
+    assert Simulated(4).choice(Frame(4, 4, kind="channel"), 16, 4).name == "walk"
+    with pytest.raises(dsf.FormError, match="differs by channel"):
+        Simulated(4, exchange="gather").choice(Frame(4, 4, kind="channel"), 16, 4)
+    assert layout.fragments == 64
+
+
+# ---- maps ----------------------------------------------------------------------------------------------------------
+
+
+def random_maps(frame, count, lead=(2,)):
+    written = [torch.randn(*lead, frame.n, frame.total, dtype=torch.float64) for _ in range(count)]
+    moves = [torch.rand(*lead, *frame.move_shape, dtype=torch.float64) - 0.4 for _ in range(count)]
+    if frame.kind == "identity":
+        moves = [None] * count
+    return written, moves
+
+
+FRAMES = [
+    Frame(3, 2), Frame(3, 2, kind="scale"), Frame(3, 2, 0, "scale", 3, 1), Frame(3, 2, 0, "scale", 1, 2),
+    Frame(3, 2, 0, "scale", 3, 2), Frame(3, 2, kind="dense"), Frame(3, 3, 1, "scale"), Frame(3, 4, 2, "scale", 3, 2),
+    Frame(3, 3, 1, "dense"), Frame(3, 3, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=str)
+def test_maps_compose(frame):
+    """Three maps one after the other are the map of the three, and rows of numbers hold it."""
+    written, moves = random_maps(frame, 3)
+    first = torch.randn(2, frame.n, frame.total, dtype=torch.float64)
+    last = entered(frame, written, moves, [False] * 3, first)[-1]
+    f, m = composed(frame, written, moves, [False] * 3)
+    row = frame.pack(f, m)
+    assert row.shape[-1] == frame.state_numbers + frame.move_numbers
+    f, m = frame.unpack(row)
+
+    def true(state):
+        plain, gain = frame.split(state)
+        return plain * frame.wide(gain.exp()) if frame.gain else plain
+
+    torch.testing.assert_close(true(frame.into(m, f, first)), true(last))
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=str)
+def test_the_transpose_is_the_gradient(frame):
+    (written,), (move,) = random_maps(frame, 1)
+    state = torch.randn(2, frame.n, frame.total, dtype=torch.float64, requires_grad=True)
+    after = frame.into(move, written, state)
+    g = torch.randn(2, frame.n, frame.plain, dtype=torch.float64)
+    _, gain = frame.split(after)
+    # m is a choice of scale and carries no gradient: differentiate the plain columns at the m that was found
+    plain, own = frame.split(state)
+    added, other = frame.split(written)
+    if not frame.gain:
+        expected = torch.autograd.grad((after * g).sum(), state)[0]
+    else:
+        log, sign = frame.logarithm(move) if frame.kind == "scale" else (0.0, 1.0)
+        kept = plain * sign * frame.wide((own.detach() + log - gain.detach()).exp())
+        if frame.kind == "dense":
+            kept = move @ (plain * frame.wide((own - gain).detach().exp()))
+        expected = torch.autograd.grad((kept * g).sum(), state)[0][..., : frame.plain]
+        torch.testing.assert_close(kept + added * frame.wide((other - gain).exp()), frame.split(after)[0])
+    torch.testing.assert_close(frame.back(move, g, own.detach(), gain.detach()), expected)
+
+
+@pytest.mark.parametrize("recurrence", [r for r in FINITE if r.spec.rule is None], ids=lambda r: r.name)
+def test_the_adjoint_is_a_recurrence(recurrence):
+    """Its last state is the gradient of the state that the tokens are entered with."""
+    inputs = sample(recurrence, T=7)
+    n, columns = recurrence.state_shape(**{"N": 3, "P": 2})
+    start = torch.randn(2, 2, n, columns, dtype=torch.float64, requires_grad=True)
+    y, last = recurrence(**inputs, initial_state=start, return_state=True)
+    dy, g = torch.randn_like(y), torch.randn_like(last)
+    (expected,) = torch.autograd.grad((y, last), start, (dy, g))
+    derived = adjoint(recurrence.spec)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    flipped = {name: x.flip(1) if name in timed else x for name, x in inputs.items()}
+    got = derived(**flipped, dy=dy.flip(1), initial_state=g, return_state=True)[1]
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_long_shard_s_decay_is_summed_in_logarithms():
+    """The product of these decays underflows float32, and what they multiply overflows it; both stay in exponents."""
+    exact = {k: x.float().double() for k, x in sample(stabilised, T=600, H=1).items()}
+    exact["f"] = exact["f"] - 1.0  # decays of a quarter: e^-800 in all
+    exact["i"] = exact["i"] + torch.linspace(700.0, -200.0, 600, dtype=torch.float64)[None, :, None]
+    inputs = {k: x.float() for k, x in exact.items()}
+
+    def outputs(inputs, world):
+        return stabilised(**inputs, **({} if world is None else {"parallel": world})).double()
+
+    truth = outputs({k: x.double() for k, x in inputs.items()}, None)
+    whole, cut = ((outputs(inputs, w) - truth).norm(dim=-1) for w in (None, Simulated(3, exchange="gather")))
+    size = truth.norm(dim=-1).clamp(min=1e-6)
+    assert cut.isfinite().all() and (cut / size).median() < 1e-6
+    assert (cut / size).max() <= 4 * (whole / size).max()
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO if e.module is not None])
+def test_layers_over_ranks(name):
+    """Convolutions see the tokens of other ranks, also where these have fewer than the convolution's taps."""
+    torch.manual_seed(1)
+    layer = mixers.get(name).module(d_model=32).double()
+    x = torch.randn(2, 12, 32, dtype=torch.float64, requires_grad=True)
+    wrt = [x, *layer.parameters()]
+
+    def run(world):
+        y, state = layer(x, parallel=world)
+        loss = y.sin().sum() + (0 if state.conv is None else state.conv.cos().sum())
+        return [y, *torch.autograd.grad(loss, wrt)]
+
+    whole = run(None)
+    for world in (Simulated(4, sizes=(1, 2, 0, 9)), Simulated(3, "headtail")):
+        for got, expected in zip(run(world), whole, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_packed_layers_over_ranks_and_states_handed_on():
+    layer = mixers.GatedDeltaNet(d_model=16).double()
+    x = torch.randn(1, 20, 16, dtype=torch.float64)
+    bounds = torch.tensor([0, 3, 11, 20])
+    world = Simulated(4, sizes=(2, 9, 0, 9))
+    _, before = layer(torch.randn(1, 9, 16, dtype=torch.float64), cu_seqlens=torch.tensor([0, 2, 4, 9]))
+    expected, state = layer(x, before, bounds)
+    got, found = layer(x, before, bounds, parallel=world)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(found.conv, state.conv)
+    torch.testing.assert_close(found.recurrent, state.recurrent)
+
+
+def test_attach_reaches_every_mixer():
+    model = torch.nn.ModuleList([mixers.S6(16), torch.nn.Linear(2, 2), mixers.SoftmaxAttention(16)])
+    world = Simulated(2)
+    assert attach(model, world) is model and model[0].parallel is world and model[2].parallel is world
+    x = torch.randn(1, 8, 16)
+    world.log = []
+    model[0](x)
+    assert world.log
+    attach(model, None)
+    assert model[0].parallel is None
+    with pytest.raises(dsf.InputError, match="no dsf mixer"):
+        attach(torch.nn.Linear(2, 2), world)
+
+
+# ---- what users see ------------------------------------------------------------------------------------------------
+
+
+def test_layouts():
+    sizes = Layout("contiguous", 3).sizes(8)
+    assert sizes == [3, 3, 2] and Layout("headtail", 2).sizes(8) == [2, 2, 2, 2]
+    x = torch.arange(8)[None]
+    for world in (Simulated(2, "headtail"), Simulated(3), Simulated(3, sizes=(0, 1, 7))):
+        shards = [world.shard_of(r, x)[0] for r in range(world.ranks)]
+        assert torch.equal(world.whole_of(shards), x)
+        assert [s[0].tolist() for s in shards] == [world.places(8, r) for r in range(world.ranks)]
+    assert Simulated(2, "headtail").places(8, 0) == [0, 1, 6, 7]
+
+
+def test_pieces_of_packed_sequences():
+    packing = Packing.of(Layout("contiguous", 3), [0, 2, 2, 7, 9])
+    assert packing.starts == (0, 3, 6, 9)
+    shown = [[(p.begin, p.end, p.sequence, p.continued, p.goes_on) for p in packing.pieces(r)] for r in range(3)]
+    assert shown == [
+        [(0, 2, 0, False, False), (2, 3, 2, False, True)],
+        [(0, 3, 2, True, True)],
+        [(0, 1, 2, True, False), (1, 3, 3, False, False)],
+    ]
+    assert [packing.is_fresh(n) for n in range(3)] == [True, False, True]
+    assert [packing.ends(r) for r in range(3)] == [[0, 1], [], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Simulated(2, "zigzag"), "layouts are contiguous, headtail"),
+        (lambda: Simulated(2, exchange="ring"), "exchange is 'ring'"),
+        (lambda: Simulated(2, exchange="two-level"), "needs a mesh of two dimensions"),
+        (lambda: Simulated(3, sizes=(1, 2)), "tokens of each of 3"),
+        (lambda: Simulated(4, nodes=3), "cannot be 3 nodes"),
+        (lambda: Sequence(), "init_process_group first"),
+        (lambda: gated_delta(**sample(gated_delta), parallel="cp"), "must be a dsf.parallel.Sequence, got str"),
+        (lambda: gated_delta(**sample(gated_delta, T=7), parallel=Simulated(2, "headtail")), "7 tokens do not divide"),
+        (lambda: gated_delta(**sample(gated_delta, T=7), parallel=Simulated(2, sizes=(3, 3))), "hold 6 tokens"),
+        (
+            lambda: gated_delta(
+                **sample(gated_delta, B=1), cu_seqlens=torch.tensor([0, 4, 3, 6]), parallel=Simulated(2)
+            ),
+            "must begin with 0 and not fall",
+        ),
+        (lambda: gated_delta(**sample(gated_delta), cu_seqlens=torch.tensor([0, 6]), parallel=Simulated(2)), "B = 2"),
+        (
+            lambda: gated_delta(**sample(gated_delta), initial_state=torch.zeros(1), parallel=Simulated(2)),
+            "initial_state has shape",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_error(make, text):
+    with pytest.raises(dsf.InputError, match=text):
+        make()
+
+
+def test_second_derivatives_are_refused():
+    inputs = {k: x.requires_grad_() for k, x in sample(scalar).items()}
+    y = scalar(**inputs, parallel=Simulated(2))
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(y.sum(), inputs["q"], create_graph=True)
+
+
+def test_channels_that_differ_are_walked():
+    assert kind_of_map(mixers.get("longhorn_exact").recurrence.spec) == "channel"
+    assert kind_of_map(mixers.s6.spec) == "scale" and kind_of_map(gated_delta.spec) == "dense"
+    assert dataclasses.replace(EXAMPLES[0], seed=3).seed == 3
