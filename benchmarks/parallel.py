@@ -160,7 +160,7 @@ def link(cp, clock, device, most):
 
 def pieces(recurrence, given, cp, clock):
     """Milliseconds of the summary, the exchange of maps, the fold, and C, each alone."""
-    bound = recurrence._calls.prepare((), given, None, "auto", "auto")[0]
+    bound = recurrence._calls.prepare(recurrence.spec, (), given, None, "auto", "auto")[0]
     rank = Rank(cp.rank, cp.layout, summary_of(recurrence, bound, "auto", "auto"), None, None)
     tokens, found = bound.sizes.tokens, {}
     with torch.no_grad():
