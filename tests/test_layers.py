@@ -262,6 +262,8 @@ def test_sizes_that_do_not_divide_are_refused_in_words(make):
         (lambda: mixers.SoftmaxAttention(8, n_kv_heads=3), "n_kv_heads .3."),
         (lambda: mixers.RWKV7(8, value_residual=True)(torch.randn(1, 2, 8)), "v_first"),
         (lambda: mixers.GLA(8, 0), "both must be positive"),
+        (lambda: mixers.Mamba3(8, headdim=5), "headdim 5 must divide 16"),
+        (lambda: mixers.Mamba3(8, headdim=8, d_state=7), "an even d_state, got 0.5 of 7"),
     ],
 )
 def test_other_impossible_arguments_are_refused_in_words(make, words):
@@ -293,7 +295,7 @@ def test_the_way_out_of_padding_works():
     torch.testing.assert_close(y[:, 3:], layer(x[1:, :4])[0])
 
 
-@pytest.mark.parametrize("name", ["rwkv4", "rwkv7", "retnet", "kda"])
+@pytest.mark.parametrize("name", ["rwkv4", "rwkv7", "retnet", "kda", "mamba3"])
 def test_empty_sequences_in_a_packed_row_keep_their_state(name):
     layer, cuts = moved(build(mixers.get(name))).double(), [0, 0, 4, 4, 9, 9]
     x, state, alone = torch.randn(1, 9, 32, dtype=torch.float64), None, [None] * 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsf
-from dsf import Key, Param, Scalar, System, Value
+from dsf import Key, Pair, Param, Scalar, System, Value
 from dsf.call import calls
 from dsf.language.derived import by_digest, derived, digest, interned
 
@@ -48,12 +48,21 @@ def softmax(name="softmax"):
     return declared
 
 
-DECLARED = [delta, hadamard, gained, softmax]
+def turned(name="turned"):
+    @dsf.recurrence(name=name)
+    def declared(q: Key, k: Key, v: Value, a: Scalar, t: Pair) -> System:
+        return System(A=dsf.sigmoid(a) * dsf.turn(t), B=k * v + dsf.prev(k * v), C=q)
+
+    return declared
+
+
+DECLARED = [delta, hadamard, gained, softmax, turned]
 EACH = pytest.mark.parametrize("declare", DECLARED, ids=lambda f: f.__name__)
 
 
 def inputs(recurrence, tokens=11):
-    sizes = {"N": 3, "P": 2, "H": 2, "B": 1, "T": tokens}
+    n = recurrence.spec.keys_of(3)
+    sizes = {"N": n, "N/2": n // 2, "P": 2, "H": 2, "B": 1, "T": tokens}
     return {i.name: 0.3 * torch.randn([sizes[a] for a in i.kind.layout()]) for i in recurrence.spec.inputs}
 
 

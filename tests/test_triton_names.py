@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from interpreted import interpreted
-from test_lifetime import delta, gained, hadamard, inputs
+from test_lifetime import delta, gained, hadamard, inputs, turned
 
 import dsf
 from dsf.kernels.triton.chunk.operator import matrix_mixer
@@ -22,7 +22,7 @@ pytestmark = interpreted
 
 DECLARATIONS = """
 import dsf
-from dsf import Key, Param, Scalar, System, Value
+from dsf import Key, Pair, Param, Scalar, System, Value
 
 @dsf.recurrence
 def ours(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
@@ -32,6 +32,10 @@ def ours(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
 @dsf.recurrence
 def scanned(x: Value, dt: Value, b: Key, c: Key, a: Param[Key, Value]) -> System:
     return System(A=dsf.exp(-dsf.exp(a) * dsf.softplus(dt)), B=dsf.l2norm(b) * x, C=dsf.l2norm(c))
+
+@dsf.recurrence
+def turning(q: Key, k: Key, v: Value, a: Scalar, t: Pair) -> System:
+    return System(A=dsf.sigmoid(a) * dsf.turn(t), B=k * v + dsf.prev(k * v), C=q)
 """
 
 
@@ -47,7 +51,7 @@ def kernels(recurrence):
     recurrence.plan(**{n: x.detach() for n, x in given.items()}, backend="triton")
 
 
-@pytest.mark.parametrize("declare", [delta, hadamard, gained], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("declare", [delta, hadamard, gained, turned], ids=lambda f: f.__name__)
 def test_a_dropped_recurrence_is_freed(declare):
     recurrence = declare()
     kernels(recurrence)
@@ -104,7 +108,7 @@ def test_saved_graphs_run_in_another_process(tmp_path, monkeypatch):
     import declarations
 
     saved = {}
-    for name in ("ours", "scanned"):
+    for name in ("ours", "scanned", "turning"):
         recurrence = getattr(declarations, name)
         given = inputs(recurrence)
         torch.export.save(torch.export.export(Model(recurrence), (), kwargs=given), tmp_path / f"{name}.pt2")
@@ -136,6 +140,6 @@ def test_saved_graphs_run_in_another_process(tmp_path, monkeypatch):
     done = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(lines) == 8, done.stdout
-    assert all(x.startswith("refused False") and "import the module that declares it" in x for x in lines[:4])
-    assert lines[4:] == ["right True True"] * 4
+    assert len(lines) == 12, done.stdout
+    assert all(x.startswith("refused False") and "import the module that declares it" in x for x in lines[:6])
+    assert lines[6:] == ["right True True"] * 6
