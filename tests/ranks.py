@@ -1,5 +1,9 @@
-"""Worlds of processes for tests: spawned on gloo, one function on every rank, a time limit that ends a hang."""
+"""Worlds of processes for tests: forked on gloo, one function on every rank, a time limit that ends a hang.
 
+They are forked from a server process that has imported torch and done nothing else: none has to import it again.
+"""
+
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -30,7 +34,10 @@ def spawned(world, work, limit=LIMIT):
     """What `work()` returns on every rank, in the order of the ranks; a rank that raises or hangs fails the caller."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = mp.spawn(_enter, (world, work, folder), nprocs=world, join=False)
+        multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["ranks_work", "torch.distributed.device_mesh"]
+        )
+        context = mp.start_processes(_enter, (world, work, folder), nprocs=world, join=False, start_method="forkserver")
         end = time.monotonic() + limit
         try:
             while not context.join(timeout=max(0.1, end - time.monotonic())):

@@ -13,10 +13,13 @@ from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
 from dsf.checking.ranges import ranges_of
 from dsf.kernels.affine import Frame, composed, entered
+from dsf.mixers._module import Span
 from dsf.parallel import Link, Sequence, Simulated, attach
-from dsf.parallel.collectives import Gather, Sum, Swap
+from dsf.parallel.collectives import Gather, Sum, Swap, drive
 from dsf.parallel.derive import adjoint, kind_of_map
 from dsf.parallel.layout import Layout, Packing
+from dsf.parallel.places import places_of
+from dsf.parallel.world import World
 
 RECURRENCES = [e.recurrence for e in mixers.ZOO] + ALL
 # Seeds by which the law draws contiguous shards (one of them empty), head and tail, and packed sequences.
@@ -270,6 +273,57 @@ def test_packed_layers_over_ranks_and_states_handed_on():
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(found.conv, state.conv)
     torch.testing.assert_close(found.recurrent, state.recurrent)
+
+
+@pytest.mark.parametrize(
+    "layer", [mixers.RetNet(16), mixers.RWKV7(16), mixers.RGLRU(16)], ids=lambda m: type(m).__name__
+)
+def test_packings_of_layers_over_ranks(layer):
+    layer, bounds = layer.double(), dsf.Packing([0, 3, 3, 11, 20])
+    x = torch.randn(1, 20, 16, dtype=torch.float64)
+    expected, state = layer(x, cu_seqlens=bounds)
+    got, found = layer(x, cu_seqlens=bounds, parallel=Simulated(3, sizes=(4, 0, 16)))
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(found, state)
+
+
+class One(World):
+    """One rank alone, whose every collective is answered by the same tensor."""
+
+    here, heard = [0], None
+
+    def run(self, steps):
+        return [drive(one, lambda request: self.heard) for one in steps]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "headtail"])
+@pytest.mark.parametrize("bounds", [None, [0, 3, 3, 8, 12]])
+def test_places_of_tokens(layout, bounds):
+    """Whatever a rank holds, its positions are those of the whole."""
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    whole = Span(True, cu_seqlens)
+    x = torch.arange(12.0).view(1, 12, 1)
+    for sizes in (None,) if layout == "headtail" or bounds else (None, (0, 5, 7)):
+        for rank in range(3):
+            world = One(layout, 3, 1, sizes, "auto", (Link(1e-5, 1e9),) * 2)
+            world.here, world.heard = [rank], torch.tensor([[4], [4], [4]])
+            (own,) = world.shard_of(rank, x)
+            for before in (None, torch.arange(1 if bounds is None else 4) + 5):
+                span = Span(True, cu_seqlens, before, places_of(world, own, cu_seqlens, True))
+                places, every = own.flatten().long(), whole._replace(before=before)
+                assert torch.equal(span.positions(own), every.positions(x)[:, places])
+                assert torch.equal(span.starts(own), every.starts(x)[:, places])
+                assert torch.equal(span.after(own), every.after(x))
+
+
+def test_a_guard_looks_at_the_users_calls_alone():
+    """Summaries and adjoints are dsf's own declarations: their inputs hold to no range."""
+    inputs = {n: x.requires_grad_() for n, x in sample(gated_delta, T=9).items()}
+    with dsf.validate():
+        gated_delta(**inputs, parallel=Simulated(3)).sum().mul(1e9).backward()
+        bad = {**inputs, "v": inputs["v"].detach() * torch.inf}
+        with pytest.raises(dsf.InputError, match=r"gated_delta.*`v`"):
+            gated_delta(**bad, parallel=Simulated(3))
 
 
 def test_attach_reaches_every_mixer():

@@ -48,7 +48,8 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
     bounds = host_bounds("layer", cu_seqlens)
     (rank,), tokens, device = world.here, x.shape[1], x.device
     if bounds is None:
-        begins = torch.arange(1 if rank == 0 and tokens else 0, device=device)
+        earlier = rank if world.sizes is None else sum(world.sizes[:rank])
+        begins = torch.arange(0 if earlier or not tokens else 1, device=device)
         return Places(begins, *_counted(world, rank, tokens, device)) if counted else Places(begins)
     packing = world.packing(bounds)
     if packing.tokens(rank) != tokens:
