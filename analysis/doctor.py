@@ -23,7 +23,7 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import KERNELS, TOLERANCE, Subject
 from dsf.checking.ranges import ranges_of
-from dsf.language.errors import FormError
+from dsf.language.errors import DsfError, FormError
 from dsf.mixers import ZOO, get
 from dsf.triton import choose, source
 
@@ -219,12 +219,20 @@ def _refusals(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _caches() -> list[dict[str, Any]]:
-    found = {"generated source": source.cache_directory(), "Triton": _triton_cache()}
+    found = {"generated source": _source_folder(), "Triton": _triton_cache()}
     with contextlib.suppress(Exception):  # torch's own, which moves from release to release
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         found["torch.compile"] = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
     return [{"of": name, "path": str(path), "writable": is_writable(path)} for name, path in found.items()]
+
+
+def _source_folder() -> Path:
+    """Where printed source goes, or was asked to go where nothing can be written."""
+    try:
+        return source.cache_directory()
+    except DsfError:
+        return Path(os.environ.get("DSF_CACHE_DIR", ""))
 
 
 def _triton_cache() -> Path:

@@ -54,5 +54,6 @@ def test_names_are_unique_and_found():
 
 
 def test_unknown_name_lists_near_ones():
-    with pytest.raises(KeyError, match=r"no mixer is called 'gated-delta-net'; near names: gated_deltanet"):
-        mixers.get("gated-delta-net")
+    assert mixers.get("gated-delta-net").name == "gated_deltanet"
+    with pytest.raises(KeyError, match=r"no mixer is called 'gated-deltanets'; near names: gated_deltanet"):
+        mixers.get("gated-deltanets")

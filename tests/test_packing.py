@@ -218,4 +218,4 @@ def test_layers_share_a_packing():
     layer = mixers.GatedDeltaNet(d_model=16, n_heads=2)
     x, bounds = torch.randn(1, 9, 16), torch.tensor([0, 0, 4, 4, 9])
     for a, b in zip(layer(x, cu_seqlens=Packing(bounds))[1], layer(x, cu_seqlens=bounds)[1], strict=True):
-        assert torch.equal(a, b)
+        assert a is b is None or torch.equal(a, b)

@@ -21,7 +21,9 @@ from dsf.parallel.layout import Layout, Packing
 from dsf.parallel.places import places_of
 from dsf.parallel.world import World
 
-RECURRENCES = [e.recurrence for e in mixers.ZOO] + ALL
+EVERY = [e.recurrence for e in mixers.ZOO] + ALL
+RECURRENCES = [r for r in EVERY if not r.spec.is_framed]
+FRAMED = [r for r in EVERY if r.spec.is_framed]  # turn and prev, which are refused
 # Seeds by which the law draws contiguous shards (one of them empty), head and tail, and packed sequences.
 EXAMPLES = [
     Example(batch=2, tokens=11, heads=2, n=3, p=2, initial=True, cuts=(4, 9), seed=0),
@@ -39,6 +41,12 @@ def test_a_sequence_cut_over_ranks_equals_the_sequence_run_whole(recurrence):
     for example in EXAMPLES:
         for m in LAWS["parallel"].measure(subject_of(recurrence), "auto", example):
             assert m.ok, (example, m)
+
+
+@pytest.mark.parametrize("recurrence", FRAMED, ids=lambda r: r.name)
+def test_turns_and_previous_values_are_refused_over_ranks(recurrence):
+    with pytest.raises(dsf.FormError, match="turn and prev are not spread over ranks yet"):
+        recurrence(**sample(recurrence, T=8), parallel=Simulated(2))
 
 
 def test_the_law_looks_at_whether_earlier_ranks_matter():
@@ -207,7 +215,9 @@ def test_the_transpose_is_the_gradient(frame):
     torch.testing.assert_close(frame.back(move, g, own.detach(), gain.detach()), expected)
 
 
-@pytest.mark.parametrize("recurrence", [r for r in FINITE if r.spec.rule is None], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence", [r for r in FINITE if r.spec.rule is None and not r.spec.is_framed], ids=lambda r: r.name
+)
 def test_the_adjoint_is_a_recurrence(recurrence):
     """Its last state is the gradient of the state that the tokens are entered with."""
     inputs = sample(recurrence, T=7)
@@ -243,7 +253,7 @@ def test_a_long_shard_s_decay_is_summed_in_logarithms():
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO if e.module is not None])
+@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO if not e.recurrence.spec.is_framed])
 def test_layers_over_ranks(name):
     """Convolutions see the tokens of other ranks, also where these have fewer than the convolution's taps."""
     torch.manual_seed(1)

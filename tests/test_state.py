@@ -29,7 +29,7 @@ def test_types_of_outputs_and_states(recurrence, dtype):
         y, state = recurrence(**inputs, form=form, return_state=True)
         assert y.dtype == dtype and y.shape == (2, 20, 2, 2)
         assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert state.shape == (2, 2, *recurrence.state_shape(N=3, P=2))
+        assert state.shape == (2, 2, *recurrence.state_shape(N=recurrence.spec.keys_of(3), P=2))
         assert error(y, oracle) < TOLERANCE[dtype], form
 
 

@@ -113,6 +113,11 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | Packing | None, parallel: World,
     ) -> Any:  # fmt: skip
+        if self.spec.is_framed:
+            raise FormError(
+                f"{self.name}: turn and prev are not spread over ranks yet: sums of angles, and what the last token "
+                "was, would have to cross them; call it without parallel= on the whole sequence"
+            )
         if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
             allow()
             options = (return_state, form, backend, parallel.key)

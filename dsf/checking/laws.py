@@ -353,7 +353,8 @@ def parallel(subject: Subject, form: str, example: Example) -> Measures:
     """A sequence cut over ranks equals the sequence run whole, and what earlier ranks hold matters to later ones."""
     from dsf.checking.shards import over_ranks
 
-    yield from over_ranks(subject, form, example)
+    if not subject.recurrence.spec.is_framed:  # turn and prev are refused over ranks
+        yield from over_ranks(subject, form, example)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.affine import Frame
 from dsf.language.annotations import Kind
+from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.operator import I, Normal, Operator, diag, outer, times
 from dsf.language.primitives import dot
@@ -18,7 +18,7 @@ from dsf.torch.lower import columns
 DRIVER = "dy"
 
 
-@functools.cache
+@derived
 def homogeneous(spec: Spec) -> Recurrence:
     """The same A, nothing written, nothing skipped, nothing normalised: S_out = M S_in."""
     steps = [replace(s, B=0, D=0, normalize=None, drive=None, gauge=None, earlier=()) for s in spec.system.micro_steps]
@@ -26,7 +26,7 @@ def homogeneous(spec: Spec) -> Recurrence:
     return Recurrence(replace(spec, name=f"{spec.name} (M)", system=system))
 
 
-@functools.cache
+@derived
 def adjoint(spec: Spec) -> Recurrence | None:
     """The recurrence of the state's gradient, on tokens in reverse order; its input `dy` is the gradient of y.
 
@@ -90,7 +90,7 @@ def acting(spec: Spec) -> list[Expr]:
     return found
 
 
-@functools.cache
+@derived
 def kind_of_map(spec: Spec) -> str:
     """What M is: identity, scale, dense or channel (dsf.kernels.affine)."""
     if spec.rank:
@@ -98,7 +98,7 @@ def kind_of_map(spec: Spec) -> str:
     return "identity" if all(r.normal.decay is const(1) for r in spec.rows) else "scale"
 
 
-@functools.cache
+@derived
 def reads_values(spec: Spec) -> bool:
     """True where A depends on the entries of an input with a Value axis, a sum over its channels for instance."""
     wide = {i.name for i in spec.inputs if VALUE in i.kind.axes}
