@@ -23,7 +23,7 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import KERNELS, TOLERANCE, Subject
 from dsf.checking.ranges import ranges_of
-from dsf.language.errors import DsfError, FormError
+from dsf.language.errors import FormError
 from dsf.mixers import ZOO, get
 from dsf.triton import choose, source
 
@@ -228,11 +228,9 @@ def _caches() -> list[dict[str, Any]]:
 
 
 def _source_folder() -> Path:
-    """Where printed source goes, or was asked to go where nothing can be written."""
-    try:
-        return source.cache_directory()
-    except DsfError:
-        return Path(os.environ.get("DSF_CACHE_DIR", ""))
+    """Where printed source goes. A folder that was asked for is not made by looking."""
+    chosen = os.environ.get("DSF_CACHE_DIR")
+    return Path(chosen) if chosen else source.cache_directory()
 
 
 def _triton_cache() -> Path:
