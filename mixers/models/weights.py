@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from dsf.mixers import parameter_groups
+
 
 def undecayed_names(model: nn.Module) -> set[str]:
     """Names of parameters that weight decay must leave alone: vectors (norms, biases) and what a mixer marks
@@ -20,12 +22,7 @@ def undecayed_names(model: nn.Module) -> set[str]:
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Two groups of parameters for an optimizer: with weight decay and without."""
-    apart = undecayed_names(model)
-    learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [
-        {"params": [p for name, p in learnt if name not in apart], "weight_decay": weight_decay},
-        {"params": [p for name, p in learnt if name in apart], "weight_decay": 0.0},
-    ]
+    return parameter_groups(model, weight_decay)
 
 
 def but_loaded(module: Any, reset: Callable[[Any], object]) -> None:
