@@ -170,6 +170,18 @@ def test_tokens_past_the_end_reach_no_gradient(recurrence, tokens, dtype):
     assert worst(found, expected, kinds, dtype) < (1e-4 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize(("n", "p"), [(100, 3), (3, 100)])
+def test_a_delta_rule_whose_keys_and_values_differ_in_width(n, p):
+    """Their tiles differ, too, which only a compiler of kernels minds: on a GPU this did not compile."""
+    q, k = (torch.nn.functional.normalize(leaf(1, 10, 1, n).detach(), dim=-1) for _ in range(2))
+    given = [q, k, leaf(1, 10, 1, p).detach(), leaf(1, 10, 1, low=0.5).detach()]
+    inputs = [x.bfloat16().requires_grad_() for x in given]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = run(mixers.deltanet, wide, wide, "naive", "torch")
+    kinds = [i.kind for i in mixers.deltanet.spec.inputs]
+    assert worst(run(mixers.deltanet, inputs, inputs), expected, kinds, torch.bfloat16) < 2e-2
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 
