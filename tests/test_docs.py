@@ -15,12 +15,12 @@ import dsf
 from dsf.analysis.pretrained import NotInstalledError
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 ROOMS = ("analysis", "benchmarks", "docs", "dsf", "kernels", "mixers", "tests")
 EXTRAS = ("matplotlib", "transformers")
-EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def examples(text):

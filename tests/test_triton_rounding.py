@@ -1,7 +1,7 @@
 """The kernels fed bfloat16, in the interpreter, beside a float32 recurrence that is rounded once at the end.
 
 Both are compared with float64 on the same inputs: the norm of the error of a head's block of 64 tokens beside the
-block's, and of these the worst. What rounds where is docs/performance.md's table of roundings.
+block's, and of these the worst. What rounds where is in docs/kernels/chunks.md.
 """
 
 import mixer_inputs

@@ -1,6 +1,6 @@
 """Tile sizes by structure, sizes, dtype and the GPU's limits: a table, never a search in the user's process.
 
-Filled by hand from measurements on an H200; docs/performance.md keeps the log, benchmarks/gpu_tiles.py measures a row's
+Filled by hand from measurements on an H200; docs/kernels/ keeps the log, benchmarks/gpu_tiles.py measures a row's
 neighbours. Chunks of 64 rows, slices of 64 channels, 4 warps and 3 stages were best for most; wider keys or 4-byte
 operands need shorter chunks and fewer stages to fit in registers and shared memory, and so does everything on GPUs that
 have less of it (checked against what the compiler asks for there, not timed). Slices never have fewer channels than
