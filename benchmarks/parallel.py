@@ -1,323 +1,394 @@
-"""Times context parallelism on the GPUs of one host: efficiency, its pieces, the link, and a projection.
+"""Times context parallelism on the GPUs of one host: efficiency, its pieces, memory, errors, the link, a projection.
 
-torchrun --nproc-per-node 2 benchmarks/parallel.py --json benchmarks/results/parallel.json [--seconds 420]
-torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --lengths 256 --heads 2 --json /tmp/parallel.json
+torchrun --nproc-per-node 2 benchmarks/parallel.py --json benchmarks/results/parallel.json [--seconds 330] [--commit X]
+torchrun --nproc-per-node 2 benchmarks/parallel.py --dry --json /tmp/parallel.json      (a CPU, gloo, tiny sizes)
 
-Public calls of one sequence, bfloat16 on CUDA, decays as of a trained model. For every recurrence and length a rank:
-  t1(T)   one GPU, the whole sequence (W times a rank's tokens), where it fits
-  t1(T/W) one GPU, a rank's tokens
-  tW      all ranks, the whole sequence
-  strong = t1(T) / (W tW), weak = t1(T/W) / tW; forward, and forward + backward; medians of all ranks' maxima, a barrier
-  before each. pieces: summary (F and M), exchange, fold, adjoint (C), each alone.
-First every recurrence is compared with one GPU on a short sequence, in float32 (1e-4 of the largest number). The link:
-all-gathers of 2^10 to 2^26 bytes, fitted as latency + bytes / bandwidth, which then choose the exchanges.
-Peer: fla's context parallel, where fla is importable and has it. Rows that --seconds leave no time for are named.
-The projection to 64 and 1,024 ranks is a model (dsf.parallel.cost with 8 GPUs a node), marked as such, no measurement.
+Public calls of one sequence, bfloat16 on CUDA, decays as of a trained model; every number is the slowest rank's:
+  whole    one GPU, the whole sequence: W times a rank's tokens
+  part     one GPU, a rank's tokens
+  ranks    all ranks, the whole sequence
+  strong = whole / (W ranks), weak = part / ranks; forward, and forward + backward ("both"); calls one after the other
+  between two events, medians. host: until the host had issued a call.
+  exposed = ranks - the same where nothing is sent; pieces (F, M, exchange, fold, C): each alone.
+  memory: the peak of forward + backward, inputs included, of a rank and of one GPU.
+  errors: of y and all gradients against float32 on one GPU (on CPUs: float32 against float64), of one GPU and of the
+  ranks. repeats: whether a second call has the same bits.
+Delta rules and mLSTM have 64 heads at 8,192 tokens a rank, 16 beyond. Layers: d_model 2048, 32,768 tokens a rank.
+Far: forward alone at 524,288 tokens a rank. The link: all-gathers of 2^10 to 2^26 bytes, fitted as latency +
+bytes / bandwidth, which then choose the exchanges. Peer: fla's context parallel where fla is importable, last, one row
+each, ended by --peer-seconds. The projection to 64 and 1,024 ranks is a model (dsf.parallel.cost with 8 GPUs a node),
+marked as such, no measurement.
+
+The record is written after every row. Kernels are compiled before anything is timed, by processes that run the rows'
+shapes on ranks simulated on one GPU and fill Triton's cache. --parts: some of link, rows, layers, far, peers.
 """
 
 import argparse
-import contextlib
+import importlib.util
 import json
 import os
 import platform
-import statistics
 import subprocess
+import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpu_compile import compile_share
+from parallel_measure import (
+    FAR,
+    PEERS,
+    Clock,
+    Failed,
+    Silent,
+    agreed,
+    both_ways,
+    draw,
+    errors,
+    layer_call,
+    layer_input,
+    link,
+    peak,
+    peer,
+    peer_call,
+    pieces,
+    projection,
+    same_bits,
+    shard,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsf
 from dsf.mixers import get
-from dsf.parallel import Link, Sequence, Simulated
-from dsf.parallel.collectives import Gather
-from dsf.parallel.derive import frame_of
-from dsf.parallel.exchange import AllGather, _payload
-from dsf.parallel.rank import Rank
-from dsf.parallel.summary import summary_of
+from dsf.parallel import Sequence, Simulated
 
-# name: heads, N, P; heads of one sequence as in issue and papers
-ROWS = {
+ROWS = {  # heads, N, P: of one sequence, as in papers
     "gated_deltanet": (16, 128, 128), "kda": (16, 128, 128), "ssd": (64, 128, 64), "s6": (1, 16, 4096),
     "mlstm": (16, 128, 128), "rg_lru": (1, 1, 4096),
 }  # fmt: skip
-LENGTHS = (8192, 32768, 131072)
-FAR = Link(30e-6, 45e9)  # between nodes: assumed, not measured
+WIDER = ("gated_deltanet", "kda", "mlstm")  # 64 heads at the shortest length
+LENGTHS, LAYER_TOKENS, FAR_TOKENS, D_MODEL = (8192, 32768, 131072), 32768, 524288, 2048
+SHARES = 6  # processes that compile the candidates of a peer's autotuners
+PARTS = ("link", "rows", "layers", "far", "peers")
+WAYS = ("forward", "both")
 
 
-def draw(recurrence, tokens, heads, n, p, device, dtype, seed=0):
-    """Inputs on every rank alike, in the ranges of a trained model: unit keys, decays near one."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    found = {}
-    for i in recurrence.spec.inputs:
-        sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
-        x = torch.randn([1, tokens, heads, *sizes] if i.kind.time else [heads, *sizes], generator=generator)
-        if i.name == "k":
-            x = torch.nn.functional.normalize(x, dim=-1)
-        near_one = {"alpha": 0.97 + 0.03 * torch.sigmoid(x), "beta": torch.sigmoid(x), "g": -0.05 * x.abs()}
-        x = near_one.get(i.name, x)
-        if i.name in ("f", "i"):
-            x = x + (4.0 if i.name == "f" else 0.0)
-        if i.name in ("dt", "r", "z"):
-            x = x - 4.0
-        if i.name == "reset":
-            x = torch.zeros_like(x)
-        if i.name == "A_log":
-            x = torch.linspace(0.0, 1.0, x.numel()).view(x.shape)
-        found[i.name] = x.to(device, dtype if i.kind.time else torch.float32 if dtype != torch.float64 else dtype)
-    return found
+def sizes_of(name, tokens, asked):
+    heads, n, p = ROWS[name]
+    if asked.dry:
+        return min(heads, 2), min(n, 8), min(p, 8)
+    return (64 if name in WIDER and tokens <= 8192 else heads), n, p
 
 
-class Clock:
-    """Medians of what the slowest rank took, in milliseconds."""
-
-    def __init__(self, device, repeats):
-        self.device, self.repeats = device, repeats
-
-    def wait(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def __call__(self, call, together=True):
-        """together: on all ranks at once, after a barrier; else on rank 0 alone, and told to the others."""
-        times = []
-        for turn in range(self.repeats + 3):
-            self.wait()
-            dist.barrier()
-            begin = time.perf_counter()
-            if together or not dist.get_rank():
-                call()
-                self.wait()
-            took = torch.tensor([time.perf_counter() - begin], device=self.device, dtype=torch.float64)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX) if together else dist.broadcast(took, 0)
-            if turn >= 3:
-                times.append(1e3 * float(took))
-        return statistics.median(times)
+def layer_of(name, asked, device):
+    """A layer and its input's width."""
+    torch.manual_seed(0)
+    width = 32 if asked.dry else D_MODEL
+    layer = get(name).module(d_model=width).to(device)
+    return (layer if asked.dry else layer.to(torch.bfloat16)), width
 
 
-def both_ways(recurrence, inputs, **options):
-    """(forward, forward + backward) of a call."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-
-    def forward():
-        with torch.no_grad():
-            return recurrence(**inputs, **options)
-
-    def backward():
-        y = recurrence(**leaves, **options)
-        torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y), allow_unused=True)
-
-    return forward, backward
+# -- kernels, before anything is timed
 
 
-def shard(recurrence, inputs, cp):
-    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
-    return {n: cp.shard(x).contiguous() if n in timed else x for n, x in inputs.items()}
-
-
-def check(recurrence, sizes, cp, device):
-    """The largest difference between ranks and one GPU, relative to the largest number: y and every gradient."""
-    heads, n, p = sizes
-    inputs = draw(recurrence, 64 * cp.ranks + 5, max(1, heads // 4), min(n, 64), min(p, 64), device, torch.float32)
-    kinds = {i.name: i.kind for i in recurrence.spec.inputs}
-    results = []
-    for world in (None, cp):
-        given = inputs if world is None else shard(recurrence, inputs, cp)
-        leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
-        y = recurrence(**leaves, **({} if world is None else {"parallel": cp}))
-        grads = torch.autograd.grad(y.sin().sum(), list(leaves.values()), allow_unused=True)
-        results.append((y, dict(zip(leaves, grads, strict=True))))
-    (y, grads), (got, found) = results
-    pairs = [(got, cp.shard(y))]
-    for name, g in grads.items():
-        if g is None:
-            continue
-        mine = found[name]
-        if not kinds[name].time:
-            mine = mine.clone()
-            dist.all_reduce(mine)
-        pairs.append((mine, cp.shard(g) if kinds[name].time else g))
-    worst = max(float((a - b).detach().abs().max() / b.abs().max().clamp(min=1e-20)) for a, b in pairs if b.numel())
-    told = torch.tensor([worst], device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return float(told)
-
-
-def link(cp, clock, device, most):
-    """Latency and bandwidth of an all-gather, least squares over sizes, and the sizes with their times."""
-    points = []
-    for power in range(10, most + 1, 2):
-        x = torch.zeros(2**power // 4, device=device)
-        points.append(((cp.ranks - 1) * 2**power, clock(lambda x=x: cp._answer(Gather(x))) * 1e-3))
-    sizes, times = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
-    weights = 1 / times
-    design = torch.stack([torch.ones_like(sizes), sizes], dim=1) * weights[:, None]
-    latency, per_byte = torch.linalg.lstsq(design, (times * weights)[:, None]).solution.flatten().tolist()
-    return Link(max(latency, 1e-7), 1 / max(per_byte, 1e-13)), points
-
-
-def pieces(recurrence, given, cp, clock):
-    """Milliseconds of the summary, the exchange of maps, the fold, and C, each alone."""
-    bound = recurrence._calls.prepare(recurrence.spec, (), given, None, "auto", "auto")[0]
-    rank = Rank(cp.rank, cp.layout, summary_of(recurrence, bound, "auto", "auto"), None, None)
-    tokens, found = bound.sizes.tokens, {}
+def warm(name, asked):
+    """Run a recurrence's rows on simulated ranks, so that Triton's cache has their kernels; or compile a peer's."""
+    device = torch.device("cuda")
+    if asked.share:
+        compile_share(*asked.share)
+        inputs = draw(get(name).recurrence, asked.lengths[0], *sizes_of(name, 1, asked), device, torch.bfloat16)
+        peer_call(name, inputs)[1]()
+        return
+    recurrence, world = get(name).recurrence, Simulated(asked.ranks)
     with torch.no_grad():
-        found["F"] = clock(lambda: rank.summary.written(0, tokens, None))
-        found["M"] = clock(lambda: rank.summary.move(0, tokens))
-        frame = rank.frame if cp.ranks > 2 else rank.frame.without_moves()
-        x = _payload(rank, frame)
-        found["exchange"] = clock(lambda: cp._answer(Gather(x)))
-        rows = cp._answer(Gather(x))
-        found["fold"] = clock(lambda: AllGather._fold(rank).forward(rows))
-        rank.starts = [rank.empty()]
-        dy = torch.ones(*next(iter(bound.tensors.values())).shape[:2], bound.sizes.heads, bound.sizes.p)
-        dy = dy.to(bound.device, bound.dtype)
-    found["C"] = clock(lambda: rank.summary.adjoint(0, tokens, rank.empty(), dy, None))
-    return found
+        layer, width = layer_of(name, asked, device)
+    for tokens in [t for t in asked.lengths if t <= 32768]:
+        whole = draw(recurrence, asked.ranks * tokens, *sizes_of(name, tokens, asked), device, torch.bfloat16)
+        for options in ({"parallel": world}, {}):
+            both_ways(lambda options=options, **x: recurrence(**x, **options), whole)[1]()
+        if tokens == asked.lengths[0]:
+            both_ways(recurrence, {n: x.float() for n, x in whole.items()})[1]()
+    if "layers" in asked.parts:
+        call, values = layer_call(layer, parallel=world)
+        x = layer_input(asked.ranks * asked.lengths[0], width, device, torch.bfloat16)
+        both_ways(call, {"x": x} | values)[1]()
+    torch.cuda.synchronize()
 
 
-def peer(name, inputs, cp, clock):
-    """(forward, forward + backward) of fla's context parallel on the same shards, or why not."""
-    try:
-        from fla.ops.cp import build_cp_context
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-        from fla.ops.kda import chunk_kda
-    except ImportError as error:
-        return f"fla: {error}"
-    if name not in ("gated_deltanet", "kda"):
-        return "fla has none"
-    total = next(iter(inputs.values())).shape[1] * cp.ranks
-    bounds = torch.tensor([0, total], device=inputs["q"].device, dtype=torch.int32)
-    context = build_cp_context(cu_seqlens=bounds, group=dist.group.WORLD)
-    decay = inputs["alpha"].float().log() if name == "gated_deltanet" else inputs["g"].float()
-    operator = chunk_gated_delta_rule if name == "gated_deltanet" else chunk_kda
-    leaves = [x.detach().clone().requires_grad_() for x in (inputs["q"], inputs["k"], inputs["v"], decay)]
-    beta = inputs["beta"].detach().clone().requires_grad_()
-
-    def forward():
-        return operator(*leaves, beta, scale=1.0, cp_context=context)[0]
-
-    def backward():
-        y = forward()
-        torch.autograd.grad(y, [*leaves, beta], torch.ones_like(y))
-
-    with torch.no_grad():
-        alone = clock(forward)
-    return {"forward": alone, "both": clock(backward)}
+def warm_all(asked, rank, ranks):
+    """One process for each recurrence, this rank's share of them."""
+    begin, running = time.monotonic(), []
+    told = [str(asked.json), "--ranks", str(ranks), "--lengths", *map(str, asked.lengths), "--parts", *asked.parts]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER", "GROUP", "ROLE"))}
+    clean["CUDA_VISIBLE_DEVICES"] = str(rank)
+    jobs = [(name, []) for name in asked.only]
+    if "peers" in asked.parts and importlib.util.find_spec("fla"):
+        jobs += [(n, ["--share", str(i), str(SHARES)]) for n in PEERS if n in asked.only for i in range(SHARES)]
+    for name, share in jobs[rank::ranks]:
+        command = [sys.executable, __file__, "--warm", name, *share, "--json", *told]
+        running.append((name, subprocess.Popen(command, env=clean, stderr=subprocess.PIPE, text=True)))
+    for name, process in running:
+        left = asked.warm_seconds - (time.monotonic() - begin)
+        try:
+            _, said = process.communicate(timeout=max(1.0, left))
+            if process.returncode:
+                print(f"warming {name}: {said.strip().splitlines()[-1:]}", flush=True)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            print(f"warming {name}: not done after {asked.warm_seconds} s", flush=True)
+    print(f"rank {rank}: kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def projection(recurrence, sizes, weak, measured, near):
-    """Milliseconds and efficiency by the model for many ranks: what one rank computes, and an exchange each way."""
-    heads, n, p = sizes
-    frame = frame_of(recurrence.spec, n, p)
-    extra = sum(measured[x] for x in ("F", "M", "fold")), measured["C"]
-    found = {}
-    for ranks in (64, 1024):
-        choice = Simulated(ranks, nodes=ranks // 8, links=(near, FAR)).choice(frame, heads, 4)
-        out = weak["forward"] + extra[0] + 1e3 * choice.seconds
-        both = weak["both"] + sum(extra) + 2e3 * choice.seconds
-        found[str(ranks)] = {
-            "exchange": choice.name, "bytes": choice.bytes, "forward_ms": out, "both_ms": both,
-            "forward": weak["forward"] / out, "both": weak["both"] / both, "projection": True,
-        }  # fmt: skip
-    return found
+# -- rows
 
 
-def time_row(name, sizes, tokens, cp, clock, device, dtype, near):
-    """One record."""
-    recurrence = get(name).recurrence
-    heads, n, p = sizes
-    record = {"name": name, "heads": heads, "n": n, "p": p, "tokens_a_rank": tokens}
-    whole = draw(recurrence, tokens * cp.ranks, heads, n, p, device, dtype)
-    given = shard(recurrence, whole, cp)
-    record["plan"] = recurrence.plan(**given, parallel=cp).exchange
-    times = {}
-    for label, call in zip(("forward", "both"), both_ways(recurrence, given, parallel=cp), strict=True):
-        times[label] = clock(call)
-    record["ranks_ms"] = times
-    record["part_ms"] = dict(
-        zip(("forward", "both"), (clock(c, together=False) for c in both_ways(recurrence, given)), strict=True)
-    )
-    with contextlib.suppress(torch.OutOfMemoryError):
-        alone = [clock(c, together=False) for c in both_ways(recurrence, whole)]
-        record["whole_ms"] = dict(zip(("forward", "both"), alone, strict=True))
-        record["strong"] = {k: record["whole_ms"][k] / (cp.ranks * times[k]) for k in times}
-    record["weak"] = {k: record["part_ms"][k] / times[k] for k in times}
-    record["pieces_ms"] = pieces(recurrence, given, cp, clock)
-    record["fla_ms"] = peer(name, given, cp, clock)
-    record["projection"] = projection(recurrence, sizes, record["part_ms"], record["pieces_ms"], near)
-    return record
+class Bench:
+    """This rank's part of the run."""
+
+    def __init__(self, asked):
+        self.asked, self.begin = asked, asked.started
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cpu") if asked.dry else torch.device("cuda", local)
+        self.dtype = torch.float32 if asked.dry else torch.bfloat16
+        if not asked.dry:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("gloo" if asked.dry else "nccl", timeout=timedelta(seconds=150))
+        self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+        self.clock, self.cp = Clock(self.device, asked.repeats), Sequence(self.mesh["cp"])
+        self.near = self.cp.links[0]
+        self.record = {"machine": self.machine(), "rows": [], "layers": [], "far": [], "peers": [], "left_out": []}
+
+    def machine(self):
+        here = Path(__file__).resolve().parent
+        said = subprocess.run(["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        found = {
+            "commit": self.asked.commit or said.stdout.strip() or "unknown",
+            "time": time.strftime("%Y-%m-%d %H:%M"),
+        }
+        found |= {"torch": torch.__version__, "python": platform.python_version(), "dsf": dsf.__version__}
+        found |= {"ranks": self.cp.ranks, "backend": dist.get_backend()}
+        if not self.asked.dry:
+            found |= {"gpu": torch.cuda.get_device_name(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        return found
+
+    def save(self):
+        if not self.cp.rank:
+            self.asked.json.write_text(json.dumps(self.record, indent=1) + "\n")
+
+    def late(self):
+        """One answer for all ranks."""
+        spent = torch.tensor([time.monotonic() - self.begin], device=self.device, dtype=torch.float64)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return float(spent) > self.asked.seconds
+
+    def measure(self, kind, name, tokens, make):
+        """Put what make(row) fills into the record; where it fails, what it had filled and why."""
+        row = {"name": name, "tokens_a_rank": tokens}
+        if self.late():
+            self.record["left_out"].append([kind, name, tokens])
+            return
+        begin = time.monotonic()
+        try:
+            make(row)
+        except Failed as error:
+            row["failed"] = str(error)
+        row["seconds"] = round(time.monotonic() - begin, 1)
+        self.record[kind].append(row)
+        if not self.asked.dry:
+            torch.cuda.empty_cache()
+        self.save()
+        if not self.cp.rank:
+            print(line(row), flush=True)
+
+    def times(self, row, label, ways, names=WAYS):
+        """Time calls into row[label], or say what failed in all ranks' words."""
+        for name, call in zip(names, ways, strict=True):
+            ms, host = agreed(lambda call=call: self.clock(call), self.device)
+            row.setdefault(f"{label}_ms", {})[name] = ms
+            row.setdefault(f"{label}_host_ms", {})[name] = host
+
+    def efficiency(self, row):
+        ranks = row["ranks_ms"]
+        for label, key, count in (("strong", "whole_ms", self.cp.ranks), ("weak", "part_ms", 1)):
+            if key in row:
+                row[label] = {way: row[key][way] / (count * ranks[way]) for way in row[key]}
+
+    def inputs(self, name, tokens, row):
+        """Of all ranks, alike on each."""
+        sizes = sizes_of(name, tokens, self.asked)
+        row |= dict(zip(("heads", "n", "p"), sizes, strict=True))
+        count = tokens * self.cp.ranks
+        return agreed(lambda: draw(get(name).recurrence, count, *sizes, self.device, self.dtype), self.device)
+
+    def peak(self, row, label, call):
+        row.setdefault("memory", {})[label] = agreed(lambda: peak(call, self.device), self.device)
+        if label == "one" and row["memory"]["one"]:
+            row["memory"]["ratio"] = row["memory"]["ranks"] / row["memory"]["one"]
+
+    def row(self, name, tokens, row):
+        self.row_of_ranks(name, tokens, row)
+        recurrence, whole = get(name).recurrence, self.inputs(name, tokens, row)
+        ways = both_ways(recurrence, whole)
+        self.peak(row, "one", ways[1])
+        self.times(row, "whole", ways)
+        self.efficiency(row)
+        if tokens == self.asked.lengths[0]:
+            row["errors"] = agreed(lambda: errors(recurrence, whole, self.cp, self.device), self.device)
+            row["error_ratio"] = max(e["ranks"] / max(e["one"], 1e-30) for e in row["errors"].values())
+
+    def row_of_ranks(self, name, tokens, row):
+        """What needs a rank's tokens alone; the whole sequence is not in memory."""
+        recurrence, cp, device = get(name).recurrence, self.cp, self.device
+        given = shard(recurrence, self.inputs(name, tokens, row), cp)
+        row["exchange"] = recurrence.plan(**given, parallel=cp).exchange
+        ways = both_ways(lambda **x: recurrence(**x, parallel=cp), given)
+        self.times(row, "ranks", ways)
+        self.peak(row, "ranks", ways[1])
+        row["repeats"] = agreed(lambda: same_bits(ways[1], device), device)
+        self.times(row, "part", both_ways(recurrence, given))
+        self.efficiency(row)
+        silent = Silent(self.mesh["cp"], links=cp.links)
+        self.times(row, "silent", both_ways(lambda **x: recurrence(**x, parallel=silent), given))
+        row["exposed_ms"] = {way: row["ranks_ms"][way] - row["silent_ms"][way] for way in WAYS}
+        row["pieces_ms"] = agreed(lambda: pieces(recurrence, given, cp, self.clock), device)
+        sizes = tuple(row[x] for x in ("heads", "n", "p"))
+        row["projection"] = projection(recurrence, sizes, row["part_ms"], row["pieces_ms"], self.near)
+
+    def layer(self, name, tokens, row):
+        layer, width = layer_of(name, self.asked, self.device)
+
+        def ways(whole, **options):
+            x = layer_input(tokens * self.cp.ranks, width, self.device, self.dtype)
+            call, values = layer_call(layer, **options)
+            return both_ways(call, {"x": x if whole else self.cp.shard(x).clone()} | values)
+
+        ranks = ways(False, parallel=self.cp)
+        self.times(row, "ranks", ranks)
+        self.peak(row, "ranks", ranks[1])
+        self.times(row, "part", ways(False))
+        alone = ways(True)
+        self.peak(row, "one", alone[1])
+        self.times(row, "whole", alone)
+        self.efficiency(row)
+
+    def far(self, name, tokens, row):
+        recurrence, whole = get(name).recurrence, self.inputs(name, tokens, row)
+        given, first = shard(recurrence, whole, self.cp), WAYS[:1]
+        self.times(row, "ranks", both_ways(lambda **x: recurrence(**x, parallel=self.cp), given)[:1], first)
+        self.times(row, "part", both_ways(recurrence, given)[:1], first)
+        self.times(row, "whole", both_ways(recurrence, whole)[:1], first)
+        self.efficiency(row)
+
+    def peer(self, name, tokens, row):
+        whole = self.inputs(name, tokens, row)
+        given = shard(get(name).recurrence, whole, self.cp)
+        row |= agreed(lambda: peer(name, whole, given, self.cp, self.clock), self.device)
+
+    def peers(self):
+        """fla's rows, after which nothing is waited for: a thread ends the process when their time is over."""
+
+        def end():
+            if not self.cp.rank:
+                self.record["left_out"].append(["peers", f"not done after {self.asked.peer_seconds} s"])
+                self.save()
+                print(f"peers: not done after {self.asked.peer_seconds} s", flush=True)
+            os._exit(0)
+
+        timer = threading.Timer(self.asked.peer_seconds, end)
+        timer.daemon = True
+        timer.start()
+        for name in PEERS:
+            if name in self.asked.only:
+                tokens = self.asked.lengths[0]
+                self.measure("peers", name, tokens, lambda row, name=name, tokens=tokens: self.peer(name, tokens, row))
+        timer.cancel()
+
+    def run(self):
+        asked = self.asked
+        if "link" in asked.parts:
+            self.near, points = link(self.cp, self.clock, self.device, 20 if asked.dry else 26)
+            self.cp = Sequence(self.mesh["cp"], links=(self.near, FAR))
+            self.record |= {"link": self.near._asdict(), "gathers": points}
+            self.save()
+        far = 256 if asked.dry else FAR_TOKENS
+        layers = asked.lengths[0] if asked.dry else LAYER_TOKENS
+        plan = [("rows", t, self.row) for t in asked.lengths] + [("layers", layers, self.layer), ("far", far, self.far)]
+        for kind, tokens, make in plan:
+            for name in asked.only if kind in asked.parts else ():
+                self.measure(kind, name, tokens, lambda row, m=make, n=name, t=tokens: m(n, t, row))
+        if not self.cp.rank:
+            print(table(self.record), flush=True)
+        if "peers" in asked.parts:
+            self.peers()
+        self.save()
+        dist.barrier()  # nobody leaves while another is still talking
+        dist.destroy_process_group()
 
 
-def machine(device, cp):
-    """Where and of what this was measured."""
-    here = Path(__file__).resolve().parent
-    said = subprocess.run(["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    found = {"commit": said.stdout.strip(), "torch": torch.__version__, "python": platform.python_version()}
-    found |= {"ranks": cp.ranks, "backend": dist.get_backend(), "dsf": dsf.__version__}
-    if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    return found
+# -- what is printed
+
+
+def percent(row, key):
+    found = row.get(key, {})
+    return "  ".join(f"{100 * found[w]:5.1f} %" if w in found else "      -" for w in WAYS)
+
+
+def line(row):
+    """One row, for people."""
+    text = f"{row['name']:15} {row['tokens_a_rank']:7}  strong {percent(row, 'strong')}  weak {percent(row, 'weak')}"
+    ms = row.get("ranks_ms", {})
+    text += "  " + " ".join(f"{ms[w]:8.3f}" if w in ms else "       -" for w in WAYS) + " ms"
+    if "memory" in row and row["memory"].get("ratio"):
+        text += f"  memory {row['memory']['ratio']:.3f}"
+    if "error_ratio" in row:
+        text += f"  error x{row['error_ratio']:.2f}"
+    if "repeats" in row:
+        text += "  same bits" if row["repeats"] else "  OTHER BITS"
+    if "exposed_ms" in row:
+        text += "  exposed " + " ".join(f"{row['exposed_ms'][w]:.3f}" for w in WAYS)
+    return text + (f"  FAILED {row['failed']}" if "failed" in row else "")
+
+
+def table(record):
+    """All rows: efficiency forward and forward + backward, milliseconds over ranks."""
+    found = ["", f"{record['machine']}", f"link {record.get('link')}"]
+    for kind in ("rows", "layers", "far", "peers"):
+        found += [f"-- {kind}", *(line(row) for row in record[kind])] if record[kind] else []
+    return "\n".join([*found, f"left out: {record['left_out']}"])
 
 
 def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="tokens a rank")
-    parser.add_argument("--heads", type=int, help="instead of each row's own, with N, P of at most 64")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=420.0)
-    return parser.parse_args()
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--lengths", nargs="*", type=int, help="tokens a rank")
+    parser.add_argument("--dry", action="store_true", help="on a CPU, tiny: whether all of it runs")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=330.0, help="begin no row after these")
+    parser.add_argument("--warm-seconds", type=float, default=150.0)
+    parser.add_argument("--peer-seconds", type=float, default=90.0)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--warm", choices=ROWS, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.lengths = asked.lengths or ([64, 128] if asked.dry else list(LENGTHS))
+    asked.started = time.monotonic()
+    return asked
 
 
 def main():
-    asked, begin = options(), time.monotonic()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(asked.device, local) if asked.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    clock, cp = Clock(device, asked.repeats), Sequence(mesh["cp"])
-    near, points = link(cp, clock, device, 26 if device.type == "cuda" else 20)
-    cp = Sequence(mesh["cp"], links=(near, FAR))
-    record = {"machine": machine(device, cp), "link": near._asdict(), "gathers": points, "errors": {}, "rows": []}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def save():
-        if not cp.rank:
-            asked.json.write_text(json.dumps(record, indent=1) + "\n")
-
-    def late():  # one answer for all ranks
-        spent = torch.tensor([time.monotonic() - begin], device=device)
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return float(spent) > asked.seconds
-
-    for name in asked.only:
-        error = record["errors"][name] = check(get(name).recurrence, ROWS[name], cp, device)
-        if error > (1e-3 if device.type == "cuda" else 1e-4):
-            raise SystemExit(f"{name}: ranks and one GPU differ by {error:.1e}; nothing was timed")
-        save()
-    record["left_out"] = []
-    for tokens in asked.lengths:
-        for name in asked.only:
-            heads, n, p = ROWS[name]
-            sizes = (heads, n, p) if asked.heads is None else (asked.heads, min(n, 64), min(p, 64))
-            if late():
-                record["left_out"].append([name, tokens])
-                continue
-            row = time_row(name, sizes, tokens, cp, clock, device, dtype, near)
-            record["rows"].append(row)
-            save()
-            if not cp.rank:
-                strong, weak = row.get("strong", {}), row["weak"]
-                print(f"{name:16} {tokens:7} a rank: strong {strong}, weak {weak}, {row['ranks_ms']} ms", flush=True)
-    save()
-    dist.destroy_process_group()
+    asked = options()
+    if asked.warm:
+        warm(asked.warm, asked)
+        return
+    if not asked.dry and asked.warm_seconds:
+        warm_all(asked, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    Bench(asked).run()
 
 
 if __name__ == "__main__":
