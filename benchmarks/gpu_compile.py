@@ -53,6 +53,14 @@ def tune_quickly(milliseconds=8):
     Autotuner.do_bench = staticmethod(functools.partial(do_bench, warmup=2, rep=milliseconds))
 
 
+def few_candidates(count):
+    """Let Triton's autotuners try this many candidates a kernel."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, kwargs: list(prune(self, kwargs))[:count]
+
+
 def _task(name, job, share, of, seconds):
     """What one worker does; it ends then, since what it patched and what its kernels wrote is of no further use."""
     begin, outcome = time.time(), "compiled"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu_compile import limit, tune_quickly
+from gpu_compile import few_candidates, limit, tune_quickly
 from gpu_matrix import machine, median
 from layers_check import UNIT, check, draw
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -252,14 +252,6 @@ def peer_row(name, x):
     except (ImportError, AttributeError):
         return
     yield "fla", timed(lambda: peer(x)[:1], [x, *peer.parameters()])
-
-
-def few_candidates(count):
-    """Let Triton's autotuners try this many candidates a kernel."""
-    from triton.runtime.autotuner import Autotuner
-
-    prune = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda self, kwargs: list(prune(self, kwargs))[:count]
 
 
 # The record

@@ -1,297 +1,329 @@
-"""Language models on a CUDA GPU: training steps and decoding, ours, transformers' Llama and fla's beside.
+"""Language models on a CUDA GPU: training, decoding, and whether a GPU follows a CPU; transformers and fla beside.
 
-python benchmarks/models.py [--mixers gated_deltanet ssd] [--size 340m] [--json results/models.json] [--compile]
+python benchmarks/models.py --json benchmarks/results/models.json --commit HASH      # about four minutes on an H200
+python benchmarks/models.py --only training --mixers ssd gla                         # parts of it
+OMP_NUM_THREADS=2 python benchmarks/models.py --dry                                  # tiny, on a CPU: does it run?
 
-Training: forward, backward and AdamW of 32,768 tokens a step at T = 4096, bfloat16 autocast over float32 weights;
+training: forward, backward and AdamW of --tokens tokens a step at T = --length, bfloat16 autocast over float32 weights:
 tokens/s, model flops utilisation (6 flops a weight of matrices and a token, and softmax's 6 · T · d a layer, over
---peak TFLOP/s), peak memory. Decoding: one token of every sequence, in a CUDA graph where the states stay in place, at
-batch 1 and 128. Medians; each model in a process of its own, so that memory is its own and one failure stops no other.
+--peak TFLOP/s), peak memory. decoding: one token more of every sequence, in a CUDA graph where states stay in place, at
+batch 1 and 128, beside the time to read the weights once and read and write the states at the measured copy rate.
+follow: 200 steps of a 20M model on real text, bfloat16 on the GPU beside float32 on the CPU, which runs in the
+background from the start, or is read from --curve. resume: 4 steps, a checkpoint, 4 steps, to the bit.
+
+Medians; g: a graph. Each model has a process of its own, so that one failure stops no other; the next one imports
+while one measures. The JSON file is written after every row. What --seconds does not suffice for is left out, and said
+so.
 """
 
 import argparse
+import importlib.util
 import json
-import statistics
+import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
+from models_work import DEVICE, FLA, worker
 
-SCHEMA = "dsf.models/1"
-MIXERS = ("softmax_attention", "gated_deltanet", "deltanet", "ssd", "s6", "gla", "kda", "rwkv7")
-VOCABULARY = 32000
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU only to see that the script runs
-FLA = {  # ours -> fla.models' configuration and model
-    "gated_deltanet": ("GatedDeltaNetConfig", "GatedDeltaNetForCausalLM"),
-    "deltanet": ("DeltaNetConfig", "DeltaNetForCausalLM"),
-    "gla": ("GLAConfig", "GLAForCausalLM"),
-    "kda": ("KDAConfig", "KDAForCausalLM"),
-    "rwkv7": ("RWKV7Config", "RWKV7ForCausalLM"),
-    "softmax_attention": ("TransformerConfig", "TransformerForCausalLM"),
-}
+SCHEMA = "dsf.models/2"
+MIXERS = ("gated_deltanet", "deltanet", "softmax_attention", "ssd", "gla")
+PARTS = ("training", "decoding", "follow", "resume")
+DRY = {"size": "tiny", "follow_size": "tiny", "tokens": 256, "length": 128, "steps": 2, "warmup": 1,
+       "batches": [1, 2], "follow_steps": 4, "copy": 10.0}  # fmt: skip
 
 
-def ours(mixer, size):
-    """(model, function of (model, ids) that returns the loss)."""
-    from dsf.models import CausalLM, sized
+class Worker:
+    """A process that measures: one job at a time, killed where it takes too long."""
 
-    config = sized(size, [mixer], VOCABULARY, fused_loss=True)
-    with torch.device(DEVICE):
-        model = CausalLM(config)
-    return model, lambda model, ids: model(ids, labels=ids, return_state=False).loss
+    def __init__(self, who, nice=0, threads=None):
+        environment = dict(os.environ, OMP_NUM_THREADS=str(threads)) if threads else None
+        command = [sys.executable, __file__, "--worker", who]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [*(["nice", "-n", str(nice)] if nice else []), *command],
+            stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment,
+        )  # fmt: skip
+        self.lines, self.errors = queue.Queue(), []
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
 
+    def _read(self):
+        for line in self.process.stdout:
+            if line.startswith(("RECORD ", "FAILED ")):
+                self.lines.put((line[:6], json.loads(line[7:])))
+        self.lines.put(("FAILED", None))
 
-def llama(size, implementation="sdpa"):
-    """transformers' Llama of the softmax model's sizes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    def _listen(self):
+        self.errors.extend(line.rstrip() for line in self.process.stderr)
 
-    from dsf.models import sized
+    def ask(self, job):
+        """Send a job."""
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
 
-    ref = sized(size, ["softmax_attention"], VOCABULARY)
-    heads = ref.heads("softmax_attention")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=ref.d_model, intermediate_size=ref.hidden, num_hidden_layers=ref.n_layers,
-        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, use_cache=False,
-        max_position_embeddings=8192,
-    )  # fmt: skip
-    config._attn_implementation = implementation
-    with torch.device(DEVICE):
-        model = LlamaForCausalLM(config)
-    return model, lambda model, ids: model(ids, labels=ids).loss
+    def answer(self, seconds):
+        """(record, None) or (None, what went wrong)."""
+        try:
+            kind, found = self.lines.get(timeout=seconds)
+        except queue.Empty:
+            self.process.kill()
+            return None, f"not done after {seconds:.0f} s"
+        if found is None:
+            self.lines.put((kind, None))
+            return None, f"the process died: {' | '.join(self.errors[-2:])}"[:300]
+        return (found, None) if kind == "RECORD" else (None, found["why"])
 
-
-def fla(mixer, size):
-    """fla's model of the same width, layers and MLP, its other defaults its own."""
-    import fla.models
-
-    from dsf.models import sized
-
-    ref = sized(size, [mixer], VOCABULARY)
-    config, model = (getattr(fla.models, name) for name in FLA[mixer])
-    made = config(
-        vocab_size=VOCABULARY, hidden_size=ref.d_model, num_hidden_layers=ref.n_layers, intermediate_size=ref.hidden,
-        tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    with torch.device(DEVICE):
-        model = model(made)
-    return model, lambda model, ids: model(ids, labels=ids).loss
-
-
-def build(who, mixer, size):
-    """One of ours, llama, fla."""
-    return {"ours": ours, "fla": fla}[who](mixer, size) if who != "llama" else llama(size)
-
-
-def matrix_flops(model, mixer, tokens, length):
-    """6 flops a weight of matrices and a token (tied heads count once more than embeddings do), plus softmax's."""
-    config = model.config
-    layers = getattr(config, "n_layers", None) or config.num_hidden_layers
-    width = getattr(config, "d_model", None) or config.hidden_size
-    inner = sum(
-        p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n
-    )
-    softmax = 6 * length * width * layers if mixer == "softmax_attention" else 0  # causal: half of 12
-    return tokens * (6 * (inner + VOCABULARY * width) + softmax)
+    def end(self):
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
 
 
-def timed(function, calls=1):
-    """Milliseconds a call."""
-    if DEVICE == "cpu":
-        begin = time.perf_counter()
-        for _ in range(calls):
-            function()
-        return (time.perf_counter() - begin) / calls * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+def groups(options):
+    """(who, mixer) of every process, the issue's pairs beside each other."""
+    for mixer in options.mixers:
+        yield "ours", mixer
+        if mixer == "softmax_attention" and "llama" not in options.without and importlib.util.find_spec("transformers"):
+            yield "llama", mixer
+        if mixer in FLA and "fla" not in options.without and importlib.util.find_spec("fla"):
+            yield "fla", mixer
 
 
-def peak_of_now(reset=False):
-    """Peak memory in MiB since the last reset; None on a CPU."""
-    if DEVICE == "cpu":
-        return None
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.max_memory_allocated() / 2**20
+def jobs_of(who, mixer, options, copy):
+    """The jobs of one process."""
+    same = {"who": who, "mixer": mixer, "size": options.size, "steps": options.steps, "warmup": options.warmup}
+    if "training" in options.only:
+        own = {"tokens": options.tokens, "length": options.length, "compile": options.compile, "peak": options.peak}
+        yield {"kind": "training", **same, **own}
+    if "decoding" in options.only:
+        for batch in options.batches:
+            yield {"kind": "decoding", **same, "batch": batch, "copy": copy}
 
 
-def training(who, mixer, args):
-    """One record of training steps."""
-    torch.manual_seed(0)
-    model, loss_of = build(who, mixer, args.size)
-    model.train()
-    if args.compile:
-        model = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=DEVICE == "cuda")
-    ids = torch.randint(0, VOCABULARY, (args.tokens // args.length, args.length), device=DEVICE)
+class Record:
+    """What was found so far, written after every row."""
 
-    def step():
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = loss_of(model, ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
+    def __init__(self, options, run):
+        settings = {k: v for k, v in vars(options).items() if k not in ("json", "worker", "dry")}
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
+        self.path = options.json
+        self.data = {"schema": SCHEMA, "machine": run, "settings": settings, "records": [], "failed": [], "left": []}
 
-    begin = time.perf_counter()
-    first = float(step())
-    compiled = time.perf_counter() - begin
-    for _ in range(args.warmup):
-        step()
-    peak_of_now(reset=True)
-    times = [timed(step) for _ in range(args.steps)]
-    last = step()
-    milliseconds = statistics.median(times)
-    flops = matrix_flops(model, mixer, args.tokens, args.length)
+    def add(self, job, found, why):
+        """One row more, printed and written."""
+        name = " ".join(str(job[k]) for k in ("kind", "who", "mixer", "batch") if k in job)
+        if found is None:
+            self.data["failed"].append({"case": name, "why": why})
+            print(f"{name:48} failed: {why}", flush=True)
+        else:
+            row = {**job, **found}
+            self.data["records"].append(row)
+            print(f"{name:48} {shown(row)}", flush=True)
+        self.write()
+
+    def leave(self, name):
+        """Say that the time did not suffice for this."""
+        self.data["left"].append(name)
+        print(f"{name:48} left out: --seconds are spent", flush=True)
+        self.write()
+
+    def write(self):
+        """Write the JSON file, whole or not at all."""
+        if self.path is not None:
+            beside = self.path.with_suffix(".new")
+            beside.write_text(json.dumps(self.data, indent=1) + "\n")
+            beside.replace(self.path)
+
+
+def shown(row):
+    """A record in a few words."""
+    if row["kind"] == "training":
+        memory = f"{row['peak_mib']:,.0f} MiB" if row["peak_mib"] else ""
+        return f"{row['tokens_per_second']:>10,.0f} tokens/s  MFU {row['mfu']:.1%}  {memory}"
+    if row["kind"] == "decoding":
+        how = "graph" if row["graph"] else f"no graph: {row['no_graph']}"
+        return f"{row['ms_a_token']:>10.3f} ms a token  {row['ms_a_token'] / row['floor_ms']:.2f} x floor  ({how})"
+    if row["kind"] == "follow":
+        return f"{row['worst']:.2%} apart at most, {row['worst_of_tens']:.2%} in means of ten; last {row['last']}"
+    return f"{'equal to the bit' if row['equal'] else 'differs'}: {row['losses'][0][-1]} and {row['losses'][1][-1]}"
+
+
+def follow(curves):
+    """How far the GPU's losses are from the CPU's; curves: records of `curve` by device kind."""
+    one, other = (torch.tensor(c["losses"], dtype=torch.float64) for c in curves)
+    apart = ((one - other) / other).abs()
+    tens = [x.unfold(0, min(10, len(x)), min(10, len(x))).mean(1) for x in (one, other)]
     return {
-        "kind": "training", "who": who, "mixer": mixer, "size": args.size, "compile": args.compile,
-        "parameters": sum(p.numel() for p in model.parameters()), "ms": milliseconds, "ms_all": times,
-        "tokens_per_second": args.tokens / milliseconds * 1e3, "mfu": flops / milliseconds * 1e3 / (args.peak * 1e12),
-        "peak_mib": peak_of_now(), "first_step_s": compiled,
-        "loss": [first, float(last)],
+        "worst": apart.max().item(), "worst_of_tens": ((tens[0] - tens[1]) / tens[1]).abs().max().item(),
+        "last": [one[-1].item(), other[-1].item()], "same_start": curves[0]["fingerprint"] == curves[1]["fingerprint"],
+        "gpu": curves[0], "cpu": curves[1],
     }  # fmt: skip
 
 
-def decode_floor(model, batch, rate):
-    """Milliseconds to read weights once and states twice (read, written) at `rate` TB/s."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    states = 2 * 4 * batch * model.state_size(0)
-    return (weights + states) / (rate * 1e12) * 1e3
+class Background:
+    """The CPU's half of `follow`: read from a file, or computed while the GPU measures other things."""
+
+    def __init__(self, options, job):
+        self.path, self.worker, self.job = options.curve, None, {**job, "device": "cpu"}
+        self.found = json.loads(self.path.read_text()) if self.path and self.path.is_file() else None
+        if self.found is None:
+            self.worker = Worker("ours", nice=10, threads=options.threads)
+            self.worker.ask(self.job)
+
+    def answer(self, seconds):
+        """(record, None) or (None, what went wrong)."""
+        if self.worker is None:
+            return self.found, None
+        found, why = self.worker.answer(max(seconds, 1))
+        if found is not None and self.path:
+            self.path.write_text(json.dumps(found) + "\n")
+        return found, why
+
+    def end(self):
+        """End what still runs."""
+        if self.worker is not None:
+            self.worker.end()
 
 
-@torch.no_grad()
-def decoding(who, mixer, batch, args):
-    """One record of decoding steps: bfloat16 weights, states in place."""
-    torch.manual_seed(0)
-    model, _ = build(who, mixer, args.size)
-    model = model.to(torch.bfloat16).eval()
-    ids = torch.randint(0, VOCABULARY, (batch, 64), device=DEVICE)
-    token = ids[:, 0].clone()
-    graph = who == "ours" and mixer != "softmax_attention" and DEVICE == "cuda"
-    if who == "ours":
-        from dsf.mixers.models.states import Kept, ModelState, tensors_of
-
-        kept = [Kept(static=True) for _ in model.model.layers]
-
-        def advance(tokens):
-            state = ModelState(tuple(k.state for k in kept)) if kept[0].state is not None else None
-            out = model(tokens, state=state)
-            for k, after in zip(kept, out.state.layers, strict=True):
-                k.store(after, tokens.shape[1])
-            token.copy_(out.logits[:, -1].argmax(-1))
-    else:
-        cache = [None]
-
-        def advance(tokens):
-            out = model(tokens, past_key_values=cache[0], use_cache=True)
-            cache[0] = out.past_key_values
-            token.copy_(out.logits[:, -1].argmax(-1))
-
-    advance(ids)
-    for _ in range(args.warmup):
-        advance(token.unsqueeze(1))
-    play = lambda: advance(token.unsqueeze(1))  # noqa: E731
-    if graph:
-        places = [x.data_ptr() for k in kept for x in tensors_of(k.state)]
-        play()
-        if places != [x.data_ptr() for k in kept for x in tensors_of(k.state)]:
-            raise RuntimeError("states do not stay where they are: a graph would read old ones")
-        torch.cuda.synchronize()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            play()
-        torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            play()
-        play = captured.replay
-    play()
-    times = [timed(play, 16) for _ in range(args.steps)]
-    found = {
-        "kind": "decoding", "who": who, "mixer": mixer, "size": args.size, "batch": batch, "graph": graph,
-        "ms_a_token": statistics.median(times), "ms_all": times,
-        "peak_mib": peak_of_now(),
-    }  # fmt: skip
-    if who == "ours":
-        found["floor_ms"] = decode_floor(model, batch, args.copy)
-    return found
+def measure(options, record, copy):
+    """All rows of training and decoding."""
+    deadline = time.monotonic() + options.seconds
+    wanted = [(g, list(jobs_of(*g, options, copy))) for g in groups(options)]
+    wanted = [(g, jobs) for g, jobs in wanted if jobs]
+    ahead = Worker(wanted[0][0][0]) if wanted else None
+    for number, (_, jobs) in enumerate(wanted):
+        worker, ahead = ahead, None
+        if number + 1 < len(wanted) and time.monotonic() < deadline:
+            ahead = Worker(wanted[number + 1][0][0])  # imports meanwhile
+        for job in jobs:
+            if time.monotonic() > deadline or worker is None:
+                record.leave(" ".join(str(job[k]) for k in ("kind", "who", "mixer", "batch") if k in job))
+                continue
+            worker.ask(job)
+            record.add(job, *worker.answer(min(options.row, max(10, deadline - time.monotonic() + 20))))
+        if worker is not None:
+            worker.end()
 
 
-def one(args):
-    """The record that a process of its own was started for."""
-    who, mixer, what = args.one
-    record = training(who, mixer, args) if what == "training" else decoding(who, mixer, int(what), args)
-    print("RECORD " + json.dumps(record), flush=True)
+def check(options, record, background, job):
+    """The rows of resume and follow."""
+    worker = Worker("ours")
+    if "resume" in options.only:
+        asked = {**job, "kind": "resume"}
+        worker.ask(asked)
+        record.add(asked, *worker.answer(options.row))
+    if background is not None:
+        worker.ask({**job, "device": "cuda"})
+        gpu, why = worker.answer(options.row * 2)
+        cpu, other = background.answer(options.patience)
+        found = follow([gpu, cpu]) if gpu and cpu else None
+        record.add({**job, "kind": "follow"}, found, why or other)
+    worker.end()
 
 
-def cases(args):
-    """(who, mixer, what) of every record wanted."""
-    peers = [("llama", "softmax_attention")] if "llama" not in args.without else []
-    try:
-        import fla.models  # noqa: F401
+def table(data):
+    """The short table: a line a model; ours beside the others of the same mixer."""
+    rows = {}
+    for r in data["records"]:
+        if r["kind"] in ("training", "decoding"):
+            what = r["kind"] if r["kind"] == "training" else f"b{r['batch']}"
+            rows.setdefault((r["mixer"], r["who"]), {})[what] = r
+    batches = sorted({r["batch"] for r in data["records"] if r["kind"] == "decoding"})
+    heads = "".join(f"{f'b {b}, ms':>10}{'x floor':>9}" for b in batches)
+    lines = [f"{'mixer':20}{'':7}{'M par':>7}{'tokens/s':>10}{'MFU':>7}{'MiB':>9}{'of ours':>9}{heads}"]
+    for (mixer, who), found in rows.items():
+        line, train = f"{mixer:20}{who:7}", found.get("training")
+        if train is None:
+            line += " " * 42
+        else:
+            own = rows.get((mixer, "ours"), {}).get("training")
+            share = f"{train['tokens_per_second'] / own['tokens_per_second']:.2f}" if own else ""
+            line += f"{train['parameters'] / 1e6:7.0f}{train['tokens_per_second']:10,.0f}{train['mfu']:7.1%}"
+            line += f"{train['peak_mib'] or 0:9,.0f}{share:>9}"
+        for batch in batches:
+            r = found.get(f"b{batch}")
+            line += (
+                f"{r['ms_a_token']:9.3f}{'g' if r['graph'] else ' '}{r['ms_a_token'] / r['floor_ms']:9.2f}"
+                if r
+                else " " * 19
+            )
+        lines.append(line)
+    lines += [f"{r['kind']:20}{shown(r)}" for r in data["records"] if r["kind"] in ("follow", "resume")]
+    lines += [f"failed: {f['case']}: {f['why']}" for f in data["failed"]]
+    return "\n".join([*lines, *(f"left out: {name}" for name in data["left"])])
 
-        peers += [("fla", m) for m in args.mixers if m in FLA] if "fla" not in args.without else []
-    except Exception as error:  # fla refuses some releases of Triton with errors of many kinds
-        print(f"fla.models is not here: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-    for who, mixer in [*(("ours", m) for m in args.mixers), *peers]:
-        yield who, mixer, "training"
-        for batch in args.batches:
-            yield who, mixer, str(batch)
 
-
-def machine():
-    """Where it ran."""
+def machine(commit):
+    """Where it runs, and the rates there."""
     if DEVICE == "cpu":
-        return {"device": "cpu", "torch": torch.__version__}
-    properties = torch.cuda.get_device_properties(0)
-    return {"device": properties.name, "torch": torch.__version__, "memory_gib": properties.total_memory / 2**30}
+        return {"commit": commit, "gpu": "none", "torch": torch.__version__, "copy GB/s": DRY["copy"]}
+    from gpu_matrix import machine as measured
+
+    return measured(commit)
 
 
-def main():
+def options_of():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--mixers", nargs="*", default=list(MIXERS))
+    parser.add_argument("--without", nargs="*", default=[], choices=("llama", "fla"))
     parser.add_argument("--size", default="340m")
     parser.add_argument("--tokens", type=int, default=32768, help="a step")
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8, help="timed of each")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 128])
+    parser.add_argument("--follow-mixer", default="gated_deltanet")
+    parser.add_argument("--follow-size", default="20m")
+    parser.add_argument("--follow-steps", type=int, default=200)
+    parser.add_argument("--curve", type=Path, help="file of the CPU's losses: read if it is there, else written")
+    parser.add_argument("--threads", type=int, default=8, help="of the CPU's half")
+    parser.add_argument("--patience", type=float, default=240, help="seconds to wait for it at the end")
     parser.add_argument("--peak", type=float, default=989.0, help="dense bfloat16 TFLOP/s of the GPU")
-    parser.add_argument("--copy", type=float, default=4.27, help="TB/s that a copy reaches")
-    parser.add_argument("--without", nargs="*", default=[], choices=("llama", "fla"))
     parser.add_argument("--compile", action="store_true", help="training through torch.compile")
+    parser.add_argument("--seconds", type=float, default=240, help="after which no further row begins")
+    parser.add_argument("--row", type=float, default=90, help="seconds after which a row is given up")
+    parser.add_argument("--commit", default="")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=3, metavar=("WHO", "MIXER", "WHAT"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        return one(args)
-    records, failed = [], []
-    for case in cases(args):
-        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", *case], capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
-        if not lines:
-            why = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            failed.append({"case": list(case), "why": why[:300]})
-            print(f"{' '.join(case):40} failed: {why[:160]}", flush=True)
-            continue
-        record = json.loads(lines[0][7:])
-        records.append(record)
-        shown = (
-            f"{record['tokens_per_second']:>10,.0f} tokens/s  MFU {record['mfu']:.1%}  {record['peak_mib'] or 0:,.0f} M"
-            if record["kind"] == "training"
-            else f"{record['ms_a_token']:>10.3f} ms a token" + (" (graph)" if record["graph"] else "")
-        )
-        print(f"{' '.join(case):40} {shown}", flush=True)
-    if args.json is not None:
-        settings = {k: v for k, v in vars(args).items() if k not in ("json", "one")}
-        data = {"schema": SCHEMA, "machine": machine(), "settings": settings, "records": records, "failed": failed}
-        args.json.write_text(json.dumps(data, indent=1) + "\n")
-    return 1 if failed else 0
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, to see on a CPU that all of it runs")
+    parser.add_argument("--worker", choices=("ours", "llama", "fla"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.dry:
+        vars(options).update({k: v for k, v in DRY.items() if k != "copy"})
+    return options
+
+
+def main():
+    options = options_of()
+    if options.worker:
+        return worker(options.worker)
+    if DEVICE == "cpu" and not options.dry:
+        sys.exit("benchmarks/models.py measures on a CUDA GPU, and there is none; --dry runs it in small here")
+    job = {"kind": "curve", "mixer": options.follow_mixer, "size": options.follow_size,
+           "follow_steps": options.follow_steps, "threads": options.threads}  # fmt: skip
+    background = Background(options, job) if "follow" in options.only else None
+    run = machine(options.commit)
+    print(run, flush=True)
+    record = Record(options, run)
+    try:
+        if {"training", "decoding"} & set(options.only):
+            measure(options, record, run["copy GB/s"])
+        if {"follow", "resume"} & set(options.only):
+            check(options, record, background, job)
+    finally:
+        if background is not None:
+            background.end()
+        record.write()
+        print("\n" + table(record.data))
+    return 1 if record.data["failed"] else 0
 
 
 if __name__ == "__main__":
