@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsf import Packing, Recurrence
+from dsf.call.backwards import flipped_packing, flipped_rows, refuse
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
@@ -162,6 +163,7 @@ class Mixer(Owner):
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
         parallel: World | None = None,
+        reverse: bool = False,
         **tokens: Tensor,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix a sequence.
@@ -172,12 +174,15 @@ class Mixer(Owner):
         attention_mask: [B, T] of ones, as models pass it where nothing is padded. use_cache: False returns no state.
         parallel: a dsf.parallel.Sequence whose ranks hold the tokens between them (the attached one unless given): x
         are this rank's, states and cu_seqlens those of the global sequences.
-        tokens: further per-token tensors, where the mixer's `arguments` names any. Returns (y [B, T,
-        d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
+        reverse: the whole layer, its convolution too, runs from every sequence's last token to its first; a state is
+        then that behind the tokens. tokens: further per-token tensors, where the mixer's `arguments` names any.
+        Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
         if attention_mask is not None:
             self._check_mask(attention_mask, cu_seqlens)
         world = self.parallel if parallel is None else parallel
+        if reverse:
+            return self._backwards(x, state, cu_seqlens, use_cache, world, tokens)
         inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world)
         options = {"initial_state": state.recurrent, "cu_seqlens": cu_seqlens, "parallel": world}
         if not use_cache:
@@ -185,8 +190,28 @@ class Mixer(Owner):
         y, after = self.recurrence(**inputs, **options, return_state=True)
         return self.readout(y, side), state._replace(recurrent=after)
 
+    def _backwards(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, use_cache: bool,
+        world: World | None, tokens: dict[str, Tensor],
+    ) -> tuple[Tensor, MixerState | None]:  # fmt: skip
+        """`forward` of the tokens in the other order, which costs a copy of x and of y."""
+        packed = cu_seqlens is not None
+        if cu_seqlens is not None:
+            cu_seqlens = flipped_packing(type(self).__name__, cu_seqlens, x.shape[1] if world is None else None)
+        if state is not None:
+            state = MixerState(*(flipped_rows(part, packed) for part in state))
+        tokens = {name: part.flip(1) for name, part in tokens.items()}
+        world = None if world is None else world.backwards()
+        options: dict[str, Any] = {"use_cache": use_cache, "parallel": world, **tokens}
+        y, after = self.forward(x.flip(1), state, cu_seqlens, **options)
+        if after is not None:
+            after = MixerState(*(flipped_rows(part, packed) for part in after))
+        return y.flip(1), after
+
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
-        """Decode one token. x: [B, d_model] -> (y [B, d_model], state)."""
+        """Decode one token. x: [B, d_model] -> (y [B, d_model], state). Raises InputError for reverse=True."""
+        if tokens.pop("reverse", False):
+            refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
         inputs, side, state = self._prepare(x.unsqueeze(1), state, None, tokens)
         inputs = {

@@ -40,10 +40,10 @@ def summed(x):
     return x
 
 
-def whole_and_own(recurrence, inputs, cp, state=None, bounds=None, zero_loss=False):
+def whole_and_own(recurrence, inputs, cp, state=None, bounds=None, zero_loss=False, reverse=False):
     """Errors of y, the final state and all gradients of a call over ranks against the whole."""
     kinds = {i.name: i.kind for i in recurrence.spec.inputs}
-    options = {} if bounds is None else {"cu_seqlens": bounds}
+    options = {"reverse": reverse} | ({} if bounds is None else {"cu_seqlens": bounds})
     finite = not recurrence.spec.is_softmax
 
     def run(tensors, world, weight):
@@ -172,6 +172,8 @@ def two():
     bounds = torch.tensor([0, 2, 9, 12])
     state = gated_delta(**sample(gated_delta, B=3, T=3), return_state=True)[1]
     found["packed"] = whole_and_own(gated_delta, inputs, cp, state, bounds)
+    found["reverse"] = whole_and_own(gated_delta, inputs, Sequence(mesh, sizes=(9, 3)), state, bounds, reverse=True)
+    found["reverse, as even as can be"] = whole_and_own(gated_delta, sample(gated_delta, T=11), cp, reverse=True)
     found["headtail"] = whole_and_own(gated_delta, sample(gated_delta, T=12), Sequence(mesh, "headtail"))
     found["headtail softmax"] = whole_and_own(softmax, sample(softmax, T=12), Sequence(mesh, "headtail"))
     logs = []
@@ -262,6 +264,11 @@ def four():
         cp.log = []
         found[f"{name} {exchange} {layout}"] = whole_and_own(cases[name], inputs, cp)
         logs[f"{name} {exchange} {layout}"] = cp.log
+    for name, exchange in (("gated_delta", "two-level"), ("gated_delta", "transpose"), ("channel_delta", "relay")):
+        inputs, cp = sample(cases[name], T=14, H=3), Sequence(mesh, exchange=exchange)
+        cp.log = []
+        found[f"{name} {exchange} in reverse"] = whole_and_own(cases[name], inputs, cp, reverse=True)
+        logs[f"{name} {exchange} in reverse"] = cp.log
     flat = Sequence(None, sizes=(1, 2, 0, 13))
     for name in ("gated_deltanet", "rg_lru", "rwkv7", "retnet", "softmax_attention"):
         torch.manual_seed(1)

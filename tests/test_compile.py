@@ -102,6 +102,20 @@ def test_a_layer_is_one_graph():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_and_a_call_in_reverse_are_one_graph():
+    torch.compiler.reset()
+    layer = mixers.GatedDeltaNet(16, bare=True).requires_grad_(False)
+    x, given = torch.randn(2, 10, 16), leaves_of(mixers.qlstm, 10)
+
+    def both(u, inputs):
+        return layer(u, reverse=True)[0].sum() + mixers.qlstm(**inputs, reverse=True).sin().sum()
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(x, given), list(given.values())) for f in (compiled, both))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 # S6 and Longhorn are scans of Params that come transposed; the others have other structures.
 MODULES = {
     "S6": {"d_model": 8},

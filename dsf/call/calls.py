@@ -121,11 +121,11 @@ def call_in_graph(
         return proxy.tracer.create_proxy("call_function", call_in_graph, given, {})
     count = len(tensors) - len(names)
     kwargs = dict(zip(names, tensors[count:], strict=True))
-    packing = () if cu_seqlens is None else (cu_seqlens,)
+    packing = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
     from dsf.call.recurrence import Recurrence
 
     recurrence = Recurrence(_declared(name))
-    return getattr(recurrence, method)(tensors[:count], kwargs, state, *options, *packing)
+    return getattr(recurrence, method)(tensors[:count], kwargs, state, *options, **packing)
 
 
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:

@@ -88,7 +88,7 @@ class Framed:
                 x = self._all_heads(x)
             for node in leaf.nodes:
                 start = None if self.rest is None else self._recalled(leaf, place)
-                last.append(self._stored(leaf, last_of(x, self.places), start))
+                last.append(self._stored(leaf, last_of(x, self.places), place))
                 x = self.values[node] = shifted(x, start, self.places)
                 place += self._width(leaf)
         self.remembered = last
@@ -111,16 +111,17 @@ class Framed:
         flat = flat[..., : leaf_size(leaf, sizes.keys, sizes.p)]
         return flat.unflatten(-1, (sizes.keys if KEY in source.axes else 1, sizes.p if VALUE in source.axes else 1))
 
-    def _stored(self, leaf: Leaf, x: Tensor, old: Tensor | None) -> Tensor:
-        """The columns [S, H, N, width] of a value [S, heads, n, p]; sequences without tokens keep the old one."""
-        if self.places is not None:
-            before = torch.zeros_like(x) if old is None else old.to(x.dtype)
-            x = torch.where(self.places.filled.view(-1, 1, 1, 1), x, before)
+    def _stored(self, leaf: Leaf, x: Tensor, place: int) -> Tensor:
+        """The columns [S, H, N, width] of a value [S, heads, n, p]; sequences without tokens keep those they had."""
         sizes, width = self.bound.sizes, self._width(leaf)
         shape = (sizes.keys if KEY in leaf.source.axes else 1, sizes.p if VALUE in leaf.source.axes else 1)
         x = _spread_heads(x, sizes.heads, 1).expand(-1, -1, *shape).flatten(-2)
         x = torch.nn.functional.pad(x, (0, width * sizes.n - x.shape[-1]))
-        return x.unflatten(-1, (width, sizes.n)).transpose(-1, -2).to(self.bound.compute)
+        found = x.unflatten(-1, (width, sizes.n)).transpose(-1, -2).to(self.bound.compute)
+        if self.places is None:
+            return found
+        before = torch.zeros_like(found) if self.rest is None else self.rest[..., place : place + width]
+        return torch.where(self.places.filled.view(-1, 1, 1, 1), found, before)
 
     def _first(self, x: Expr) -> Tensor:
         """An expression of leaves and Params at the last token before the call: [S, H, n, p]."""

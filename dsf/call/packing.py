@@ -33,7 +33,7 @@ class Packing:
     Raises InputError for anything but a one-dimensional integer tensor or numbers that begin with 0 and never decrease.
     """
 
-    __slots__ = ("_placed", "bounds")
+    __slots__ = ("_backwards", "_placed", "bounds")
     bounds: Bounds
 
     def __init__(self, cu_seqlens: Tensor | Iterable[int]) -> None:
@@ -46,6 +46,7 @@ class Packing:
         check_bounds("Packing", found, found[-1] if found else 0)
         self.bounds = tuple(found)
         self._placed: dict[torch.device, Tensor] = {}
+        self._backwards: Packing | None = None
         if isinstance(cu_seqlens, Tensor):
             self.on(cu_seqlens.device)
 
@@ -58,6 +59,16 @@ class Packing:
 
     def __repr__(self) -> str:
         return f"Packing({list(self.bounds)})"
+
+    @property
+    def backwards(self) -> Packing:
+        """The same sequences in a row that runs from its end, on the same devices: made once."""
+        if self._backwards is None:
+            found = Packing(self.bounds[-1] - place for place in reversed(self.bounds))
+            for device in self._placed:
+                found.on(device)
+            self._backwards = found
+        return self._backwards
 
     def on(self, device: torch.device) -> Tensor:
         """The boundaries as int32 [S + 1] on a device; not to be written to. Any stream may read them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from dsf.call import guard, packing
+from dsf.call import backwards, guard, packing
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.frame import run_framed
@@ -80,6 +80,7 @@ class Recurrence:
         form: str = "auto",
         backend: str = "auto",
         parallel: World | None = None,
+        reverse: bool = False,
         **kwargs: Tensor,
     ) -> Any:
         """Run the recurrence over T tokens.
@@ -92,26 +93,30 @@ class Recurrence:
         form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
         parallel: a dsf.parallel.Sequence, whose ranks hold the tokens between them: T is then this rank's, the states
         and cu_seqlens are those of the global sequences (docs/parallel.md).
+        reverse: from every sequence's last token to its first, S_t = A_t S_{t+1} + B_t: initial_state is that behind
+        the last token, the final state that before the first.
 
         Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. Second derivatives pass
         through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
         if parallel is not None:
-            return self._call_parallel(args, kwargs, initial_state, return_state, form, backend, cu_seqlens, parallel)
+            return self._call_parallel(
+                args, kwargs, initial_state, return_state, form, backend, cu_seqlens, parallel, reverse
+            )
         if torch.compiler.is_dynamo_compiling() and not isinstance(initial_state, KVCache):
-            options = (return_state, form, backend)
+            options = (return_state, form, backend, reverse)
             tensors = (*args, *kwargs.values())
             x = tensors[0]
             cu_seqlens = packing.tensor_of(cu_seqlens, x.device)
             if cu_seqlens is None or packs_in_graph(self._key, form, backend, x.is_cuda, x.dtype == torch.float64):
                 allow()
                 return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
-        return self._call(args, kwargs, initial_state, return_state, form, backend, cu_seqlens)
+        return self._call(args, kwargs, initial_state, return_state, form, backend, reverse, cu_seqlens)
 
     def _call_parallel(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
-        cu_seqlens: Tensor | Packing | None, parallel: World,
+        cu_seqlens: Tensor | Packing | None, parallel: World, reverse: bool,
     ) -> Any:  # fmt: skip
         if self.spec.is_framed:
             raise FormError(
@@ -120,33 +125,44 @@ class Recurrence:
             )
         if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
             allow()
-            options = (return_state, form, backend, parallel.key)
+            options = (return_state, form, backend, parallel.key, reverse)
             tensors = (*args, *kwargs.values())
             return call_in_graph(self._key, "_call_shard", options, tuple(kwargs), state, None, *tensors)
-        return _parallel().call(self, parallel, args, kwargs, state, return_state, form, backend, cu_seqlens)
+        return _parallel().call(self, parallel, args, kwargs, state, return_state, form, backend, cu_seqlens, reverse)
 
     def _call_shard(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
-        world: str,
+        world: str, reverse: bool = False,
     ) -> Any:  # fmt: skip
         """One node of a compiled graph, which knows the ranks by name."""
         found = _parallel().world_of(world)
-        return _parallel().call(self, found, args, kwargs, state, return_state, form, backend, None)
+        return _parallel().call(self, found, args, kwargs, state, return_state, form, backend, None, reverse)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
-        cu_seqlens: Tensor | Packing | None = None,
+        reverse: bool = False, cu_seqlens: Tensor | Packing | None = None,
     ) -> Any:  # fmt: skip
         bound, plan = self._calls.prepare(self.spec, args, kwargs, state, form, backend)
         bounds = None if cu_seqlens is None else self._bounds(cu_seqlens, bound, plan)
         watch = guard.current() if guard.ON else None
         if watch is not None:
             watch.inputs(self.spec, bound, bounds, state)
-        y, final = self._run(bound, bounds, state, plan)
+        y, final = (self._run_backwards if reverse else self._run)(bound, bounds, state, plan)
         y = y.to(bound.dtype)
         if watch is not None:
             watch.outputs(self.spec, bound, bounds, y, final)
         return (y, final) if return_state else y
+
+    def _run_backwards(
+        self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan
+    ) -> tuple[Tensor, State]:
+        """`_run` from the last token to the first."""
+        packed = bounds is not None
+        if bounds is not None:
+            bounds = backwards.flipped_bounds(bounds)
+        bound = backwards.flipped_call(self.spec, bound)
+        y, final = self._run(bound, bounds, backwards.flipped_rows(state, packed), plan)
+        return y.flip(1), backwards.flipped_rows(final, packed)
 
     def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
@@ -191,15 +207,21 @@ class Recurrence:
             check_state(self.spec, state, expected, bound)
 
     def step(
-        self, state: State | None, /, *args: Tensor, in_place: bool = False, backend: str = "auto", **kwargs: Tensor
-    ) -> tuple[Tensor, State]:
+        self, state: State | None, /, *args: Tensor, in_place: bool = False, backend: str = "auto",
+        reverse: bool = False, **kwargs: Tensor,
+    ) -> tuple[Tensor, State]:  # fmt: skip
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
 
         in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient.
-        backend: torch, triton or auto.
+        backend: torch, triton or auto. reverse: refused, but for False.
 
         Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does.
         """
+        if reverse:
+            backwards.refuse(
+                self.name, "step", "backwards the last token comes first, and step knows of one token; call "
+                f"{self.name}(..., reverse=True) on the whole sequence, or step from its last token to its first"
+            )  # fmt: skip
         if torch.compiler.is_dynamo_compiling() and not isinstance(state, KVCache):
             allow()
             tensors = (*args, *kwargs.values())
@@ -271,13 +293,15 @@ class Recurrence:
         backend: str = "auto",
         device: torch.device | str = "cpu",
         parallel: World | None = None,
+        reverse: bool = False,
         **kwargs: Tensor,
     ) -> Plan:
         """What the compiler chooses for these tensors or sizes, and why.
 
         B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. dtype, device: with sizes, of the
         inputs that would be given; the device need not be there. parallel: ranks that share the tokens; tensors and T
-        are one rank's, and the plan says what is exchanged. Raises InputError and FormError as a call does.
+        are one rank's, and the plan says what is exchanged. reverse: of a call from the last token to the first.
+        Raises InputError and FormError as a call does.
         """
         numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
         names = {i.name for i in self.spec.inputs}
@@ -285,9 +309,7 @@ class Recurrence:
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
             plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
-            if parallel is None:
-                return plan
-            return _parallel().planned(self.spec, plan, bound.sizes, bound.dtype, parallel)
+            return self._planned(plan, bound.sizes, bound.dtype, parallel, reverse)
         for name, size in numbers.items():
             if not isinstance(size, int) or size < 1:
                 given = size if isinstance(size, int) else type(size).__name__
@@ -295,6 +317,12 @@ class Recurrence:
         keys = N if self.spec.has_key else 1
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
         plan = make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
+        return self._planned(plan, sizes, dtype, parallel, reverse)
+
+    def _planned(self, plan: Plan, sizes: Sizes, dtype: torch.dtype, parallel: World | None, reverse: bool) -> Plan:
+        """A plan with what options of the call add to it."""
+        if reverse:
+            plan = backwards.planned(self.spec, plan, sizes, dtype)
         return plan if parallel is None else _parallel().planned(self.spec, plan, sizes, dtype, parallel)
 
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
@@ -302,6 +330,11 @@ class Recurrence:
 
         initial_state: as a call takes it; only the trajectory's states depend on it, and softmax attention has none.
         """
+        if kwargs.pop("reverse", False):
+            backwards.refuse(
+                self.name, "trajectory", "its tokens stand in the order of the system's steps; give it the inputs from "
+                "the last token to the first, x.flip(1)"
+            )  # fmt: skip
         bound = bind(self.spec, args, kwargs)
         if self.spec.is_softmax and initial_state is not None:
             raise InputError(

@@ -254,6 +254,46 @@ def packed(subject: Subject, form: str, example: Example) -> Measures:
         yield replace(m, detail=f"{m.detail} sequences of {', '.join(map(str, lengths(bounds)))} tokens".strip())
 
 
+def reverse(subject: Subject, form: str, example: Example) -> Measures:
+    """A sequence run in reverse, packed or in pieces from its end, equals its tokens run in the other order."""
+    if form == AGAINST:
+        return
+    packs = example.seed % 2 == 1 and len(example.packed_bounds) > 2
+    bounds = example.packed_bounds if packs else example.bounds
+    example = replace(example, batch=1) if packs else example
+    timed = {name for name, kind in subject.kinds.items() if kind.time}
+    inputs, state = subject.inputs(example), subject.state(example, rows=len(bounds) - 1 if packs else 0)
+    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+    pieces = list(pairwise(bounds))
+
+    def backwards(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        if packs:
+            return subject.run(form, inputs, state, torch.tensor(bounds, device=subject.device), reverse=True)
+        outputs: list[Tensor] = []
+        for begin, end in reversed(pieces):
+            part = {name: x[:, begin:end] if name in timed else x for name, x in inputs.items()}
+            y, state = subject.run(form, part, state, reverse=True)
+            outputs.insert(0, y)
+        return torch.cat(outputs, dim=1), state
+
+    def turned(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        outputs, states = [], []
+        for row, (begin, end) in enumerate(pieces if packs else [(0, example.tokens)]):
+            start = row_of(state, row) if packs else state
+            if begin < end:
+                part = {name: x[:, begin:end].flip(1) if name in timed else x for name, x in inputs.items()}
+                y, start = subject.run(form, part, start)
+                outputs.append(y.flip(1))
+            states.append(start)
+        return torch.cat(outputs, dim=1), stacked(states) if packs else states[0]
+
+    got = subject.differentiate(form, inputs, state, dy, example.seed, backwards)
+    expected = subject.differentiate(form, inputs, state, dy, example.seed, turned)
+    way = f"sequences of {', '.join(map(str, lengths(bounds)))} tokens" if packs else f"cuts at {list(example.cuts)}"
+    for m in compare(subject, got, expected, example.dtype):
+        yield replace(m, detail=f"{m.detail} {way}".strip())
+
+
 def step(subject: Subject, form: str, example: Example) -> Measures:
     """Decoding token by token with step() equals the sequence run whole."""
     timed = {name for name, kind in subject.kinds.items() if kind.time}
@@ -386,6 +426,7 @@ LAWS: dict[str, Law] = {
         Law(causality, forms="all"),
         Law(split, forms="all"),
         Law(packed, forms="all"),
+        Law(reverse, longest=70),
         Law(step, forms="step", longest=12),
         Law(heads, longest=70),
         Law(layout, longest=70),

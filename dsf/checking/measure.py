@@ -114,17 +114,18 @@ class Subject:
 
     def run(
         self, form: str, inputs: Mapping[str, Tensor], state: State | None = None, cu_seqlens: Tensor | None = None,
-        parallel: Any = None,
+        parallel: Any = None, reverse: bool = False,
     ) -> tuple[Tensor, State | None]:  # fmt: skip
         """y and the final state (None when the user's function returns none)."""
         if form != AGAINST:
             backend = {ORACLE: "auto", KERNELS: KERNELS}.get(form, self.backend)
             how = {"form": "auto" if form == KERNELS else form, "backend": backend}
             call: dict[str, Any] = {**inputs, "initial_state": state, **how}
-            y, final = self.recurrence(**call, cu_seqlens=cu_seqlens, return_state=True, parallel=parallel)
+            options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "parallel": parallel, "reverse": reverse}
+            y, final = self.recurrence(**call, **options, return_state=True)
             return y, final
         assert self.against is not None
-        options: dict[str, Any] = {} if state is None else {"initial_state": state}
+        options = {} if state is None else {"initial_state": state}
         result = self.against(*inputs.values(), **options)
         return result if isinstance(result, tuple) else (result, None)
 

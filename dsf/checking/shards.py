@@ -19,9 +19,14 @@ from dsf.parallel.derive import kind_of_map
 
 WORTH = 1e-6  # what earlier ranks must at least add to an output, or the law says nothing
 
+BACKWARDS = 0.3  # share of examples that run in reverse
+
 
 def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
-    """The measures of the law. The example's seed draws layout, exchange, an empty shard and packed sequences."""
+    """The measures of the law.
+
+    The example's seed draws layout, exchange, an empty shard, packed sequences, and whether it runs in reverse.
+    """
     if form == AGAINST or example.tokens < 2:
         return
     chance = random.Random(example.seed)
@@ -43,19 +48,20 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
     rows = len(example.bounds) - 1 if packed is not None else 0
     inputs, state = subject.inputs(example), subject.state(example, rows)
     dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+    reverse = chance.random() < BACKWARDS
 
     def whole(form: str, given: Mapping[str, Tensor], start: State | None) -> tuple[Tensor, State | None]:
-        return subject.run(form, given, start, packed)
+        return subject.run(form, given, start, packed, reverse=reverse)
 
     def cut(form: str, given: Mapping[str, Tensor], start: State | None) -> tuple[Tensor, State | None]:
-        return subject.run(form, given, start, packed, world)
+        return subject.run(form, given, start, packed, world, reverse)
 
     expected = subject.differentiate(form, inputs, state, dy, example.seed, whole)
     found = subject.differentiate(form, inputs, state, dy, example.seed, cut)
-    text = f"{world.ranks} ranks, {way}, {world.exchange} exchange"
+    text = f"{world.ranks} ranks, {way}, {world.exchange} exchange{', in reverse' if reverse else ''}"
     for m in compare(subject, found, expected, example.dtype):
         yield replace(m, detail=f"{m.detail} {text}".strip())
-    if way == "shards" and not example.regimes and example.cuts:
+    if way == "shards" and not reverse and not example.regimes and example.cuts:
         yield _worth(subject, form, example, inputs, expected.y)
 
 

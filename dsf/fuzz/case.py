@@ -32,7 +32,7 @@ class Case:
     in one storage, one token apart. between: what happens before calls 2, 3, …: "", "other" (a call of another
     recurrence with the same tensors) or "forget" (all that calls remember is dropped). loss: what is differentiated,
     "both" (y and the final state), "y", "state" or "" (nothing, without a graph). frozen: inputs that need no
-    gradient. step: token by token, through step(). seed: of the numbers.
+    gradient. step: token by token, through step(). reverse: from the last token to the first. seed: of the numbers.
     """
 
     tokens: int = 1
@@ -55,6 +55,7 @@ class Case:
     loss: str = "both"
     frozen: tuple[str, ...] = ()
     step: bool = False
+    reverse: bool = False
     seed: int = 0
 
     def __repr__(self) -> str:

@@ -101,7 +101,7 @@ class Cases:
         )  # fmt: skip
         if rng.random() < (0.08 if form == KERNELS else 0.3) and self._steps(case):
             case = replace(case, step=True, lengths=(), loss="" if form == KERNELS else case.loss)
-        return case
+        return replace(case, reverse=not case.step and rng.random() < 0.15)
 
     @property
     def _names(self) -> list[str]:

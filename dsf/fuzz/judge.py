@@ -218,7 +218,7 @@ def _run(
             y, final = _stepped(subject, case, leaves, start)
         else:
             bounds = torch.tensor(case.bounds, device=subject.device) if case.lengths else None
-            y, found = subject.run(case.form, leaves, start, bounds)
+            y, found = subject.run(case.form, leaves, start, bounds, reverse=case.reverse)
             assert isinstance(found, Tensor)
             final = found
         state = subject.recurrence.true_state(final.double(), case.p)

@@ -99,8 +99,10 @@ def _run(
     wide, form = timed(recurrence), form_of(recurrence, case)
 
     def ran(inputs: Mapping[str, Any], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        if case.reverse:  # Params are per token here, too
+            inputs = {name: x.flip(1) for name, x in inputs.items()}
         y, final = wide(**inputs, initial_state=state, form=form, backend="torch", return_state=True)
-        return y, recurrence.true_state(final, case.p)
+        return y.flip(1) if case.reverse else y, recurrence.true_state(final, case.p)
 
     if not case.lengths:
         return ran(given, start)

@@ -11,7 +11,7 @@ from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Axes, Expr
 
 # Names that Recurrence.__call__ keeps for itself.
-RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "backend", "parallel"})
+RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "backend", "parallel", "reverse"})
 
 
 @dataclass(frozen=True)

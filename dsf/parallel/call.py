@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dsf.call import guard, packing
+from dsf.call.backwards import flipped, flipped_bounds, flipped_rows
 from dsf.call.bind import INTEGERS, Bound, Sizes, bind, cache_heads, check_state
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
@@ -150,7 +151,7 @@ def _no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def call(
     recurrence: Recurrence, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any,
-    return_state: bool, form: str, backend: str, cu_seqlens: Tensor | packing.Packing | None,
+    return_state: bool, form: str, backend: str, cu_seqlens: Tensor | packing.Packing | None, reverse: bool = False,
 ) -> Any:  # fmt: skip
     """y of this rank's tokens, or (y, the final states of the global sequences). As `Recurrence.__call__` has it.
 
@@ -161,6 +162,11 @@ def call(
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
     bounds = host_bounds(spec.name, cu_seqlens)
     given = _named(spec, args, kwargs)
+    packed = bounds is not None
+    if reverse:
+        _bind(recurrence, given, form, backend)  # says what is wrong of the tensors as they were given
+        given, world, state = flipped(spec, given), world.backwards(), flipped_rows(state, packed)
+        bounds = None if bounds is None else flipped_bounds(bounds)
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
     compare_ranks(spec, world, given, state)
     with _no_autocast(next(iter(given.values()))):
@@ -173,9 +179,11 @@ def call(
             found = _run(recurrence, world, shards, state, bounds, return_state, form, backend)
     ys, finals = [y for y, _ in found], [s for _, s in found]
     y = world.whole_of(ys) if isinstance(world, Simulated) else ys[0]
+    y = y.flip(1) if reverse else y
     if not return_state:
         return y
-    return y, finals[0] if len(finals) == 1 else _alike(finals)
+    final = finals[0] if len(finals) == 1 else _alike(finals)
+    return y, flipped_rows(final, packed) if reverse else final
 
 
 def _run(
@@ -335,8 +343,8 @@ def _check(spec: Spec, world: World, rank: int, bound: Bound, packed: Packing | 
         return
     hint = "; these are all of them: give this rank's alone, cp.shard(x)" if tokens == total else ""
     raise InputError(
-        f"{spec.name}: rank {rank} of {layout.ranks} has {tokens} tokens, but cu_seqlens of the global sequences gives "
-        f"it {expected} of {total}{hint}"
+        f"{spec.name}: rank {world.called(rank)} of {layout.ranks} has {tokens} tokens, but cu_seqlens of the global "
+        f"sequences gives it {expected} of {total}{hint}"
     )
 
 

@@ -7,7 +7,7 @@ what the law `parallel` and tests do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,26 @@ def drive(steps: Steps, answer: Callable[[Request], Tensor]) -> Any:
         request = next(steps)
         while True:
             request = steps.send(answer(request))
+    except StopIteration as end:
+        return end.value
+
+
+def mirrored(steps: Steps, sizes: Mapping[str, int]) -> Steps:
+    """A generator that counts ranks from the last one, as the generator of ranks that are counted from the first.
+
+    sizes: how many ranks there are, by `where`.
+    """
+    try:
+        request = next(steps)
+        while True:
+            asked = request
+            if isinstance(request, Swap):
+                asked = Swap(request.x.flip(0), request.where)
+            elif isinstance(request, Hop):
+                last = sizes[request.where] - 1
+                asked = Hop(request.x, request.where, last - request.source, last - request.target)
+            answer = yield asked
+            request = steps.send(answer.flip(0) if isinstance(request, (Gather, Swap)) else answer)
     except StopIteration as end:
         return end.value
 

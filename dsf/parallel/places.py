@@ -53,7 +53,9 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
         return Places(begins, *_counted(world, rank, tokens, device)) if counted else Places(begins)
     packing = world.packing(bounds)
     if packing.tokens(rank) != tokens:
-        raise InputError(f"rank {rank} has {tokens} tokens, but the layout gives it {packing.tokens(rank)}")
+        raise InputError(
+            f"rank {world.called(rank)} has {tokens} tokens, but the layout gives it {packing.tokens(rank)}"
+        )
     pieces = packing.pieces(rank)
     begins = torch.tensor([p.begin for p in pieces if not p.continued], dtype=torch.int64, device=device)
     if not counted:

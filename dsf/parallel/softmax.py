@@ -33,8 +33,9 @@ def attend(
     for rank, bound in zip(world.here, shards, strict=True):
         if bound.sizes.tokens != packing.tokens(rank):
             raise InputError(
-                f"{spec.name}: rank {rank} of {world.ranks} has {bound.sizes.tokens} tokens, but the layout gives it "
-                f"{packing.tokens(rank)} of {tokens}; give shards of other lengths as Sequence(..., sizes=...)"
+                f"{spec.name}: rank {world.called(rank)} of {world.ranks} has {bound.sizes.tokens} tokens, but the "
+                f"layout gives it {packing.tokens(rank)} of {tokens}; "
+                "give shards of other lengths as Sequence(..., sizes=...)"
             )
         if cache is not None:
             rows = bound.sizes.batch if bounds is None else packing.sequences

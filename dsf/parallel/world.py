@@ -26,6 +26,7 @@ from dsf.parallel.collectives import (
     Sum,
     Swap,
     drive,
+    mirrored,
     tied,
     together,
 )
@@ -60,6 +61,8 @@ class World:
         self.sizes = None if sizes is None else tuple(sizes)
         self.exchange, self.nodes, self.links = exchange, nodes, links
         self.log: list[tuple[Any, ...]] | None = None
+        self._forward: World | None = None  # of a world that counts ranks from the last, the one it is made of
+        self._backwards: World | None = None
         self._register()
 
     def _register(self) -> None:
@@ -74,11 +77,11 @@ class World:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name not in ("key", "log")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("key", "log", "_backwards")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.log = None
+        self.log = self._backwards = None
         self._register()
 
     @property
@@ -93,7 +96,39 @@ class World:
 
     def run(self, steps: Several[Steps]) -> list[Any]:
         """The values of this process's generators (dsf.parallel.collectives)."""
+        if self._forward is None:
+            return self._run(steps)
+        sizes = {ALL: self.ranks, INNER: self.ranks // self.nodes, OUTER: self.nodes}
+        return self._forward.run([mirrored(one, sizes) for one in reversed(steps)])[::-1]
+
+    def _run(self, steps: Several[Steps]) -> list[Any]:
         raise NotImplementedError
+
+    def backwards(self) -> World:
+        """These ranks for sequences that run from their ends, of which rank W - 1 - r has the r-th run.
+
+        Every rank flips its tokens, and counts itself from the last; the collectives stay what they are. With
+        layout="headtail" a rank has the same numbers of runs from either end.
+        """
+        if self.layout.slots > 1:
+            return self
+        if self._forward is not None:
+            return self._forward
+        if self._backwards is None:
+            found = object.__new__(type(self))
+            found.__dict__.update(self.__dict__)
+            found._forward = self
+            found._turn()
+            found._register()
+            self._backwards = found
+        return self._backwards
+
+    def _turn(self) -> None:
+        self.sizes = None if self.sizes is None else self.sizes[::-1]
+
+    def called(self, rank: int) -> int:
+        """The number that a user knows a rank by."""
+        return rank if self._forward is None else self.ranks - 1 - rank
 
     def choice(self, frame: Frame, rows: int, width: int) -> Choice:
         """The exchange for states of this shape. rows: batch times heads; width: bytes of a number."""
@@ -101,7 +136,10 @@ class World:
 
     def packing(self, bounds: Several[int]) -> Packing:
         """Where packed sequences are cut. Raises InputError where the layout cannot hold them."""
-        return Packing.of(self.layout, bounds, self.sizes)
+        sizes: Several[int] | None = self.sizes
+        if self._forward is not None:  # where shards are as even as can be, the longer ones are those of the last ranks
+            sizes = self.layout.sizes(bounds[-1], self._forward.sizes)[::-1]
+        return Packing.of(self.layout, bounds, sizes)
 
     def places(self, tokens: int, rank: int) -> list[int]:
         """The places in a sequence of `tokens` tokens that a rank holds."""
@@ -179,7 +217,11 @@ class Sequence(World):
         """Its own."""
         return [self._rank]
 
-    def run(self, steps: Several[Steps]) -> list[Any]:
+    def _turn(self) -> None:
+        super()._turn()
+        self._rank = self.ranks - 1 - self._rank
+
+    def _run(self, steps: Several[Steps]) -> list[Any]:
         """One generator, by torch's functional collectives."""
         (one,) = steps
         heard: list[Tensor] = []
@@ -215,7 +257,7 @@ class Sequence(World):
         return outer.answer(Hop(x, OUTER, a, b)) if a != b else x
 
     def tell(self, text: str, device: torch.device) -> list[str]:
-        """Every rank's text, on every rank."""
+        """Every rank's text, on every rank, in the order of the ranks as their user knows them."""
         room = torch.zeros(1024, dtype=torch.uint8)
         letters = list(text.encode())[: len(room)]
         room[: len(letters)] = torch.tensor(letters, dtype=torch.uint8)
@@ -286,7 +328,7 @@ class Simulated(World):
         """All."""
         return list(range(self.ranks))
 
-    def run(self, steps: Several[Steps]) -> list[Any]:
+    def _run(self, steps: Several[Steps]) -> list[Any]:
         """All generators in step. Raises DsfError where they do not ask for the same collectives."""
         return together(steps, self.nodes, self.log)
 

@@ -110,10 +110,17 @@ class RotaryAttention(SoftmaxAttention):
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
         parallel: World | None = None,
+        reverse: bool = False,
         **tokens: Tensor,
     ) -> tuple[Tensor, MixerState | None]:
-        """As `Mixer.forward`; cos, sin: a rotation that is known already (`turns`)."""
-        turned = self._turned(x, state, cu_seqlens, tokens, parallel)
+        """As `Mixer.forward`; cos, sin: a rotation that is known already (`turns`).
+
+        In reverse, positions count from the end.
+        """
+        known = tokens
+        if not reverse:
+            turned = self._turned(x, state, cu_seqlens, tokens, parallel)
+            known = {"cos": turned["cos"], "sin": turned["sin"]}
         return super().forward(
             x,
             state,
@@ -121,8 +128,8 @@ class RotaryAttention(SoftmaxAttention):
             attention_mask=attention_mask,
             use_cache=use_cache,
             parallel=parallel,
-            cos=turned["cos"],
-            sin=turned["sin"],
+            reverse=reverse,
+            **known,
         )
 
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:

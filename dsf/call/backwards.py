@@ -1,0 +1,79 @@
+"""Calls with reverse=True: every sequence from its last token to its first.
+
+Turned round here, once for all forms and kernels: per-token inputs are flipped, and with them the row of packed
+sequences, whose boundaries and states then come in the other order; what runs is the usual call, and its outputs are
+flipped back. It costs one copy of every per-token input and of y, and as many of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, cast, overload
+
+from torch import Tensor
+
+from dsf.call.bind import Bound, Sizes
+from dsf.call.packing import Packing, check_bounds, check_once
+from dsf.call.plan import Plan, io_bytes
+from dsf.kernels.attention import KVCache
+from dsf.language.errors import InputError
+from dsf.language.spec import Spec
+
+Rows = TypeVar("Rows", bound="Tensor | KVCache | None")
+
+
+def flipped(spec: Spec, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs by name, the tokens of those that have any in the other order."""
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    return {name: x.flip(1) if name in timed else x for name, x in tensors.items()}
+
+
+def flipped_call(spec: Spec, bound: Bound) -> Bound:
+    """A call's inputs, from the last token to the first."""
+    return replace(bound, tensors=flipped(spec, bound.tensors))
+
+
+@overload
+def flipped_bounds(bounds: list[int]) -> list[int]: ...
+@overload
+def flipped_bounds(bounds: Tensor) -> Tensor: ...
+def flipped_bounds(bounds: list[int] | Tensor) -> list[int] | Tensor:
+    """Boundaries [S + 1] of packed sequences as they lie in the flipped row: those of the last one first."""
+    if isinstance(bounds, Tensor):
+        return (bounds[-1] - bounds).flip(0)
+    return [bounds[-1] - place for place in reversed(bounds)]
+
+
+def flipped_packing(name: str, cu_seqlens: Tensor | Packing, tokens: int | None) -> Tensor | Packing:
+    """The same, as layers are given them. tokens: of the row, which they must end with; None: it is not known here.
+
+    Raises InputError for boundaries that do not fit, as they were given.
+    """
+    if tokens is not None and isinstance(cu_seqlens, Packing):
+        check_bounds(name, cu_seqlens.bounds, tokens)
+    elif tokens is not None and isinstance(cu_seqlens, Tensor):
+        check_once(name, cu_seqlens, tokens)
+    return cu_seqlens.backwards if isinstance(cu_seqlens, Packing) else flipped_bounds(cu_seqlens)
+
+
+def flipped_rows(state: Rows, packed: bool) -> Rows:
+    """States [S, ...], those of the last packed sequence first; of calls that are not packed as they are."""
+    if packed and isinstance(state, KVCache):
+        return cast(Rows, KVCache(*(x.flip(0) for x in state)))
+    return cast(Rows, state.flip(0)) if packed and isinstance(state, Tensor) else state
+
+
+def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: Any) -> Plan:
+    """The plan of a call with reverse=True: what is flipped is read and written once more on either side."""
+    timed = replace(spec, inputs=tuple(i for i in spec.inputs if i.kind.time))
+    return replace(
+        plan,
+        bytes=plan.bytes + 2 * io_bytes(timed, sizes, dtype),
+        reason=plan.reason + "; backwards: per-token inputs are flipped before it, and y after",
+    )
+
+
+def refuse(name: str, what: str, instead: str) -> None:
+    """Raise the InputError of a call that cannot run backwards."""
+    raise InputError(f"{name}: {what} has no reverse=True: {instead}")
