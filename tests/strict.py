@@ -1,13 +1,12 @@
-"""Triton's interpreter, made strict and given bfloat16.
+"""Triton's interpreter, made strict.
 
 Strict: what a kernel reads and writes lies in the tensors that its launch was given (on a GPU it would read what lies
 beside them, or corrupt it), memory that nobody has written is NaN, and programs of a launch run in another order than
-that of their numbers, since none may need what another leaves. bfloat16: numpy has no such numbers, and the
-interpreter alone computes with their bits; here arithmetic is in float32, rounded to the nearest, as on a GPU. Products
-in tf32 cut off what tf32 does not hold, which is the worst that a GPU does.
+that of their numbers, since none may need what another leaves. Products in tf32 cut off what tf32 does not hold, which
+is the worst that a GPU does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from triton.runtime import interpreter
 
 Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
 TF32 = interpreter._ir.INPUT_PRECISION.TF32
-BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 
 
 class Memory:
@@ -56,24 +54,8 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield interpreter._unwrap_tensor(x)
 
 
-def _wide(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 numbers, given as their bits, in float32."""
-    return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _narrow(x: np.ndarray) -> np.ndarray:
-    """The bits of x rounded to bfloat16, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
-
-
 def _tf32(x: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
-def _is_bfloat16(x: Any) -> bool:
-    return bool(x.dtype.scalar == tl.bfloat16)
 
 
 def install() -> None:
@@ -103,7 +85,7 @@ def install() -> None:
     interpreter.GridExecutor._init_args_hst = entered
     Builder.create_masked_load, Builder.create_masked_store = loaded, stored
     _shuffle_programs()
-    _compute_bfloat16()
+    _cut_tf32()
 
 
 def _shuffle_programs() -> None:
@@ -123,31 +105,12 @@ def _shuffle_programs() -> None:
     Builder.set_grid_dim, Builder.set_grid_idx = known, placed
 
 
-def _compute_bfloat16() -> None:
-    cast, binary, unary, dot = Builder.cast_impl, Builder.binary_op, Builder.unary_op, Builder.create_dot
-
-    def converted(self: Any, x: Any, kind: Any, *mode: Any) -> Any:
-        if _is_bfloat16(x) == (kind.scalar == tl.bfloat16):
-            return cast(self, x, kind)
-        if _is_bfloat16(x):
-            return cast(self, Handle(_wide(x.data), tl.float32), kind)
-        return Handle(_narrow(x.data.astype(np.float32)), tl.bfloat16)
-
-    def of_two(self: Any, x: Any, y: Any, op: Callable[..., Any]) -> Any:
-        if not _is_bfloat16(x) or op in BITWISE:
-            return binary(self, x, y, op)
-        found = op(_wide(x.data), _wide(y.data))
-        return Handle(found, tl.int1) if found.dtype == bool else Handle(_narrow(found), tl.bfloat16)
-
-    def of_one(self: Any, x: Any, op: Callable[..., Any]) -> Any:
-        return Handle(_narrow(op(_wide(x.data))), tl.bfloat16) if _is_bfloat16(x) else unary(self, x, op)
+def _cut_tf32() -> None:
+    dot = Builder.create_dot
 
     def product(self: Any, x: Any, y: Any, added: Any, precision: Any, imprecise: Any) -> Any:
-        if _is_bfloat16(x):
-            x, y = Handle(_wide(x.data), tl.float32), Handle(_wide(y.data), tl.float32)
-        elif x.data.dtype == np.float32 and precision == TF32:
+        if x.data.dtype == np.float32 and precision == TF32:
             x, y = Handle(_tf32(x.data), tl.float32), Handle(_tf32(y.data), tl.float32)
         return dot(self, x, y, added, precision, imprecise)
 
-    Builder.cast_impl = converted
-    Builder.binary_op, Builder.unary_op, Builder.create_dot = of_two, of_one, product
+    Builder.create_dot = product

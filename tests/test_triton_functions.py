@@ -156,7 +156,7 @@ def test_neighbours_widened_together_stay_as_they_are(dtype: torch.dtype, device
 
 @triton.jit
 def _refined(x):
-    return fn.with_rest(x.to(tl.bfloat16).to(tl.float32), fn.rest_of(x))
+    return fn.with_rest(x.to(tl.bfloat16).to(tl.float32), fn.rest_of(x, tl.bfloat16))
 
 
 @pytest.mark.parametrize("device", on_a_device)

@@ -25,7 +25,8 @@ class Profile:
     n, p, heads, batches: sizes that are drawn; longest: tokens; far: share of lengths beyond two times RESIDUES. alike:
     cases of one kind, which share dtype, N, P, heads, layouts and options. dtypes: as often as they stand there.
     calls: how many a case has. other: share of kinds that another recurrence may run between. scans: longest of fused
-    scans, whose tokens the interpreter walks one by one.
+    scans, whose tokens the interpreter walks one by one. pool: how many combinations of N, P, heads and dtype one seed
+    has, so that its declarations share what is compiled; 0: any. drawn: those combinations.
     """
 
     n: tuple[int, ...]
@@ -39,6 +40,17 @@ class Profile:
     calls: tuple[int, ...]
     other: float
     scans: int = 10_000
+    pool: int = 0
+    drawn: tuple[tuple[int, int, int, str], ...] = ()
+
+    def of_seed(self, seed: int) -> Profile:
+        """The profile with its pool drawn."""
+        rng = random.Random(seed)
+        sizes = [
+            (rng.choice(self.n), rng.choice(self.p), rng.choice(self.heads), rng.choice(self.dtypes))
+            for _ in range(self.pool)
+        ]
+        return replace(self, drawn=tuple(sizes))
 
 
 SMALL = (1, 2, 3, 4, 5, 6, 7)
@@ -47,7 +59,7 @@ TORCH = Profile(SMALL, SMALL, (1, 2, 2, 3, 4), (1, 2), 130, 0.05, 2, ("float64",
 INTERPRETER = Profile((1, 2, 3), (1, 3, 4), (1, 1, 1, 2), (1,), 20, 0.0, 2, HALVES, (1, 1, 1, 1, 3), 0.1, scans=5)
 GPU = Profile(
     (1, 3, 8, 16, 16, 17, 24, 32, 40, 64, 64, 100, 128), (1, 5, 8, 16, 17, 32, 40, 64, 64, 100, 128), (1, 2, 2, 3, 4),
-    (1, 2, 3), 900, 0.08, 24, HALVES, (1, 3, 3, 4, 4), 0.25,
+    (1, 2, 3), 900, 0.08, 24, HALVES, (1, 3, 3, 4, 4), 0.25, pool=12,
 )  # fmt: skip
 
 
@@ -67,8 +79,10 @@ class Cases:
         self.residue = residue
         self.other = False
         self.inputs = recurrence.spec.inputs
-        # A direction of one number never changes: its gradient is nothing but rounding, relative to nothing.
-        self.keys = [n for n in profile.n if n > 1] if _has_directions(recurrence) else list(profile.n)
+        # A direction of one number never changes, nor does a quotient with the one query that both its parts are times:
+        # such gradients are nothing but rounding, relative to nothing.
+        unchanged = _has_directions(recurrence) or recurrence.spec.rule is not None
+        self.keys = [n for n in profile.n if n > 1] if unchanged else list(profile.n)
 
     def draw(self) -> Case:
         """The next case."""
@@ -82,8 +96,9 @@ class Cases:
         """What a kernel is compiled for."""
         rng, profile = self.rng, self.profile
         form = KERNELS if self.backend == KERNELS else rng.choice(self.recurrence.forms[1:])
-        dtype = rng.choice(profile.dtypes)
-        heads = rng.choice(profile.heads)
+        n, p, heads, dtype = rng.choice(profile.drawn) if profile.drawn else (0, 0, 0, "")
+        dtype = dtype or rng.choice(profile.dtypes)
+        heads = heads or rng.choice(profile.heads)
         timed = [i.name for i in self.inputs if i.kind.time]
         fewer = [g for g in range(1, heads) if heads % g == 0]
         groups = {n: rng.choice(fewer) for n in timed[1:] if fewer and rng.random() < 0.3}
@@ -95,7 +110,8 @@ class Cases:
         loss = rng.choice(["both"] * 6 + ["y", "y", "y", "state", ""])
         frozen = tuple(n for n in self._names if rng.random() < 0.4) if rng.random() < 0.25 else ()
         case = Case(
-            heads=heads, n=rng.choice(self.keys), p=rng.choice(profile.p), dtype=dtype, form=form, groups=groups,
+            heads=heads, n=n if n in self.keys else rng.choice(self.keys), p=p or rng.choice(profile.p), dtype=dtype,
+            form=form, groups=groups,
             layouts=layouts, initial=rng.random() < 0.4, loss=loss,
             frozen=frozen if len(frozen) < len(self._names) else (), lengths=(1,) if rng.random() < 0.3 else (),
         )  # fmt: skip

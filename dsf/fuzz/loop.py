@@ -60,7 +60,7 @@ class Plan:
         if self.profile is not None:
             return self.profile
         if torch.device(self.device).type == "cuda":
-            return GPU
+            return GPU.of_seed(self.seed)
         return INTERPRETER if self.backend == KERNELS else TORCH
 
 

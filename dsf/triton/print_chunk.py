@@ -24,7 +24,7 @@ from dsf.language.bounds import bounds
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.language.operator import factors_of, times
 from dsf.language.primitives import abs as absolute
-from dsf.language.primitives import derivatives, exp, log, maximum, minimum
+from dsf.language.primitives import derivatives, exp, log, maximum, minimum, where
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.lower import FLOOR
@@ -197,7 +197,7 @@ class _Writer(Writer):
         """Stores every operand that is no bare input."""
         stores = [
             (r.expr, Access(f".{r.name}", r.step, True, KEY in r.axes, VALUE in r.axes or self._is_column(r.name), True,
-                            tail=self._is_column(r.name)))
+                            tail=self._is_column(r.name), again=True))
             for r in self._made()
         ]  # fmt: skip
         if not stores:
@@ -269,7 +269,7 @@ class _Writer(Writer):
             return None
         stores = [(self.y, Access(".y", None, True, False, True, True))]
         if self.factor is not None:
-            stores.append((Expr("rest_of", (self.y,)), Access(".more", None, True, False, True, True)))
+            stores.append((Expr("rest_of", (self.y,), (".y",)), Access(".more", None, True, False, True, True)))
         return self.function("readout", stores)
 
     def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
@@ -293,7 +293,11 @@ class _Writer(Writer):
         den = Access(".dtail", None, True, False, True, True, tail=True)
         if not self.column:
             den = Access(".dden", None, True, False, False, True)
-        return self.function("readout_adjoint", [num, (slopes[1], den)])
+        # What rounding makes of num's gradient is what it makes of dy: den's gradient is of the same dy, since the two
+        # all but cancel where a sequence is short.
+        kept = Expr("rounded", (slopes[0],), (".dnum",)) / slopes[0]
+        given = times(GIVEN, where(absolute(slopes[0]) > 0, kept, 1.0))
+        return self.function("readout_adjoint", [num, (substitute(slopes[1], {GIVEN: given}), den)])
 
     def direct(self) -> dict[str, str]:
         """Inputs whose gradient is that of one operand, just as the kernels give it: input name -> operand."""

@@ -20,12 +20,14 @@ class Body:
         self.names = dict(names)
         self.accesses: list[Access] = []
         self.place = 0
+        self.kinds: dict[str, str] = {}
         self.lines: list[str] = [AT]
 
     def reach(self, access: Access) -> tuple[str, str, str]:
         """Register a tensor: its pointer, the address of this tile in it, and which entries exist."""
         place, at = self.place, iter(range(self.place + 1, self.place + 10))
         self.accesses.append(access)
+        self.announce([access])
         self.place += access.width
         pointer, masks = f"args[{place}]", []
         if access.column is not None:
@@ -62,6 +64,13 @@ class Body:
             masks.append(f"(beside < args[{next(at)}])" if access.tail else "p_ok")
         return pointer, " + ".join(terms), " & ".join(masks)
 
+    def announce(self, accesses: Sequence[Access]) -> None:
+        """Know the dtypes of tensors that are reached next, in this order."""
+        place = self.place
+        for access in accesses:
+            self.kinds[access.role] = f"args[{place}].dtype.element_ty"
+            place += access.width
+
     def load(
         self, node: Expr, access: Access, spread: bool = False, convert: bool = True, optional: bool = False
     ) -> None:
@@ -82,7 +91,9 @@ class Body:
         pointer, address, mask = self.reach(access)
         if access.tail:
             self.lines.append(f"beside = tl.arange(0, {2 * PADDING})[None, None, :]")
-            value = f"tl.where(beside == 0, {value}, 0.0)"
+            # The second column holds what the first one's dtype has no room for, or the first again.
+            second = value if access.again else f"{value} - fn.rounded({value}, {self.kinds[access.role]})"
+            value = f"tl.where(beside == 0, {value}, tl.where(beside == 1, {second}, 0.0))"
         self.lines += [f"if {pointer} is not None:", f"    fn.store({address}, {value}, {mask or EVERYWHERE})"]
 
 
@@ -116,7 +127,8 @@ class Writer:
         function = Body(self.names)
         for node in inputs_of(*(e for e, _ in stores)):
             function.load(node, self.access(node), optional=node in self.optional)
-        printer = Printer(function.names, RESERVED | {"beside", "row"})
+        function.announce([access for _, access in stores])
+        printer = Printer(function.names, RESERVED | {"beside", "row"}, kinds=function.kinds)
         values = printer.print([e for e, _ in stores])
         function.lines += printer.lines
         sums = []

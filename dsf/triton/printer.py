@@ -35,6 +35,7 @@ ROUGH = {
 }  # where 16-bit inputs say less than float32  # fmt: skip
 NEAR = {"fn.tanh": "fn.near_tanh", "fn.tanh2": "fn.near_tanh2"}  # where it is next to 1 that they must not err
 FAR = 1e-20  # a sum with a constant that is larger is 0, or no denormal number
+ROUNDED = ("rounded", "rest_of")  # to the dtype of the tensor whose role is their attribute
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -51,14 +52,15 @@ class Printer:
     """Prints nodes as assignments and expressions.
 
     names: what each input node is called; rough: ROUGH functions; near: nodes for which NEAR ones do then; still:
-    input nodes that are the same for all tokens.
+    input nodes that are the same for all tokens; kinds: the dtypes of tensors, by role, that ROUNDED refer to.
     """
 
     def __init__(
         self, names: Mapping[Expr, str], taken: Iterable[str], rough: bool = False, near: Collection[Expr] = (),
-        still: Collection[Expr] = (),
+        still: Collection[Expr] = (), kinds: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.rough, self.near, self.still = rough, near, still
+        self.kinds = kinds or {}
         self.text = dict(names)
         self.taken = {*taken, *names.values()}
         self.lines: list[str] = []
@@ -127,6 +129,8 @@ class Printer:
             return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
         if node.op == "where":
             return f"tl.where({', '.join(args)})"
+        if node.op in ROUNDED:
+            return f"fn.{node.op}({args[0]}, {self.kinds[node.attrs[0]]})"
         if node.op in REDUCTIONS:
             mask = "n_ok" if node.op == "sum_key" else "p_ok"
             return f"fn.{node.op}({args[0]}, {mask})"

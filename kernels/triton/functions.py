@@ -375,16 +375,30 @@ def store(pointers, value, mask):
 
 
 @triton.jit
-def rest_of(x):
-    """Eight binary digits more than the bfloat16 nearest to x has, as an int8 number of their last place."""
+def rounded(x, kind: tl.constexpr):
+    """float32 x as `kind` holds it, in float32."""
+    return x.to(kind).to(tl.float32)
+
+
+@triton.jit
+def rest_of(x, kind: tl.constexpr):
+    """Binary digits more than the bfloat16 (eight) or float16 (five) number nearest to x has, as an int8 number.
+
+    Its unit is 2^-15 of the place of x's first digit.
+    """
     bits = x.to(tl.int32, bitcast=True)
-    down = (bits & 0x1FFFF) == 0x8000  # half a place, to even
-    return tl.where(down, 127, bits >> 8).to(tl.int8)
+    if kind == tl.bfloat16:
+        down = (bits & 0x1FFFF) == 0x8000  # half a place, to even
+        rest = tl.where(down, 127, bits >> 8)
+    else:  # what float16 has no exponent for differs by more, and keeps what it has
+        apart = bits - rounded(x, kind).to(tl.int32, bitcast=True)
+        rest = tl.minimum(tl.maximum((apart + 128) >> 8, -127), 127)
+    return rest.to(tl.int8)
 
 
 @triton.jit
 def with_rest(x, rest):
-    """What was rounded to x, a bfloat16 number in float32, from the digits that rest_of left."""
+    """What was rounded to x, in float32, from the digits that rest_of left."""
     return (x.to(tl.int32, bitcast=True) + rest.to(tl.int32) * 256).to(tl.float32, bitcast=True)
 
 

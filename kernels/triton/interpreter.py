@@ -1,19 +1,34 @@
-"""Triton's interpreter (TRITON_INTERPRET=1), mended where a release of it cannot run masked loads and stores.
+"""Triton's interpreter (TRITON_INTERPRET=1), mended where its results would differ from a GPU's.
 
-Triton 3.9.0 keeps what two integers' comparison finds as integers and then refuses them as a mask.
+bfloat16: numpy has no such numbers, and the interpreter computes with their bits as if they were integers. Here
+arithmetic is in float32, rounded to the nearest, as on a GPU. Masks: Triton 3.9.0 keeps what two integers' comparison
+finds as integers and then refuses them as a mask.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton
+import triton.language as tl
+
+BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 
 
 def mend() -> None:
-    """Hand masks to the interpreter's memory as the booleans that they are. Does nothing where that was done."""
+    """Hand masks to the interpreter's memory as booleans, and compute with bfloat16. Does nothing the second time."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    if not hasattr(InterpreterBuilder, "mended"):
+        _hand_on_masks()
+        _compute_bfloat16()
+        InterpreterBuilder.mended = True
+
+
+def _hand_on_masks() -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def masked(method: Any, place: int) -> Any:
@@ -24,13 +39,57 @@ def mend() -> None:
                 mask = TensorHandle(mask.data.astype(np.bool_), mask.dtype)
             return method(self, *args[:place], mask, *args[place + 1 :])
 
-        access.mended = True  # type: ignore[attr-defined]
         return access
 
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
-        method = getattr(InterpreterBuilder, name)
-        if not hasattr(method, "mended"):
-            setattr(InterpreterBuilder, name, masked(method, place))
+        setattr(InterpreterBuilder, name, masked(getattr(InterpreterBuilder, name), place))
+
+
+def _wide(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 numbers, given as their bits, in float32."""
+    return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+    """The bits of x rounded to bfloat16, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
+
+
+def _is_bfloat16(x: Any) -> bool:
+    return bool(x.dtype.scalar == tl.bfloat16)
+
+
+def _compute_bfloat16() -> None:
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+    from triton.runtime.interpreter import TensorHandle as Handle
+
+    cast, binary, unary, dot = Builder.cast_impl, Builder.binary_op, Builder.unary_op, Builder.create_dot
+
+    def converted(self: Any, x: Any, kind: Any, *mode: Any) -> Any:
+        if _is_bfloat16(x) == (kind.scalar == tl.bfloat16):
+            return cast(self, x, kind)
+        if _is_bfloat16(x):
+            return cast(self, Handle(_wide(x.data), tl.float32), kind)
+        return Handle(_narrow(x.data.astype(np.float32)), tl.bfloat16)
+
+    def of_two(self: Any, x: Any, y: Any, op: Callable[..., Any]) -> Any:
+        if not _is_bfloat16(x) or op in BITWISE:
+            return binary(self, x, y, op)
+        found = op(_wide(x.data), _wide(y.data))
+        return Handle(found, tl.int1) if found.dtype == bool else Handle(_narrow(found), tl.bfloat16)
+
+    def of_one(self: Any, x: Any, op: Callable[..., Any]) -> Any:
+        return Handle(_narrow(op(_wide(x.data))), tl.bfloat16) if _is_bfloat16(x) else unary(self, x, op)
+
+    def product(self: Any, x: Any, y: Any, added: Any, precision: Any, imprecise: Any) -> Any:
+        if _is_bfloat16(x):
+            x, y = Handle(_wide(x.data), tl.float32), Handle(_wide(y.data), tl.float32)
+        return dot(self, x, y, added, precision, imprecise)
+
+    Builder.cast_impl = converted
+    Builder.binary_op, Builder.unary_op, Builder.create_dot = of_two, of_one, product
 
 
 if triton.knobs.runtime.interpret:

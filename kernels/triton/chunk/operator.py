@@ -34,7 +34,7 @@ def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | No
         scale = (own - first.unsqueeze(-1)).exp().unsqueeze(-1)
         start = start * scale
     if call.program.column:
-        start = torch.nn.functional.pad(start, (0, call.columns - used))
+        start = call.beside_values(start)
     return start.contiguous(), first, scale
 
 
@@ -45,8 +45,13 @@ def _read_first(call: Call, start: Tensor | None, y: Tensor) -> Tensor:
     query, read = call.operand("query"), call.operand("read")
     assert query is not None
     q = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1)
-    seen = (q.unsqueeze(-2) @ start).squeeze(-2)
+    seen = _read(q, start)
     return (seen if read is None else seen * call.first(read).unsqueeze(-1)).to(y.dtype)
+
+
+def _read(q: Tensor, state: Tensor) -> Tensor:
+    """qᵀ S [..., columns] of q [..., N]: no matmul, which users may have set to tf32."""
+    return (q.unsqueeze(-1) * state).sum(-2)
 
 
 def _run(
@@ -164,10 +169,10 @@ def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: di
     d = d_first.float()
     if read is not None:
         if "read" in found:
-            of_read = ((q.unsqueeze(-2) @ start).squeeze(-2) * d).sum(-1)
+            of_read = (_read(q, start) * d).sum(-1)
             found["read"] = call.later(gradients["read"], of_read)
         d = d * call.first(read).unsqueeze(-1)
-    of_query = (start @ d.unsqueeze(-1)).squeeze(-1)
+    of_query = (start * d.unsqueeze(-2)).sum(-1)
     found["query"] = call.later(gradients["query"], of_query.to(gradients["query"].dtype))
     found["state"] = q.unsqueeze(-1) * d.unsqueeze(-2)
     return found
@@ -200,7 +205,7 @@ def _chunk_gradients(
         if "state" in token:
             first = first + token.pop("state")
     if known.column:
-        rows["ones"], rows["value"] = rows["value"][..., call.p], rows["value"][..., : call.p]
+        rows["ones"], rows["value"] = call.of_ones(rows["value"]), rows["value"][..., : call.p]
     return token | rows | sums, first
 
 
@@ -281,7 +286,8 @@ def _backward(
         out.append(gathered(a, x, like))
     if state is None:
         return out, call.empty(0)
-    first = first[..., : call.p + known.ones]
+    if known.column:
+        first = torch.cat([first[..., : call.p], call.of_ones(first).unsqueeze(-1)], dim=-1)
     if scale is not None:
         first = torch.nn.functional.pad(first * scale, (0, 1))
     return out, first.contiguous()

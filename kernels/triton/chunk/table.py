@@ -128,7 +128,8 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: t
 def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     keys, narrow, wide = padded(n), 64, 64 if p <= 64 else 128
     if dtype != torch.bfloat16:  # operands are multiplied in float32 (or tf32 for float16)
-        return Tiles(32, keys, 32, 4 if keys <= 128 else 8, 2, 64, 8)
+        terms = 2 if dtype == torch.float16 else 1  # a quotient's gradients all but cancel: tf32 has too few digits
+        return Tiles(32, keys, 32, 4 if keys <= 128 else 8, 2, 64, 8, normal_terms=terms)
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":
@@ -140,8 +141,8 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     if decay == "scalar" and not delta and keys > 64 and wide <= 64:
         stages = 2  # two programs a processor, of which there are many where one slice holds all channels
     walk = 8 if decay == "key" and delta and keys > 64 else 4
-    exact = decay == "key" and keys >= 64
-    twice = delta and keys >= 64 and (decay == "none" or (decay == "scalar" and keys == wide == 64))
+    exact = decay == "key"
+    twice = delta and (decay == "none" or (decay == "scalar" and keys == wide == 64))
     half = twice and decay == "scalar"
     roles = 2 if half or (keys > 64 and (decay == "scalar" or (delta and decay == "none"))) else 1
     several = (6 if delta else 4 if wide <= 64 else 2) if decay == "scalar" and keys > 64 else 1

@@ -86,7 +86,7 @@ def store_output(y, more, row_stride, rows, tokens, columns, width: tl.constexpr
     """Rows of y, and where they are wanted (`more`) the digits of x that y has no room for."""
     store_rows(y, row_stride, rows, tokens, columns, width, padded, x)
     if more is not None:
-        store_rows(more, row_stride, rows, tokens, columns, width, padded, rest_of(x))
+        store_rows(more, row_stride, rows, tokens, columns, width, padded, rest_of(x, y.dtype.element_ty))
 
 
 @triton.jit

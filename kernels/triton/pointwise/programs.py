@@ -19,7 +19,7 @@ from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise.kernel import level_blocks, levels, no_finish, no_sums, pointwise
 from dsf.kernels.triton.registry import Registry
 
-PADDING = 16  # columns beside a normalised system's values, the first of them driven by ones: rows stay aligned
+PADDING = 16  # columns beside a normalised system's values, the first two of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
 LARGEST = 256
 EMPTY = -1e30  # the running maximum of no tokens
@@ -33,8 +33,9 @@ class Access:
     """A tile of a tensor: [B, T, (n), H, (N), (P)] a token, [H, (N), (P)] for a Param, by its name.
 
     step: micro-step (of an input: how many it has). stored: fewer heads than the launch are written once. tail: the
-    columns beside the values. summed: the sums over a program's tokens, one row a program. column: of the state
-    [B, H, N, COLUMNS], contiguous: the first that is meant.
+    columns beside the values, the first two of them driven alike; again: the second holds the first again, else what
+    the first one's dtype has no room for. summed: the sums over a program's tokens, one row a program. column: of the
+    state [B, H, N, COLUMNS], contiguous: the first that is meant.
     """
 
     role: str
@@ -44,6 +45,7 @@ class Access:
     value: bool
     stored: bool = False
     tail: bool = False
+    again: bool = False
     summed: bool = False
     column: str | None = None
 
@@ -261,6 +263,15 @@ class Call(Pointwise):
         self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.column else 0
         self.columns = self.p + self.beside
 
+    def beside_values(self, start: Tensor) -> Tensor:
+        """A state [..., P + 1] with all columns: the normaliser's twice, as it is driven twice."""
+        twice = torch.cat([start, start[..., self.p :]], dim=-1)[..., : self.columns]
+        return torch.nn.functional.pad(twice, (0, self.columns - twice.shape[-1]))
+
+    def of_ones(self, x: Tensor) -> Tensor:
+        """The normaliser's [...] of a gradient [..., COLUMNS]: its column's, and what that one has no room for."""
+        return x[..., self.p : self.p + 2].sum(-1, dtype=torch.float32)
+
     def make(self) -> list[Tensor]:
         """Run the prologue: every operand that is no bare input, in order."""
         made = []
@@ -421,7 +432,7 @@ class Call(Pointwise):
     @property
     def refined(self) -> bool:
         """True where the backward pass reads y with more digits than it is given in."""
-        return self.program.quotient and self.dtype == torch.bfloat16
+        return self.program.quotient and self.dtype in (torch.bfloat16, torch.float16)
 
     def split(self, state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """A state [B, H, N, P + 1] as that of the values and the normaliser [B, H, N]."""
