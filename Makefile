@@ -13,7 +13,7 @@ test: export OMP_NUM_THREADS := 1
 # What is imported is compiled then, and kept: at installation, 11,000 modules would be, one after another.
 test: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test lint bench clean
+.PHONY: run test lint docs bench clean
 run: $(READY)  ## the main job: compare the zoo, write report/compare.html and report/compare.json
 	$(BIN)/dsf compare --out report
 
@@ -26,11 +26,15 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p dsf
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY)  ## the documentation site, in site/; warnings are errors
+	$(BIN)/mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf $(VENV) build dist report *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist report site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints apply to every install: an unconstrained torch may be another release, or another build.
@@ -38,6 +42,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation \
-	  --editable '.[cli,plots,convert,models,test,dev]'
+	  --editable '.[cli,plots,convert,models,test,dev,docs]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps typeseg  # real weights for the tests
 	touch $@
