@@ -39,6 +39,7 @@ def main():
     parser.add_argument("--each", type=int, default=24, help="cases of one declaration")
     parser.add_argument("--share", type=float, default=40.0, help="most seconds of one declaration")
     parser.add_argument("--shrink", type=float, default=45.0, help="seconds for making one failure small")
+    parser.add_argument("--commit", help="of the tree that runs, where git does not know it")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--add", action="store_true", help="to the record that is there")
     given = parser.parse_args()
@@ -47,7 +48,7 @@ def main():
         share=given.share, shrink=given.shrink, told=stderr,
     )  # fmt: skip
     print(result)
-    record = result.to_dict()
+    record = result.to_dict() | ({"commit": given.commit} if given.commit else {})
     if given.add and given.out.exists():
         record = combined([json.loads(given.out.read_text()), record])
     given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

@@ -141,8 +141,20 @@ def version(sanitizer):
     return next((x for x in done.stdout.splitlines() if "ersion" in x), done.stdout.strip())
 
 
+def write(given, rows):
+    """The record of the rows so far: what is cut off keeps them."""
+    if given.out is None:
+        return
+    record = {
+        "machine": machine(given.device), "commit": given.commit or commit(), "sanitizer": version(given.sanitizer),
+        "findings": sum(row["found"] or 0 for row in rows), "wrong": sum(not row["ok"] for row in rows), "rows": rows,
+    }  # fmt: skip
+    given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", help="of the tree that runs, where git does not know it")
     parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=list(SUBJECTS), metavar="NAME")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
@@ -177,14 +189,9 @@ def main():
                 rows.append(row)
                 word = "ok" if row["ok"] else f"FOUND {row['found']} {row['kinds']} {row['said']}"
                 print(f"{row['tool']:<10}{row['name']:<20}{row['dtype']:<10}{row['seconds']:>7} s  {word}", flush=True)
+                write(given, rows)
     wrong = [row for row in rows if not row["ok"]]
     print(f"{len(rows)} runs, {len(wrong)} with findings, {sum(row['found'] or 0 for row in rows)} findings")
-    if given.out is not None:
-        record = {
-            "machine": machine(given.device), "commit": commit(), "sanitizer": version(given.sanitizer),
-            "findings": sum(row["found"] or 0 for row in rows), "wrong": len(wrong), "rows": rows,
-        }  # fmt: skip
-        given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return 1 if wrong else 0
 
 

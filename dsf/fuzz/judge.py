@@ -114,7 +114,7 @@ def attempt(
     if finding is None:
         return Verdict("right", errors)
     if math.isfinite(finding.error) and finding.tolerance:
-        shaken = truths(recurrence, case, moved(values, case.dtype, case.seed), starts, cots)
+        shaken = truths(recurrence, case, *moved(values, starts, case.dtype, case.seed), cots)
         now, before = shaken[finding.call - 1], expected[finding.call - 1]
         own = dict(_measures(subject, case, Ran(now.y, None, now.state, now.grads), before))[finding.quantity][0]
         if own > UNDECIDED * finding.tolerance:

@@ -149,12 +149,18 @@ def _merged(case: Case, call: int, found: Expected) -> Expected:
     return replace(found, grads=grads)
 
 
-def moved(values: Sequence[Mapping[str, Tensor]], dtype: str, seed: int) -> list[dict[str, Tensor]]:
-    """The numbers moved by about one rounding of the dtype: what an oracle makes of them says what can be asked for."""
+def moved(
+    values: Sequence[Mapping[str, Tensor]], starts: Sequence[Tensor | None], dtype: str, seed: int
+) -> tuple[list[dict[str, Tensor]], list[Tensor | None]]:
+    """The numbers moved by about one rounding of the dtype: what an oracle makes of them says what can be asked for.
+
+    First states, too: they are what earlier inputs of that dtype made.
+    """
     generator = torch.Generator().manual_seed(seed)
     unit = torch.finfo(getattr(torch, dtype)).eps / 2
 
     def shaken(x: Tensor) -> Tensor:
         return x.double() * (1 + unit * torch.randn(x.shape, generator=generator, dtype=torch.float64))
 
-    return [{name: shaken(x) for name, x in v.items()} for v in values]
+    own = [{name: shaken(x) for name, x in v.items()} for v in values]
+    return own, [None if s is None else shaken(s) for s in starts]

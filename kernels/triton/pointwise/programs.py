@@ -402,7 +402,7 @@ class Call(Pointwise):
         if self.packed is None:
             return x[:, 0]
         at = self.firsts
-        rows = x[0].index_select(0, at.clamp(max=self.tokens - 1))
+        rows = x[0, at.clamp(max=self.tokens - 1)]
         return rows.masked_fill((at == self.tokens).view(-1, *[1] * (rows.dim() - 1)), 0)
 
     def later(self, x: Tensor, first: Tensor) -> Tensor:
