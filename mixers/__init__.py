@@ -16,6 +16,7 @@ from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState
 from dsf.mixers._own import parameter_groups
 from dsf.mixers._shard import shard_rates
+from dsf.mixers.bidirectional import Bidirectional, BothWays
 from dsf.mixers.delta_product import (
     DeltaProduct,
     GatedDeltaProduct,
@@ -28,6 +29,7 @@ from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_delta
 from dsf.mixers.gla import GLA, gla
 from dsf.mixers.hgrn import HGRN, hgrn
 from dsf.mixers.hgrn2 import HGRN2, hgrn2
+from dsf.mixers.hydra import Hydra, semiseparable
 from dsf.mixers.kda import KDA, kda
 from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
@@ -52,6 +54,8 @@ from dsf.mixers.rwkv7 import RWKV7, rwkv7
 from dsf.mixers.s6 import S6, s6, s6_negative
 from dsf.mixers.softmax_attention import SoftmaxAttention, softmax_attention
 from dsf.mixers.ssd import SSD, ssd, ssd_with
+from dsf.mixers.vision_lstm import VisionLSTM
+from dsf.mixers.vision_mamba import VisionMamba
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,8 @@ def _around(recurrence: Recurrence) -> Callable[..., Mixer]:
 
 
 __all__ = [
+    "Bidirectional",
+    "BothWays",
     "DeltaNet",
     "DeltaProduct",
     "Entry",
@@ -223,6 +229,7 @@ __all__ = [
     "GeneralizedLinearAttention",
     "HGRN",
     "HGRN2",
+    "Hydra",
     "KDA",
     "Layer",
     "LinearAttention",
@@ -242,6 +249,8 @@ __all__ = [
     "S6",
     "SSD",
     "SoftmaxAttention",
+    "VisionLSTM",
+    "VisionMamba",
     "ZOO",
     "canonical",
     "delta_product",
@@ -277,6 +286,7 @@ __all__ = [
     "rwkv7",
     "s6",
     "s6_negative",
+    "semiseparable",
     "shard_rates",
     "softmax_attention",
     "ssd",

@@ -252,13 +252,7 @@ class Mixer(Owner):
             from dsf.parallel.places import places_of
 
             span = span._replace(places=places_of(world, x, cu_seqlens, self.positional))
-        window, past = None, None if state is None else state.conv
-        if self.conv1d is not None and world is not None:
-            from dsf.parallel.halo import convolve
-
-            u, window = convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
-        elif self.conv1d is not None:
-            u, window = self.conv1d(u, past, bounds)
+        u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world)
         inputs = self.arguments(u, side, span, **tokens)
         position = span.after(x) if self.positional else None
         return (
@@ -266,6 +260,18 @@ class Mixer(Owner):
             self.seen(u, side, inputs),
             MixerState(window, None if state is None else state.recurrent, position),
         )
+
+    def convolve(
+        self, u: Tensor, past: Tensor | None, cu_seqlens: Tensor | Packing | None, world: World | None
+    ) -> tuple[Any, Tensor | None]:
+        """u [B, T, C] after the short convolution, where there is one, and the state of that."""
+        if self.conv1d is None:
+            return u, None
+        if world is None:
+            return self.conv1d(u, past, tensor_of(cu_seqlens, u.device))
+        from dsf.parallel.halo import convolve
+
+        return convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
 
     def _check_mask(self, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
         """Raise InputError unless the mask says that every token counts."""

@@ -1,0 +1,95 @@
+"""Layers that read a sequence in both directions in one call: their frame, and any two layers as one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dsf import Packing
+from dsf.call.backwards import flipped_packing
+from dsf.call.packing import tensor_of
+from dsf.language.errors import InputError
+from dsf.mixers._module import Mixer, Span
+from dsf.mixers._own import Owner
+
+if TYPE_CHECKING:
+    from dsf.parallel import World
+
+
+class BothWays(Owner):
+    """Base of layers of both directions: [B, T, d_model] in, the same shape out. A subclass writes `mix`.
+
+    Every output depends on every token of its sequence, so there is no state, nothing to hand over between pieces, and
+    no step; a causal language model cannot be made of these layers. parallel: the ranks that share the tokens
+    (dsf.parallel.attach), or None.
+    """
+
+    parallel: World | None
+
+    def __init__(self, layer_idx: int | None = None) -> None:
+        super().__init__()
+        self.parallel = None
+        self.layer_idx = layer_idx
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
+        """x [B, T, d_model] -> the same shape."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        state: None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        *,
+        parallel: World | None = None,
+    ) -> tuple[Tensor, None]:
+        """x: [B, T, d_model]; cu_seqlens, parallel as `Mixer.forward` takes them. Returns (y [B, T, d_model], None).
+
+        Raises InputError for a state.
+        """
+        if state is not None:
+            raise InputError(
+                f"{type(self).__name__}: it reads its sequences in both directions, so none goes on from a state; give "
+                "it whole sequences"
+            )
+        return self.mix(x, cu_seqlens, self.parallel if parallel is None else parallel), None
+
+    def step(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
+        """Raises InputError: the first output waits for the last token."""
+        raise InputError(
+            f"{type(self).__name__}: it reads its sequences in both directions, so there is no step; call it on the "
+            "whole sequence"
+        )
+
+
+class Bidirectional(BothWays):
+    """The sum of two layers of the zoo, one of which runs backwards: ahead(x) + back(x, reverse=True).
+
+    The same layer twice shares every parameter; two of a kind share none. Any layer of this package or of yours is one
+    of two: `Bidirectional(mixers.GLA(64), mixers.GLA(64))`.
+    """
+
+    def __init__(self, ahead: Mixer, back: Mixer, layer_idx: int | None = None):
+        super().__init__(layer_idx)
+        self.ahead, self.back = ahead, back
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "use_cache": False, "parallel": world}
+        return self.ahead(x, **options)[0] + self.back(x, **options, reverse=True)[0]
+
+
+def run_ahead(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
+    """What a layer does between its projections, of what `project` made of whole sequences: y [B, T, H, P]."""
+    span = Span(True, tensor_of(cu_seqlens, u.device))
+    u, _ = way.convolve(u, None, cu_seqlens, world)
+    inputs: dict[str, Any] = way.arguments(u, (), span)
+    y: Tensor = way.recurrence(**inputs, cu_seqlens=cu_seqlens, parallel=world)
+    return y
+
+
+def run_back(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
+    """The same from the last token to the first."""
+    if cu_seqlens is not None:
+        cu_seqlens = flipped_packing(type(way).__name__, cu_seqlens, u.shape[1] if world is None else None)
+    return run_ahead(way, u.flip(1), cu_seqlens, None if world is None else world.backwards()).flip(1)

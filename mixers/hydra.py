@@ -1,0 +1,130 @@
+"""Hydra: a quasiseparable matrix, which is the state space of Mamba-2 in both directions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsf
+from dsf import Key, Packing, Param, Scalar, System, Value, exp, softplus
+from dsf.call.frame import Places, shifted
+from dsf.call.packing import tensor_of
+from dsf.language.errors import InputError
+from dsf.mixers._conv import split_heads
+from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._own import time_step
+from dsf.mixers.bidirectional import BothWays
+
+if TYPE_CHECKING:
+    from dsf.parallel import World
+
+
+@dsf.recurrence
+def semiseparable(x: Value, dt: Scalar, b: Key, c: Key, A_log: Param[Scalar], dt_bias: Param[Scalar]) -> System:
+    """One half of Hydra's matrix: SSD without its skip.
+
+    Source: Hwang et al. (arXiv 2407.09941), Definition 2 and Section 3; discretised as in the released code.
+    """
+    delta = softplus(dt + dt_bias)
+    return System(A=exp(-exp(A_log) * delta), B=b * (delta * x), C=c)
+
+
+class Hydra(BothWays):
+    """The Hydra block. Constructor, parameter names, shapes and init as the released `Hydra`.
+
+    Source: Hwang et al. (arXiv 2407.09941), Section 4: shift(SS(x)) + flip(shift(SS(flip(x)))) + D x, where SS is
+    `semiseparable`, shift moves by one token, and D is fc_D(x) + D, a number a head and token. Both directions share x,
+    A_log, dt_bias and the convolution, which is centred; each has dt, b and c of its own. They run as one call of twice
+    the heads. Start: A_log = 0, D = 1, Delta log-uniform in [dt_min, dt_max].
+
+    Not over ranks: the convolution looks ahead, too. Raises InputError for that, for an even d_conv and for sizes that
+    do not divide.
+    """
+
+    recurrence = semiseparable
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 64,
+        d_conv: int = 7,
+        expand: int = 2,
+        headdim: int = 64,
+        n_groups: int = 1,
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+        bias: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        d_inner, heads = expand * d_model, expand * d_model // headdim
+        if heads * headdim != d_inner or heads % n_groups:
+            raise InputError(f"Hydra: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
+        if d_conv % 2 == 0:
+            raise InputError(f"Hydra: its convolution is centred, so d_conv must be odd, got {d_conv}")
+        self.dims = (heads, d_state, headdim)
+        each = 2 * n_groups * d_state  # b and c of one direction
+        self.widths = [d_inner, d_inner + 2 * each, 2 * heads]  # z, what is convolved, dt of both
+        self.split = (heads, headdim, *(n_groups, d_state) * 4)  # x; b, c forward; b, c backward
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
+        self.conv1d = nn.Conv1d(self.widths[1], self.widths[1], d_conv, groups=self.widths[1], padding=d_conv // 2)
+        self.own("dt_bias", partial(time_step, dt_min=dt_min, dt_max=dt_max), heads, kind="rate")
+        self.own("A_log", torch.zeros, heads, kind="rate")
+        self.own("D", torch.ones, heads, kind="rate")
+        self.fc_D = nn.Linear(d_inner, heads, bias=False)
+        self.norm = GatedRMSNorm(d_inner)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        self.to(device=device, dtype=dtype)
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
+        if world is not None:
+            raise InputError("Hydra: its convolution looks ahead, which is not spread over ranks; call it without them")
+        bounds = tensor_of(cu_seqlens, x.device)
+        places = None if bounds is None else Places.of(bounds, x.shape[1], x.device)
+        z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
+        v, b, c, b_back, c_back = split_heads(F.silu(self._centred(u, places)), self.split)
+        heads = self.dims[0]
+        y = semiseparable(
+            _both(v, v, places), _both(dt[..., :heads], dt[..., heads:], places), _both(b, b_back, places),
+            _both(c, c_back, places), self.A_log.repeat(2), self.dt_bias.repeat(2), cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        ahead, back = shifted(y, None, places).split(heads, dim=2)
+        skip = F.linear(v.flatten(2), self.fc_D.weight, self.D.to(v.dtype))
+        y = ahead + _turned(back, places) + v * skip.unsqueeze(-1)
+        found: Tensor = self.out_proj(self.norm(y.flatten(2), z))
+        return found
+
+    def _centred(self, u: Tensor, places: Places | None) -> Tensor:
+        """The convolution [B, T, C]; of packed sequences, none of which sees another, one tap after the other."""
+        if places is None:
+            found: Tensor = self.conv1d(u.transpose(1, 2)).transpose(1, 2)
+            return found
+        side, tokens = self.conv1d.kernel_size[0] // 2, u.shape[1]
+        wide, which = F.pad(u, (0, 0, side, side)), F.pad(places.which, (side, side), value=-1)
+        y = torch.zeros_like(u) if self.conv1d.bias is None else self.conv1d.bias.expand_as(u)
+        for tap in range(2 * side + 1):
+            same = (which[tap : tap + tokens] == places.which).view(1, -1, 1)
+            y = y + torch.where(same, wide[:, tap : tap + tokens], 0.0) * self.conv1d.weight[:, 0, tap]
+        return y
+
+
+def _turned(x: Tensor, places: Places | None) -> Tensor:
+    """x [B, T, ...], every sequence from its end, in its own place."""
+    if places is None:
+        return x.flip(1)
+    ends = (places.starts + places.ends).index_select(0, places.which)
+    return x.index_select(1, ends - torch.arange(x.shape[1], device=x.device))
+
+
+def _both(ahead: Tensor, back: Tensor, places: Places | None) -> Tensor:
+    """Heads [B, T, H, ...] of one direction and, turned round, of the other."""
+    return torch.cat([ahead, _turned(back, places)], dim=2)
