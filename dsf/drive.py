@@ -26,7 +26,7 @@ class Drive:
 def drive_of(spec: Spec) -> Drive | None:
     """The driving input of `spec`, or None where no one input enters B and D linearly and A and C not at all."""
     spec = spec.unnormalised
-    if spec.is_softmax:
+    if spec.is_attention:
         return None
     fixed = [spec.readout] + [x for r in spec.rows for x in (r.normal.decay, *_correction_parts(r))]
     used = {i.attrs[0] for i in inputs_of(*fixed)}

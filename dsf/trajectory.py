@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsf.call.attention import attention_of
 from dsf.call.bind import Bound, environment
 from dsf.call.frame import materialised
-from dsf.call.run import softmax_operands, timed_inputs
+from dsf.call.run import timed_inputs
 from dsf.drive import Drive, drive_of
 from dsf.kernels.attention import spread_heads
 from dsf.kernels.operators import Transition
-from dsf.kernels.phi import attention_matrix, attention_scores, injection_row, response, weights
+from dsf.kernels.phi import attention_matrix, attention_scores, injection_row, response, weights, window_matrix
 from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent
 from dsf.language.errors import FormError, InputError
@@ -32,6 +33,9 @@ class Attention:
 
     seen: bool [B|1, H|1, T, S], True where a query sees a key, or None for plain causal attention (S = T).
     bias: added to the scores, [B|1, H|1, T, S] (ALiBi), or None. sink: [H] score of a key without value, or None.
+    decay: [B, T, H] of a declaration's A, or None for I. share: [B, H, T], what a rule makes of a row of weights that
+    sum to 1, or None for 1. exponential: False for a window of a finite state, where scores are weights themselves,
+    times e^bias; their quotient is in share, and log_eta knows no sum.
     """
 
     a: Tensor
@@ -40,10 +44,18 @@ class Attention:
     seen: Tensor | None = None
     bias: Tensor | None = None
     sink: Tensor | None = None
+    decay: Tensor | None = None
+    share: Tensor | None = None
+    exponential: bool = True
 
     def matrix(self) -> Tensor:
         """The attention matrix [B, H, T, S]; rows sum to 1, or to less where a sink takes its share."""
-        return attention_matrix(self.a, spread_heads(self.k, self.a.shape[1]), self.seen, self.bias, self.sink)
+        k = spread_heads(self.k, self.a.shape[1])
+        if self.exponential:
+            found = attention_matrix(self.a, k, self.seen, self.bias, self.sink)
+        else:
+            found = window_matrix(self.a, k, self.seen, self.bias)
+        return found if self.share is None else found * self.share.unsqueeze(-1)
 
     def log_eta(self) -> Tensor:
         """log Σ_j exp(score of key j), what each row is divided by, [B, H, T]."""
@@ -51,7 +63,8 @@ class Attention:
         if self.sink is not None:
             own = self.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, own], dim=-1)
-        return scores.logsumexp(-1)
+        found = scores.logsumexp(-1)
+        return found if self.share is None else found - self.share.log()
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,8 @@ class Trajectory:
     def _log_eta(self) -> Tensor | None:
         """log |η_t| [B, T, H, p], up to a constant of the sequence."""
         if self.attention is not None:
+            if not self.attention.exponential:
+                return None
             return self.attention.log_eta().transpose(1, 2).unsqueeze(-1)
         if self.gauge is not None:
             return self.gauge.abs().log().unsqueeze(-1)
@@ -323,9 +338,12 @@ def _select_attention(attention: Attention, parts: list[slice]) -> Attention:
     def at(x: Tensor | None) -> Tensor | None:
         return None if x is None else cut(x, b, h, t)
 
+    decay, share = attention.decay, attention.share
     return Attention(
         attention.a[b, h, t], k[b, h], v[b, h, :, p], at(seen), at(attention.bias),
         None if attention.sink is None else attention.sink[h],
+        None if decay is None else cut(decay, b, t, h), None if share is None else cut(share, b, h, t),
+        attention.exponential,
     )  # fmt: skip
 
 
@@ -339,8 +357,8 @@ def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Tra
         start = None if initial_state is None else initial_state[..., : columns(spec.turning.spec, plain.sizes.p).total]
         return record(spec.turning.spec, plain, start)
     timed = timed_inputs(spec, bound)
-    if spec.is_softmax:
-        return Trajectory(spec, None, None, Attention(*softmax_operands(spec, bound, timed)))
+    if spec.is_attention:
+        return Trajectory(spec, None, None, Attention(**attention_of(spec, bound, timed)))
     sizes = bound.sizes
     values = Evaluator(environment(spec, bound), sizes.keys, sizes.p)
     shape = (sizes.batch, sizes.tokens, sizes.heads, sizes.n)

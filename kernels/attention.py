@@ -1,54 +1,115 @@
-"""Exponential features, N = ∞: softmax attention. The state is the KV cache; the kernel trick never builds features.
+"""Softmax attention, exponential features of N = ∞: its KV cache, and torch's fused attention.
 
 y_i = Σ_{j ≤ i} exp(⟨a_i, k_j⟩) v_j / Σ_{j ≤ i} exp(⟨a_i, k_j⟩)  (Katharopoulos et al. 2020 eq. 3; DSF Lemma 1).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsf.kernels.turns import turn_pairs
+
 
 class KVCache(NamedTuple):
-    """The state of softmax attention: what has been written so far.
+    """The state of attention: what the tokens have written, of a window the last W of them.
 
-    k: [B, Hk, S, N], v: [B, Hv, S, P] in the inputs' dtype; lengths: [B] int64, tokens in use of each row (the rest is
-    padding at the end).
+    k: [B, Hk, S, N], v: [B, Hv, S, P] in the inputs' dtype. lengths: [B] int64, tokens so far; the first S of them, or
+    all if there are fewer, are places in use, and the rest of a row is padding at its end (a window's S is at most W,
+    and the places hold its last tokens). Where scores have a bias (decays), bias: [B, Hb, S] in the state's dtype, the
+    logarithm of what is left of each token. Where turns turn keys, angle: [B, Ha, N/2 or 1] in the state's dtype, the
+    sum of all angles without its whole turns; k is turned back by the sums of its own tokens.
     """
 
     k: Tensor
     v: Tensor
     lengths: Tensor
+    bias: Tensor | None = None
+    angle: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> KVCache:
         """The same keys and values in another type."""
-        return KVCache(self.k.to(dtype), self.v.to(dtype), self.lengths)
+        return self._replace(k=self.k.to(dtype), v=self.v.to(dtype))
 
     def numel(self) -> int:
         """Numbers stored."""
-        return self.k.numel() + self.v.numel()
+        return sum(x.numel() for x in (self.k, self.v, self.bias, self.angle) if x is not None)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KVCache:
+        """`change` applied to every floating point tensor; lengths stay."""
+        k, v, lengths, bias, angle = self
+        return KVCache(change(k), change(v), lengths, *(None if x is None else change(x) for x in (bias, angle)))
+
+    def rows(self, chosen: Tensor) -> KVCache:
+        """Some rows, by their numbers."""
+        found = self.map(lambda x: x.index_select(0, chosen))
+        return found._replace(lengths=self.lengths.index_select(0, chosen))
+
+    def in_use(self) -> Tensor:
+        """Which places hold tokens: bool [B, S]."""
+        return torch.arange(self.k.shape[2], device=self.k.device) < self.lengths[:, None]
+
+    def turned(self) -> Tensor:
+        """k as the last token's turn leaves it: the keys of the declaration's own state."""
+        if self.angle is None:
+            return self.k
+        angle = spread_heads(self.angle, self.k.shape[1])[:, :, None, :, None]
+        return turn_pairs(self.k.unsqueeze(-1), angle.to(self.k.dtype)).squeeze(-1)
 
 
-def extend(cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor) -> KVCache:
-    """The cache after `counts` [B] of the new keys k [B, Hk, T, N] and values v [B, Hv, T, P]."""
-    if cache is None:
-        return KVCache(k, v, counts)
-    total = cache.k.shape[2] + k.shape[2]
-    places = torch.arange(total, device=k.device)
-    new = places[None] - cache.lengths[:, None]  # position among the new tokens, negative inside the cache
-    source = torch.where(new < 0, places[None], cache.k.shape[2] + new.clamp(min=0))
-    source = source.clamp(max=total - 1)[:, None, :, None]
+def padded(x: Tensor, places: int) -> Tensor:
+    """A cache's k, v or bias with padding up to so many places."""
+    extra = places - x.shape[2]
+    return F.pad(x, (0, 0, 0, extra) if x.dim() == 4 else (0, extra))
+
+
+def joined(caches: Sequence[KVCache]) -> KVCache:
+    """The rows of several caches, one after the other, padded to one length."""
+    most = max(c.k.shape[2] for c in caches)
+
+    def both(place: int) -> Tensor | None:
+        parts = [c[place] for c in caches]
+        if any(x is None for x in parts):
+            return None
+        return torch.cat([x if place in (2, 4) else padded(x, most) for x in parts if x is not None])
+
+    k, v, lengths = (torch.cat([]) if x is None else x for x in (both(0), both(1), both(2)))
+    return KVCache(k, v, lengths, both(3), both(4))
+
+
+def extend(
+    cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor, bias: Tensor | None = None,
+    left: Tensor | None = None, angle: Tensor | None = None, window: int | None = None,
+) -> KVCache:  # fmt: skip
+    """The cache after `counts` [B] of the new keys k [B, Hk, T, N] and values v [B, Hv, T, P].
+
+    bias: [B, Hb, T] of the new tokens; left: [B, Hb], what they add to the biases of the cache; angle: [B, Ha, ·] after
+    them. window: only the last tokens that a window holds.
+    """
+    before = 0 if cache is None else cache.k.shape[2]
+    if cache is None and (window is None or k.shape[2] <= window):
+        return KVCache(k, v, counts, bias, angle)
+    old = cache or KVCache(k[:, :, :0], v[:, :, :0], torch.zeros_like(counts), None if bias is None else bias[:, :, :0])
+    total = before + k.shape[2]
+    held = old.lengths if window is None else old.lengths.clamp(max=window)
+    keep = int((held + counts).max()) if window is None else min(total, window)
+    place = torch.arange(keep, device=k.device) + (held + counts - keep).clamp(min=0)[:, None]
+    new = place - held[:, None]  # position among the new tokens, negative inside the cache
+    source = torch.where(new < 0, place, before + new.clamp(min=0)).clamp(max=total - 1)
 
     def put(old: Tensor, fresh: Tensor) -> Tensor:
         both = torch.cat([old, fresh], dim=2)
-        return both.gather(2, source.expand(-1, both.shape[1], -1, both.shape[3]))
+        index = source[:, None].expand(-1, both.shape[1], -1)
+        return both.gather(2, index if both.dim() == 3 else index.unsqueeze(-1).expand(*index.shape, both.shape[3]))
 
-    lengths = cache.lengths + counts
-    keep = int(lengths.max())
-    return KVCache(put(cache.k, k)[:, :, :keep], put(cache.v, v)[:, :, :keep], lengths)
+    lengths = old.lengths + counts
+    if bias is not None and old.bias is not None:
+        bias = put(old.bias if left is None else old.bias + left.unsqueeze(-1), bias)
+    return KVCache(put(old.k, k), put(old.v, v), lengths, bias, angle)
 
 
 def visible(cache: KVCache | None, tokens: int, device: torch.device) -> Tensor | None:
@@ -85,19 +146,3 @@ def fused(a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float = 1
 def spread_heads(x: Tensor, heads: int) -> Tensor:
     """[B, G, ...] -> [B, H, ...], each group serving H / G consecutive heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def stepwise(a: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
-    """The recurrent form: token after token against the cache. a: [B, H, T, N] -> y [B, H, T, P]."""
-    heads, outputs = a.shape[1], []
-    one = torch.ones(a.shape[0], dtype=torch.int64, device=a.device)
-    for a_t, k_t, v_t in zip(a.split(1, 2), k.split(1, 2), v.split(1, 2), strict=True):
-        seen = visible(cache, 1, a.device)
-        cache = extend(cache, k_t, v_t, one)
-        keys, values = spread_heads(cache.k, heads), spread_heads(cache.v, heads)
-        seen = None if seen is None else seen[..., : keys.shape[2]]
-        phi = softmax_matrix(
-            a_t, keys, torch.ones_like(keys[:, :1, None, :, 0], dtype=torch.bool) if seen is None else seen
-        )
-        outputs.append(phi @ values)
-    return torch.cat(outputs, dim=2)

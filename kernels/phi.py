@@ -98,6 +98,14 @@ def attention_matrix(
     return weights / torch.where(total == 0, 1.0, total)
 
 
+def window_matrix(a: Tensor, k: Tensor, seen: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Weights [B, H, T, S] of a finite state in a window, ⟨a_i, k_j⟩ e^bias where seen; as attention_matrix."""
+    scores = a @ k.transpose(-1, -2)
+    if seen is None:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=a.device).tril()
+    return (scores if bias is None else scores * bias.exp()).masked_fill(~seen, 0.0)
+
+
 def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run the recurrence as one lower-triangular matrix. Returns y [B, T, H, P] and the final state."""
     initial = problem.zero_state() if state is None else state

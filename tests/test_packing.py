@@ -164,7 +164,7 @@ def test_a_state_before_any_token_goes_on_as_nothing(recurrence):
     """The state that an empty sequence leaves, its running maximum too, begins the next call as no state does."""
     inputs, bounds = packed(recurrence), torch.tensor([0, 0, 33, 33])
     _, state = recurrence(**inputs, cu_seqlens=bounds, return_state=True)
-    first = KVCache(*(x[:1] for x in state)) if isinstance(state, KVCache) else state[:1]
+    first = state.rows(torch.tensor([0])) if isinstance(state, KVCache) else state[:1]
     y, final = recurrence(**inputs, initial_state=first, return_state=True)
     expected, last = recurrence(**inputs, return_state=True)
     assert_same(y, expected)

@@ -306,7 +306,7 @@ def test_declarations_without_a_meaning_are_refused():
     refused(channel, r"turn\(t\) turns places of the Key axis; an angle cannot differ by channel")
     refused(vector, r"turn\(t\) turns pairs of places of the Key axis, but the state has none: A is no operator on Key")
     refused(summed, r"turn\(t\) is in one term of a sum and not in the others")
-    refused(features, r"turn\(t\) turns pairs of key entries; features have no such pairs")
+    refused(features, r"turn\(t\) turns pairs of key entries; Taylor features have no such pairs")
     refused(param, r"prev\(w\): Params are the same for every token")
     refused(number, r"prev\(2\): a number is the same for every token")
     refused(driven, "which drives it, would have been one before the sequence began")

@@ -31,13 +31,15 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
     decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), those of the
     symmetric D^½(I - βkkᵀ)D^½ from its secular equation, to 1e-9 of the spectrum's extent; turned pairs without
     corrections, those of their 2 x 2 blocks, a e^{±iθ} where the decay a is equal within a pair. Otherwise dense. For
-    softmax, N = ∞ equal ones: [B, T, H, 1, 1], 1 or, in the paper's form, η_{t-1}/η_t. Raises InputError for a dense
-    problem wider than DENSE_LIMIT.
+    softmax and windows, equal ones: [B, T, H, 1, 1], the decay (turns left out) or, in the paper's form, η_{t-1}/η_t
+    times that. Raises InputError for a dense problem wider than DENSE_LIMIT.
     """
     if trajectory.attention is not None:
-        factor = trajectory.paper_factor
-        assert factor is not None
-        return (factor if paper else torch.ones_like(factor)).unsqueeze(-2)
+        own = trajectory.attention.decay
+        rates = trajectory.attention.a.new_ones(()) if own is None else own.unsqueeze(-1)
+        rates = rates.expand(trajectory.batch, trajectory.tokens, trajectory.heads, 1)
+        factor = trajectory.paper_factor if paper else None
+        return (rates if factor is None else rates * factor).unsqueeze(-2)
     a = trajectory.paper_transition if paper else trajectory.token_transition
     a = _full(a, trajectory)
     n = _size(trajectory)

@@ -60,7 +60,8 @@ def flipped_packing(name: str, cu_seqlens: Tensor | Packing, tokens: int | None)
 def flipped_rows(state: Rows, packed: bool) -> Rows:
     """States [S, ...], those of the last packed sequence first; of calls that are not packed as they are."""
     if packed and isinstance(state, KVCache):
-        return cast(Rows, KVCache(*(x.flip(0) for x in state)))
+        other = state.map(lambda x: x.flip(0))
+        return cast(Rows, other._replace(lengths=state.lengths.flip(0)))
     return cast(Rows, state.flip(0)) if packed and isinstance(state, Tensor) else state
 
 

@@ -14,7 +14,7 @@ from dsf.call.packing import INTEGERS, Packing
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
-from dsf.language.expr import KEY, VALUE, Expr, inputs_of, symbol_of
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, symbol_of
 from dsf.language.spec import Spec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -204,30 +204,63 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
             f"{spec.name}: initial_state must be a KVCache (keys and values so far), got {type(cache).__name__}"
         )
     places = cache.k.shape[2] if cache.k.dim() == 4 else 0
-    heads = cache_heads(spec, bound.sizes)
-    expected = {
-        "k": ((rows, heads[0], places, bound.sizes.keys), bound.dtype),
-        "v": ((rows, heads[1], places, bound.sizes.p), bound.dtype),
-        "lengths": ((rows,), torch.int64),
-    }
-    for name, (shape, dtype) in expected.items():
+    for name, (shape, dtype) in cache_layout(spec, bound, rows, places).items():
         x = getattr(cache, name)
-        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, bound.device):
+        if (shape is None) is not (x is None):
+            wanted = "none is expected" if shape is None else f"expected {list(shape)}"
+            raise InputError(
+                f"{spec.name}: the KV cache has {'no ' * (x is None)}{name}, {wanted}; it is another recurrence's"
+            )
+        if shape is not None and (tuple(x.shape), x.dtype, x.device) != (shape, dtype, bound.device):
             raise InputError(
                 f"{spec.name}: {name} of the KV cache is {list(x.shape)}, {x.dtype}, on {x.device}; expected "
                 f"{list(shape)}, {dtype}, on {bound.device}"
             )
-    if bound.device.type != "meta" and not all(0 <= n <= places for n in cache.lengths.tolist()):
+    window = spec.system.window
+    if window is not None and places > window:
+        raise InputError(f"{spec.name}: the KV cache has {places} places, expected at most the window's {window}")
+    most = math.inf if places == window else places
+    if bound.device.type != "meta" and not all(0 <= n <= most for n in cache.lengths.tolist()):
         raise InputError(
             f"{spec.name}: lengths of the KV cache are {cache.lengths.tolist()}, expected from 0 to {places}, "
             "the places of its k and v"
         )
 
 
-def cache_heads(spec: Spec, sizes: Sizes) -> tuple[int, int]:
-    """Heads of the keys and of the values of softmax attention's cache: as few as the inputs have."""
-    term = spec.rows[0].terms[0]
-    return sizes.heads_of(term.key), sizes.heads_of(term.value)
+def cache_layout(
+    spec: Spec, bound: Bound, rows: int, places: int
+) -> dict[str, tuple[tuple[int, ...] | None, torch.dtype]]:
+    """Shapes (None: not there) and dtypes of a cache's tensors."""
+    sizes = bound.sizes
+    (k_heads, v_heads), (b_heads, a_heads) = cached_heads(spec, sizes)
+    return {
+        "k": ((rows, k_heads, places, key_width(spec, sizes)), bound.dtype),
+        "v": ((rows, v_heads, places, sizes.p), bound.dtype),
+        "lengths": ((rows,), torch.int64),
+        "bias": ((rows, b_heads, places) if b_heads else None, bound.compute),
+        "angle": ((rows, a_heads, angle_width(spec, sizes)) if a_heads else None, bound.compute),
+    }
+
+
+def key_width(spec: Spec, sizes: Sizes) -> int:
+    """Entries of a key that attention's cache keeps."""
+    return sizes.keys if spec.is_softmax else sizes.n
+
+
+def angle_width(spec: Spec, sizes: Sizes) -> int:
+    """Angles that attention's cache keeps: one for all pairs of places, or one a pair."""
+    return sizes.keys // 2 if KEY in spec.rows[0].normal.angle.axes else 1
+
+
+def cached_heads(spec: Spec, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads of attention's keys and values, as few as the inputs have; of its biases and angles, 0 for none."""
+    (row,) = spec.rows
+    (term,) = row.terms
+    angle, decay = row.normal.angle, row.normal.decay
+    bias = [decay] if term.gain is None else [decay, term.gain]
+    decays = bias != [const(1)]
+    keys = sizes.heads_of(term.key, angle), sizes.heads_of(term.value)
+    return keys, (sizes.heads_of(*bias) if decays else 0, sizes.heads_of(angle) if angle is not const(0) else 0)
 
 
 def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:

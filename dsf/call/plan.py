@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsf.call.bind import Sizes, cache_heads
+from dsf.call.bind import Sizes, cached_heads, key_width
 from dsf.language.errors import FormError
 from dsf.language.expr import KEY, VALUE
 from dsf.language.spec import Spec
@@ -71,8 +71,8 @@ class Plan:
 
 
 def forms_of(spec: Spec) -> tuple[str, ...]:
-    """The forms a structure has; all but the scan for exponential features, whose combine would grow without bound."""
-    return tuple(f for f in FORMS if f != "scan") if spec.is_softmax else FORMS
+    """The forms a structure has; all but the scan for attention, whose combine would grow without bound."""
+    return tuple(f for f in FORMS if f != "scan") if spec.is_attention else FORMS
 
 
 CPU = torch.device("cpu")
@@ -89,7 +89,8 @@ def make_plan(
 
     | structure | up to 8 tokens | longer |
     |---|---|---|
-    | exponential features | chunk: torch's fused attention | the same |
+    | exponential features, A = I or a turn, a quotient | chunk: torch's fused attention | the same |
+    | exponential features else; any system with a window | chunk: blocks of queries | the same |
     | elementwise (Hadamard, vector, B that does not factor) | recurrent | chunk: segments of the scan |
     | value-diagonal decay | recurrent | chunk of 16: pairwise decays on the channels |
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
@@ -117,7 +118,7 @@ def make_plan(
         raise FormError(f"{spec.name}: {spec.structure} has no {form} form; it has {', '.join(forms)}")
     if backend not in ("auto", *BACKENDS):
         raise FormError(f"{spec.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto")
-    written_out = transformed and not spec.is_softmax  # torch's attention has all of it
+    written_out = transformed and not spec.is_plain_softmax  # torch's attention has all of it
     if written_out and form in ("scan", "chunk"):
         raise FormError(
             f"{spec.name}: the {form} form does not go through torch.func (vmap, grad, jvp, ...) or forward-mode "
@@ -140,12 +141,10 @@ def make_plan(
         reason += f"; not on triton: {refused}"
     kernel, chunk = gpu.kernel_of(spec, sizes, dtype, device, one_step) if on_gpu else _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
-    if spec.is_softmax:
-        k_heads, v_heads = cache_heads(spec, sizes)
-        shape: tuple[int, ...] = (sizes.batch, sizes.tokens, k_heads * sizes.keys + v_heads * sizes.p)
-    else:
-        shape = (sizes.batch, sizes.heads, sizes.n, layout.total)
-    width = dtype.itemsize if spec.is_softmax else (8 if dtype == torch.float64 else 4)
+    shape: tuple[int, ...] = (sizes.batch, sizes.heads, sizes.n, layout.total)
+    if spec.is_attention:
+        shape = cache_shape(spec, sizes)
+    width = dtype.itemsize if spec.is_attention else (8 if dtype == torch.float64 else 4)
     return Plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
         math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
@@ -169,6 +168,13 @@ def _of_frame(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
     )  # fmt: skip
 
 
+def cache_shape(spec: Spec, sizes: Sizes) -> tuple[int, ...]:
+    """[B, tokens that are kept, numbers a token] of attention's cache; a bias counts as one number."""
+    (k_heads, v_heads), (b_heads, _) = cached_heads(spec, sizes)
+    kept = sizes.tokens if spec.system.window is None else min(sizes.tokens, spec.system.window)
+    return sizes.batch, kept, k_heads * key_width(spec, sizes) + v_heads * sizes.p + b_heads
+
+
 def _refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
@@ -185,11 +191,14 @@ def _refusal(
 
 
 def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:
-    if spec.is_softmax:
+    if spec.is_plain_softmax:
         return (
             "chunk",
             "exponential features have no finite state: the kernel trick is torch's fused attention",
         )
+    if spec.is_attention:
+        kept = "exponential features have no finite state" if spec.is_softmax else "what leaves a window is forgotten"
+        return "chunk", f"{kept}: keys and values are kept, and blocks of queries read the keys that they see"
     if sizes.tokens <= SHORT:
         return (
             "recurrent",
@@ -224,8 +233,8 @@ def _kernel(spec: Spec, sizes: Sizes, form: str) -> tuple[str, int]:
         return "one structured step a token", 0
     if form == "kernel":
         return "kernel matrix", 0
-    if spec.is_softmax:
-        return "scaled_dot_product_attention", 0
+    if spec.is_attention:
+        return ("scaled_dot_product_attention" if spec.is_plain_softmax else "blocks of queries"), 0
     if spec.mixes_pairs:
         return f"scan of {'N x N' if spec.rank else '2 x 2'} blocks", 0 if form == "scan" else MATRIX_CHUNK
     if form == "scan":
@@ -246,8 +255,9 @@ def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
     """
     b, t, h, n, p = sizes.batch, sizes.tokens, sizes.heads, sizes.n, sizes.p
     rows = t * spec.micro
-    if spec.is_softmax:
-        return b * h * t * (t + 1) * (sizes.keys + p)
+    if spec.is_attention:
+        window = t if spec.system.window is None else min(t, spec.system.window)
+        return b * h * window * (2 * t + 1 - window) * (key_width(spec, sizes) + p)
     step = (3 + 4 * spec.rank) * n * p
     if form in ("chunk", "scan") and not spec.is_elementwise and not (form == "scan" and not spec.rank):
         pairs = rows * chunk * spec.micro * (1 + spec.rank)

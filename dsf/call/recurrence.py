@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from dsf.call import backwards, guard, packing
+from dsf.call.attention import run_attention
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.frame import run_framed
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
-from dsf.call.run import run, run_packed, run_softmax
+from dsf.call.run import run, run_packed
 from dsf.kernels.attention import KVCache
 from dsf.language.derived import interned
 from dsf.language.errors import FormError, InputError, TraceError
 from dsf.language.expr import substitute
-from dsf.language.operator import I
 from dsf.language.primitives import taylor_features
 from dsf.language.spec import Spec
-from dsf.language.system import System
 from dsf.language.trace import trace
 from dsf.torch.columns import columns, state_columns
 from dsf.torch.lower import true_state
@@ -87,7 +86,8 @@ class Recurrence:
 
         Inputs by position or name: per token [B, T, H, ·] (a divisor of H heads is shared by groups), Steps
         [B, T, n, H, ·], Param [H, ·]. One dtype for all per-token inputs, Params that or float32.
-        initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention.
+        initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention and
+          systems with a window.
         cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences, empty ones among them; states then have S
           rows, those of empty sequences as they were. Or a dsf.Packing, which many calls share.
         form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
@@ -118,6 +118,11 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | Packing | None, parallel: World, reverse: bool,
     ) -> Any:  # fmt: skip
+        if self.spec.is_attention and (self.spec.turns or not self.spec.is_plain_softmax):
+            raise FormError(
+                f"{self.name}: {self.spec.structure} is not spread over ranks yet, only softmax attention with A = I; "
+                "call it without parallel= on the whole sequence"
+            )
         if self.spec.is_framed:
             raise FormError(
                 f"{self.name}: turn and prev are not spread over ranks yet: sums of angles, and what the last token "
@@ -187,11 +192,11 @@ class Recurrence:
             with torch.autocast(device, enabled=False):
                 return self._run(bound, bounds, state, plan)
         rows = bound.sizes.batch if bounds is None else len(bounds) - 1
-        if self.spec.is_softmax:
+        if self.spec.is_attention:
             assert not isinstance(bounds, Tensor)
             if state is not None:
                 check_cache(self.spec, state, rows, bound)
-            return run_softmax(self.spec, bound, bounds, state, plan)
+            return run_attention(self.spec, bound, bounds, state, plan)
         self._check_state(state, rows, bound)
         if self.spec.is_framed:
             return run_framed(self.spec, bound, bounds, state, plan)
@@ -265,9 +270,9 @@ class Recurrence:
 
         Behind them are the columns of what `prev` remembers: each factor's last value, filled into columns of N.
 
-        Raises FormError for softmax attention, whose KV cache grows with the tokens.
+        Raises FormError for softmax attention, whose KV cache grows with the tokens, and for systems with a window.
         """
-        if self.spec.is_softmax:
+        if self.spec.is_attention:
             raise FormError(f"{self.name}: its state is a KV cache, N + P numbers a token and head")
         rows = state_keys(self.spec, N)
         return rows, state_columns(self.spec, rows, N if self.spec.has_key else 1, P)
@@ -336,7 +341,7 @@ class Recurrence:
                 "the last token to the first, x.flip(1)"
             )  # fmt: skip
         bound = bind(self.spec, args, kwargs)
-        if self.spec.is_softmax and initial_state is not None:
+        if self.spec.is_attention and initial_state is not None:
             raise InputError(
                 f"{self.name}: the trajectory of softmax attention has no states, so no initial_state either"
             )
@@ -346,20 +351,17 @@ class Recurrence:
     def taylor(self, order: int) -> Recurrence:
         """Softmax attention with its exponential features cut after degree `order`: a finite state.
 
-        Raises TraceError for a recurrence without exponential features, or an order that is no integer of at least 0.
+        Raises TraceError for a recurrence without exponential features or with turns, whose features have no pairs of
+        places, and for an order that is no integer of at least 0.
         """
         if not self.spec.is_softmax:
             raise TraceError(f"{self.name}: only exponential features have a Taylor truncation")
         system = self.spec.system
+        if self.spec.turns:
+            raise TraceError(f"{self.name}: turns act on the argument of exponential features, not on their truncation")
         term = self.spec.rows[0].terms[0]
         swap = {x: taylor_features(x.args[0], order) for x in (system.C, term.key)}
-        cut = System(
-            I,
-            substitute(system.B, swap),
-            substitute(system.C, swap),
-            normalize=system.normalize,
-            drive=system.drive,
-        )
+        cut = replace(system, B=substitute(system.B, swap), C=substitute(system.C, swap))
         return Recurrence(replace(self.spec, name=f"{self.name}_taylor{order}", system=cut))
 
     def __repr__(self) -> str:

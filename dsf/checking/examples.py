@@ -209,5 +209,5 @@ def _bounded(allowed: Range, regime: str, normal: Tensor, generator: torch.Gener
 def same_state(state: State | None, change: Any) -> State | None:
     """`change` applied to every floating point tensor of a state."""
     if isinstance(state, KVCache):
-        return KVCache(change(state.k), change(state.v), state.lengths)
+        return state.map(change)
     return None if state is None else change(state)

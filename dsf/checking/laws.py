@@ -143,7 +143,8 @@ def gradcheck(subject: Subject, form: str, example: Example) -> Measures:
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         start: State | None = None
         if isinstance(state, KVCache):
-            start = KVCache(tensors[-2], tensors[-1], state.lengths)
+            rest = iter(tensors[len(names) :])
+            start = state.map(lambda _: next(rest))
         elif fixed is not None:
             free = tensors[-1].split([layout.p + layout.den, tensors[-1].shape[-1] - layout.p - layout.den], dim=-1)
             start = torch.cat([free[0], fixed, free[1]], dim=-1)
@@ -319,7 +320,7 @@ def step(subject: Subject, form: str, example: Example) -> Measures:
 
 def heads(subject: Subject, form: str, example: Example) -> Measures:
     """An input with fewer heads equals the input with each of its heads repeated."""
-    example = replace(example, initial=example.initial and not subject.recurrence.spec.is_softmax)
+    example = replace(example, initial=example.initial and not subject.recurrence.spec.is_attention)
     inputs, state = subject.inputs(example), subject.state(example)
     total = subject.sizes(inputs).heads
     grouped = {name for name, kind in subject.kinds.items() if kind.time and example.groups.get(name, total) < total}
@@ -337,7 +338,7 @@ def heads(subject: Subject, form: str, example: Example) -> Measures:
 
     dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
     few = subject.differentiate(form, inputs, state, dy, example.seed)
-    if subject.recurrence.spec.is_softmax:
+    if subject.recurrence.spec.is_attention:
         few = replace(few, state=(), state_grads={})
     yield from compare(
         subject, few, subject.differentiate(form, inputs, state, dy, example.seed, repeated), example.dtype
@@ -379,7 +380,9 @@ def contract(subject: Subject, form: str, example: Example) -> Measures:
         yield _same("state", final, shape, wide)
     elif isinstance(final, KVCache):
         before = int(state.lengths[0]) if isinstance(state, KVCache) else 0
-        held = final.k.shape[2] == before + sizes.tokens == int(final.lengths[0])
+        window = subject.recurrence.spec.system.window
+        kept = before + sizes.tokens if window is None else min(before + sizes.tokens, window)
+        held = final.k.shape[2] == kept and int(final.lengths[0]) == before + sizes.tokens
         yield Measure("state", 0.0 if held else math.inf, 0.0, f"cache of {final.k.shape[2]} places")
 
 
@@ -393,7 +396,8 @@ def parallel(subject: Subject, form: str, example: Example) -> Measures:
     """A sequence cut over ranks equals the sequence run whole, and what earlier ranks hold matters to later ones."""
     from dsf.checking.shards import over_ranks
 
-    if not subject.recurrence.spec.is_framed:  # turn and prev are refused over ranks
+    spec = subject.recurrence.spec
+    if not (spec.is_framed or (spec.is_attention and not spec.is_plain_softmax) or spec.turns):  # refused over ranks
         yield from over_ranks(subject, form, example)
 
 

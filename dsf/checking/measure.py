@@ -16,7 +16,7 @@ from dsf.call.bind import Sizes, bind
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.examples import Example, same_state
 from dsf.checking.ranges import Range
-from dsf.kernels.attention import KVCache
+from dsf.kernels.attention import KVCache, joined
 from dsf.language.annotations import Kind
 from dsf.language.errors import FormError
 from dsf.torch.columns import columns
@@ -134,9 +134,11 @@ class Subject:
         if state is None:
             return ()
         if isinstance(state, KVCache):
-            used = torch.arange(state.k.shape[2], device=state.k.device) < state.lengths[:, None]
-            k, v = (x.double() * used[:, None, :, None] for x in (state.k, state.v))
-            return k, v, state.lengths[:, None].double()
+            state, used = state.map(Tensor.double), state.in_use()[:, None]
+            kept = [x * used[..., None] for x in (state.k, state.v)]
+            kept += [] if state.bias is None else [(state.bias * used).exp()]
+            kept += [] if state.angle is None else [state.angle.cos(), state.angle.sin()]
+            return *kept, state.lengths[:, None].double()
         own = self.recurrence.true_state(state.double(), p)
         remembered = state.double()[..., columns(self.recurrence.spec.inner, p).total :]
         return (own, remembered) if remembered.shape[-1] else (own,)
@@ -249,7 +251,8 @@ class Subject:
         if state is None:
             return {}
         if isinstance(state, KVCache):
-            return {"initial_state.k": state.k, "initial_state.v": state.v}
+            found = {"k": state.k, "v": state.v, "bias": state.bias, "angle": state.angle}
+            return {f"initial_state.{name}": x for name, x in found.items() if x is not None}
         return {"initial_state": state}
 
     def without_gain(self, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
@@ -348,21 +351,19 @@ def typical_entry(x: Tensor, kind: Kind | None) -> float:
 def row_of(state: State | None, row: int) -> State | None:
     """The state of one sequence."""
     if isinstance(state, KVCache):
-        return KVCache(state.k[row : row + 1], state.v[row : row + 1], state.lengths[row : row + 1])
+        return state.rows(torch.tensor([row], device=state.k.device))
     return None if state is None else state[row : row + 1]
 
 
 def stacked(states: list[State | None]) -> State | None:
     """Final states of single sequences as the rows of one state; None: of one that began with nothing and is empty."""
     some = next(s for s in states if s is not None)
-    blank = KVCache(*map(torch.zeros_like, some)) if isinstance(some, KVCache) else torch.zeros_like(some)
+    if isinstance(some, KVCache):
+        blank: State = some.map(torch.zeros_like)._replace(lengths=torch.zeros_like(some.lengths))
+    else:
+        blank = torch.zeros_like(some)
     states = [blank if s is None else s for s in states]
     caches = [s for s in states if isinstance(s, KVCache)]
     if not caches:
         return torch.cat([s for s in states if isinstance(s, Tensor)], dim=0)
-    longest = max(c.k.shape[2] for c in caches)
-
-    def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in parts])
-
-    return KVCache(joined([c.k for c in caches]), joined([c.v for c in caches]), torch.cat([c.lengths for c in caches]))
+    return joined(caches)

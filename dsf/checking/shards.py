@@ -68,7 +68,7 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
 def _exchange(subject: Subject, chance: random.Random, ranks: int, nodes: int) -> str:
     """One of those that the recurrence can take."""
     spec = subject.recurrence.spec
-    if spec.is_softmax or kind_of_map(spec) == "channel":
+    if spec.is_attention or kind_of_map(spec) == "channel":
         return "auto"
     return chance.choice(["gather", "transpose", "relay", *(["two-level"] if nodes > 1 else [])])
 

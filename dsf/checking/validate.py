@@ -228,14 +228,16 @@ def _lengths(x: Tensor, kind: Kind) -> Tensor:
 
 
 def _parts(state: Any) -> tuple[Tensor, ...]:
-    return tuple(state) if isinstance(state, KVCache) else (state,) if isinstance(state, Tensor) else ()
+    if isinstance(state, KVCache):
+        return tuple(x for x in (state.k, state.v, state.bias) if x is not None)
+    return (state,) if isinstance(state, Tensor) else ()
 
 
 def _state_fine(state: Any) -> list[Tensor]:
     """Where a state is finite; of a cache, where it holds tokens."""
     if isinstance(state, KVCache):
-        held = torch.arange(state.k.shape[2], device=state.k.device) < state.lengths.unsqueeze(1)
-        return [x.isfinite() | ~held[:, None, :, None] for x in (state.k, state.v)]
+        free = ~state.in_use()[:, None]
+        return [x.isfinite() | (free if x.dim() == 3 else free[..., None]) for x in _parts(state)]
     return [state.isfinite()] if isinstance(state, Tensor) else []
 
 
@@ -323,11 +325,11 @@ def _demand(
 
 
 def _bad_state(spec: Spec, what: str, state: Any) -> None:
-    names = ("k of ", "v of ") if isinstance(state, KVCache) else ("",)
+    names = ("k of ", "v of ", "bias of ") if isinstance(state, KVCache) else ("",)
     axes = ("head", "place", "entry") if isinstance(state, KVCache) else ("head", "entry", "column")
     for name, x, fine in zip(names, _parts(state), _state_fine(state), strict=False):
         if fine.all():
             continue
         at = tuple(int(i) for i in (~fine).nonzero()[0])
-        place = ", ".join(f"{axis} {i}" for axis, i in zip(("row", *axes), at, strict=True))
+        place = ", ".join(f"{axis} {i}" for axis, i in zip(("row", *axes), at, strict=False))
         _raise(spec, f"{name}{what} is {float(x[at]):g} at {place}{_others(~fine)}; expected finite numbers")

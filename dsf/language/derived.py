@@ -84,6 +84,7 @@ def _content(spec: Spec) -> str:
         drive = s.drive if isinstance(s.drive, tuple) else (s.drive,)
         rule = None if s.normalize is None else rule_of(s.normalize)
         parts = [operator(s.A), *map(number, (s.B, s.C, s.D, rule, s.gauge, *drive)), s.read]
+        parts += [] if s.window is None else [f"window {s.window}"]
         return f"system {' '.join(parts)}"
 
     steps = [system(s) for s in spec.system.micro_steps]

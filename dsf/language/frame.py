@@ -122,7 +122,10 @@ def map_system(system: System, change: Callable[[Expr], Expr]) -> System:
         for s in system.micro_steps
     ]
     gauge = None if system.gauge is None else change(system.gauge)
-    return replace(steps[-1], earlier=tuple(steps[:-1]), normalize=system.normalize, gauge=gauge, drive=system.drive)
+    return replace(
+        steps[-1], earlier=tuple(steps[:-1]), normalize=system.normalize, gauge=gauge, drive=system.drive,
+        window=system.window,
+    )  # fmt: skip
 
 
 def frame_of(spec: Spec, way: Way) -> Frame:

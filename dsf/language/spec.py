@@ -12,7 +12,7 @@ from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, show, substitu
 from dsf.language.frame import Frame, frame_of, needs_frame, turns
 from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, times
 from dsf.language.primitives import log_of
-from dsf.language.system import System, rule_of
+from dsf.language.system import DEN, NUM, System, rule_of
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Spec:
 
     @cached_property
     def is_framed(self) -> bool:
-        """True for declarations with turns, previous values or Pair inputs."""
-        return not self.made and needs_frame(self)
+        """True for declarations with turns, previous values or Pair inputs; attention makes what it needs of them."""
+        return not (self.made or self.is_attention) and needs_frame(self)
 
     @property
     def inner(self) -> Spec:
@@ -108,7 +108,7 @@ class Spec:
     @cached_property
     def mixes_pairs(self) -> bool:
         """True for plain systems whose turns are no gauge: transitions are blocks of 2 x 2."""
-        return any(r.normal.angle is not const(0) for r in self.rows)
+        return not self.is_attention and any(r.normal.angle is not const(0) for r in self.rows)
 
     @cached_property
     def gated_read(self) -> tuple[Expr, Expr]:
@@ -156,6 +156,17 @@ class Spec:
     def is_softmax(self) -> bool:
         """True when readout and injection are infinite exponential features."""
         return self.readout.features == "exp"
+
+    @cached_property
+    def is_attention(self) -> bool:
+        """True where the state is the keys and values of tokens: exponential features, and systems with a window."""
+        return self.is_softmax or self.system.window is not None
+
+    @cached_property
+    def is_plain_softmax(self) -> bool:
+        """True where torch's fused attention is all of it: a quotient of exponential features that nothing decays."""
+        whole = self.is_softmax and self.system.window is None and self.rule is NUM / DEN
+        return whole and self.decay_kind == "identity"
 
     @cached_property
     def decay_axes(self) -> frozenset[str]:
@@ -207,7 +218,7 @@ class Spec:
     @cached_property
     def is_elementwise(self) -> bool:
         """True when no matrix products are to be had: A acts elementwise and B or C or the decay is not low-rank."""
-        if self.rank or self.is_softmax or self.mixes_pairs:
+        if self.rank or self.is_attention or self.mixes_pairs:
             return False
         wide = self.decay_axes == {KEY, VALUE} or any(r.dense is not None for r in self.rows)
         return wide or not self.has_key or VALUE in self.gated_read[1].axes
@@ -336,15 +347,19 @@ class Spec:
     @property
     def structure(self) -> str:
         """The row of the compiler's table this recurrence belongs to, in words."""
-        if self.is_softmax:
-            return "exponential features (N = ∞)"
+        window = "" if self.system.window is None else f" in a window of {self.system.window}"
+        if self.is_attention:
+            plain = "exponential features (N = ∞)" if self.is_softmax else self.plain_structure
+            decayed = f", {self.decay_kind} decay" * (self.is_softmax and self.decay_kind != "identity")
+            return "turned " * self.turns + plain + decayed + window
         if self.turns:
             mixed = self.inner.mixes_pairs
-            return f"turned {self._plain_structure if mixed else self.inner.structure}" + " (2 x 2 blocks)" * mixed
-        return self._plain_structure
+            return f"turned {self.plain_structure if mixed else self.inner.structure}" + " (2 x 2 blocks)" * mixed
+        return self.plain_structure
 
     @property
-    def _plain_structure(self) -> str:
+    def plain_structure(self) -> str:
+        """The structure, turns, features and a window left out."""
         if not self.has_key:
             return "vector (N = 1)"
         names = {
@@ -362,6 +377,7 @@ class Spec:
             mark = f" [{number}]" if len(self.system.micro_steps) > 1 else ""
             lines += [f"  A{mark} = {step.A}", f"  B{mark} = {show(step.B)}"]
         lines += [f"  C = {self.readout}", f"  D = {self.system.D}", f"  read {self.system.read} the update"]
+        lines += [] if self.system.window is None else [f"  window of {self.system.window} tokens"]
         if self.rule is not None:
             lines.append(f"  y = {self.rule}, den driven by {', '.join(map(str, self.drives))} = 1")
         lines.append(f"  structure: {self.structure}")

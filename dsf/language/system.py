@@ -27,9 +27,12 @@ class System:
       system driven by ones. Rules are homogeneous of degree 0 in (num, den, one), so that the state may be rescaled.
     drive: the input replaced by ones for den (of Steps, all of them); needed only when it cannot be told (the one bare
       Value factor of B).
+    window: None, or W: y reads only what the last W tokens wrote, with what later tokens made of it. The state is then
+      the keys and values of these tokens (docs/forms.md).
     gauge: a Scalar η; the state of the framework paper's form is S/η (analysis only; y does not depend on it).
 
-    Raises TraceError when A is not a linear operator or C, D have axes that cannot be read.
+    Raises TraceError when A is not a linear operator, C, D have axes that cannot be read, or window is no integer of at
+    least 1.
     """
 
     A: Any
@@ -40,6 +43,7 @@ class System:
     normalize: Rule | None = None
     gauge: Any = None
     drive: Any = None
+    window: int | None = None
     earlier: tuple[System, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +61,8 @@ class System:
             raise TraceError(f"normalize is a rule such as dsf.ratio, called with (num, den), got {self.normalize!r}")
         if self.drive is not None and self.normalize is None:
             raise TraceError(f"drive = {self.drive} says what normalize replaces by ones, but there is no normalize")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise TraceError(f"window = {self.window!r} is how many tokens are kept, an integer of at least 1")
         if KEY in self.D.axes:
             raise TraceError(
                 f"D = {self.D} has a Key axis; the skip is added to y, which has none: contract it with dot"
@@ -103,8 +109,11 @@ def compose(*systems: System) -> System:
         if not isinstance(system, System):
             raise TraceError(f"compose takes Systems, got {type(system).__name__}")
     for system in systems[:-1]:
-        if any(x is not None for x in (system.C, system.normalize, system.gauge)) or system.D is not const(0):
-            raise TraceError("only the last micro-step is read: leave C, D, normalize and gauge out of the others")
+        unread = (system.C, system.normalize, system.gauge, system.window)
+        if any(x is not None for x in unread) or system.D is not const(0):
+            raise TraceError(
+                "only the last micro-step is read: leave C, D, normalize, gauge and window out of the others"
+            )
         if system.read != "after":
             raise TraceError('only the last micro-step is read: read="before" belongs to it, and means before them all')
     flat = tuple(s for system in systems for s in system.micro_steps)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsf.language.annotations import Kind, kinds_of
+from dsf.language.attention import check_attention
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, symbol_of
 from dsf.language.spec import Input, Spec
@@ -73,6 +74,7 @@ def _check(spec: Spec) -> None:
     if KEY in spec.readout.axes and not spec.state_has_key:
         raise TraceError(f"C = {spec.readout} reads the Key axis, but the state has none: A and B do not vary over it")
     _check_features(spec)
+    check_attention(spec, _roots(spec))
     if spec.rule is not None:
         _check_rule(spec, spec.rule)
 
@@ -93,10 +95,6 @@ def _check_frame(spec: Spec) -> None:
             )
     if spec.rule is not None and any(node.op == "prev" for node in children_first(spec.rule)):
         raise TraceError(f"normalize = {spec.rule} has a previous value; prev stands in A, B, C and D")
-    if spec.readout.features == "exp" and spec.is_framed and not spec.turns:
-        raise TraceError(
-            "softmax attention keeps keys and values alone: prev and Pair inputs have no place beside them"
-        )
     if not spec.turns:
         return
     angle = next(r.normal.angle for r in spec.rows if r.normal.angle is not const(0))
@@ -104,8 +102,8 @@ def _check_frame(spec: Spec) -> None:
         raise TraceError(
             f"turn({angle}) turns pairs of places of the Key axis, but the state has none: A is no operator on Key"
         )
-    if spec.readout.features is not None:
-        raise TraceError(f"turn({angle}) turns pairs of key entries; features have no such pairs")
+    if spec.readout.features not in (None, "exp"):
+        raise TraceError(f"turn({angle}) turns pairs of key entries; Taylor features have no such pairs")
     if spec.inner.mixes_pairs and spec.is_stabilised:
         raise TraceError(
             f"turn({angle}): the decay differs within a pair, and exp(…) in B keeps a running maximum, which needs one "
@@ -129,41 +127,12 @@ def _check_features(spec: Spec) -> None:
     kinds = {spec.readout.features}
     for row in spec.rows:
         kinds |= {t.key.features for t in row.terms if KEY in t.key.axes}
-        kinds |= {row.normal.decay.features} if KEY in row.normal.decay.axes else set()
+        decayed = KEY in row.normal.decay.axes and not spec.is_softmax  # which has a message of its own
+        kinds |= {row.normal.decay.features} if decayed else set()
         kinds |= {c.left.features for c in row.normal.corrections}
     if len(kinds) > 1:
         names = " and ".join(sorted(k or "N entries" for k in kinds))
         raise TraceError(f"the state's Key axis holds {names} at once; use the same features everywhere")
-    if not any(node.op == "exp_features" for node in children_first(*_roots(spec))):
-        return
-    if not _has_kernel_trick(spec):
-        raise TraceError(
-            "exponential features have the kernel trick only as softmax attention, "
-            "System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=ratio); cut them with taylor_features "
-            "for anything else"
-        )
-    assert spec.ones is not None
-    (ones,) = spec.ones.rows[0].terms
-    if ones.value is not const(1):
-        raise TraceError(
-            f"softmax attention divides by the sum of its weights, but with {spec.drives[0]} = 1 there remains "
-            f"{ones.value} in B, which would be in that sum too; give values that are scaled already as the input"
-        )
-
-
-def _has_kernel_trick(spec: Spec) -> bool:
-    """True for softmax attention: nothing but one bare pair of exponential features, and a quotient."""
-    terms = spec.rows[0].terms
-    bare = [spec.readout, *(t.key for t in terms)]
-    inside = [x for node in bare for x in node.args] + [t.value for t in terms]
-    return (
-        all(node.op == "exp_features" for node in bare)
-        and not any(node.op == "exp_features" for node in children_first(*inside))
-        and len(terms) == 1
-        and (spec.decay_kind, spec.rank, spec.micro, spec.system.read) == ("identity", 0, 1, "after")
-        and spec.rule is NUM / DEN
-        and spec.system.D is const(0)
-    )
 
 
 def _check_rule(spec: Spec, rule: Expr) -> None:
@@ -175,9 +144,10 @@ def _check_rule(spec: Spec, rule: Expr) -> None:
     for drive in spec.drives:
         if not any(drive is x for x in driven):
             raise TraceError(f"drive = {drive} does not occur in B")
-    if spec.is_stabilised and not _is_homogeneous(spec, rule):
+    if (spec.is_stabilised or spec.is_softmax) and not _is_homogeneous(spec, rule):
+        cause = "exponential features keep" if spec.is_softmax else "exp(…) in B keeps"
         raise TraceError(
-            f"normalize = {rule} changes when num and den are scaled alike, but exp(…) in B keeps the state at a scale "
+            f"normalize = {rule} changes when num and den are scaled alike, but {cause} the state at a scale "
             "of its own; write the rule with (num, den, one), where one is the number 1 at that scale"
         )
 

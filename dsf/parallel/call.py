@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsf.call import guard, packing
 from dsf.call.backwards import flipped, flipped_bounds, flipped_rows
-from dsf.call.bind import INTEGERS, Bound, Sizes, bind, cache_heads, check_state
+from dsf.call.bind import INTEGERS, Bound, Sizes, bind, cached_heads, check_state
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
@@ -240,7 +240,7 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
     held = f"{world.ranks} ranks, {world.layout.name}, "
     if spec.is_softmax:
-        k_heads, v_heads = cache_heads(spec, sizes)
+        k_heads, v_heads = cached_heads(spec, sizes)[0]
         numbers = sizes.batch * sizes.tokens * (k_heads * sizes.keys + v_heads * sizes.p)
         size = (world.ranks - 1) * numbers * dtype.itemsize
         return replace(

@@ -8,9 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, cache_heads, check_cache
+from dsf.call.attention import fused_operands, operands
+from dsf.call.bind import Bound, cached_heads, check_cache
 from dsf.call.recurrence import Recurrence
-from dsf.call.run import fused_operands, softmax_operands, timed_inputs
+from dsf.call.run import timed_inputs
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads
 from dsf.language.errors import InputError
 from dsf.parallel.layout import Packing
@@ -76,7 +77,7 @@ def _operands(recurrence: Recurrence, bound: Bound, form: str) -> tuple[Tensor, 
     spec = recurrence.spec
     if not bound.sizes.tokens:
         sizes, like = bound.sizes, next(iter(bound.tensors.values()))
-        k_heads, v_heads = cache_heads(spec, sizes)
+        k_heads, v_heads = cached_heads(spec, sizes)[0]
         nothing = sum((x.sum() * 0 for x in bound.tensors.values()), like.new_zeros(()))
         a, k, v = (
             like.new_zeros(sizes.batch, heads, 0, width) + nothing
@@ -91,7 +92,8 @@ def _operands(recurrence: Recurrence, bound: Bound, form: str) -> tuple[Tensor, 
         bound = Bound(bound.tensors, bound.sizes, bound.dtype, torch.float64, bound.device)
     if form in ("auto", "chunk") and bound.device.type == "cuda":
         return fused_operands(spec, bound, timed)
-    return *softmax_operands(spec, bound, timed), 1.0
+    found = operands(spec, bound, timed)
+    return found.a, found.k, found.v, 1.0
 
 
 def _to(cache: KVCache | None, dtype: torch.dtype) -> KVCache | None:

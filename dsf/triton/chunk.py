@@ -119,7 +119,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
 def operands_of(spec: Spec) -> Operands:
     """The operands of `spec`. Raises _Unfit with the reason where it has none."""
     spec = written_apart(spec)
-    if spec.is_softmax or spec.is_elementwise or VALUE in spec.decay_axes:
+    if spec.is_attention or spec.is_elementwise or VALUE in spec.decay_axes:
         raise _Unfit(f"the matrix kernels take scalar or key-diagonal decays and delta rules, this is {spec.structure}")
     if spec.is_stabilised and (spec.rank or spec.gain_axes or spec.system.D is not ZERO or _gains_differ(spec)):
         raise _Unfit("the matrix kernels take exponential gains of one number a head, without corrections or D")
@@ -165,7 +165,7 @@ def written_apart(spec: Spec) -> Spec:
 
     The first is the one that a delta rule's correction erases. A spec whose rows write one product is itself.
     """
-    if spec.is_softmax or spec.mixes_pairs or all(len(r.terms) < 2 and r.dense is None for r in spec.rows):
+    if spec.is_attention or spec.mixes_pairs or all(len(r.terms) < 2 and r.dense is None for r in spec.rows):
         return spec
     if any(r.dense is not None for r in spec.rows):
         return spec

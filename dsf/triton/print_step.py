@@ -32,7 +32,7 @@ LANES = ".lanes"  # suffix of a Key input as every lane of the channels loads it
 
 def step_refusal(spec: Spec) -> str | None:
     """Why the decode kernel cannot step this, in the user's words; None when it can."""
-    if spec.is_softmax:
+    if spec.is_attention:
         return "the decode kernel keeps a finite state"
     if spec.features is not None:
         return "no printed kernel evaluates Taylor features"

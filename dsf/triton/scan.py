@@ -36,7 +36,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
 @derived
 def _refusal(spec: Spec) -> str | None:
     """The part of it that no size or dtype changes."""
-    if spec.rank or spec.is_softmax:
+    if spec.rank or spec.is_attention:
         return f"the fused scan is for elementwise A, this is {spec.structure}"
     if spec.features is not None:
         return "the fused scan has no Taylor features"

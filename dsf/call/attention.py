@@ -1,0 +1,305 @@
+"""Running one call of attention: exponential features, and systems with a window. The state is a KVCache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call import packing
+from dsf.call.bind import Bound, angle_width, cache_layout, cached_heads, environment, key_width
+from dsf.call.plan import Plan
+from dsf.call.run import timed_inputs
+from dsf.kernels import scores
+from dsf.kernels.attention import KVCache, extend, fused, joined, spread_heads, visible
+from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_of
+from dsf.kernels.turns import turn_pairs, whole_turns_left_out
+from dsf.language.attention import divides_by_one
+from dsf.language.errors import FormError
+from dsf.language.expr import KEY, Expr, const, inputs_of
+from dsf.language.operator import split_scale
+from dsf.language.spec import Spec
+from dsf.torch.evaluate import Evaluator
+from dsf.torch.lower import apply_rule
+
+Timed = Mapping[str, Tensor]
+FORMS = {"recurrent": scores.stepwise, "chunk": scores.blocks, "kernel": scores.dense}
+
+
+def run_attention(
+    spec: Spec, bound: Bound, bounds: list[int] | None, cache: KVCache | None, plan: Plan
+) -> tuple[Tensor, KVCache]:
+    """y [B, T, H, P] in the computing dtype and the extended cache."""
+    if plan.form == "naive" and bound.compute != torch.float64:
+        wide = replace(bound, compute=torch.float64)
+        y, final = run_attention(spec, wide, bounds, cache, plan)
+        kept = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
+        return y.to(bound.compute), KVCache(*final[:3], *kept)
+    timed = timed_inputs(spec, bound)
+    if bounds is None:
+        return _run(spec, bound, timed, cache, None, plan.form)
+    outputs, caches = [], []
+    batches = packing.batches(bounds, bound.device)
+    for batch in batches:
+        start = None if cache is None else cache.rows(batch.chosen)
+        y, final = _run(spec, bound, batch.take(timed), start, batch.counts, plan.form)
+        outputs.append((batch, y))
+        caches.append(final)
+    rest = _untouched(spec, bound, cache, batches[0].without)
+    whole = joined(caches if rest is None else [*caches, rest])
+    return packing.unpack(outputs), whole.rows(batches[0].order)
+
+
+def _untouched(spec: Spec, bound: Bound, cache: KVCache | None, rows: Tensor | None) -> KVCache | None:
+    """The caches of sequences without tokens."""
+    if rows is None:
+        return None
+    return empty_cache(spec, bound, len(rows)) if cache is None else cache.rows(rows)
+
+
+def empty_cache(spec: Spec, bound: Bound, rows: int) -> KVCache:
+    """The state before a first token."""
+    layout = cache_layout(spec, bound, rows, 0).values()
+    k, v, lengths, bias, angle = (
+        None if shape is None else torch.zeros(shape, dtype=dtype, device=bound.device) for shape, dtype in layout
+    )
+    assert k is not None and v is not None and lengths is not None
+    return KVCache(k, v, lengths, bias, angle)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A call's tensors as every form takes them, heads as few as the inputs have, in the computing dtype.
+
+    a: [B, H, T, N], k: [B, Hk, T, N], v: [B, Hv, T, P] of C = φ(a), B = φ(k) v; without exponential features what reads
+    and writes itself. log: [B, Hb, T] of the decay and gain: [B, Hb, T], or None, in float64. angle: [B, Ha, T, N/2 or
+    1], or None. gate: [B, T, H, P or 1], which y is multiplied by, and skip: added to it, or None.
+    """
+
+    a: Tensor
+    k: Tensor
+    v: Tensor
+    log: Tensor | None
+    gain: Tensor | None
+    angle: Tensor | None
+    gate: Tensor | None
+    skip: Tensor | None
+    values: Evaluator
+
+
+def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
+    """What one call's expressions come to."""
+    first = next(iter(timed.values()))
+    batch, tokens, heads, sizes = first.shape[0], first.shape[1], bound.sizes.heads, bound.sizes
+    values = Evaluator(environment(spec, bound, timed), sizes.keys, sizes.p)
+    (row,) = spec.rows
+    (term,) = row.terms
+    gate, core = (const(1), spec.readout) if spec.is_softmax else spec.gated_read
+    query, key = (core.args[0], term.key.args[0]) if spec.is_softmax else (core, term.key)
+    (k_heads, v_heads), (b_heads, a_heads) = cached_heads(spec, sizes)
+
+    def layout(x: Tensor, width: int, fewer: int) -> Tensor:
+        return x.expand(batch, tokens, heads, width)[:, :, :: heads // fewer].transpose(1, 2)
+
+    def number(x: Expr) -> Tensor:
+        return layout(values(x).squeeze(-1), 1, b_heads).squeeze(-1).double()
+
+    n = key_width(spec, bound.sizes)
+    log = gain = angle = None
+    if b_heads:
+        assert spec.log_decays is not None
+        log = number(spec.log_decays[0])
+        gain = None if term.gain is None else number(term.gain)
+    if a_heads:
+        found = values(row.normal.angle).squeeze(-1)
+        found = found[..., ::2] if KEY in row.normal.angle.axes else found
+        angle = layout(found, angle_width(spec, sizes), a_heads)
+    skip = None if spec.system.D is const(0) else values(spec.system.D).squeeze(-2)
+    return Operands(
+        layout(values(query).squeeze(-1), n, heads), layout(values(key).squeeze(-1), n, k_heads),
+        layout(values(term.value).squeeze(-2), sizes.p, v_heads), log, gain, angle,
+        None if gate is const(1) else values(gate).squeeze(-2), skip, values,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Sums over tokens: late [B, Hb, T], of log decays, and early [B, Hb, T], gain - late, in float64; turned a and k;
+    the angle after every token [B, Ha, T, ·] in float64."""
+
+    a: Tensor
+    k: Tensor
+    late: Tensor | None
+    early: Tensor | None
+    angle: Tensor | None
+
+
+def summed(x: Operands, cache: KVCache | None) -> Summed:
+    """The bias of scores and the turn of queries and keys."""
+    late = early = angle = None
+    a, k = x.a, x.k
+    if x.log is not None:
+        late = x.log.cumsum(-1)
+        early = -late if x.gain is None else x.gain - late
+    if x.angle is not None:
+        angle = x.angle.double().cumsum(2)
+        angle = angle if cache is None or cache.angle is None else angle + cache.angle.double().unsqueeze(2)
+        back = -whole_turns_left_out(angle, a.dtype)
+        a, k = (turn_pairs(y.unsqueeze(-1), spread_heads(back, y.shape[1]).unsqueeze(-1)).squeeze(-1) for y in (a, k))
+    return Summed(a, k, late, early, angle)
+
+
+def _run(
+    spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, counts: Tensor | None, form: str
+) -> tuple[Tensor, KVCache]:
+    window = spec.system.window
+    if form == "chunk" and bound.device.type == "cuda" and spec.is_plain_softmax and not spec.turns:
+        a, k, v, scale = fused_operands(spec, bound, timed)
+        return _fused(a, k, v, scale, cache, counts, bound.dtype)
+    if cache is not None:
+        cache = cache.to(bound.compute)
+    x = operands(spec, bound, timed)
+    s = summed(x, cache)
+    if form == "chunk" and spec.is_plain_softmax:
+        if bound.device.type == "cuda":  # turned: half precisions reach torch's fused attention as they came
+            a, k, v = (y.to(bound.dtype) for y in (s.a, s.k, x.v))
+            return _fused(a, k, v, 1.0, cache, counts, bound.dtype, s)
+        return _fused(s.a, s.k, x.v, 1.0, cache, counts, bound.dtype, s)
+    counts = _counts(counts, s.a)
+    if form == "naive":
+        read = scores.definition(_definition(spec, x), cache)
+    else:
+        read = FORMS[form](scores_of(spec, x, s, cache))
+    return finish(spec, x, read), _extended(cache, s, x.v, counts, window).to(bound.dtype)
+
+
+def _counts(counts: Tensor | None, a: Tensor) -> Tensor:
+    """Tokens of each row, all of them unless some are padding."""
+    whole = torch.full((a.shape[0],), a.shape[2], dtype=torch.int64, device=a.device)
+    return whole if counts is None else counts
+
+
+def scores_of(spec: Spec, x: Operands, s: Summed, cache: KVCache | None) -> Scores:
+    """The forms' operands, the cache's places first."""
+    window = spec.system.window
+    place = place_of(cache, s.a.shape[2], window, s.a.device)
+    k, v, early = s.k, x.v, s.early
+    if cache is not None:
+        k, v = torch.cat([cache.k.to(k.dtype), k], dim=2), torch.cat([cache.v.to(v.dtype), v], dim=2)
+        if early is not None:
+            assert cache.bias is not None
+            early = torch.cat([cache.bias.double(), early], dim=2)
+    floor = FLOOR if divides_by_one(spec) else -float("inf")
+    return Scores(s.a, k, v, place, s.late, early, window, spec.is_softmax, floor)
+
+
+def _definition(spec: Spec, x: Operands) -> Definition:
+    """The oracle's operands: the decay itself, not its logarithm."""
+    batch, _, tokens, _ = x.k.shape
+    ones = x.a.new_ones(batch, 1, tokens)
+    decay = gain = ones
+    if x.log is not None:
+        every = x.a.shape[1] // x.log.shape[1]
+        found = x.values(spec.rows[0].normal.decay).squeeze(-1).squeeze(-1)
+        decay = found.expand(batch, tokens, x.a.shape[1])[:, :, ::every].transpose(1, 2)
+        gain = torch.ones_like(decay) if x.gain is None else x.gain.exp()
+    return Definition(x.a, x.k, x.v, decay, gain, x.angle, spec.system.window, spec.is_softmax)
+
+
+def finish(spec: Spec, x: Operands, read: Read) -> Tensor:
+    """y [B, T, H, P]: the rule of num, den and one, or num with C's gate and D."""
+    num = read.num.transpose(1, 2)
+    if spec.rule is None:
+        y = num if x.gate is None else num * x.gate
+        return y if x.skip is None else y + x.skip
+    den, m = (y.transpose(1, 2).unsqueeze(-1) for y in (read.total, read.m))
+    return apply_rule(spec, x.values, num, den, (-m).exp())
+
+
+def _extended(cache: KVCache | None, s: Summed, v: Tensor, counts: Tensor, window: int | None) -> KVCache:
+    """The cache after these tokens, biases seen from the last one."""
+    bias = left = angle = None
+    last = (counts - 1).clamp(min=0)
+    if s.late is not None and s.early is not None:
+        left = s.late.gather(2, last[:, None, None].expand(-1, s.late.shape[1], 1)).squeeze(-1)
+        bias, left = (s.early + left.unsqueeze(-1)).to(s.a.dtype), left.to(s.a.dtype)
+    if s.angle is not None:
+        index = last[:, None, None, None].expand(-1, s.angle.shape[1], 1, s.angle.shape[3])
+        angle = whole_turns_left_out(s.angle.gather(2, index).squeeze(2), s.a.dtype)
+    return extend(cache, s.k, v, counts, bias, left, angle, window)
+
+
+def _fused(
+    a: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache | None, counts: Tensor | None, dtype: torch.dtype,
+    s: Summed | None = None,
+) -> tuple[Tensor, KVCache]:  # fmt: skip
+    """A quotient that nothing decays: torch's fused attention."""
+    counts = _counts(counts, a)
+    whole, seen = KVCache(k, v, counts), visible(cache, a.shape[2], a.device)
+    if cache is not None and seen is not None:
+        cache = cache.to(k.dtype)
+        whole = extend(cache, k, v, torch.full_like(counts, a.shape[2]))
+        seen = seen[..., : whole.k.shape[2]]
+    y = fused(a, whole.k, whole.v, seen, scale).transpose(1, 2)
+    if s is None or s.angle is None:
+        return y, extend(cache, k, v, counts).to(dtype)
+    return y, _extended(cache, replace(s, k=k), v, counts, None).to(dtype)
+
+
+def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor, float]:
+    """a / scale, k, v as `operands` has them, in the inputs' dtype, and scale.
+
+    Inputs that stand bare, but for a constant factor of a, stay where they are: half precision reaches torch's fused
+    attention as it came.
+    """
+    term, kinds = spec.rows[0].terms[0], {i.name: i.kind for i in spec.inputs}
+    factor, query = split_scale(spec.readout.args[0])
+    exprs = (query, term.key.args[0], term.value)
+    heads = (bound.sizes.heads, *cached_heads(spec, bound.sizes)[0])
+
+    def bare(x: Expr, count: int) -> Tensor | None:
+        if x.op != "input" or x.attrs[1] is not None or not kinds[x.attrs[0]].time:
+            return None
+        return spread_heads(timed[x.attrs[0]].transpose(1, 2), count)
+
+    found = [bare(x, count) for x, count in zip(exprs, heads, strict=True)]
+    if inputs_of(factor):
+        found[0] = None
+    scale = 1.0
+    if found[0] is not None:
+        number = Evaluator({query: torch.zeros((), dtype=torch.float64)}, bound.sizes.keys, bound.sizes.p)(factor)
+        scale = float(number)
+    if any(x is None for x in found):
+        rest = operands(spec, bound, timed)
+        found = [y.to(bound.dtype) if x is None else x for x, y in zip(found, (rest.a, rest.k, rest.v), strict=True)]
+    a, k, v = (x for x in found if x is not None)
+    return a, k, v, scale
+
+
+def attention_of(spec: Spec, bound: Bound, timed: Timed) -> dict[str, Any]:
+    """A trajectory's operands, by the names of dsf.trajectory.Attention."""
+    x = operands(spec, bound, timed)
+    s = summed(x, None)
+    if spec.is_plain_softmax:
+        return {"a": s.a, "k": s.k, "v": x.v}
+    found = scores_of(spec, x, s, None)
+    tokens = s.a.shape[2]
+    seen, bias = found.seen(0, tokens, slice(0, tokens)), found.bias(0, tokens, slice(0, tokens))
+    decay = None if x.log is None else spread_heads(x.log, s.a.shape[1]).exp().to(s.a.dtype).transpose(1, 2)
+    share = None
+    if spec.rule is not None:
+        read = scores.dense(found)
+        unit = read.total.transpose(1, 2).unsqueeze(-1)
+        num = unit if spec.is_softmax else torch.ones_like(unit)
+        one = (-read.m).exp().transpose(1, 2).unsqueeze(-1)
+        share = apply_rule(spec, x.values, num, unit, one).squeeze(-1).transpose(1, 2)
+        share = share if spec.is_softmax else share * (-read.m).exp()
+    elif x.gate is not None:
+        raise FormError(f"{spec.name}: C multiplies channels apart, and a window has no weights by channel")
+    return {
+        "a": s.a, "k": s.k, "v": x.v, "seen": seen, "bias": bias, "decay": decay, "share": share,
+        "exponential": spec.is_softmax,
+    }  # fmt: skip

@@ -1,0 +1,345 @@
+"""Softmax with a transition, windows of any kind, sinks and turns: the laws, the papers' formulas, caches, refusals."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dsf
+from dsf import (
+    FormError,
+    I,
+    InputError,
+    Key,
+    KVCache,
+    N,
+    Pair,
+    Param,
+    Scalar,
+    System,
+    TraceError,
+    Value,
+    exp,
+    exp_features,
+    ratio,
+    sigmoid,
+    turn,
+)  # fmt: skip
+from dsf.kernels import scores
+from dsf.parallel import Simulated
+
+
+def with_sink(s):
+    return lambda num, den, one: num / (den + exp(s) * one)
+
+
+@dsf.recurrence
+def everything(q: Key, k: Key, v: Value, f: Scalar, t: Scalar, s: Param[Scalar]):
+    c, write = exp_features(q * N**-0.5), exp_features(k) * v
+    return System(A=sigmoid(f) * turn(t), B=write, C=c, normalize=with_sink(s), window=5)
+
+
+@dsf.recurrence
+def forgetting(q: Key, k: Key, v: Value, f: Scalar):
+    return System(A=sigmoid(f), B=exp_features(k) * v, C=exp_features(q), normalize=ratio)
+
+
+@dsf.recurrence
+def alibi(q: Key, k: Key, v: Value, slope: Param[Scalar]):
+    return System(A=exp(-exp(slope)), B=exp_features(k) * v, C=exp_features(q), normalize=ratio)
+
+
+@dsf.recurrence
+def sliding(q: Key, k: Key, v: Value):
+    return System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=ratio, window=4)
+
+
+@dsf.recurrence
+def sinking(q: Key, k: Key, v: Value, s: Param[Scalar]):
+    return System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=with_sink(s))
+
+
+@dsf.recurrence
+def rotary(q: Key, k: Key, v: Value, t: Pair):
+    return System(A=turn(t), B=exp_features(k) * v, C=exp_features(q), normalize=ratio)
+
+
+@dsf.recurrence
+def linear(q: Key, k: Key, v: Value, a: Scalar, o: Value, D: Param[Value]):
+    return System(A=sigmoid(a), B=k * v, C=q * sigmoid(o), D=D * v, window=4)
+
+
+@dsf.recurrence
+def linear_quotient(q: Key, k: Key, v: Value):
+    return System(A=I, B=dsf.elu1(k) * v, C=dsf.elu1(q), normalize=ratio, window=4)
+
+
+@dsf.recurrence
+def gated_quotient(q: Key, k: Key, v: Value, i: Scalar, f: Scalar):
+    rule = lambda num, den, one: num / dsf.maximum(dsf.abs(den), one)  # noqa: E731
+    return System(A=sigmoid(f), B=exp(i) * k * v, C=q, normalize=rule, window=6)
+
+
+ALL = [everything, forgetting, alibi, sliding, sinking, rotary, linear, linear_quotient, gated_quotient]
+each = pytest.mark.parametrize("recurrence", ALL, ids=lambda r: r.name)
+randn = partial(torch.randn, dtype=torch.float64)
+
+
+def drawn(recurrence, T, H=2, N=4, P=3, B=2, dtype=torch.float64):
+    """Random inputs, one head for the keys and values where a group may share them."""
+    torch.manual_seed(T)
+    sizes = {"key": N, "value": P}
+    inputs = {}
+    for entry in recurrence.spec.inputs:
+        axes = [N // 2 if entry.kind.pair else sizes[a] for a in ("key", "value") if a in entry.kind.axes]
+        heads = 1 if entry.name in ("k", "v", "t") else H
+        inputs[entry.name] = torch.randn(*([B, T, heads] if entry.kind.time else [H]), *axes, dtype=dtype)
+    return inputs
+
+
+@pytest.mark.parametrize("recurrence", [everything, linear], ids=lambda r: r.name)
+def test_laws(recurrence):
+    laws = ("forms", "split", "packed", "causality", "reverse")
+    report = dsf.check(recurrence, laws=laws, examples=1, dtypes=("float64",))
+    assert report.ok, report
+
+
+def test_forgetting_attention_is_its_paper_s_formula():
+    """Lin et al. (arXiv 2503.02130), equation 4: softmax of q'k + the sum of log f from j + 1 to i."""
+    x = drawn(forgetting, 7)
+    y = forgetting(**x)
+    q, k, v = (x[n].transpose(1, 2).expand(-1, 2, -1, -1) for n in "qkv")
+    log = F.logsigmoid(x["f"]).transpose(1, 2)
+    for i in range(7):
+        rows = torch.stack(
+            [(q[:, :, i] * k[:, :, j]).sum(-1) + log[:, :, j + 1 : i + 1].sum(-1) for j in range(i + 1)], -1
+        )
+        torch.testing.assert_close(y[:, i], (rows.softmax(-1).unsqueeze(-2) @ v[:, :, : i + 1]).squeeze(-2))
+
+
+def test_a_window_a_sink_and_slopes_are_their_formulas():
+    """The last W tokens; a sink as a further column of scores (gpt-oss); ALiBi's bias -m (i - j) (arXiv 2108.12409)."""
+    age = torch.arange(9)[:, None] - torch.arange(9)[None]
+    for recurrence in (sliding, sinking, alibi):
+        x = drawn(recurrence, 9)
+        q, k, v = (x[n].transpose(1, 2).expand(-1, 2, -1, -1) for n in "qkv")
+        rows = q @ k.mT
+        if recurrence is alibi:
+            rows = rows - x["slope"].exp()[:, None, None] * age
+        rows = rows.masked_fill((age < 0) | (age >= (4 if recurrence is sliding else 9)), -torch.inf)
+        if recurrence is sinking:
+            rows = torch.cat([rows, x["s"][:, None, None].expand(2, 2, 9, 1)], -1)
+        expected = rows.softmax(-1)[..., :9] @ v
+        torch.testing.assert_close(recurrence(**x), expected.transpose(1, 2))
+
+
+def test_turns_are_rotary_positions():
+    """Su et al. (arXiv 2104.09864): equal angles of every token rotate queries and keys by their positions."""
+    x = drawn(rotary, 6)
+    angle = torch.tensor([1.0, 0.01], dtype=torch.float64)
+    x["t"] = -angle.expand(2, 6, 1, 2)
+
+    def rotated(y):
+        z = torch.view_as_complex(y.unflatten(-1, (2, 2)).contiguous())
+        z = z * torch.polar(torch.ones(()).double(), angle * torch.arange(6).double()[:, None, None])
+        return torch.view_as_real(z).flatten(-2)
+
+    q, k, v = (y.transpose(1, 2).expand(-1, 2, -1, -1) for y in (rotated(x["q"]), rotated(x["k"]), x["v"]))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+    torch.testing.assert_close(rotary(**x), expected.transpose(1, 2))
+
+
+def test_a_linear_window_is_what_the_window_s_tokens_leave():
+    """Every output is that of the recurrence without a window, run over the window's tokens alone."""
+
+    @dsf.recurrence
+    def whole(q: Key, k: Key, v: Value, a: Scalar, o: Value, D: Param[Value]):
+        return System(A=sigmoid(a), B=k * v, C=q * sigmoid(o), D=D * v)
+
+    x = drawn(linear, 9)
+    y = linear(**x)
+    for t in range(9):
+        part = {n: z if n == "D" else z[:, max(0, t - 3) : t + 1] for n, z in x.items()}
+        torch.testing.assert_close(y[:, t], whole(**part, form="naive")[:, -1])
+
+
+@pytest.mark.parametrize("T", [300, 2048])
+def test_the_bias_keeps_its_digits_over_long_sequences(T):
+    """Sums of logarithms of -10^4 and more, float32 inputs: near tokens still weigh what they should."""
+    x = {n: z.float() for n, z in drawn(forgetting, T, B=1).items()}
+    x["f"] = x["f"] * 10
+    assert F.logsigmoid(x["f"]).sum(1).max() < -T
+    y, exact = forgetting(**x), forgetting(**{n: z.double() for n, z in x.items()}, form="kernel")
+    torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-6)
+
+
+@each
+def test_blocks_of_queries_see_few_keys_and_are_the_matrix(recurrence, monkeypatch):
+    """Many blocks, T no multiple of anything; a window's blocks hold no more scores than its tokens ask for."""
+    largest = []
+    plain = scores._weights
+    monkeypatch.setattr(scores, "_weights", lambda *a, **o: largest.append(plain(*a, **o)) or largest[-1])
+    monkeypatch.setattr(scores, "NUMBERS", 1 << 9)
+    x = {n: z.requires_grad_() for n, z in drawn(recurrence, 53).items()}
+    found = [recurrence(**x, form=form) for form in ("chunk", "kernel")]
+    torch.testing.assert_close(*found)
+    grads = [torch.autograd.grad(y, list(x.values()), torch.ones_like(y)) for y in found]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    if recurrence.spec.system.window is not None:
+        blocks = [w for w, _, _ in largest if w.shape[-2] < 53]
+        assert blocks and max(w.shape[-1] for w in blocks) <= 32 + recurrence.spec.system.window
+
+
+@each
+def test_a_cache_holds_what_is_read(recurrence):
+    x = drawn(recurrence, 11)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    _, cache = recurrence(**x, return_state=True)
+    window = recurrence.spec.system.window
+    assert isinstance(cache, KVCache)
+    assert cache.k.shape[:3] == (2, 1, min(11, window or 11)) and cache.lengths.tolist() == [11, 11]
+    assert (cache.bias is None) == (recurrence.spec.decay_kind == "identity")
+    assert (cache.angle is None) == (not recurrence.spec.turns)
+    assert recurrence.plan(**x).state_shape[1] == cache.k.shape[2]
+    stepped = None
+    for t in range(11):
+        now = {n: z[:, t] if n in timed else z for n, z in x.items()}
+        y, stepped = recurrence.step(stepped, **now)
+    for a, b in zip(stepped, cache, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+def test_ragged_caches_continue_each_row():
+    """Rows of a packed call, shorter and longer than the window, go on by themselves."""
+    x, more = drawn(everything, 12, B=1), drawn(everything, 5)
+    timed = {i.name for i in everything.spec.inputs if i.kind.time}
+    more |= {"s": x["s"]}
+    _, cache = everything(**x, cu_seqlens=torch.tensor([0, 2, 12]), return_state=True)
+    assert cache.lengths.tolist() == [2, 10] and cache.k.shape[2] == 5
+    y, final = everything(**more, initial_state=cache, return_state=True)
+    assert final.lengths.tolist() == [7, 15]
+    for row, (start, end) in enumerate([(0, 2), (2, 12)]):
+        both = {n: torch.cat([z[:, start:end], more[n][row : row + 1]], 1) if n in timed else z for n, z in x.items()}
+        torch.testing.assert_close(y[row : row + 1], everything(**both)[:, -5:])
+
+
+def test_caches_of_others_are_refused():
+    x = drawn(everything, 9)
+    _, cache = everything(**x, return_state=True)
+    for wrong, message in [
+        (cache._replace(bias=None), r"the KV cache has no bias, expected \[2, 2, 5\]; it is another recurrence's"),
+        (cache._replace(angle=cache.angle.float()), r"angle of the KV cache is \[2, 1, 1\], torch.float32"),
+        (cache._replace(lengths=torch.tensor([-1, 4])), r"lengths of the KV cache are \[-1, 4\]"),
+        (dsf.kernels.attention.joined([cache._replace(k=F.pad(cache.k, (0, 0, 0, 1)), v=F.pad(cache.v, (0, 0, 0, 1)),
+                                       bias=F.pad(cache.bias, (0, 1)))]), "6 places, expected at most the window's 5"),
+    ]:  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            everything(**x, initial_state=wrong)
+    y = drawn(sliding, 3)
+    with pytest.raises(InputError, match="the KV cache has bias, none is expected; it is another recurrence's"):
+        sliding(**y, initial_state=forgetting(**drawn(forgetting, 3), return_state=True)[1])
+
+
+def test_transformations_and_graphs():
+    x = drawn(everything, 6)
+    plain = everything(**x)
+    compiled = torch.compile(lambda **x: everything(**x) * 1, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**x), plain)
+    tangent = torch.func.jvp(lambda q: everything(**(x | {"q": q})), (x["q"],), (torch.ones_like(x["q"]),))[1]
+    step = 1e-6
+    near = everything(**(x | {"q": x["q"] + step})) - everything(**(x | {"q": x["q"] - step}))
+    torch.testing.assert_close(tangent, near / (2 * step), rtol=1e-6, atol=1e-8)
+    with pytest.raises(FormError, match=r"everything: the chunk form does not go through torch.func"):
+        torch.func.jvp(lambda q: everything(**(x | {"q": q}), form="chunk"), (x["q"],), (x["q"],))
+
+
+def test_what_is_not_there_is_refused_in_words():
+    x = drawn(linear, 3)
+    with pytest.raises(FormError, match="linear: scalar decay in a window of 4 has no scan form"):
+        linear(**x, form="scan")
+    with pytest.raises(FormError, match="its state is a KV cache"):
+        linear.state_shape(3, 2)
+    with pytest.raises(FormError, match=r"exponential features .* scalar decay is not spread over ranks yet"):
+        forgetting(**drawn(forgetting, 4), parallel=Simulated(2))
+
+
+def no_tokens(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, window=0)
+
+
+def half_a_token(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, window=2.5)
+
+
+def erased(q: Key, k: Key, v: Value, b: Scalar):
+    return System(A=I - b * dsf.outer(k, k), B=k * (b * v), C=q, window=8)
+
+
+def keywise(q: Key, k: Key, v: Value, a: Key):
+    return System(A=sigmoid(a), B=exp_features(k) * v, C=exp_features(q), normalize=ratio)
+
+
+def signed(q: Key, k: Key, v: Value, a: Scalar):
+    return System(A=dsf.tanh(a), B=exp_features(k) * v, C=exp_features(q), normalize=ratio)
+
+
+def twice(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v + q * v, C=q, window=8)
+
+
+def early(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, window=8, read="before")
+
+
+def steps(q: Key, k: Key, v: Value):
+    return dsf.compose(System(A=I, B=k * v), System(A=I, B=q * v, C=q, window=8))
+
+
+def remembered(q: Key, k: Key, v: Value):
+    return System(A=I, B=dsf.prev(k) * v, C=q, window=8)
+
+
+def by_channel(q: Key, k: Key, v: Value, w: Param[Key, Value]):
+    return System(A=I, B=k * v, C=q * w, window=8)
+
+
+def skipped(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, D=v, normalize=ratio, window=8)
+
+
+def unscaled(q: Key, k: Key, v: Value):
+    rule = lambda num, den: num / (den + 1)  # noqa: E731
+    return System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=rule)
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (no_tokens, r"window = 0 is how many tokens are kept, an integer of at least 1\n.*: return System"),
+        (half_a_token, "window = 2.5 is how many tokens are kept"),
+        (
+            erased,
+            r"A = I - b \* outer\(k, k\): beside a window of 8 A is a decay of one number a head.* identity . delta",
+        ),
+        (keywise, r"A = sigmoid\(a\): beside softmax attention A is a decay of one number a head, a turn, or both"),
+        (
+            signed,
+            r"A = tanh\(a\): beside softmax attention a decay is a bias .* exp\(g\), sigmoid\(g\), a positive number",
+        ),
+        (twice, r"B = k \* v \+ q \* v: a window of 8 keeps one key and one value a token"),
+        (early, 'a window of 8 reads after it has written; leave read="before" out'),
+        (steps, "a window of 8 takes one micro-step a token, this recurrence has 2"),
+        (remembered, "a window of 8 keeps keys and values alone: prev has no place beside them"),
+        (by_channel, r"C = q \* w: beside a window of 8 what C reads with a Key axis has no Value axis"),
+        (skipped, "D = v: a window of 8 with normalize has no skip; add it to y"),
+        (unscaled, r"normalize = num / \(den \+ 1\) changes .* exponential features keep the state at a scale"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_declarations_that_keys_and_values_cannot_hold(function, message):
+    with pytest.raises(TraceError, match=message):
+        dsf.recurrence(function)
