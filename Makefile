@@ -13,18 +13,22 @@ test: export OMP_NUM_THREADS := 1
 # What is imported is compiled then, and kept: at installation, 11,000 modules would be, one after another.
 test: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test lint docs bench clean
+.PHONY: run test lint style docs bench clean
 run: $(READY)  ## the main job: compare the zoo, write report/compare.html and report/compare.json
 	$(BIN)/dsf compare --out report
 
-test: lint  ## all checks, on the installed package
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist worksteal tests/test_triton_*.py tests/test_steady.py
-	$(BIN)/pytest -n 2 --dist worksteal
+test: style  ## all checks, on the installed package; types beside the tests, since mypy has use for one core alone
+	$(BIN)/mypy -p dsf & types=$$!; \
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist worksteal tests/test_triton_*.py tests/test_steady.py; \
+	$(BIN)/pytest -n 2 --dist worksteal; \
+	wait $$types
 
-lint: $(READY)
+lint: style
+	$(BIN)/mypy -p dsf
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p dsf
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY)  ## the documentation site, in site/; warnings are errors

@@ -12,6 +12,7 @@ import dsf
 from dsf import mixers
 
 NAMES = ["mlstm", "gated_deltanet", "s6", "qlstm"]
+AT_ANY_T = ["gated_deltanet", "s6"]  # compiled a second time, with T as a symbol: a chunk form and a scan
 
 
 def leaves_of(recurrence, tokens):
@@ -32,7 +33,7 @@ def test_a_training_call_is_one_graph(name):
     recurrence = mixers.get(name).recurrence
     loss = loss_of(recurrence)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for tokens in (20, 13):
+    for tokens in (20, 13) if name in AT_ANY_T else (20,):
         given = leaves_of(recurrence, tokens)
         wanted = list(given.values())
         for a, b in zip(

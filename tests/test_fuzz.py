@@ -333,7 +333,7 @@ def test_the_same_seed_is_the_same_run_and_records_add_up() -> None:
 
 
 def test_several_processes_try_different_declarations() -> None:
-    result = run(cases=8, seed=4, workers=2, each=2)
+    result = run(cases=8, seed=4, workers=2, each=2, profile=SMALL)
     assert result.ok, str(result)
     assert result.cases == 8 and len(result.declarations) == 4 and result.workers == 2
 

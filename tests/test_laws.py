@@ -1,7 +1,7 @@
 """The law of forms, structure by structure: naive == recurrent == scan == chunk == kernel, forward and backward.
 
 One recurrence for each row of the compiler's table and each way the rows can be combined. The laws are those of
-dsf.check; here they also meet extreme decays over 4096 tokens.
+dsf.check; here they also meet extreme decays over thousands of tokens.
 """
 
 import dataclasses
@@ -328,13 +328,17 @@ SINGLE = [
 ]  # fmt: skip
 DOUBLE = [scalar_log, key_diagonal, value_diagonal, key_decay_before_delta]  # float32 is the harder
 EXTREME = [(r, "float32") for r in SINGLE] + [(r, "float64") for r in DOUBLE]
+# The oracle takes one token after the other: 4096 of them for one of each way to sum decays, for the others several
+# segments of the scan and many chunks.
+LONG = [scalar_log, value_diagonal, key_decay_before_delta, stabilised_log]
 
 
 @pytest.mark.parametrize(("r", "dtype"), EXTREME, ids=lambda x: getattr(x, "name", x))
-def test_extreme_decays_over_4096_tokens_stay_finite_and_exact(r, dtype):
+def test_extreme_decays_over_many_tokens_stay_finite_and_exact(r, dtype):
     subject = Extreme(r, ranges_of(r.spec))
     regimes = {"k": "repeated"} if "beta" in {i.name for i in r.spec.inputs} else {}
-    example = Example(tokens=4096, heads=3, n=2, p=2, dtype=dtype, regimes=regimes, initial=True, seed=6)
+    tokens = 4096 if r in LONG and dtype == "float32" else 1055
+    example = Example(tokens=tokens, heads=3, n=2, p=2, dtype=dtype, regimes=regimes, initial=True, seed=6)
     for form in ("recurrent", "scan", "chunk") if r in DOUBLE else ("scan", "chunk"):
         broken = [m for law in ("finite", "forms") for m in LAWS[law].measure(subject, form, example) if not m.ok]
         assert not broken, f"{form}: {broken}"
