@@ -42,14 +42,22 @@ def test_less_shared_memory_means_shorter_chunks(small):
     assert table.tiles(256, 256, torch.float32, "scalar", True).chunk == 16
 
 
-def test_fewer_processors_are_filled_by_fewer_segments():
-    assert table.segments(512, 8, False) == 21
-    assert table.segments(512, 8, False, 40) == 10
-    assert table.segments(512, 32, False, 40) == 1
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("programs", [1, 8, 32, 100, 132, 500])
+@pytest.mark.parametrize("chunks", [1, 5, 64, 512, 4096])
+def test_segments_fill_idle_processors_and_no_more(chunks, programs, delta):
+    least = table.DELTA_SEGMENT_CHUNKS if delta else table.SEGMENT_CHUNKS
+    counts = [table.segments(chunks, programs, delta, processors) for processors in (40, 132, 400)]
+    assert counts == sorted(counts)  # more processors are never filled by fewer segments
+    for count, processors in zip(counts, (40, 132, 400), strict=True):
+        assert count == 1 or (count * least <= chunks and count * programs <= 2 * processors)
+        assert count == 1 or programs < processors
 
 
-def test_long_segments_are_summed_up_in_pieces():
-    assert [table.finer(span) for span in (3, 16, 128)] == [1, 2, 4]
+def test_long_segments_are_summed_up_in_more_pieces_none_of_them_short():
+    pieces = [table.finer(span) for span in range(1, 200)]
+    assert pieces[0] == 1 and pieces == sorted(pieces)
+    assert all(n == 1 or span // n >= table.PIECE_CHUNKS for span, n in enumerate(pieces, 1))
 
 
 @pytest.mark.parametrize("light", [True, False])
@@ -102,9 +110,13 @@ def test_single_entries_are_taken_where_32_bits_find_their_inputs_in_both_direct
     assert forward.by_entry == (single and special == 0)
 
 
-@pytest.mark.parametrize(("n", "special", "apart"), [(16, 2, 16), (8, 4, 16), (16, 1, 64), (16, 0, 64), (64, 2, 64)])
-def test_states_are_saved_more_often_where_few_entries_take_several_functions(n, special, apart):
-    hole = scan_ops.Hole(None, (), False, False, sums=1, separable=True, special=special)
-    adjoint = scan_ops.launch(hole, scan_ops.Sizes(2, 1024, 1, n, 64), True, CPU)
-    found = adjoint.tile.M
-    assert adjoint.by_entry and found == apart
+@pytest.mark.parametrize("n", [8, 16, 64])
+def test_states_are_saved_no_less_often_where_entries_take_more_functions(n):
+    def apart(special):
+        hole = scan_ops.Hole(None, (), False, False, sums=1, separable=True, special=special)
+        adjoint = scan_ops.launch(hole, scan_ops.Sizes(2, 1024, 1, n, 64), True, CPU)
+        assert adjoint.by_entry
+        return adjoint.tile.M
+
+    found = [apart(special) for special in (0, 1, 2, 4)]
+    assert found == sorted(found, reverse=True)

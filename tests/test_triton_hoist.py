@@ -36,7 +36,6 @@ def test_shared_parts_are_made_before_the_scan(recurrence: dsf.Recurrence, made:
     assert [str(x) for x in found.made.values()] == made
     assert [x.attrs[0] for x in found.passed] == passed
     text = gpu_scan.text_of(recurrence.spec)
-    assert "def pull(" in text and "def prologue(" in text and "def adjoint(" in text
     assert not any("sum_key" in line for line in text.split("def step(")[1].split("def ")[0].splitlines())
 
 

@@ -1,0 +1,47 @@
+"""Whatever a page says to be made from a record of benchmarks/results/ is what that record makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"<!-- (\w+)\.json -->\n(.*?)\n<!-- end of \1\.json -->", re.DOTALL)
+BLOCKS = [
+    (page, name, text)
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    for name, text in BLOCK.findall(page.read_text(encoding="utf-8"))
+]
+MAKERS = {"gpu_matrix": "gpu_page", "layers": "layers_page"}  # else the script of the record's name
+WHOLE_PAGES = ["cpu_page", "lens_page"]
+
+
+def load(name: str) -> ModuleType:
+    """A script of benchmarks/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("page", "name", "text"), BLOCKS, ids=[name for _, name, _ in BLOCKS])
+def test_a_block_is_what_its_record_makes(page: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    data = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    assert load(MAKERS.get(name, name)).page(data) == text, f"{page.name}: --page results/{name}.json --into it"
+
+
+@pytest.mark.parametrize("name", WHOLE_PAGES)
+def test_a_whole_page_is_what_its_record_makes(name: str) -> None:
+    maker = load(name)
+    assert maker.PAGE.read_text() == maker.page(json.loads(maker.RESULTS.read_text()))
+
+
+def test_blocks_are_found() -> None:
+    assert {"gpu_matrix", "gpu_scan", "gpu_decode", "gpu_accuracy", "layers"} <= {name for _, name, _ in BLOCKS}
