@@ -11,6 +11,7 @@ import torch
 
 from dsf import elu1, relu
 from dsf.analysis.subjects import Subject
+from dsf.call.plan import FORMS
 from dsf.language.expr import COMPARISONS, Expr, children_first, const, show, substitute
 from dsf.language.operator import Operator
 from dsf.language.spec import Spec
@@ -39,7 +40,9 @@ def row(entry: Entry) -> tuple[str, ...]:
     words = Words(spec)
     steps = spec.system.micro_steps
     layer = f"<br>{entry.module.__name__}" if entry.module is not None else ""
-    missing = [form for form in ("naive", "recurrent", "scan", "chunk", "kernel") if form not in entry.recurrence.forms]
+    forms = entry.recurrence.forms
+    missing = [form for form in FORMS if form not in forms]
+    more = "".join(f", {form}" for form in forms if form not in FORMS)
     return (
         f"`{entry.name}`{layer}",
         "<br>".join(
@@ -50,7 +53,7 @@ def row(entry: Entry) -> tuple[str, ...]:
         code(words(spec.readout)),
         "<br>".join(after(spec, words)),
         spec.structure,
-        f"all but {', '.join(missing)}" if missing else "all",
+        f"all but {', '.join(missing)}" if missing else f"all{more}",
         Subject(entry.name, entry.recurrence, entry).state_formula(),
         re.split(r"; |(?<!al)[.] ", entry.source)[0].rstrip("."),
     )

@@ -13,6 +13,7 @@ from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Key, Pair, Param, Scalar, Steps, Value
+from dsf.language.discretise import Discrete, bilinear, euler, zoh
 from dsf.language.errors import DsfError, FormError, InputError, LawError, TraceError
 from dsf.language.expr import Expr
 from dsf.language.operator import I, Operator, diag, outer, turn
@@ -72,9 +73,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator", "P", "Packing",
-    "Pair", "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError", "Trajectory", "Value",
-    "abs", "compose", "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid",
-    "maximum", "minimum", "outer", "prev", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "softplus",
-    "sqrt", "sum_key", "sum_value", "tanh", "taylor_features", "turn", "where",
+    "Discrete", "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator",
+    "P", "Packing", "Pair", "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError",
+    "Trajectory", "Value", "abs", "bilinear", "compose", "diag", "dot", "elu1", "euler", "exp", "exp_features",
+    "expm1", "l2norm", "log", "log1p", "logsigmoid", "maximum", "minimum", "outer", "prev", "ratio", "recurrence",
+    "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key", "sum_value", "tanh", "taylor_features", "turn",
+    "where", "zoh",
 ]  # fmt: skip

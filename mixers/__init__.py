@@ -51,6 +51,7 @@ from dsf.mixers.rg_lru import RGLRU, rg_lru
 from dsf.mixers.rwkv4 import RWKV4, rwkv4
 from dsf.mixers.rwkv6 import RWKV6, rwkv6
 from dsf.mixers.rwkv7 import RWKV7, rwkv7
+from dsf.mixers.s4d import S4D, s4d_real
 from dsf.mixers.s6 import S6, s6, s6_negative
 from dsf.mixers.softmax_attention import SoftmaxAttention, softmax_attention
 from dsf.mixers.ssd import SSD, ssd, ssd_with
@@ -104,6 +105,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(normalized_attention_exp, NormalizedAttention),
     Entry(normalized_attention_softplus, _variant(NormalizedAttention, eta="softplus")),
     Entry(normalized_attention_sigmoid, _variant(NormalizedAttention, eta="sigmoid")),
+    Entry(s4d_real, _variant(S4D, init="real")),
     Entry(s6, S6),
     Entry(s6_negative, _variant(S6, negative=True)),
     Entry(ssd, SSD),
@@ -246,6 +248,7 @@ __all__ = [
     "RWKV6",
     "RWKV7",
     "RetNet",
+    "S4D",
     "S6",
     "SSD",
     "SoftmaxAttention",
@@ -284,6 +287,7 @@ __all__ = [
     "rwkv4",
     "rwkv6",
     "rwkv7",
+    "s4d_real",
     "s6",
     "s6_negative",
     "semiseparable",

@@ -264,3 +264,14 @@ def test_forget_gates_of_mlstm_start_between_their_bounds():
     bias = mixers.MLSTM(64, 4).gates.bias.detach()
     torch.testing.assert_close(bias[4:], torch.linspace(3, 6, 4))
     assert bias[:4].abs().max() < 0.6
+
+
+def test_s4d_layer_with_real_rates():
+    m, x = moved(mixers.S4D(C, 3, init="real")), torch.randn(T, C)
+    a, step = -exp(m.A_log), exp(m.log_dt)[:, None]
+    S, rows = zeros(C, 3), []
+    for t in range(T):
+        S = exp(a * step) * S + (exp(a * step) - 1) / a * x[t][:, None]
+        rows.append((S * m.C).sum(1) + m.D * x[t])
+    y = F.gelu(torch.stack(rows)) @ m.output_linear.weight.T + m.output_linear.bias
+    same(m, x, y[:, :C] * sigmoid(y[:, C:]))

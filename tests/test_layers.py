@@ -15,7 +15,7 @@ from dsf.mixers import Layer, layer_for, parameter_groups
 from dsf.mixers._own import Owner
 
 ENTRIES = pytest.mark.parametrize("entry", mixers.ZOO, ids=lambda e: e.name)
-RATES = {"A_log", "dt_bias", "D", "Lambda", "time_decay", "time_first", "time_faaaa", "w0", "a0"}
+RATES = {"log_dt", "A_log", "dt_bias", "D", "Lambda", "time_decay", "time_first", "time_faaaa", "w0", "a0"}
 
 
 def build(entry, seed=0, **options):

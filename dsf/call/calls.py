@@ -16,8 +16,9 @@ from torch.autograd import forward_ad
 
 from dsf.call.bind import Bound, bind
 from dsf.call.guard import looks_swapped
-from dsf.call.plan import Plan, make_plan
+from dsf.call.plan import CONVOLUTION, Plan, make_plan
 from dsf.language.derived import derived, digest
+from dsf.language.invariant import is_invariant
 from dsf.language.spec import Spec
 from dsf.triton.choose import interpreted, packs_hidden
 from dsf.triton.names import declared
@@ -130,6 +131,8 @@ def call_in_graph(
 
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
     """True where a packed call can be a node of a graph: its kernels need no lengths on the host. wide: of float64."""
+    if form == CONVOLUTION or (form == "auto" and backend == "auto" and is_invariant(_declared(name))):
+        return False  # the FFT takes sequences side by side
     runs = on_gpu or (interpreted() and backend == "triton")
     return runs and backend != "torch" and not wide and packs_hidden(_declared(name).inner, form)
 

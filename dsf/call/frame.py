@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, named_axes
-from dsf.call.plan import Plan
+from dsf.call.plan import CONVOLUTION, Plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
 from dsf.language.expr import KEY, VALUE, Expr, inputs_of
@@ -240,15 +240,15 @@ def _spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
 
 
 def run_framed(
-    spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan
+    spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan, wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] in the computing dtype and the final state with all its columns."""
-    frame = spec.oracle if plan.form == "naive" else spec.frame
+    """y [B, T, H, P] in the computing dtype and the final state with all its columns. wanted: whether that is."""
+    frame = {"naive": spec.oracle, CONVOLUTION: spec.turning}.get(plan.form, spec.frame)
     assert frame is not None
     if plan.form == "naive" and bound.compute != torch.float64:
         wide = replace(bound, tensors={name: x.double() for name, x in bound.tensors.items()}, compute=torch.float64)
         y, final = run_framed(
-            spec, replace(wide, dtype=torch.float64), bounds, None if state is None else state.double(), plan
+            spec, replace(wide, dtype=torch.float64), bounds, None if state is None else state.double(), plan, wanted
         )
         return y.to(bound.compute), final.to(bound.compute)
     places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
@@ -259,13 +259,13 @@ def run_framed(
         start = _without_maximum(spec, frame.spec, start, bound.sizes.p)
     inner = framed.inner(plan.backend == "triton")
     if bounds is None:
-        y, final = run(frame.spec, inner, start, plan)
+        y, final = run(frame.spec, inner, start, plan, wanted, spec)
     else:
-        y, final = run_packed(frame.spec, inner, bounds, start, plan)
+        y, final = run_packed(frame.spec, inner, bounds, start, plan, spec)
     if plan.form == "naive":
         layout = columns(spec.inner, bound.sizes.p)
         final = torch.nn.functional.pad(final[..., : layout.p + layout.den], (0, layout.gain))
-    return y, framed.finish(final)
+    return y, framed.finish(final) if wanted else final
 
 
 def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:

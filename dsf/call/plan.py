@@ -10,13 +10,16 @@ import torch
 from dsf.call.bind import Sizes, cached_heads, key_width
 from dsf.language.errors import FormError
 from dsf.language.expr import KEY, VALUE
+from dsf.language.invariant import invariant, is_invariant
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
 
-FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")
+FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")  # of every finite state
+CONVOLUTION = "convolution"  # of time-invariant ones besides
 BACKENDS = ("torch", "triton")
 SHORT = 8  # tokens up to which walking the recurrence beats setting up chunks
+LONG = 64  # tokens from which an impulse response pays
 MATRIX_CHUNK = 64
 SCAN_BLOCK = 16
 SEGMENT_NUMBERS = (
@@ -72,7 +75,9 @@ class Plan:
 
 def forms_of(spec: Spec) -> tuple[str, ...]:
     """The forms a structure has; all but the scan for attention, whose combine would grow without bound."""
-    return tuple(f for f in FORMS if f != "scan") if spec.is_attention else FORMS
+    if spec.is_attention:
+        return tuple(f for f in FORMS if f != "scan")
+    return (*FORMS, CONVOLUTION) if is_invariant(spec) else FORMS
 
 
 CPU = torch.device("cpu")
@@ -107,6 +112,8 @@ def make_plan(
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
+    if form == CONVOLUTION or (form == "auto" and backend != "triton" and not transformed and _convolves(spec, sizes)):
+        return _of_convolution(spec, sizes, dtype, form, backend)
     if spec.is_framed:
         return _of_frame(spec, sizes, dtype, make_plan(
             spec.inner, sizes, dtype, form, backend, device, grad, transformed,
@@ -149,6 +156,38 @@ def make_plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
         math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
         gpu.source(spec, dtype, one_step) if on_gpu else "", one_step,
+    )  # fmt: skip
+
+
+def _convolves(spec: Spec, sizes: Sizes) -> bool:
+    """True where the convolution is the fastest form (benchmarks/lti.py).
+
+    It costs about eight of a scan's steps of one number, and the set-up of some dozens of tokens; chunks of matrix
+    products cost less than a scan, transitions that turn or mix entries more.
+    """
+    if sizes.tokens < LONG or not is_invariant(spec):
+        return False
+    least = 1 if spec.turns or spec.rank else (8 if spec.is_elementwise else 32)
+    return sizes.n >= least
+
+
+def _of_convolution(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str) -> Plan:
+    """The plan of the convolution form, or why there is none."""
+    found = invariant(spec)
+    if isinstance(found, str):
+        raise FormError(
+            f"{spec.name}: {spec.structure} has no convolution form, {found}; it has {', '.join(forms_of(spec))}"
+        )
+    if backend not in ("auto", "torch"):
+        made = f"backend={backend!r} was asked for, but" if backend in BACKENDS else f"there is no backend {backend!r};"
+        raise FormError(f"{spec.name}: {made} the convolution form runs on torch, whose FFT it is")
+    shape = (sizes.batch, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
+    width = 8 if dtype == torch.float64 else 4
+    reason = "A, B and C do not change from token to token: the inputs are convolved with one impulse response"
+    return Plan(
+        spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", "FFT", 0, shape, math.prod(shape) * width,
+        flops(spec, sizes, CONVOLUTION, 0), io_bytes(spec, sizes, dtype),
+        f"form={form!r} was asked for" if form == CONVOLUTION else reason,
     )  # fmt: skip
 
 
@@ -262,6 +301,9 @@ def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
     if form in ("chunk", "scan") and not spec.is_elementwise and not (form == "scan" and not spec.rank):
         pairs = rows * chunk * spec.micro * (1 + spec.rank)
         return b * h * (pairs * (n + p) + 4 * rows * n * p * (1 + spec.rank))
+    if form == CONVOLUTION:  # the impulse response, and three FFTs of 2T points
+        points = 2 * t
+        return h * p * (2 * t * n + b * 3 * int(2.5 * points * math.log2(max(points, 2))))
     if form == "kernel":
         return b * h * (t * rows * (step // p + 2 * n + 2 * p))
     if form in ("scan", "chunk"):

@@ -66,7 +66,7 @@ class Recurrence:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms this structure has, a subset of naive, recurrent, scan, chunk, kernel."""
+        """The forms this structure has, of naive, recurrent, scan, chunk, kernel and convolution."""
         return forms_of(self.spec)
 
     def __call__(
@@ -90,7 +90,7 @@ class Recurrence:
           systems with a window.
         cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences, empty ones among them; states then have S
           rows, those of empty sequences as they were. Or a dsf.Packing, which many calls share.
-        form: naive, recurrent, scan, chunk, kernel or auto. backend: torch, triton or auto.
+        form: naive, recurrent, scan, chunk, kernel, convolution or auto. backend: torch, triton or auto.
         parallel: a dsf.parallel.Sequence, whose ranks hold the tokens between them: T is then this rank's, the states
         and cu_seqlens are those of the global sequences (docs/parallel.md).
         reverse: from every sequence's last token to its first, S_t = A_t S_{t+1} + B_t: initial_state is that behind
@@ -152,22 +152,23 @@ class Recurrence:
         watch = guard.current() if guard.ON else None
         if watch is not None:
             watch.inputs(self.spec, bound, bounds, state)
-        y, final = (self._run_backwards if reverse else self._run)(bound, bounds, state, plan)
+        wanted = return_state or watch is not None
+        y, final = (self._run_backwards if reverse else self._run)(bound, bounds, state, plan, wanted)
         y = y.to(bound.dtype)
         if watch is not None:
             watch.outputs(self.spec, bound, bounds, y, final)
         return (y, final) if return_state else y
 
     def _run_backwards(
-        self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan
+        self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan, wanted: bool
     ) -> tuple[Tensor, State]:
         """`_run` from the last token to the first."""
         packed = bounds is not None
         if bounds is not None:
             bounds = backwards.flipped_bounds(bounds)
         bound = backwards.flipped_call(self.spec, bound)
-        y, final = self._run(bound, bounds, backwards.flipped_rows(state, packed), plan)
-        return y.flip(1), backwards.flipped_rows(final, packed)
+        y, final = self._run(bound, bounds, backwards.flipped_rows(state, packed), plan, wanted)
+        return y.flip(1), backwards.flipped_rows(final, packed) if wanted else final
 
     def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
@@ -185,12 +186,17 @@ class Recurrence:
         packing.check_bounds(self.name, bounds, tokens)
         return packing.on_device(cu_seqlens, bounds, bound.device) if on_device else bounds
 
-    def _run(self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan) -> tuple[Tensor, State]:
-        """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside."""
+    def _run(
+        self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan, wanted: bool = True
+    ) -> tuple[Tensor, State]:
+        """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside.
+
+        wanted: whether the final state is.
+        """
         device = bound.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self._run(bound, bounds, state, plan)
+                return self._run(bound, bounds, state, plan, wanted)
         rows = bound.sizes.batch if bounds is None else len(bounds) - 1
         if self.spec.is_attention:
             assert not isinstance(bounds, Tensor)
@@ -199,9 +205,9 @@ class Recurrence:
             return run_attention(self.spec, bound, bounds, state, plan)
         self._check_state(state, rows, bound)
         if self.spec.is_framed:
-            return run_framed(self.spec, bound, bounds, state, plan)
+            return run_framed(self.spec, bound, bounds, state, plan, wanted)
         if bounds is None:
-            return run(self.spec, bound, state, plan)
+            return run(self.spec, bound, state, plan, wanted)
         return run_packed(self.spec, bound, bounds, state, plan)
 
     def _check_state(self, state: Any, rows: int, bound: Bound) -> None:

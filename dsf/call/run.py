@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dsf.call import packing
 from dsf.call.bind import Bound, environment
-from dsf.call.plan import KEEP_NUMBERS, Plan
+from dsf.call.convolve import convolve
+from dsf.call.plan import CONVOLUTION, KEEP_NUMBERS, Plan
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.phi import kernel_matrix
 from dsf.kernels.problem import Problem
@@ -19,6 +20,7 @@ from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
 from dsf.kernels.segments import segments
 from dsf.kernels.turns import scan_pairs
+from dsf.language.invariant import Still, invariant
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns
 from dsf.torch.dense import run_naive
@@ -34,21 +36,28 @@ def timed_inputs(spec: Spec, bound: Bound) -> dict[str, Tensor]:
     return {i.name: bound.tensors[i.name] for i in spec.inputs if i.kind.time}
 
 
-def run(spec: Spec, bound: Bound, state: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
-    """One batch of sequences: y [B, T, H, P] in the computing dtype and the final state."""
-    return _run(spec, bound, timed_inputs(spec, bound), state, None, plan)
+def run(
+    spec: Spec, bound: Bound, state: Tensor | None, plan: Plan, final: bool = True, declared: Spec | None = None
+) -> tuple[Tensor, Tensor]:
+    """One batch of sequences: y [B, T, H, P] in the computing dtype and the final state.
+
+    final: whether that is wanted; where it would cost something, an empty tensor stands for it if not. declared: the
+    declaration, of whose frame this is the plain system.
+    """
+    return _run(spec, bound, timed_inputs(spec, bound), state, None, plan, final, declared)
 
 
 def run_packed(
-    spec: Spec, bound: Bound, bounds: list[int] | Tensor, state: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor]:
+    spec: Spec, bound: Bound, bounds: list[int] | Tensor, state: Tensor | None, plan: Plan,
+    declared: Spec | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor where the kernels take one."""
     timed, outputs, finals = timed_inputs(spec, bound), [], []
     if isinstance(bounds, Tensor) or (plan.backend == "triton" and not plan.one_step and packs(spec)):
         return run_packed_gpu(spec, bound, timed, state, bounds)
     for batch in packing.batches(bounds, bound.device):
         start = None if state is None else state.index_select(0, batch.chosen)
-        y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan)
+        y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan, declared=declared)
         outputs.append((batch, y))
         finals.append((batch, final))
     return packing.unpack(outputs), packing.reorder(finals, _untouched(spec, bound, state, finals[0][0].without))
@@ -65,10 +74,15 @@ def _untouched(spec: Spec, bound: Bound, state: Tensor | None, rows: Tensor | No
 
 
 def _run(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor]:
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan, final: bool = True,
+    declared: Spec | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if plan.backend == "triton":
         return run_gpu(spec, bound, timed, state, valid, plan.one_step)
+    if plan.form == CONVOLUTION:
+        still = invariant(declared or spec)
+        assert isinstance(still, Still)
+        return convolve(still, bound, timed, state, valid, final)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
     compact = plan.form in ("scan", "chunk") and not (spec.rank or spec.is_stabilised or spec.mixes_pairs)
@@ -76,8 +90,7 @@ def _run(
         return _segments(spec, bound, timed, state, valid, plan)
     values, shape = _evaluator(spec, bound, timed, compact)
     lowered = lower(spec, values, shape, state, valid, compact)
-    y, final = _solve(lowered.problem, lowered.state, plan)
-    return finish(spec, values, lowered, y, final)
+    return finish(spec, values, lowered, *_solve(lowered.problem, lowered.state, plan))
 
 
 def _evaluator(

@@ -161,7 +161,8 @@ class Report:
             if r.form not in found or r.error > found[r.form].error:
                 found[r.form] = r
         widths = [max([8, *(len(key[i]) for key in cells)]) for i in range(3)]
-        lines = [_line(widths, ("law", "dtype", "quantity"), names, "allowed")]
+        columns = [max(10, len(name) + 2) for name in names]
+        lines = [_line([*widths, *columns], ("law", "dtype", "quantity"), names, "allowed")]
         last = ""
         for (law, dtype, quantity), found in cells.items():
             shown = [_cell(found[f]) if f in found else "" for f in names]
@@ -169,15 +170,16 @@ class Report:
             some = {q for a, d, q in cells if (a, d) == (law, dtype)} - {"all others"}
             title = "all" if quantity == "all others" and not some else quantity
             first = (law if law != last else "", dtype, title)
-            lines.append(_line(widths, first, shown, f"{allowed:g}" if allowed else "exact"))
+            lines.append(_line([*widths, *columns], first, shown, f"{allowed:g}" if allowed else "exact"))
             last = law
         more = len(lines) - 1 - MOST
         return [*lines[: MOST + 1], f"… and {more} lines like these"] if broken and more > 0 else lines
 
 
 def _line(widths: list[int], first: tuple[str, ...], cells: list[str], last: str) -> str:
-    left = "  ".join(text.ljust(width) for text, width in zip(first, widths, strict=True))
-    return f"{left}  {''.join(c.rjust(10) for c in cells)}{last.rjust(9)}".rstrip()
+    left = "  ".join(text.ljust(width) for text, width in zip(first, widths, strict=False))
+    right = "".join(text.rjust(width) for text, width in zip(cells, widths[len(first) :], strict=True))
+    return f"{left}  {right}{last.rjust(9)}".rstrip()
 
 
 def _cell(row: Row) -> str:

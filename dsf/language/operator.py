@@ -126,6 +126,8 @@ def _scale(factor: Any, operator: Operator) -> Operator:
     if isinstance(factor, Operator):
         raise TraceError(f"operators multiply with @, not *: {factor._show(3)} * {operator._show(3)}")
     expr = as_expr(factor)
+    if KEY in expr.axes and operator.kind == "turn" and is_paired(expr):
+        return diag(expr) @ operator  # a pair's two places scale alike, before a turn or after it
     if KEY in expr.axes:
         raise TraceError(
             f"`{expr}` has a Key axis: write diag({expr}) @ {operator._show(3)} or {operator._show(3)} @ diag({expr}), "

@@ -1,0 +1,135 @@
+"""The convolution form of one call: Params evaluated in float64 into an impulse response, tokens convolved with it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import Bound, environment, named_axes
+from dsf.kernels.invariant import Dense, Diagonal, Invariant, Step, convolution
+from dsf.kernels.turns import turned_decay
+from dsf.language.expr import KEY, Expr, const, symbol_of
+from dsf.language.invariant import Still
+from dsf.language.operator import Normal
+from dsf.language.primitives import log_of
+from dsf.torch.evaluate import Evaluator
+
+
+def convolve(
+    still: Still,
+    bound: Bound,
+    timed: Mapping[str, Tensor],
+    state: Tensor | None,
+    valid: Tensor | None,
+    final: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, P] in the computing dtype and the final state [B, H, N, P].
+
+    timed: the inputs with a token axis. valid: [B, T] bool, False for padding behind a sequence's tokens. final:
+    whether the state is wanted; if not, an empty tensor stands for it.
+    """
+    sizes = bound.sizes
+    values = Evaluator(environment(still.of, bound, timed), sizes.keys, sizes.p)
+    batch, tokens = next(iter(timed.values())).shape[:2]
+    params = _Params(still, bound)
+    writes, drives = list[Tensor](), list[Tensor]()
+    for place, (_, written) in enumerate(still.steps):
+        for drive in written:
+            fixed = params(drive.fixed).expand(-1, sizes.n, -1)
+            x = values(drive.moving).expand(batch, tokens, sizes.heads, -1, -1)
+            if KEY not in drive.moving.axes:
+                writes.append(params.after(place, fixed))
+                drives.append(x.squeeze(-2))
+                continue
+            each = torch.eye(sizes.n, dtype=fixed.dtype, device=fixed.device)[:, None, :, None] * fixed
+            writes += [params.after(place, one) for one in each]  # every entry drives the state by itself
+            drives += x.unbind(-2)
+    if not writes:  # the system without its input
+        writes.append(params(const(0)).expand(-1, sizes.n, -1))
+        drives.append(values.full(0.0).squeeze(-2).expand(batch, tokens, sizes.heads, -1))
+    read = params(still.read).expand(-1, sizes.n, -1)
+    system = Invariant(params.step, read, tuple(writes), still.of.system.read == "before")
+    lengths = None if valid is None else valid.sum(1)
+    y, last = convolution(system, drives, state, lengths, final)
+    y = y.expand(-1, -1, -1, sizes.p)
+    if still.gate is not const(1):
+        y = y * values(still.gate).squeeze(-2)
+    if still.of.system.D is not const(0):
+        y = y + values(still.of.system.D).squeeze(-2)
+    return y, y.new_empty(0) if last is None else last.expand(-1, -1, sizes.n, sizes.p)
+
+
+class _Params:
+    """What is fixed: expressions of Params, in float64."""
+
+    def __init__(self, still: Still, bound: Bound) -> None:
+        self.still, self.sizes = still, bound.sizes
+        env: dict[Expr, Tensor] = {}
+        for entry in still.of.inputs:
+            if not entry.kind.time:
+                node = symbol_of(entry.name, None, entry.kind.axes)
+                env[node] = named_axes(entry.kind, bound.tensors[entry.name].double(), bound.sizes.heads)
+        blank = torch.zeros((1,) * 5, dtype=torch.float64, device=bound.device)
+        self.values = Evaluator(env or {const(0): blank}, bound.sizes.keys, bound.sizes.p)
+        self.dtype = bound.compute
+        self.parts = [self._step(factors) for factors, _ in still.steps]
+        self.step = functools.reduce(_then, self.parts)
+
+    def __call__(self, x: Expr) -> Tensor:
+        """[H, 1 or N, 1 or P]."""
+        return self.values(x)[0, 0].expand(self.sizes.heads, -1, -1)
+
+    def after(self, place: int, write: Tensor) -> Tensor:
+        """What is written in a micro-step, at the end of its token."""
+        for part in self.parts[place + 1 :]:
+            write = part.power(write, 1)
+        return write
+
+    def _step(self, factors: tuple[Normal, ...]) -> Step:
+        found: list[Step] = [self._diagonal(n) if self.still.diagonal else self._dense(n) for n in factors]
+        return functools.reduce(_then, found)
+
+    def _diagonal(self, n: Normal) -> Diagonal:
+        log = log_of(n.decay)
+        angle = None
+        if n.angle is not const(0):
+            angle = self(n.angle)
+            angle = angle[:, ::2] if KEY in n.angle.axes else angle
+        return Diagonal(self(n.decay if log is None else log), log is not None, angle)
+
+    def _dense(self, n: Normal) -> Dense:
+        keys, p = self.sizes.n, 1
+        decay = self(n.decay)
+        vectors = [[self(c.scale), self(c.left).expand(-1, keys, -1), self(c.right).expand(-1, keys, -1)]
+                   for c in n.corrections]  # fmt: skip
+        p = max([decay.shape[-1], *(x.shape[-1] for each in vectors for x in each)])
+        dense = torch.diag_embed(decay.expand(-1, keys, p).mT)  # [H, p, N, N]
+        for scale, left, right in vectors:
+            left, right = ((scale * left).expand(-1, -1, p).mT, right.expand(-1, -1, p).mT)
+            dense = dense + left.unsqueeze(-1) * right.unsqueeze(-2)
+        if n.angle is not const(0):
+            dense = dense @ self._turn(self(n.angle), keys)
+        return Dense(dense.to(self.dtype))
+
+    @staticmethod
+    def _turn(angle: Tensor, keys: int) -> Tensor:
+        """The matrix of a turn: [H, 1, N, N]."""
+        same, cross = turned_decay(torch.ones_like(angle[..., :1, :]), angle, keys)
+        swap = torch.arange(keys, device=angle.device) ^ 1
+        turn = torch.diag_embed(same.squeeze(-1)) + torch.diag_embed(cross.squeeze(-1))[..., swap]
+        return turn.unsqueeze(-3)
+
+
+def _then(first: Step, later: Step) -> Step:
+    """`later` after `first`."""
+    if isinstance(first, Dense) and isinstance(later, Dense):
+        return Dense(later.squares[0] @ first.squares[0])
+    assert isinstance(first, Diagonal) and isinstance(later, Diagonal)
+    angles = [x.angle for x in (first, later) if x.angle is not None]
+    angle = sum(angles[1:], angles[0]) if angles else None
+    if first.log and later.log:
+        return Diagonal(first.decay + later.decay, True, angle)
+    return Diagonal(first.factor * later.factor, False, angle)

@@ -1,0 +1,84 @@
+"""Time-invariant declarations: which are, and what of them is fixed and what moves with the tokens.
+
+A and what C reads along the Key axis are made of Params; B is a sum of products, each a fixed part and a moving one. So
+y is a sum of moving parts, each convolved with an impulse response that Params alone decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsf.language.derived import derived
+from dsf.language.expr import KEY, Expr, const, inputs_of, is_paired
+from dsf.language.operator import Normal, normal_form, split_factors
+from dsf.language.spec import Spec, summands
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One product of an injection: fixed, of Params, times moving, of tokens."""
+
+    fixed: Expr
+    moving: Expr
+
+
+@dataclass(frozen=True)
+class Still:
+    """A time-invariant declaration, of inputs as the spec `of` has them.
+
+    steps: of every micro-step the factors of A, first to act first, and what it writes. gate: what y is multiplied by.
+    read: what C reads the state with, fixed. diagonal: whether A acts on entries, or on pairs as complex numbers.
+    """
+
+    of: Spec
+    steps: tuple[tuple[tuple[Normal, ...], tuple[Drive, ...]], ...]
+    gate: Expr
+    read: Expr
+    diagonal: bool
+
+
+def is_invariant(spec: Spec) -> bool:
+    """True for declarations that have the convolution form."""
+    return isinstance(invariant(spec), Still)
+
+
+@derived
+def invariant(spec: Spec) -> Still | str:
+    """What is fixed and what moves; or, of a declaration that is not time-invariant, why not, in words."""
+    if spec.is_softmax:
+        return "exponential features have no state of fixed size"
+    if spec.system.window is not None:
+        return "a window forgets what leaves it"
+    if spec.rule is not None:
+        return "normalize divides by a second system"
+    of = spec
+    if spec.is_framed:
+        assert spec.turning is not None
+        of = spec.turning.spec
+    timed = {i.name for i in of.inputs if i.kind.time}
+
+    def moving(x: Expr) -> list[str]:
+        return sorted({i.attrs[0] for i in inputs_of(x) if i.attrs[0] in timed})
+
+    steps = []
+    for step in of.system.micro_steps:
+        factors = normal_form(step.A)
+        for n in factors:
+            parts = [n.decay, n.angle, *(e for c in n.corrections for e in (c.scale, c.left, c.right))]
+            named = sorted({name for x in parts for name in moving(x)})
+            if named:
+                return f"A changes from token to token with {', '.join(f'`{name}`' for name in named)}"
+        drives = []
+        for sign, part in summands(step.B):
+            if part is const(0):
+                continue
+            moves, fixed = split_factors(part, lambda x: bool(moving(x)))
+            drives.append(Drive(-fixed if sign < 0 else fixed, moves))
+        steps.append((factors, tuple(drives)))
+    gate, read = split_factors(of.readout, lambda x: bool(moving(x)) and KEY not in x.axes)
+    if moving(read):
+        return f"C changes from token to token with {', '.join(f'`{name}`' for name in moving(read))}"
+    rows = [n for step in spec.system.micro_steps for n in normal_form(step.A)]
+    turned = any(n.angle is not const(0) for n in rows)
+    diagonal = all(not n.corrections and (not turned or is_paired(n.decay)) for n in rows)
+    return Still(of, tuple(steps), gate, read, diagonal)

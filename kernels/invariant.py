@@ -1,0 +1,263 @@
+"""Time-invariant recurrences as convolutions: S_t = A S_{t-1} + Σ_g b_g x_{g,t}, y_t = cᵀ S_t with A, b and c fixed.
+
+The output is the input convolved with the impulse response h_l = cᵀ A^l b, by FFT (S4, arXiv 2111.00396, Section 2.3).
+h itself is one product of two small tables, with l = i m + j: h_l = ((Aᵀ)^{i m} c)ᵀ (A^j b), each of about √T powers,
+made by doubling; states go in and out by the same tables. So all of it is O(T log T) beside matrix products of T N.
+
+An FFT mixes the roundings of all tokens: an output errs by a rounding of the largest numbers of its sequence, also of
+later ones. The other forms err by roundings of what came before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.turns import turn_pairs
+
+LOWEST = -1e4  # logarithms below it: e^LOWEST is 0 in every type, and 0 · LOWEST is a number
+
+
+class Step(Protocol):
+    """A, the transition of one token."""
+
+    def power(self, x: Tensor, count: int, adjoint: bool = False) -> Tensor:
+        """A^count x, or (Aᵀ)^count x. x: [..., H, N, p]."""
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """A that scales entries, and turns pairs of them before.
+
+    decay: [H, n, p], its logarithm when `log` is true, n in {1, N}, p in {1, P}; equal within pairs where there is an
+    angle. angle: [H, 1 or N / 2, 1], float64, or None.
+    """
+
+    decay: Tensor
+    log: bool
+    angle: Tensor | None = None
+
+    @property
+    def factor(self) -> Tensor:
+        """The decay itself."""
+        return self.decay.exp() if self.log else self.decay
+
+    def power(self, x: Tensor, count: int, adjoint: bool = False) -> Tensor:
+        """As Step has it."""
+        decay = (count * self.decay.clamp(min=LOWEST)).exp() if self.log else self.decay**count
+        if self.angle is not None:
+            angle = torch.remainder(count * self.angle, 2 * math.pi).to(x.dtype)
+            x = turn_pairs(x, -angle if adjoint else angle)
+        return decay.to(x.dtype) * x
+
+
+class Dense:
+    """A as matrices, [H, p, N, N] with p in {1, P}. Its squares are kept: powers take about log2 of them."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.squares = [matrix]
+
+    def power(self, x: Tensor, count: int, adjoint: bool = False) -> Tensor:
+        """As Step has it."""
+        for place in range(count.bit_length()):
+            if count >> place & 1:
+                x = self._apply(self._square(place), x, adjoint)
+        return x
+
+    def _square(self, place: int) -> Tensor:
+        while len(self.squares) <= place:
+            self.squares.append(self.squares[-1] @ self.squares[-1])
+        return self.squares[place]
+
+    @staticmethod
+    def _apply(matrix: Tensor, x: Tensor, adjoint: bool) -> Tensor:
+        matrix = matrix.to(x.dtype)
+        matrix = matrix.mT if adjoint else matrix
+        if matrix.shape[-3] == 1:
+            return matrix.squeeze(-3) @ x
+        return (matrix @ x.mT.unsqueeze(-1)).squeeze(-1).mT
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """A time-invariant recurrence as tensors, float32 or float64.
+
+    step: A. read: c [H, N, p]. writes: b_g, each [H, N, p], p in {1, P}. before: whether S_{t-1} is read.
+    """
+
+    step: Step
+    read: Tensor
+    writes: tuple[Tensor, ...]
+    before: bool = False
+
+    def columns(self, x: Tensor, count: int, stride: int = 1, adjoint: bool = False) -> Tensor:
+        """x, A^stride x, A^{2 stride} x, …: [count, ..., H, N, p], by doubling."""
+        found = x.unsqueeze(0)
+        while found.shape[0] < count:
+            more = found if 2 * found.shape[0] <= count else found[: count - found.shape[0]]
+            more = self.step.power(more, stride * found.shape[0], adjoint)
+            found = torch.cat([found.expand(-1, *more.shape[1:]), more])
+        return found
+
+    def impulses(self, length: int, dtype: torch.dtype) -> list[Tensor]:
+        """h_0 … h_{length-1} of every write, [H, p, length]; read before the update, h_0 is 0."""
+        fine = _fine(length)
+        coarse = -(-length // fine)
+        rows = self.columns(self.read, coarse, fine, adjoint=True).to(dtype)
+        found = []
+        for write in self.writes:
+            products = _products(rows, self.columns(write, fine).to(dtype)).flatten(-2)
+            h = torch.nn.functional.pad(products, (1, 0)) if self.before else products
+            found.append(h[..., :length])
+        return found
+
+
+def _fine(length: int) -> int:
+    """Powers in the finer table: about the square root."""
+    return 1 << math.ceil(math.log2(max(length, 1)) / 2)
+
+
+def _products(rows: Tensor, columns: Tensor) -> Tensor:
+    """Σ_n rows[i] columns[j]: [I, H, N, p] and [J, H, N, p] -> [H, p, I, J]."""
+    p = max(rows.shape[-1], columns.shape[-1])
+    rows, columns = (x.permute(1, 3, 0, 2).expand(-1, p, -1, -1).flatten(0, 1).contiguous() for x in (rows, columns))
+    return torch.bmm(rows, columns.mT).unflatten(0, (-1, p))
+
+
+def fast_length(least: int) -> int:
+    """The smallest 2^a 3^b 5^c of at least `least`, for which FFTs are fast."""
+    found = 1 << max(least - 1, 0).bit_length()
+    for five in (1, 5, 25):
+        for three in (1, 3, 9, 27):
+            odd = five * three
+            found = min(found, odd << max(-(-least // odd) - 1, 0).bit_length())
+    return found
+
+
+def causal(x: Tensor, h: Tensor) -> Tensor:
+    """Σ_{s ≤ t} h[t - s] x[s] along the last axis, T long, by FFT. The other axes broadcast."""
+    if torch._C._are_functorch_transforms_active():
+        return _causal(x, h)
+    found: Tensor = _Causal.apply(x, h)
+    return found
+
+
+def _causal(x: Tensor, h: Tensor) -> Tensor:
+    tokens = x.shape[-1]
+    points = fast_length(2 * tokens - 1)
+    return torch.fft.irfft(torch.fft.rfft(x, points) * torch.fft.rfft(h, points), points)[..., :tokens]
+
+
+class _Causal(torch.autograd.Function):
+    """`causal` whose gradient, a correlation, takes real FFTs and the spectra at hand; torch's takes complex ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, h: Tensor) -> Tensor:
+        tokens = x.shape[-1]
+        points = fast_length(2 * tokens - 1)
+        spectra = torch.fft.rfft(x, points), torch.fft.rfft(h, points)
+        ctx.save_for_backward(x, h, *spectra)
+        return torch.fft.irfft(spectra[0] * spectra[1], points)[..., :tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, h, *spectra = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: the same convolution, backwards in time
+            late = given[0].flip(-1)
+            return causal(late, h).flip(-1).sum_to_size(x.shape), causal(late, x).flip(-1).sum_to_size(h.shape)
+        tokens = x.shape[-1]
+        points = fast_length(2 * tokens - 1)
+        spectrum = torch.fft.rfft(given[0], points)
+
+        def part(other: Tensor, shape: torch.Size) -> Tensor:
+            product = spectrum * other.conj()
+            return torch.fft.irfft(product.sum_to_size(*shape[:-1], product.shape[-1]), points)[..., :tokens]
+
+        needs = ctx.needs_input_grad
+        return part(spectra[1], x.shape) if needs[0] else None, part(spectra[0], h.shape) if needs[1] else None
+
+
+def convolution(
+    system: Invariant,
+    drives: Sequence[Tensor],
+    state: Tensor | None,
+    lengths: Tensor | None = None,
+    final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """y and the state after the last token.
+
+    drives: x_g [B, T, H, p] for every write, p in {1, P}. state: [B, H, N, P] or None. lengths: [B] tokens of each row,
+    the rest being padding, or None for T. final: whether the last state is wanted. Returns y [B, T, H, P or 1] and the
+    state [B, H, N, P or 1], None when it is not.
+    """
+    tokens, dtype = drives[0].shape[1], drives[0].dtype
+    each = system.impulses(tokens, dtype)
+    if lengths is not None:
+        inside = (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, :, None, None]
+        drives = [torch.where(inside, x, 0.0) for x in drives]
+    parts = [causal(x.permute(0, 2, 3, 1), h) for h, x in zip(each, drives, strict=True)]
+    y = sum(parts[1:], parts[0]).permute(0, 3, 1, 2)
+    if state is not None:
+        y = y + _from_state(system, state, tokens)
+    return y, _final(system, drives, state, lengths) if final else None
+
+
+def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
+    """What an initial state adds to y, cᵀ A^{t+1} S_0: [B, T, H, P]."""
+    fine = _fine(tokens)
+    rows = system.columns(system.read, -(-tokens // fine), fine, adjoint=True).to(state.dtype)
+    first = state if system.before else system.step.power(state, 1)
+    columns = system.columns(first, fine)  # [J, B, H, N, P]
+    found = torch.matmul(rows.permute(1, 3, 0, 2), columns.permute(1, 2, 4, 3, 0))  # [B, H, P, I, J]
+    return found.flatten(-2)[..., :tokens].permute(0, 3, 1, 2)
+
+
+def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """A^T S_0 + Σ_t A^{T-1-t} b x_t, T being each row's own: [B, H, N, P]."""
+    tokens = drives[0].shape[1]
+    fine = _fine(tokens)
+    pad = -tokens % fine
+    total: Tensor | None = None
+    for write, x in zip(system.writes, drives, strict=True):
+        columns = system.columns(write, fine).to(x.dtype)  # A^j b
+        late = _at_the_end(x, lengths).flip(1)
+        late = torch.nn.functional.pad(late, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, fine))  # [B, I, J, H, p]
+        p = max(columns.shape[-1], late.shape[-1])
+        late = late.permute(3, 4, 0, 1, 2).expand(-1, p, -1, -1, -1)  # [H, p, B, I, J]
+        table = columns.permute(1, 3, 0, 2).unsqueeze(2).expand(-1, p, -1, -1, -1)  # [H, p, 1, J, N]
+        part = torch.matmul(late, table).permute(3, 2, 0, 4, 1)  # [I, B, H, N, p]
+        total = part if total is None else total + part
+    assert total is not None
+    stride = fine
+    while total.shape[0] > 1:  # pairs of blocks, then pairs of pairs
+        if total.shape[0] % 2:
+            total = torch.cat([total, torch.zeros_like(total[:1])])
+        total = total[::2] + system.step.power(total[1::2], stride)
+        stride *= 2
+    found = total[0]
+    if state is None:
+        return found
+    return found + (system.step.power(state, tokens) if lengths is None else _advanced(system, state, lengths, tokens))
+
+
+def _at_the_end(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Rows moved such that each ends with its last token, zeros before it."""
+    if lengths is None:
+        return x
+    tokens = x.shape[1]
+    place = torch.arange(tokens, device=x.device) - (tokens - lengths)[:, None]
+    index = place.clamp(min=0)[:, :, None, None].expand(-1, -1, *x.shape[2:])
+    return torch.where((place >= 0)[:, :, None, None], x.gather(1, index), 0.0)
+
+
+def _advanced(system: Invariant, state: Tensor, lengths: Tensor, tokens: int) -> Tensor:
+    """A^{lengths} S_0, row by row."""
+    for place in range(tokens.bit_length()):
+        odd = (lengths >> place & 1).bool()[:, None, None, None]
+        state = torch.where(odd, system.step.power(state, 1 << place), state)
+    return state

@@ -1,0 +1,196 @@
+"""Time-invariant declarations: the convolution form against the oracle and formulas of its own, and what it refuses."""
+
+import pytest
+import torch
+
+import dsf
+from dsf import (
+    FormError,
+    Key,
+    Pair,
+    Param,
+    Scalar,
+    System,
+    Value,
+    compose,
+    diag,
+    exp,
+    l2norm,
+    mixers,
+    outer,
+    prev,
+    sigmoid,
+    turn,
+)
+from dsf.kernels.invariant import fast_length
+from dsf.language.invariant import is_invariant
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@dsf.recurrence
+def complex_bank(x: Value, g: Value, a: Param[Pair], w: Param[Pair], B: Param[Key], C: Param[Key]):
+    return System(A=exp(-exp(a)) * turn(w), B=B * x, C=C * sigmoid(g))
+
+
+@dsf.recurrence
+def driven_entries(u: Key, a: Param[Scalar], w: Param[Pair], C: Param[Key, Value]):
+    return System(A=sigmoid(a) * turn(w), B=u, C=C, read="before")
+
+
+@dsf.recurrence
+def blocks(x: Value, a: Param[Key], w: Param[Pair], B: Param[Key], C: Param[Key]):
+    return System(A=diag(sigmoid(a)) @ turn(w), B=B * x, C=C)
+
+
+@dsf.recurrence
+def rank_one(x: Value, v: Value, a: Param[Key, Value], p: Param[Key], q: Param[Key], B: Param[Key], C: Param[Key]):
+    A = diag(sigmoid(a)) + 0.2 * outer(l2norm(p), l2norm(q))
+    return System(A=A, B=B * x + 0.5 * C * prev(v * x), C=C, D=v)
+
+
+@dsf.recurrence
+def two_steps(x: Value, z: Value, a: Param[Scalar], b: Param[Key], B: Param[Key], C: Param[Key]):
+    return compose(System(A=2 * sigmoid(a) - 1, B=B * x), System(A=sigmoid(b), B=-C * z, C=C))
+
+
+@dsf.recurrence
+def taps(x: Value, w: Param[Value], o: Value):
+    return System(A=0.5, B=x + w * prev(x), C=sigmoid(o))
+
+
+LINES = [mixers.s4d_real, complex_bank, driven_entries, blocks, rank_one, two_steps, taps]
+EVERY = pytest.mark.parametrize("r", LINES, ids=lambda r: r.name)
+
+
+def sample(r, B=2, T=37, H=2, N=4, P=3, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"B": B, "T": T, "H": H, "N": N, "N/2": N // 2, "P": P}
+    shapes = {i.name: [sizes[axis] for axis in i.kind.layout()] for i in r.spec.inputs}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def everything(r, inputs, form, state=None, **options):
+    """y, the final state, and the gradients of both in every input and the initial state."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    start = None if state is None else state.detach().requires_grad_()
+    y, final = r(**leaves, initial_state=start, form=form, return_state=True, **options)
+    wrt = [*leaves.values(), *([] if start is None else [start])]
+    loss = (y * torch.linspace(-1, 1, y.numel()).to(y).view_as(y)).sum() + (final * final.detach().cos()).sum()
+    return [y, final, *torch.autograd.grad(loss, wrt)]
+
+
+@EVERY
+@pytest.mark.parametrize("T", [1, 2, 37, 64])
+def test_convolution_equals_the_oracle_with_states_and_gradients(r, T):
+    state = r(**sample(r, T=3, seed=1), return_state=True)[1]
+    inputs = sample(r, T=T)
+    for got, expected in zip(
+        everything(r, inputs, "convolution", state), everything(r, inputs, "naive", state), strict=True
+    ):
+        torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@EVERY
+def test_packed_sequences_and_their_states(r):
+    """Lengths of one group are padded to the longest, and some sequences are empty."""
+    bounds = torch.tensor([0, 0, 5, 12, 13, 30, 30, 41, 63])
+    inputs = sample(r, B=1, T=63)
+    state = r(**sample(r, B=8, T=3, seed=1), return_state=True)[1]
+    got = everything(r, inputs, "convolution", state, cu_seqlens=bounds)
+    for a, b in zip(got, everything(r, inputs, "recurrent", state, cu_seqlens=bounds), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+@EVERY
+def test_it_is_chosen_where_it_is_fastest_and_steps_go_on_from_its_state(r):
+    plan = r.plan(T=512, N=32)
+    expected = ("chunk", "torch", "segments of the scan") if r is taps else ("convolution", "torch", "FFT")
+    assert (plan.form, plan.backend, plan.kernel) == expected
+    assert r.plan(T=4, N=32).form == "recurrent" and r.forms[-1] == "convolution"
+    inputs = sample(r, T=200)
+    timed = {i.name for i in r.spec.inputs if i.kind.time}
+    before = {n: x[:, :199] if n in timed else x for n, x in inputs.items()}
+    y, state = r(**before, form="convolution", return_state=True)
+    last, _ = r.step(state, **{n: x[:, 199] if n in timed else x for n, x in inputs.items()})
+    torch.testing.assert_close(torch.cat([y, last[:, None]], 1), r(**inputs, form="recurrent"), **CLOSE)
+
+
+def test_real_rates_are_the_exact_solution_of_their_differential_equation():
+    """s4d_real, channel by channel: x' = a x + u with u held, an integral of exponentials, convolved by definition."""
+    x, dt, A_log, C, D = sample(mixers.s4d_real, B=1, T=9, H=1).values()
+    a, step = -A_log[0].exp(), dt[0].exp()
+    age = torch.arange(9.0, dtype=torch.float64)[:, None, None]
+    h = (C[0] * (torch.exp(a * step * (age + 1)) - torch.exp(a * step * age)) / a).sum(1)  # [T, P]
+    expected = torch.stack([sum(h[t - s] * x[0, s, 0] for s in range(t + 1)) for t in range(9)]) + D[0] * x[0, :, 0]
+    torch.testing.assert_close(mixers.s4d_real(x, dt, A_log, C, D, form="convolution")[0, :, 0], expected, **CLOSE)
+
+
+def test_float32_keeps_its_digits_over_many_turns():
+    """Angles and decays are raised to powers in float64, whatever the inputs."""
+    inputs = sample(complex_bank, B=1, T=3000, H=1)
+    inputs["a"] = torch.full_like(inputs["a"], -9.0)
+    rounded = {name: x.float() for name, x in inputs.items()}
+    expected = complex_bank(**{name: x.double() for name, x in rounded.items()}, form="recurrent")
+    error = (complex_bank(**rounded, form="convolution") - expected).abs().max() / expected.abs().max()
+    assert error < 1e-6
+
+
+def test_second_derivatives_and_torch_func_go_through():
+    inputs = sample(taps, B=1, T=6, H=1)
+
+    def loss(w):
+        return taps(**{**inputs, "w": w}, form="convolution").square().sum()
+
+    w = inputs["w"].requires_grad_()
+    torch.autograd.gradgradcheck(loss, [w])
+    (slope,) = torch.autograd.grad(loss(w), [w])
+    torch.testing.assert_close(torch.func.grad(loss)(w.detach()), slope)
+
+
+@dsf.recurrence
+def moving_decay(x: Value, a: Scalar, b: Param[Key], c: Param[Key]):
+    return System(A=sigmoid(a), B=b * x, C=c)
+
+
+@dsf.recurrence
+def moving_read(x: Value, q: Key, b: Param[Key], a: Param[Scalar]):
+    return System(A=sigmoid(a), B=b * x, C=q)
+
+
+@dsf.recurrence
+def quotient(v: Value, b: Param[Key], c: Param[Key]):
+    return System(A=0.5, B=exp(b) * v, C=exp(c), normalize=dsf.ratio)
+
+
+@pytest.mark.parametrize(
+    "r, words",
+    [
+        (moving_decay, "scalar decay has no convolution form, A changes from token to token with `a`; it has naive"),
+        (moving_read, "constant decay has no convolution form, C changes from token to token with `q`; it has naive"),
+        (quotient, "no convolution form, normalize divides by a second system"),
+        (mixers.softmax_attention, "no convolution form, exponential features have no state of fixed size"),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_what_moves_is_refused_in_words(r, words):
+    assert not is_invariant(r.spec) and "convolution" not in r.forms
+    with pytest.raises(FormError, match=words):
+        r.plan(T=100, N=4, form="convolution")
+
+
+def test_a_kernel_asked_for_by_name_is_refused_in_words():
+    with pytest.raises(FormError, match="the convolution form runs on torch, whose FFT it is"):
+        taps.plan(T=100, form="convolution", backend="triton")
+
+
+def test_fast_lengths_hold_what_they_must():
+    for least in (1, 2, 3, 7, 97, 1025, 4095, 12_287):
+        found = fast_length(least)
+        rest = found
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        assert least <= found <= 1.2 * least + 1 and rest == 1
