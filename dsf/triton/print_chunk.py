@@ -273,11 +273,11 @@ class _Writer(Writer):
         return self.function("readout", stores)
 
     def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Stores the gradients of num and of den (beside it).
+        """Stores the gradients of num and of den, side by side.
 
-        Of a quotient instead: what reads are times, so that y's gradient is the gradient of what was read, and the
-        gradient of den over that, by y itself: Σ dy·num = Σ dy·y / factor, with more digits than y is given in: what
-        rounding left of them does not cancel.
+        For a plain quotient y = num / den it stores two other numbers: the factor 1 / den, which scales the reads (so
+        that the kernels can take y's gradient as that of the read), and den's gradient, Σ dy·num = Σ dy·y / factor. The
+        sum takes y with more digits than y is returned in, because its terms nearly cancel.
         """
         if self.y is None or (self.spec.rule is None and not self.gated):
             return None

@@ -163,7 +163,10 @@ class _Emission:
 
     @cached_property
     def near(self) -> set[Expr]:
-        """Decays that are a tanh and nothing else is made of: what they multiply is large where they are small."""
+        """Decays that are exactly a tanh which is used nowhere else.
+
+        They are printed as a function whose error is small beside 1; for others it is small beside their value.
+        """
         found, stack = set(), [self.roots[0]]
         while stack:
             x = stack.pop()

@@ -8,7 +8,8 @@ import triton.language as tl
 
 from dsf.kernels.triton.functions import INTERPRETED, in_order, swap, tokens_of
 
-CUT = tl.constexpr(1.00035)  # sums of values cut to 11 bits, which took 0.00035 of a value on average, are too small by
+# Cutting a value to 11 bits makes it smaller by 0.00035 of itself on average; sums of cut values are scaled by this.
+CUT = tl.constexpr(1.00035)
 
 
 @triton.jit

@@ -9,8 +9,9 @@ With e the entries written (e = s v without the delta rule), and f = dL/de (EQUA
     dlog decay_t = Σ over every product of decays that contains row t: pairs i ≥ t > j, reads of S at i ≥ t, writes
     into the last state at j < t, and S carried through. Each such term is computed and summed, none is the difference
     of two larger ones, so decays near zero keep their digits.
-NORMAL: the normaliser n, driven by o, adds dn_i o_j to every dy_i·e_j (dn: gradient of what was read of it), dn_i n to
-S dy_i, and o_j times its own adjoint to G x_j. The first slice of P adds them.
+NORMAL: with a normaliser. Its state is n, its input o_j takes the place of e_j, and dn_i is the gradient of its output
+at row i. It adds dn_i o_j to every dy_i·e_j, dn_i n to S dy_i, and o_j times the adjoint of n to G x_j. Only the
+programs of the first slice of P add these, since the normaliser has one column.
 States kept in float16 (dsf.kernels.triton.chunk.states) are multiplied in it, with rows that become float16 for that.
 Transposed score matrices are products of their own: no accumulator is transposed.
 """

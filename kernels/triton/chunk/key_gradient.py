@@ -5,8 +5,9 @@ product, what meets rows of the chunk goes through the blocks of keywise.py. The
 rows': G_i grows with what row i reads and falls with what it writes, so dG = q ⊙ dq - k ⊙ dk inside the chunk, where
 writes into the last state and S carried through depend on the last G alone. What a row reads of its own write no decay
 touches: it is left out of both, so that decays near zero keep their gradient's digits. dlog decay_t sums dG over the
-rows from t on. There what a row reads of another and what that one writes to it cancel, so both are products of the
-same rounded factors: others would leave, summed over a chunk, as much as what remains of strong decays.
+rows from t on. In that sum the read of row j by row i and the write of row j to row i cancel. Both are therefore
+computed from the same rounded factors: with different ones the rounding errors left over from the cancellation would,
+summed over a chunk, be as large as the gradient of strong decays.
 
 key_pairs first makes what does not depend on keys; then key_gradient runs on chunks whose rows all meet at once, in
 few registers, and once more on the others.

@@ -38,8 +38,9 @@ def sum_piece(
     """sums [pieces, B, H, N, P]: Σ of a piece's a bᵀ, rows of keys and values, or (REVERSE) of queries and dy.
 
     SCALED: b has scales of its own, of sources or of reads. passed [pieces, B, H, N]: the product of its decays, not
-    written in REVERSE. skipped: pieces before the first that is summed. EVERY: of so many, a segment, only the sum is
-    of use, so that what its other pieces forget is left out, too; they have at most MOST chunks, a power of two.
+    written in REVERSE. skipped: pieces before the first that is summed. EVERY: pieces of a segment. Only
+    the sum over a segment is used, so rows that its other pieces forget are left out, too. A segment has
+    at most MOST chunks, a power of two.
     """
     slice_of_p, lane, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) + skipped
     batch, head = lane // heads, lane % heads
@@ -103,7 +104,7 @@ def combine_segments(
 ):  # fmt: skip
     """First state of every segment from what each adds: S_{s+1} = passed_s S_s + local_s, in either direction.
 
-    EVERY: of so many that follow each other only that of the first to be walked is wanted.
+    EVERY: only the first state of every EVERY-th segment, in the order of the walk, is stored.
     """
     lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     low, stop = segments_of(table, sequence, segments)

@@ -35,9 +35,10 @@ class Tiles:
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states, with the
     delta rule of e, its adjoint and scores, too; state_terms: of a delta rule's states, right sides and their inverse;
     right_terms: of the latter two at most, but where e is made to be kept;
-    key_terms: where decays differ by key, of scores and of e and its adjoint as they are kept (delta rules), or of the
-    rows that are written into states and the states that are read; 2: the products between rows of gradients in tf32
-    (where transitions are diagonal plus rank one, all of them, and in two terms or float16 what they make);
+    key_terms, where decays differ by key: bfloat16 terms of scores and of the kept e and its adjoint (delta rules), or
+    of the rows that are written into states and of the states that are read (no delta rule). With 2, products between
+    rows of gradients are in tf32; where transitions are diagonal plus rank one, all products between rows are, and
+    their results are kept in two terms or in float16;
     read_terms: there, of e as it is read; wide_states: states are kept in float32 for the backward pass;
     half_states: in float16, three binary digits more than bfloat16 in as many bytes (decays alone: where there is a
     normaliser);

@@ -11,8 +11,9 @@ sides and their inverse; SCORE_TERMS: of scores forwards; READ_TERMS: of a delta
 of e's adjoint as it is written, and kept.
 KEY_TERMS, where KEYWISE: of scores (DELTA), with e and its adjoint as they are kept; else of the rows that are written
 into states and the states that are read. What rounding left of scores or rows is in `rest_of`.
-AHEAD: values (reverse: what is given, and scores) come from registers, loaded a chunk before they are used; forwards
-scores, too, of which shared memory has no room for what rounding left in three stages.
+AHEAD: the values of a chunk are loaded into registers one chunk before they are used; so are, in the forward walk, the
+scores (three pipeline stages of their second terms do not fit into shared memory), and in the reverse walk the given
+gradients and the scores.
 SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
 either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.

@@ -67,7 +67,8 @@ def forward(
     """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill; marks: filled with
     the first states of all stretches but the first one, or of pieces of segments, and what each does to its first one.
 
-    Returns S_T when `final`, and what each segment does to its first state (with `saved`, the last one too).
+    Returns S_T when `final`, and what each segment multiplies its first state by: of all segments but the last, or with
+    `saved` of all.
     """
     passed, every = call.q, call.finer if marks is None else 1
     if call.is_cut:

@@ -10,7 +10,7 @@ import torch
 LANES = 32
 BLOCK = 16  # state entries up to which forward passes by entry pay only where no entry needs a function
 SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
-ENOUGH = 4  # warps a processor that summaries by entry are cut into: each walks until what entered is forgotten
+ENOUGH = 4  # warps a processor for summaries by entry, each of which stops when the state it started from is forgotten
 CROWD = 16  # most warps a processor that share entries in summaries by entry: all that registers leave room for
 FEW = 4  # entries that it takes to be worth a program, which computes again what has no Key axis
 SUMMARIES = 32  # the same of other summaries, some of them after others
