@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,12 @@ from dsf.analysis.report import duration, write_json
 from dsf.analysis.report.figures import require_matplotlib
 from dsf.analysis.text import read_text
 from dsf.language.errors import InputError
+
+
+def console() -> Console:
+    """Standard output: the terminal's width, or 120 columns where it is piped and nobody says otherwise."""
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(file=sys.stdout, width=120 if piped else None)
 
 
 def run(model: str, text: Path | None, choice: Choice) -> Analysis:

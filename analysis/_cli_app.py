@@ -1,4 +1,4 @@
-"""The commands `dsf zoo`, `dsf plan`, `dsf check`, `dsf compare`, `dsf analyze` and `dsf doctor`.
+"""The command line: `dsf zoo`, `plan`, `check`, `compare`, `bench`, `analyze`, `train` and `doctor`.
 
 Exit codes: 0 fine, 1 a law or a backend is broken, a mixer failed or a conversion is off, 2 wrong usage or input (one
 line on stderr).
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,18 +19,15 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import dsf
-from dsf.analysis import _cli_analyze, _cli_doctor, _cli_train
+from dsf.analysis import _cli_analyze, _cli_bench, _cli_compare, _cli_doctor, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
-from dsf.analysis.report import count, duration, finite
-from dsf.analysis.subjects import FAMILIES, find, find_all, with_modules
-from dsf.analysis.training import Setup
+from dsf.analysis.report import count, finite
+from dsf.analysis.subjects import find
 from dsf.call.plan import FORMS
-from dsf.mixers import ZOO
 
 LAW_BROKEN, BAD_INPUT = 1, 2
 WIDE = 106  # columns that the zoo's whole table takes
@@ -97,7 +92,7 @@ def zoo(
     if as_json:
         _print_json(records)
         return
-    console = _console()
+    console = _cli_analyze.console()
     title = f"The zoo: {len(records)} mixers"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     rows = [_zoo_cells(r) for r in records]
@@ -140,14 +135,8 @@ def _short_source(source: str) -> str:
     return f"{paper[1]} {paper[2]}" if paper else source[:30]
 
 
-def _console() -> Console:
-    """Standard output: the terminal's width, or 120 columns where it is piped and nobody says otherwise."""
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(file=sys.stdout, width=120 if piped else None)
-
-
 def _print_one(found: dict[str, Any]) -> None:
-    console = _console()
+    console = _cli_analyze.console()
     console.print(f"[bold]{found['summary'] or found['name']}[/]\n")
     console.print(found["system"], markup=False, highlight=False)
     module, state = found["module"], found["state"]
@@ -231,52 +220,8 @@ def check(
         raise typer.Exit(LAW_BROKEN)
 
 
-@app.command()
-@_one_line_errors
-def compare(
-    subjects: Annotated[list[str] | None, typer.Argument(metavar="[NAME|FILE.py:FUNCTION]...", help=_NAME)] = None,
-    mixers: Annotated[str | None, typer.Option(help="names with commas between; zoo or all: every mixer")] = None,
-    text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
-    out: Annotated[Path, typer.Option(help="folder for compare.html and compare.json")] = Path("report"),
-    steps: Annotated[int, typer.Option(min=1, help="training steps of each mixer")] = Setup.steps,
-    seed: Annotated[int, typer.Option(min=0, help="of weights and batches")] = Setup.seed,
-    bare: Annotated[bool, typer.Option(help="mixers without their short convolutions and gates")] = False,
-    png: Annotated[bool, typer.Option(help="write every picture as PNG too")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="mixers trained side by side (two at most)")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Train mixers in one tiny language model on real text and write a report: what they learn, keep, look at, cost."""
-    from dsf.analysis.report.figures import require_matplotlib
-    from dsf.analysis.text import load_text
-
-    require_matplotlib()
-    given = _chosen(mixers, subjects or [])
-    find_all(given)
-    corpus = load_text(text)
-    _cli_analyze.folder(out, "--out")
-    from dsf.analysis import compare as engine
-    from dsf.analysis.compare.page import page, write_pngs
-    from dsf.analysis.report import write_json
-
-    setup = Setup(steps=steps, seed=seed, bare=bare)
-    with _Bars(len(given), steps) as bars:
-        result = engine.compare(given, corpus, setup, bars.report, workers)
-    data = result.to_dict()
-    write_json(out / "compare.json", data)
-    page(result).write(out / "compare.html")
-    pictures = write_pngs(result, out / "pictures") if png and result.mixers else []
-    for name, why in result.failed.items():
-        typer.echo(f"dsf: {name} failed: {why}", err=True)
-    if as_json:
-        _print_json(data)
-    else:
-        if result.mixers:
-            _print_comparison(result)
-        typer.echo(f"wrote {out / 'compare.html'} and {out / 'compare.json'}")
-        if pictures:
-            typer.echo(f"wrote {len(pictures)} pictures to {out / 'pictures'}")
-    if result.failed or result.worst() > engine.LAW:
-        raise typer.Exit(LAW_BROKEN)
+_cli_compare.register(app, _one_line_errors)
+_cli_bench.register(app, _one_line_errors)
 
 
 @app.command()
@@ -307,7 +252,7 @@ def analyze(
     if as_json:
         _print_json(found.data)
     else:
-        console = _console()
+        console = _cli_analyze.console()
         console.print(_cli_analyze.summary(found))
         for line in [*_cli_analyze.verdict(found), *written]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -323,71 +268,9 @@ def doctor(
 ) -> None:
     """Say what is installed, what will run where, and whether it works; exit code 1 if something is broken."""
     found = _cli_doctor.look(calls=not quick)
-    _print_json(found) if as_json else _cli_doctor.show(_console(), found)
+    _print_json(found) if as_json else _cli_doctor.show(_cli_analyze.console(), found)
     if not found["ok"]:
         raise typer.Exit(LAW_BROKEN)
 
 
 _cli_train.register(app, _one_line_errors)
-
-
-def _chosen(mixers: str | None, subjects: list[str]) -> list[str]:
-    """What is compared: --mixers and the subjects named; one or two of each family when neither is given."""
-    if mixers is None:
-        return subjects or list(FAMILIES)
-    groups = {"zoo": with_modules(), "all": [entry.name for entry in ZOO]}
-    names = groups.get(mixers) or [name.strip() for name in mixers.split(",") if name.strip()]
-    if not names:
-        raise dsf.InputError("--mixers names no mixer; write names with commas between, zoo or all")
-    return [*names, *(s for s in subjects if s not in names)]
-
-
-class _Bars:
-    """Progress on stderr: bars on a terminal, a line for each finished mixer everywhere."""
-
-    def __init__(self, mixers: int, steps: int) -> None:
-        self.mixers, self.steps, self.finished = mixers, steps, 0
-        self.progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), console=Console(stderr=True), transient=True,
-        )  # fmt: skip
-        self.tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> _Bars:
-        self.progress.start()
-        self.all = self.progress.add_task("mixers", total=self.mixers)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def report(self, name: str, step: int, bits: float) -> None:
-        """Step `step` of a mixer is done."""
-        if name not in self.tasks:
-            self.tasks[name] = self.progress.add_task(name, total=self.steps)
-        self.progress.update(self.tasks[name], completed=step)
-        if step == self.steps:
-            self.finished += 1
-            self.progress.update(self.tasks[name], visible=False)
-            self.progress.update(self.all, completed=self.finished)
-            self.progress.console.print(
-                f"{self.finished:>3} of {self.mixers}  {name}: {bits:.2f} bits per byte in training", highlight=False
-            )
-            if self.finished == self.mixers:
-                self.progress.update(self.all, description="measuring")
-
-
-def _print_comparison(result: Any) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("mixer", "bits/byte", "before", "half-life", "tokens/s", "forms to"):
-        table.add_column(label, justify="left" if label == "mixer" else "right", no_wrap=True)
-    for r in sorted(result.mixers, key=lambda m: m["bits_per_byte"]["after"]):
-        table.add_row(
-            r["name"],
-            f"{r['bits_per_byte']['after']:.3f}",
-            f"{r['bits_per_byte']['before']:.2f}",
-            duration(r["half_life"]["percentiles"]["50"]),
-            count(max(r["tokens_per_second"].values())),
-            f"{r['worst_disagreement']:.0e}",
-        )
-    _console().print(table)

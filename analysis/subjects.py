@@ -16,7 +16,8 @@ from dsf.mixers import ZOO, Entry, Mixer, get
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers.layer import Layer
 
-# What `dsf compare` takes without names: one mixer or two of each family, so that it ends within minutes.
+# What `dsf compare` takes without names, so that it ends within minutes; --thorough: one or two of each family.
+FEW = ("softmax_attention", "ssd", "gla", "deltanet", "gated_deltanet")
 FAMILIES = (
     "softmax_attention", "linear_attention", "normalized_attention_exp", "s6", "ssd", "longhorn", "qlstm", "rg_lru",
     "mingru", "hgrn2", "retnet", "gla", "mlstm", "rwkv7", "deltanet", "gated_deltanet", "kda", "delta_product",

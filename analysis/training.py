@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from dsf.analysis.text import Text
 from dsf.language.errors import DsfError
-from dsf.mixers import Mixer
+from dsf.mixers import Mixer, parameter_groups
 
 BYTES = 256
 Progress = Callable[[int, float], None]  # (steps done, loss in nats)
@@ -27,7 +28,8 @@ class Setup:
 
     d_model, layers, n_heads, d_state, headdim: of the model; a mixer takes of them what its constructor has.
     bare: mixers without their short convolutions and gates. batch, seq: sequences a step, bytes a sequence.
-    steps, lr, seed: of AdamW, whose rate warms up, then falls to a tenth along a cosine.
+    steps, lr, seed: of AdamW, whose rate warms up, then falls to a tenth along a cosine. hidden: channels of the MLP,
+    2 · d_model where None. device: where it trains; weights and batches are drawn on the CPU, the same for all.
     """
 
     d_model: int = 64
@@ -41,6 +43,8 @@ class Setup:
     steps: int = 300
     lr: float = 6e-3
     seed: int = 0
+    hidden: int | None = None
+    device: str = "cpu"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -64,15 +68,20 @@ def build(make: Callable[..., Mixer], setup: Setup) -> Mixer:
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, mixer: Mixer, d_model: int):
+    def __init__(self, mixer: Mixer, d_model: int, hidden: int | None = None):
         super().__init__()
+        hidden = 2 * d_model if hidden is None else hidden
         self.mixer_norm, self.mlp_norm = nn.RMSNorm(d_model), nn.RMSNorm(d_model)
         self.mixer = mixer
-        self.mlp = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.GELU(), nn.Linear(2 * d_model, d_model))
+        self.mlp = nn.Sequential(nn.Linear(d_model, hidden), nn.GELU(), nn.Linear(hidden, d_model))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, d_model] -> [B, T, d_model]."""
-        x = x + self.mixer(self.mixer_norm(x))[0]
+        return self.after(x, self.mixer(self.mixer_norm(x))[0])
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """What leaves the block, from what came in and what the mixer made of it."""
+        x = x + mixed
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -83,7 +92,7 @@ class ByteLM(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(BYTES, setup.d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(build(make, setup), setup.d_model) for _ in range(setup.layers))
+        self.blocks = nn.ModuleList(Block(build(make, setup), setup.d_model, setup.hidden) for _ in range(setup.layers))
         self.norm = nn.RMSNorm(setup.d_model)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -103,6 +112,24 @@ class ByteLM(nn.Module):
             x = block(x)
         return found
 
+    @torch.no_grad()
+    def generate(self, prompt: bytes, n: int, temperature: float = 0.8, seed: int = 0) -> bytes:
+        """`n` bytes after the prompt, drawn one by one; every layer's state is carried."""
+        generator, device = torch.Generator().manual_seed(seed), self.embedding.weight.device
+        states: list[Any] = [None] * len(self.blocks)
+        found, x = bytearray(), self.embedding(torch.tensor([list(prompt)], device=device))
+        while True:
+            for i, block in enumerate(self.blocks):
+                assert isinstance(block, Block)
+                mixed, states[i] = block.mixer(block.mixer_norm(x), states[i])
+                x = block.after(x, mixed)
+            if len(found) == n:
+                return bytes(found)
+            logits = (self.norm(x[:, -1]) @ self.embedding.weight.T).float().cpu()
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            found.append(int(drawn))
+            x = self.embedding(drawn.to(device))
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -115,21 +142,29 @@ def seeded(seed: int) -> Iterator[None]:
 def make_model(make: Callable[..., Mixer], setup: Setup) -> ByteLM:
     """The untrained model, the same for the same setup."""
     with seeded(setup.seed):
-        return ByteLM(make, setup)
+        model = ByteLM(make, setup)
+    return model.to(setup.device)
 
 
-def loss_on(model: ByteLM, windows: Tensor) -> Tensor:
-    """Mean cross entropy in nats of predicting bytes 1 … of windows [B, T+1] from those before."""
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+def loss_on(model: ByteLM, windows: Tensor, last: int | None = None) -> Tensor:
+    """Mean cross entropy in nats of predicting bytes 1 … of windows [B, T+1] from those before; of the `last` alone."""
+    windows = windows.to(model.embedding.weight.device)
+    logits, targets = model(windows[:, :-1]), windows[:, 1:]
+    if last is not None:
+        logits, targets = logits[:, -last:], targets[:, -last:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
-def bits_per_byte(model: ByteLM, data: Tensor, seq: int, windows: int = 64) -> float:
-    """Cross entropy in bits a byte on up to `windows` evenly spread windows of `seq` bytes of data [length]."""
+def bits_per_byte(model: ByteLM, data: Tensor, seq: int, windows: int = 64, last: int | None = None) -> float:
+    """Cross entropy in bits a byte on up to `windows` evenly spread windows of `seq` bytes of data [length].
+
+    last: only of so many bytes at the end of each window, which have seq - last bytes or more before them.
+    """
     seq = min(seq, len(data) - 1)
     starts = torch.linspace(0, len(data) - seq - 1, windows).long().unique()
     cut = data[starts.unsqueeze(1) + torch.arange(seq + 1)]
-    total = sum(loss_on(model, part).item() * len(part) for part in cut.split(16))
+    total = sum(loss_on(model, part, last).item() * len(part) for part in cut.split(16))
     return total / len(cut) / math.log(2)
 
 
@@ -138,16 +173,30 @@ def train(model: ByteLM, text: Text, setup: Setup, progress: Progress | None = N
 
     Raises DsfError when the loss stops being finite.
     """
+    seq = min(setup.seq, len(text.train) - 2)
+
+    def loss(generator: torch.Generator) -> Tensor:
+        begin = torch.randint(0, len(text.train) - seq, (setup.batch, 1), generator=generator)
+        return loss_on(model, text.train[begin + torch.arange(seq + 1)])
+
+    return fit(model, loss, setup, progress)
+
+
+def fit(
+    model: nn.Module, loss_of: Callable[[torch.Generator], Tensor], setup: Setup, progress: Progress | None = None
+) -> tuple[list[float], float]:
+    """Train in place: setup.steps steps on loss_of(generator), nats. Returns (bits of every step, seconds).
+
+    Raises DsfError when the loss stops being finite.
+    """
     generator = torch.Generator().manual_seed(setup.seed)
-    optimizer = torch.optim.AdamW(_groups(model), lr=setup.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=setup.lr, betas=(0.9, 0.95))
     warmup = max(1, min(20, setup.steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, warmup, setup.steps))
-    seq = min(setup.seq, len(text.train) - 2)
     losses = []
     start = time.perf_counter()
     for step in range(setup.steps):
-        begin = torch.randint(0, len(text.train) - seq, (setup.batch, 1), generator=generator)
-        loss = loss_on(model, text.train[begin + torch.arange(seq + 1)])
+        loss = loss_of(generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -159,14 +208,6 @@ def train(model: ByteLM, text: Text, setup: Setup, progress: Progress | None = N
         if progress is not None:
             progress(step + 1, losses[-1])
     return losses, time.perf_counter() - start
-
-
-def _groups(model: nn.Module) -> list[dict[str, object]]:
-    """Matrices decay; vectors, and what a mixer marks `_no_weight_decay`, do not."""
-    decayed = [p for p in model.parameters() if p.dim() > 1 and not getattr(p, "_no_weight_decay", False)]
-    known = {id(p) for p in decayed}
-    rest = [p for p in model.parameters() if id(p) not in known]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
 def _rate(step: int, warmup: int, steps: int) -> float:

@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 from gpu_matrix import ROWS, draw
 from gpu_page import add_options, shows
-from gpu_peers import operator, peers_of
 
 from dsf import Recurrence
+from dsf.analysis.peers import operator, peers_of
 from dsf.mixers import get
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,8 +4,8 @@ python benchmarks/gpu_decode.py [--only mlstm] [--batch 1 128 1024] [--json benc
 python benchmarks/gpu_decode.py --page benchmarks/results/gpu_decode.json --into docs/performance.md   # its table
 
 bfloat16 inputs, float32 states overwritten in place and rotated over more memory than the L2 holds. "kernel" is the
-launch alone (a CUDA graph of steps), "call" a public call on the host's clock. Peers (gpu_peers.py) do what they do on
-the same inputs: fla and mlstm-kernels write a new state, mamba-ssm overwrites.
+launch alone (a CUDA graph of steps), "call" a public call on the host's clock. Peers (dsf.analysis.peers) do what
+they do on the same inputs: fla and mlstm-kernels write a new state, mamba-ssm overwrites.
 Steps are compared with float64 by tests/test_gpu_calls.py.
 """
 
@@ -16,8 +16,8 @@ import time
 import torch
 from gpu_matrix import draw, machine
 from gpu_page import add_options, shows
-from gpu_peers import step_of
 
+from dsf.analysis.peers import step_of
 from dsf.mixers import get
 
 SHAPES = {

@@ -4,7 +4,7 @@ python benchmarks/gpu_matrix.py [--only gla kda] [--sides ours fla] --json bench
 python benchmarks/gpu_matrix.py --page benchmarks/results/gpu_matrix.json --into docs/performance.md   # its table
 
 Public calls in bfloat16, B·T = 32,768 tokens; medians of CUDA-event timings with a cold L2 (tiny rows: the host's clock
-over calls in a row, where launching costs). Peers (gpu_peers.py): fla-core, flash-qla, mlstm-kernels, mamba-ssm,
+over calls in a row, where launching costs). Peers (dsf.analysis.peers): fla-core, flash-qla, mlstm-kernels, mamba-ssm,
 torch SDPA, each where it is on the path, for at most --limit seconds a row with its autotuner, which times a candidate
 for 8 ms instead of 100. --compile fills Triton's cache on all cores first. --merge keeps the rows of the JSON that are
 not measured now; every row names its run.
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from gpu_compile import compile_all, limit, tune_quickly
 from gpu_page import add_options, page, shows
-from gpu_peers import Unfit, operator, peers_of
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, diag, exp, outer, sigmoid
+from dsf.analysis.peers import Unfit, operator, peers_of
 from dsf.mixers import get
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf.kernels.convolution import Piece, l2norm, short_convolution, short_convolution_step
 from dsf.language.errors import InputError
+from dsf.mixers._own import fill
 
 
 class ShortConv(nn.Conv1d):
@@ -18,6 +21,8 @@ class ShortConv(nn.Conv1d):
     As a dynamical system: K-1 numbers a channel, a nilpotent shift. Its state is the last K-1 inputs, zeros
     before the start. weight is [C, 1, K] and bias [C], as in every released model that has one. pieces: what the
     channels are split into (see `heads_of`), each a tensor of its own; one tensor of all channels by default.
+    blur: the newest tap begins near one, the others within blur of the bounds that torch draws from; None: all of them
+    as torch does, a random mixture of the last K inputs.
     """
 
     def __init__(
@@ -27,10 +32,18 @@ class ShortConv(nn.Conv1d):
         bias: bool = True,
         activation: Callable[[Tensor], Tensor] | None = F.silu,
         pieces: Sequence[Piece] | None = None,
+        blur: float | None = None,
     ):
+        self.blur = blur
         super().__init__(channels, channels, d_conv, groups=channels, bias=bias)
         self.activation = activation
         self.pieces = None if pieces is None else tuple(pieces)
+
+    def reset_parameters(self) -> None:
+        """Draw the taps as the constructor did."""
+        super().reset_parameters()
+        if self.blur is not None:
+            fill(self.weight, partial(_newest_first, blur=self.blur))
 
     @property
     def state_size(self) -> int:
@@ -73,6 +86,12 @@ class ShortConv(nn.Conv1d):
                 f"ShortConv: the state has shape {list(state.shape)}, expected [{rows}, {channels}, {past}]: one row a "
                 "sequence, as an earlier call of this module returned it"
             )
+
+
+def _newest_first(*shape: int, blur: float) -> Tensor:
+    taps = torch.empty(shape).uniform_(-1, 1) * (blur * shape[-1] ** -0.5)
+    taps[..., -1] += 1
+    return taps
 
 
 def heads_of(sizes: Sequence[int], lengths: Sequence[float | None] = ()) -> tuple[Piece, ...]:

@@ -30,9 +30,13 @@ class DeltaNet(Mixer):
     d_state: width of a head of q, k; headdim: of v (both d_model / n_heads unless given). n_key_heads <
     n_heads lets groups of value heads share q and k. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
     Queries are scaled by d_state^-0.5. bare: no convolution (and no SiLU).
+
+    The convolution begins with its newest tap near one (blur 0.3), not as torch's random mixture of four tokens, with
+    which it learns slower than without a convolution (docs/layers.md).
     """
 
     recurrence = deltanet
+    blur: float | None = 0.3
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class DeltaNet(Mixer):
         self.qkv_proj = nn.Linear(d_model, channels, bias=False)
         self.b_proj = nn.Linear(d_model, n_heads, bias=False)
         pieces = heads_of(self.split, self.lengths)
-        self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False, pieces=pieces)
+        self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False, pieces=pieces, blur=self.blur)
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
         self.place(device, dtype)

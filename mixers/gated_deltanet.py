@@ -47,6 +47,7 @@ class GatedDeltaNet(DeltaNet):
     """
 
     recurrence = gated_deltanet_log
+    blur = None  # what forgets loses nothing by a mixture of tokens
     A_log: Tensor
     dt_bias: Tensor
 

@@ -205,7 +205,20 @@ def test_check_exits_with_one_for_a_wrong_recurrence(tmp_path):
 def compared(own, tmp_path_factory):
     pytest.importorskip("matplotlib")
     out = tmp_path_factory.mktemp("report") / "deep"
-    return out, run("compare", f"{own}:leaky", "--mixers", "qlstm", "--steps", 3, "--out", out, "--workers", 1)
+    options = (
+        "--steps",
+        3,
+        "--recall",
+        1,
+        "--seeds",
+        2,
+        "--rates",
+        "0.006",
+        "--no-papers",
+        "--size",
+        "d_model=32,layers=1",
+    )
+    return out, run("compare", f"{own}:leaky", "--mixers", "qlstm", *options, "--out", out, "--workers", 1)
 
 
 def test_compare_writes_a_page_and_json_and_prints_a_table(compared):
@@ -222,21 +235,38 @@ def test_compare_exits_with_one_when_a_mixer_fails(tmp_path):
         "import dsf\nfrom dsf import System, Value, exp\n"
         "@dsf.recurrence\ndef broken(v: Value, keep: Value): return System(A=keep, B=exp(exp(v + 10)), C=1)\n"
     )
-    result = run("compare", f"{path}:broken", "--steps", 2, "--out", tmp_path, "--png", code=1)
+    result = run("compare", f"{path}:broken", "--steps", 2, "--recall", 0, "--out", tmp_path, "--png", code=1)
     assert "broken failed: the loss is not finite" in result.stderr
     assert "broken" in json.loads((tmp_path / "compare.json").read_text())["failed"]
     assert "not finite" in (tmp_path / "compare.html").read_text(encoding="utf-8")
 
 
 def test_compare_says_on_stderr_how_far_it_is(compared):
-    assert "1 of 2" in compared[1].stderr and "2 of 2" in compared[1].stderr
+    assert "1 trained: qlstm" in compared[1].stderr and "2 trained: leaky" in compared[1].stderr
 
 
 def test_compare_json_and_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 80)
-    args = ("compare", "hgrn", "--steps", 1, "--text", text, "--out", tmp_path, "--png", "--json")
+    args = (
+        "compare",
+        "hgrn",
+        "--steps",
+        1,
+        "--recall",
+        0,
+        "--seeds",
+        1,
+        "--rates",
+        "6e-3",
+        "--text",
+        text,
+        "--out",
+        tmp_path,
+        "--png",
+        "--json",
+    )
     found = json.loads(run(*args).stdout)
     assert found["text"]["name"] == "text.txt" and found["setup"]["steps"] == 1
     assert (tmp_path / "pictures" / "kernel_hgrn.png").exists()
@@ -305,6 +335,13 @@ def test_a_file_that_holds_no_recurrence_is_one_clear_line(tmp_path, source, fun
         (("compare", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("compare", "--mixers", " , "), "names no mixer"),
         (("compare", "--mixers", "s6,s6"), "named twice"),
+        (("compare", "s6", "--rates", "fast"), "expected different positive numbers"),
+        (("compare", "s6", "--size", "d_modle=3"), "expected NAME=VALUE with a positive number, NAME of d_model"),
+        (
+            ("compare", "ssd", "--no-papers", "--size", "d_model=2,n_heads=1,layers=64,d_state=2,headdim=2"),
+            "d_model 2 is so small that no MLP",
+        ),
+        (("compare", "s6", "--device", "tpu"), "expected cpu or cuda"),
     ],
 )
 def test_bad_options_are_one_clear_line(args, expected):

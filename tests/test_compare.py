@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +14,17 @@ import torch
 import dsf
 from dsf import Scalar, System
 from dsf.analysis import compare as engine
+from dsf.analysis.compare import fair, recall
 from dsf.analysis.probe import disagreement, first, spectrum, speeds
 from dsf.analysis.subjects import find, find_all
 from dsf.analysis.text import load_text
-from dsf.analysis.training import Setup, build, make_model, train
+from dsf.analysis.training import Setup, bits_per_byte, build, make_model, train
 from dsf.checking.ranges import Range
 from dsf.mixers import ZOO
 from dsf.mixers.layer import Layer, random_inputs, squash
 
 SETUP = Setup(steps=12, batch=4, seq=64, d_model=32, n_heads=2, layers=1)
+PROTOCOL = engine.Protocol(seeds=2, rates=(2e-3, 6e-3), trial_steps=3, recall_steps=2)
 NAMES = ["gated_deltanet", "mlstm"]  # and a recurrence of one's own, in a layer made of its declaration
 OWN = '''
 import dsf
@@ -53,17 +56,20 @@ def own(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(text, own):
-    return engine.compare([*NAMES, f"{own}:leaky"], text, SETUP, workers=1)
+    return engine.compare([*NAMES, f"{own}:leaky"], text, SETUP, workers=1, protocol=PROTOCOL)
 
 
 def test_every_mixer_has_a_whole_record(result):
     data = json.loads(json.dumps(result.to_dict()))
-    assert data["schema"] == "dsf.compare/1" and not data["failed"]
+    assert data["schema"] == "dsf.compare/2" and not data["failed"]
     assert [m["name"] for m in data["mixers"]] == [*NAMES, "leaky"]
-    assert [m["layer"] for m in data["mixers"]] == ["GatedDeltaNet", "MLSTM", "Layer"]
+    assert {m["equal"]["layer"] for m in data["mixers"]} == {"Layer"}
+    assert [m["paper"] and m["paper"]["layer"] for m in data["mixers"]] == ["GatedDeltaNet", "MLSTM", None]
     for m in data["mixers"]:
-        assert {"before", "after"} <= m["bits_per_byte"].keys()
-        assert len(m["training"]["bits_per_byte"]) == SETUP.steps
+        assert len(m["equal"]["curve"]) == SETUP.steps and m["equal"]["has_convolution"]
+        assert len(m["equal"]["after"]["each"]) == 2 and m["equal"]["after"]["spread"] > 0
+        assert set(m["equal"]["recall"]) == {str(gap) for gap in recall.GAPS}
+        assert set(m["equal"]["by_length"]) == {"64", "128", "256", "512"} and m["equal"]["sample"]
         assert math.isclose(sum(m["eigenvalues"]["histogram"]["shares"]), 1, rel_tol=1e-9)
         assert {"10", "50", "90"} == set(m["half_life"]["percentiles"])
         assert len(m["state"]["here"]) == len(m["state"]["at_paper_width"]) == len(data["contexts"])
@@ -71,47 +77,128 @@ def test_every_mixer_has_a_whole_record(result):
         assert all(speed > 0 for speed in m["tokens_per_second"].values())
 
 
+def test_all_models_have_the_same_number_of_parameters(result):
+    sizes = [c.parameters["model"] for m in result.mixers for c in m.columns]
+    assert len(sizes) == 5 and max(sizes) <= 1.02 * min(sizes)
+    assert len({c.parameters["mixer"] for m in result.mixers for c in m.columns}) > 1
+    assert result.parameters_apart() == max(sizes) / min(sizes) - 1
+
+
+def test_parameters_of_the_whole_zoo_are_equal_to_two_percent():
+    subjects = [find(name) for name in ("softmax_attention", "s6", "ssd", "qlstm", "rwkv7", "gla", "mlstm")]
+    makes = [fair.maker(s, kind) for s in subjects for kind in ("equal", "paper")]
+    setups = fair.matched(makes, Setup())
+    sizes = [fair.count(make, setup) for make, setup in zip(makes, setups, strict=True)]
+    assert max(sizes) <= 1.02 * min(sizes)
+    with pytest.raises(dsf.InputError, match="so small"):
+        tiny = Setup(d_model=2, layers=64, n_heads=1, d_state=2, headdim=2)
+        fair.matched([fair.maker(find("ssd"), "equal")], tiny)
+
+
+def test_the_rate_is_the_best_of_its_trials(result):
+    for column in (c for m in result.mixers for c in m.columns):
+        assert set(column.rates) == {"0.002", "0.006"}
+        assert column.rate == min(column.rates, key=column.rates.__getitem__, default=None) or math.isclose(
+            column.rates[f"{column.rate:g}"], min(column.rates.values())
+        )
+
+
+def test_kept_weights_make_the_same_model(text, tmp_path):
+    quick = Setup(steps=2, batch=2, seq=16, d_model=16, n_heads=2, layers=1, d_state=8, headdim=8)
+    protocol = engine.Protocol(seeds=2, rates=(6e-3,), papers=False, keep=tmp_path)
+    found = engine.compare(["ssd"], text, quick, workers=1, protocol=protocol).mixers[0].equal
+    assert [Path(p).name for p in found.weights] == ["ssd-equal-0.pt", "ssd-equal-1.pt"]
+    again = fair.load(Path(found.weights[0]))
+    assert bits_per_byte(again, text.held_out, quick.seq) == found.after.each[0]
+    assert fair.sample(again, text) == found.sample
+    torch.save([1], tmp_path / "other.pt")
+    with pytest.raises(dsf.InputError, match="no file of dsf compare"):
+        fair.load(tmp_path / "other.pt")
+
+
+def test_generation_step_by_step_is_that_of_the_whole_text(text):
+    model = make_model(find("gated_deltanet").make, SETUP)
+    prompt = b"All happy families"
+    found = model.generate(prompt, 12, temperature=1e-4)
+    ids = torch.tensor([list(prompt + found)])
+    likeliest = model(ids)[0, len(prompt) - 1 : -1].argmax(-1)
+    assert bytes(likeliest.tolist()) == found
+
+
+def test_longer_windows_are_judged_on_the_same_bytes(text):
+    class Counting(torch.nn.Module):
+        """Predicts the next byte by the one before, whatever was read earlier."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(256, 256)
+
+        def forward(self, ids):
+            return self.embedding(ids)
+
+    found = fair.by_length(Counting(), text.held_out, 64)
+    assert list(found) == ["64", "128", "256", "512"]
+    assert max(found.values()) - min(found.values()) < 1e-5
+    assert fair.by_length(Counting(), text.held_out[:100], 64).keys() == {"64"}
+
+
+def test_recall_is_answered_by_who_looks_it_up_and_by_nobody_else():
+    ids = recall.sequences(torch.Generator().manual_seed(0), rows=40, gap=9)
+
+    class Reader(torch.nn.Module):
+        def forward(self, ids):
+            logits = torch.zeros(*ids.shape, 256)
+            for row, line in enumerate(ids.tolist()):
+                told = dict(zip(line[0 : 2 * recall.PAIRS : 2], line[1 : 2 * recall.PAIRS : 2], strict=True))
+                for place, byte in enumerate(line):
+                    logits[row, place, told.get(byte, 255)] = 50.0
+            return logits
+
+    logits, asked = recall.answers(Reader(), ids)
+    assert bool((logits.argmax(-1) == asked).all()) and float(recall.loss(Reader(), ids)) < 1e-3
+    found = recall.accuracy(Reader(), torch.device("cpu"), rows=8)
+    assert set(found) == {str(gap) for gap in recall.GAPS} and set(found.values()) == {1.0}
+    assert recall.accuracy(lambda ids: torch.zeros(*ids.shape, 256), torch.device("cpu"))["4"] < 0.05
+
+
 def test_training_lowers_bits_per_byte_of_held_out_text(result):
     for m in result.mixers:
-        assert 7.5 < m["bits_per_byte"]["before"] < 8.5
-        assert m["bits_per_byte"]["after"] < m["bits_per_byte"]["before"] - 1
+        assert 7.5 < m.equal.before < 8.5
+        assert m.equal.after.mean < m.equal.before - 1
 
 
 def test_forms_agree_on_the_text_forward_and_backward(result):
     assert 0 < result.worst() <= 1e-9
     for m in result.mixers:
-        assert set(m["forms"]) == {"recurrent", "scan", "chunk", "kernel"}
-        assert all(e <= 1e-9 for errors in m["forms"].values() for e in errors.values())
+        assert set(m.forms) == {"recurrent", "scan", "chunk", "kernel"}
+        assert all(e <= 1e-9 for errors in m.forms.values() for e in errors.values())
 
 
 def test_kernel_pictures_are_causal_shares_of_the_sentence(result):
     for m in result.mixers:
-        shares = torch.tensor(m["kernel"]["shares"])
+        shares = torch.tensor(m.kernel["shares"])
         assert shares.shape == (len(result.sentence.encode()),) * 2
         assert float(shares.triu(1).abs().max()) == 0
         torch.testing.assert_close(shares.sum(1), torch.ones(len(shares)), atol=1e-3, rtol=0)
 
 
-def test_the_same_seed_gives_the_same_numbers(result, text):
-    again = engine.compare(NAMES[:1], text, SETUP, workers=1).mixers[0]
-    first_time = result.mixers[0]
-    for key in ("bits_per_byte", "eigenvalues", "half_life", "kernel", "forms"):
-        assert again[key] == first_time[key], key
-    assert again["training"]["bits_per_byte"] == first_time["training"]["bits_per_byte"]
-
-
-def test_processes_side_by_side_give_the_same_numbers_and_report_every_step(result, text):
+def test_the_same_seed_gives_the_same_numbers_and_every_step_is_reported(result, text):
     steps = []
-    both = engine.compare(NAMES, text, SETUP, lambda name, step, bits: steps.append((name, step)), workers=2)
-    for there, here in zip(both.mixers, result.mixers, strict=False):
-        assert there["bits_per_byte"] == here["bits_per_byte"]
-    assert sorted(steps) == sorted((n, s + 1) for n in NAMES for s in range(SETUP.steps))
+    papers = engine.Protocol(**{**vars(PROTOCOL), "papers": False})
+    again = engine.compare(NAMES, text, SETUP, lambda *told: steps.append(told[:3]), workers=2, protocol=papers)
+    for there, here in zip(again.mixers, result.mixers, strict=False):
+        for key in ("eigenvalues", "half_life", "kernel", "forms"):
+            assert getattr(there, key) == getattr(here, key), key
+        assert there.equal.model_dump(exclude={"seconds"}) == here.equal.model_dump(exclude={"seconds"})
+    each = PROTOCOL.steps(SETUP, "equal")
+    assert each == 2 * 3 + 2 * (SETUP.steps + 2)
+    assert sorted(steps) == sorted((name, step + 1, each) for name in NAMES for step in range(each))
 
 
 def test_a_mixer_that_fails_is_listed_and_the_others_go_on(text, own):
     quick = Setup(steps=2, batch=2, seq=16, d_model=16, n_heads=2, layers=1)
     found = engine.compare([f"{own}:broken", "qlstm"], text, quick, workers=1)
-    assert [m["name"] for m in found.mixers] == ["qlstm"]
+    assert [m.name for m in found.mixers] == ["qlstm"]
     assert "broken" in found.failed and "not finite" in found.failed["broken"]
 
 
@@ -122,8 +209,9 @@ def test_the_page_shows_every_mixer_and_loads_nothing(result):
     html = page(result).html()
     assert not re.search(r"https?:|src=\"(?!data:)|href=\"(?!#|data:)", html)
     for m in result.mixers:
-        assert f"{m['bits_per_byte']['after']:.3f}" in html and m["name"] in html
-    assert html.count("<svg") == 6 + 2 * len(result.mixers)
+        assert f"{m.equal.after.mean:.3f} ± {m.equal.after.spread:.3f}" in html and m.name in html
+    assert html.count("<svg") == 8 + 2 * len(result.mixers)
+    assert "parameters equal to" in html and "2 seeds" in html
     shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
     assert not {"nan", "inf", "None"} & set(shown.split())
 

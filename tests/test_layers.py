@@ -464,3 +464,16 @@ def test_every_entry_of_the_zoo_has_a_layer_with_its_source():
     for entry in mixers.ZOO:
         assert entry.module is not None
         assert len((inspect.getdoc(inspect.unwrap(entry.module)) or "").split()) > 15, entry.name
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "reset"])
+def test_deltanet_begins_with_the_newest_token_and_others_with_a_mixture(again):
+    """A random mixture of tokens as keys costs a recurrence that never forgets half a bit (docs/layers.md)."""
+    delta, gated = mixers.DeltaNet(16), mixers.GatedDeltaNet(16)
+    if again:
+        delta.conv1d.weight.data.zero_()
+        delta.conv1d.reset_parameters()
+    taps = delta.conv1d.weight.detach()
+    assert (taps[..., -1] - 1).abs().max() <= 0.15 and taps[..., :-1].abs().max() <= 0.15
+    assert taps.std(0).min() > 0.05
+    assert gated.conv1d.weight[..., -1].mean().abs() < 0.3

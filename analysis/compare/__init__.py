@@ -16,21 +16,24 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsf
 from dsf.analysis import probe
+from dsf.analysis.compare import fair, recall
+from dsf.analysis.compare.fair import Protocol
+from dsf.analysis.compare.records import Kind, Learnt, MixerRecord
 from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.text import Text
-from dsf.analysis.training import ByteLM, Setup, bits_per_byte, build, make_model, train
+from dsf.analysis.training import ByteLM, Setup
 
-SCHEMA = "dsf.compare/1"
+SCHEMA = "dsf.compare/2"
 LAW = 1e-9  # how far forms may be apart in float64
 CONTEXTS = tuple(4**i for i in range(11))  # 1 … 1,048,576 tokens
 PAPER_WIDTH, PAPER_HEADS = 2048, 16  # a layer of a 1.3B model
 LAW_TOKENS, SPEED_TOKENS = 80, 256
 
-Report = Callable[[str, int, float], None]  # (mixer, steps done, bits per byte)
+Report = Callable[[str, int, int, float], None]  # (what is trained, steps done, of so many, bits per byte)
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,21 @@ class Comparison:
     """What was run and what came out. mixers: a record each (the JSON's), failed: name -> what went wrong."""
 
     setup: Setup
+    protocol: Protocol
     text: Text
     sentence: str
-    mixers: list[dict[str, Any]]
+    mixers: list[MixerRecord]
     failed: dict[str, str]
     seconds: float
 
     def worst(self) -> float:
         """The largest disagreement of any form of any mixer."""
-        return max((m["worst_disagreement"] for m in self.mixers), default=0.0)
+        return max((m.worst_disagreement for m in self.mixers), default=0.0)
+
+    def parameters_apart(self) -> float:
+        """How much larger the largest model is than the smallest, as a share."""
+        sizes = [c.parameters["model"] for m in self.mixers for c in m.columns]
+        return max(sizes) / min(sizes) - 1 if sizes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, the content of compare.json."""
@@ -55,6 +64,9 @@ class Comparison:
             "dsf": dsf.__version__,
             "machine": machine(),
             "setup": asdict(self.setup),
+            "protocol": {**asdict(self.protocol), "keep": str(self.protocol.keep) if self.protocol.keep else None},
+            "parameters_apart": self.parameters_apart(),
+            "recall": {"pairs": recall.PAIRS, "gaps": list(recall.GAPS), "chance": recall.CHANCE},
             "text": {
                 "name": self.text.name,
                 "train_bytes": len(self.text.train),
@@ -66,42 +78,92 @@ class Comparison:
             "seconds": self.seconds,
             "worst_disagreement": self.worst(),
             "failed": self.failed,
-            "mixers": self.mixers,
+            "mixers": [m.model_dump() for m in self.mixers],
         }
 
 
+@dataclass(frozen=True)
+class Job:
+    """One layer of one mixer to train and measure."""
+
+    given: str
+    kind: Kind
+    text: Text
+    setup: Setup
+    protocol: Protocol
+    sentence: str
+
+    @property
+    def label(self) -> str:
+        """What progress calls it."""
+        return find(self.given).name + (", paper's layer" if self.kind == "paper" else "")
+
+    @property
+    def steps(self) -> int:
+        """Training steps in all."""
+        return self.protocol.steps(self.setup, self.kind)
+
+
+# What a layer learnt, and of the equal layer what is measured on the trained model, with inputs to time forms on.
+Result = tuple[Learnt, "tuple[dict[str, Any], dict[str, Tensor]] | None"] | str
+
+
 def compare(
-    given: Sequence[str], text: Text, setup: Setup, report: Report | None = None, workers: int | None = None
+    given: Sequence[str],
+    text: Text,
+    setup: Setup,
+    report: Report | None = None,
+    workers: int | None = None,
+    protocol: Protocol = Protocol(seeds=1, rates=(Setup.lr,), papers=False),  # noqa: B008 (immutable)
 ) -> Comparison:
     """Train and measure every mixer of `given` (names or file.py:function) on `text`.
 
-    report: called as steps are done. workers: processes that train side by side, one thread each (two at most unless
-    told; the numbers do not depend on it). A mixer that fails is listed in `failed` and the others go on.
+    Every recurrence gets the same `Layer`; the paper's own layer is trained beside it (protocol.papers). MLPs are as
+    wide as makes all models' parameters equal. report: called as steps are done. workers: processes that train side by
+    side, one thread each (two at most unless told, one on a GPU; the numbers do not depend on it). A mixer that fails
+    is listed in `failed` and the others go on. Raises InputError for sizes at which parameters cannot be made equal.
     """
     begin = time.perf_counter()
     subjects = [find(g) for g in given]
     sentence = text.sentence()
-    workers = min(workers or min(2, os.cpu_count() or 1), len(subjects))
-    jobs = [(s.given, text, setup, sentence) for s in subjects]
-    results = _together(jobs, workers, report) if workers > 1 else _in_turn(jobs, report)
+    wanted = [(s, kind) for s in subjects for kind in fair.kinds(s, protocol)]
+    setups = fair.matched([fair.maker(s, kind) for s, kind in wanted], setup)
+    jobs = [Job(s.given, kind, text, own, protocol, sentence) for (s, kind), own in zip(wanted, setups, strict=True)]
+    usual = 1 if setup.device != "cpu" else min(2, os.cpu_count() or 1)
+    workers = min(workers or usual, len(jobs))
+    found = _together(jobs, workers, report) if workers > 1 else _in_turn(jobs, report)
+    results = {(job.given, job.kind): result for job, result in zip(jobs, found, strict=True)}
     mixers, failed = [], {}
-    for subject, result in zip(subjects, results, strict=True):
-        if isinstance(result, str):
-            failed[subject.name] = result
+    for subject in subjects:
+        equal, paper = results[subject.given, "equal"], results.get((subject.given, "paper"))
+        if isinstance(equal, str):
+            failed[subject.name] = equal
             continue
-        record, inputs = result
-        # A layer may run another recurrence than it is listed under: Gated DeltaNet computes its decay inside.
-        record["tokens_per_second"] = probe.speeds(build(subject.make, setup).recurrence, inputs)
-        mixers.append(record)
-    return Comparison(setup, text, sentence, mixers, failed, time.perf_counter() - begin)
+        if isinstance(paper, str):
+            failed[f"{subject.name}, paper's layer"] = paper
+            paper = None
+        mixers.append(_assembled(subject, equal, None if paper is None else paper[0]))
+    return Comparison(setup, protocol, text, sentence, mixers, failed, time.perf_counter() - begin)
 
 
-Job = tuple[str, Text, Setup, str]
-Result = tuple[dict[str, Any], dict[str, Tensor]] | str
+def _assembled(subject: Subject, equal: Any, paper: Learnt | None) -> MixerRecord:
+    learnt, (measured, inputs) = equal
+    return MixerRecord(
+        name=subject.name,
+        given=subject.given,
+        summary=subject.summary,
+        source=subject.source,
+        system=str(subject.recurrence),
+        structure=subject.recurrence.spec.structure,
+        equal=learnt,
+        paper=paper,
+        tokens_per_second=probe.speeds(subject.recurrence, inputs),
+        **measured,
+    )
 
 
 def _in_turn(jobs: list[Job], report: Report | None) -> list[Result]:
-    return [_measure(*job, report) for job in jobs]
+    return [_measure(job, report) for job in jobs]
 
 
 def _together(jobs: list[Job], workers: int, report: Report | None) -> list[Result]:
@@ -140,7 +202,7 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _arrived(news: Any) -> Iterator[tuple[str, int, float]]:
+def _arrived(news: Any) -> Iterator[tuple[str, int, int, float]]:
     while True:
         try:
             yield news.get_nowait()
@@ -162,68 +224,47 @@ def _worker(news: Any) -> None:
 
 
 def _measure_there(job: Job) -> Result:
-    return _measure(*job, lambda *message: _news.put(message))
+    return _measure(job, lambda *message: _news.put(message))
 
 
-def _measure(given: str, text: Text, setup: Setup, sentence: str, report: Report | None) -> Result:
-    """One mixer's record and the inputs to time its forms on, or what went wrong. One thread: others run beside it."""
-    subject = find(given)
+def _measure(job: Job, report: Report | None) -> Result:
+    """What one layer learnt and is made of, or what went wrong. One thread: others run beside it."""
+    subject = find(job.given)
+
+    def tell(step: int, bits: float) -> None:
+        if report is not None:
+            report(job.label, step, job.steps, bits)
+
     try:
         with probe.threads(1):
-            return _record(subject, text, setup, sentence, report)
+            learnt, model = fair.learn(subject, job.kind, job.text, job.setup, job.protocol, tell)
+            return learnt, _opened(subject, model.cpu(), job) if job.kind == "equal" else None
     except (dsf.DsfError, RuntimeError, ValueError) as error:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def _record(
-    subject: Subject, text: Text, setup: Setup, sentence: str, report: Report | None
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    model = make_model(subject.make, setup)
-    before = bits_per_byte(model, text.held_out, setup.seq)
-    curve, seconds = train(
-        model, text, setup, None if report is None else lambda step, bits: report(subject.name, step, bits)
-    )
-    after = bits_per_byte(model, text.held_out, setup.seq)
+def _opened(subject: Subject, model: ByteLM, job: Job) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a trained model is made of, and inputs to time its recurrence's forms on."""
     recurrence = _mixer(model).recurrence
-    window = text.held_out[: probe.SPECTRUM_TOKENS].unsqueeze(0)
+    window = job.text.held_out[: probe.SPECTRUM_TOKENS].unsqueeze(0)
     layers = probe.inputs_of_layers(model, window)
-    letters = torch.tensor([list(sentence.encode())])
+    letters = torch.tensor([list(job.sentence.encode())])
     laws = probe.disagreement(recurrence, probe.first(recurrence, layers[0], LAW_TOKENS))
-    worst = max(e for errors in laws.values() for e in errors.values())
-    record = {
-        "name": subject.name,
-        "given": subject.given,
-        "summary": subject.summary,
-        "source": subject.source,
-        "system": str(recurrence),
-        "structure": recurrence.spec.structure,
-        "layer": _layer(subject),
-        "has_convolution": _mixer(model).conv1d is not None,
-        "parameters": {"model": _count(model), "mixer": _count(_mixer(model))},
-        "bits_per_byte": {"before": before, "after": after},
-        "training": {"seconds": seconds, "bits_per_byte": [round(x, 4) for x in curve]},
+    measured = {
         **probe.spectrum(recurrence, layers),
         "kernel": {
-            "sentence": sentence,
+            "sentence": job.sentence,
             "shares": probe.picture_of_kernel(recurrence, probe.inputs_of_layers(model, letters)[0]),
         },
         "state": _states(subject, model),
         "forms": laws,
-        "worst_disagreement": worst,
+        "worst_disagreement": max(e for errors in laws.values() for e in errors.values()),
     }
-    return record, probe.first(recurrence, layers[0], SPEED_TOKENS)
+    return measured, probe.first(recurrence, layers[0], SPEED_TOKENS)
 
 
 def _mixer(model: ByteLM) -> Any:
     return cast(Any, model.blocks[0]).mixer
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def _layer(subject: Subject) -> str:
-    return getattr(subject.make, "__name__", "Layer") if subject.has_module else "Layer"
 
 
 def _states(subject: Subject, model: ByteLM) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import dsf
-from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, machine, pictures
+from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, machine, pictures, recall
+from dsf.analysis.compare.learnt import learning, summary
 from dsf.analysis.probe import MATRIX_TOKENS
 from dsf.analysis.report import (
     Cell,
@@ -54,16 +55,12 @@ WORDS = {
 
 def page(comparison: Comparison) -> Page:
     """The whole report."""
-    records = comparison.mixers
-    colors = dict(zip((r["name"] for r in records), palette(len(records)), strict=True))
-    return _Builder(comparison, records, colors).build()
+    return Builder(comparison).build()
 
 
 def write_pngs(comparison: Comparison, folder: Path) -> list[Path]:
     """Every picture as folder/<picture>.png; returns the paths."""
-    records = comparison.mixers
-    colors = dict(zip((r["name"] for r in records), palette(len(records)), strict=True))
-    builder = _Builder(comparison, records, colors)
+    builder = Builder(comparison)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, drawn in builder.figures().items():
@@ -72,30 +69,43 @@ def write_pngs(comparison: Comparison, folder: Path) -> list[Path]:
     return paths
 
 
-class _Builder:
+class Builder:
     """Puts the page together from records and one colour a mixer."""
 
-    def __init__(self, comparison: Comparison, records: Sequence[Record], colors: Mapping[str, str]) -> None:
-        self.comparison, self.records, self.colors = comparison, records, colors
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self.records: list[Record] = [m.model_dump() for m in comparison.mixers]
+        self.colors = dict(zip((r["name"] for r in self.records), palette(len(self.records)), strict=True))
         self.yardsticks = comparison.text.yardsticks()
-        self.negative = any(r["eigenvalues"]["share_negative"] > 1e-3 for r in records)
+        self.negative = any(r["eigenvalues"]["share_negative"] > 1e-3 for r in self.records)
 
     def figures(self) -> dict[str, Any]:
         """All figures, name -> matplotlib figure."""
         records, colors = self.records, self.colors
         drawn = {
-            "learning": pictures.learning(records, colors, self.yardsticks),
+            "learning": pictures.learning(records, colors, self.yardsticks, self.equal()),
             "curves": pictures.curves(records, colors),
             "half_lives": pictures.half_lives(records, colors),
             "state_here": pictures.state_sizes(records, colors, CONTEXTS, "here"),
             "state_at_paper_width": pictures.state_sizes(records, colors, CONTEXTS, "at_paper_width"),
             "speeds": pictures.speeds(records, colors, FORMS),
         }
+        if any(r["equal"]["recall"] for r in records):
+            drawn["recall"] = pictures.recalled(records, colors, recall.CHANCE, str(recall.GAP))
+        if any(r["equal"]["by_length"] for r in records):
+            drawn["lengths"] = pictures.lengths(records, colors)
         for record in records:
             name = record["name"]
             drawn[f"eigenvalues_{name}"] = pictures.eigenvalue_histogram(record, colors[name], self.negative)
             drawn[f"kernel_{name}"] = pictures.kernel(record, colors[name])
         return drawn
+
+    def equal(self) -> str:
+        """What is equal for all, and how often it was tried, in words."""
+        protocol, apart = self.comparison.protocol, self.comparison.parameters_apart()
+        rates = "rate: the best of " + ", ".join(f"{r:g}" for r in protocol.rates) if len(protocol.rates) > 1 else ""
+        seeds = f"{protocol.seeds} seeds, bars: ± one standard deviation" if protocol.seeds > 1 else "one seed"
+        return "; ".join(filter(None, [f"parameters equal to {max(apart, 0.001):.1%}", seeds, rates]))
 
     def build(self) -> Page:
         """The page with all sections."""
@@ -121,11 +131,11 @@ class _Builder:
         out.section(
             "Summary",
             "One line a mixer; click a heading to sort by it, point at one to see what it means.",
-            self.summary(),
+            summary(self),
             *([self.failures()] if self.comparison.failed else []),
         )
         out.section("How to read this", "Six words are enough for every picture below.", terms(WORDS))
-        self.learning(out)
+        learning(self, out)
         self.memory(out)
         self.attention(out)
         self.state(out)
@@ -134,84 +144,10 @@ class _Builder:
         self.what_was_run(out)
         return out
 
-    def summary(self) -> str:
-        """The first table."""
-        columns = [
-            Column("mixer", "name of the recurrence"),
-            Column("bits/byte after", "on held-out text after training; lower is better", "ascending"),
-            Column("before", "the same before training; 8 is knowing nothing"),
-            Column("half-life", "median over the state, in tokens (bytes)"),
-            Column("never forgotten", "share of the state without any decay"),
-            Column("state", "numbers one layer keeps of the text so far, at 1,024 tokens"),
-            Column("parameters", "of one mixer layer"),
-            Column("fastest form", "tokens per second, one thread"),
-            Column("forms differ by", "worst relative error of any form, output or gradient, in float64"),
-            Column("structure", "of the transition A"),
-        ]
-        ordered = sorted(self.records, key=lambda r: r["bits_per_byte"]["after"])
-        after = [r["bits_per_byte"]["after"] for r in ordered]
-        low, high = 0.0, max(after)  # from zero: a bar twice as long is twice as many bits
-        rows = []
-        for r in ordered:
-            bits, life = r["bits_per_byte"], r["half_life"]
-            form, speed = max(r["tokens_per_second"].items(), key=lambda item: item[1])
-            state = r["state"]["here"][CONTEXTS.index(1024)]
-            color, worst = self.colors[r["name"]], r["worst_disagreement"]
-            share = (bits["after"] - low) / (high - low) if high > low else 0.5
-            rows.append([
-                Cell(r["name"], color=color, note=r["summary"], strong=True),
-                Cell(f"{bits['after']:.3f}", bits["after"], bar=share),
-                Cell(f"{bits['before']:.2f}", bits["before"]),
-                Cell(duration(life["percentiles"]["50"]), life["percentiles"]["50"]),
-                Cell(f"{life['share_never']:.0%}", life["share_never"]),
-                Cell(f"{state:,}", state, note=r["state"]["formula"]),
-                Cell(count(r["parameters"]["mixer"]), r["parameters"]["mixer"]),
-                Cell(f"{count(speed)} ({form})", speed),
-                Cell(f"{worst:.0e}" if worst else "0", worst, strong=worst > LAW),
-                Cell(r["structure"]),
-            ])  # fmt: skip
-        return table(columns, rows)
-
     def failures(self) -> str:
         """Mixers that could not be compared, and why."""
         rows = [[Cell(name), Cell(why)] for name, why in self.comparison.failed.items()]
         return table([Column("failed"), Column("because")], rows)
-
-    def learning(self, out: Page) -> None:
-        """Bits per byte and training curves."""
-        with_conv = [r["name"] for r in self.records if r["has_convolution"]]
-        notes = [
-            "This is no ranking of architectures: seconds of training on one small text cannot give one. It shows that "
-            "each learns, and how fast at this size."
-        ]
-        if with_conv:
-            notes.append(
-                "The model has no position encoding. Mixers whose papers put a short convolution in front "
-                f"({', '.join(with_conv)}) see the last four bytes at once; the others have to find the order of bytes "
-                "through their state alone, in few steps. `dsf compare --bare` takes convolutions and gates away."
-            )
-        out.section(
-            "What they learn",
-            "The same model, seed, text and order of batches for all; only the mixer differs.",
-            grid(
-                [
-                    figure(
-                        self.drawn["learning"],
-                        "Bits per byte after training",
-                        "Further left is better. Dotted lines give the scale: order-0 knows only how frequent each "
-                        "byte is, bzip2 "
-                        "and xz are compressors (xz has read the whole training text, these models a fraction of it).",
-                    ),
-                    figure(
-                        self.drawn["curves"],
-                        "How they got there",
-                        "Training loss, smoothed: a line that drops earlier learns from fewer bytes.",
-                    ),
-                ],
-                480,
-            ),
-            text(*notes),
-        )
 
     def memory(self, out: Page) -> None:
         """Half-lives and eigenvalues."""
@@ -329,7 +265,9 @@ class _Builder:
         blocks = [
             details(
                 f"**{r['name']}**: {r['summary']}",
-                text(f"Source: {r['source']}. Layer: `{r['layer']}`. State: {r['state']['formula']} numbers."),
+                text(
+                    f"Source: {r['source']}. Layer of its paper: `{_paper(r)}`. State: {r['state']['formula']} numbers."
+                ),
                 code(r["system"]),
             )
             for r in self.records
@@ -351,7 +289,10 @@ class _Builder:
             f"{setup.n_heads} heads, d_state {setup.d_state}, headdim {setup.headdim} where a mixer has them"
             + ("; bare mixers, without short convolutions and gates" if setup.bare else ""),
             "Training": f"AdamW, {setup.steps} steps of {setup.batch} × {setup.seq} bytes "
-            f"({setup.steps * setup.batch * setup.seq:,} in all), rate {setup.lr:g}, seed {setup.seed}",
+            f"({setup.steps * setup.batch * setup.seq:,} in all), seeds from {setup.seed} on; {self.equal()}",
+            "Recall": f"{self.comparison.protocol.recall_steps} steps of {recall.ROWS} sequences of their own"
+            if self.comparison.protocol.recall_steps
+            else "not trained",
             "Machine": f"{box['cpu']}, {box['cores']} cores, {box['system']}",
             "Versions": f"dsf {dsf.__version__}, torch {box['torch']}, Python {box['python']}",
             "Time": f"{self.comparison.seconds:.0f} s",
@@ -360,8 +301,12 @@ class _Builder:
             "What was run",
             "Everything needed to repeat it; the same seed gives the same numbers, times apart.",
             terms(rows),
-            details("Setup as data", code("\n".join(f"{k} = {v}" for k, v in asdict(setup).items()))),
+            details("Setup as data", code("\n".join(f"{k} = {v}" for k, v in asdict(setup).items() if v is not None))),
         )
+
+
+def _paper(r: Record) -> str:
+    return r["paper"]["layer"] if r["paper"] else "none trained"
 
 
 def _speed_cell(speeds: Mapping[str, float], form: str) -> Cell:

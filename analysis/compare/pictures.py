@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,41 +18,115 @@ CONTRAST = 0.6  # exponent of shades: below 1 shows faint entries
 LONGEST_LIFE = 1e5  # where half-lives without end are drawn, in tokens
 
 
-def learning(records: Sequence[Record], colors: Colors, yardsticks: Mapping[str, float]) -> Any:
-    """Bits per byte after training, best first, with yardsticks as vertical lines."""
-    ordered = sorted(records, key=lambda r: -r["bits_per_byte"]["after"])
-    figure, axes = new_figure(HALF, 0.25 * len(ordered) + 1.0)
-    after = [r["bits_per_byte"]["after"] for r in ordered]
-    low = min([*after, *yardsticks.values()]) - 0.15
-    high = max([*after, *yardsticks.values()]) + 0.35
+def learning(records: Sequence[Record], colors: Colors, yardsticks: Mapping[str, float], equal: str) -> Any:
+    """Bits per byte after training: a dot at the mean of the seeds, a bar of one spread to each side.
+
+    Full: the same layer for all; hollow: the paper's own. yardsticks: vertical lines. equal: what is equal, in words.
+    """
+    ordered = sorted(records, key=lambda r: -r["equal"]["after"]["mean"])
+    figure, axes = new_figure(HALF, 0.34 * len(ordered) + 1.5)
+    means = [c["after"]["mean"] for r in ordered for c in (r["equal"], r["paper"]) if c is not None]
+    low, high = min([*means, *yardsticks.values()]) - 0.15, max([*means, *yardsticks.values()]) + 0.3
     for place, record in enumerate(ordered):
-        value, color = record["bits_per_byte"]["after"], colors[record["name"]]
-        axes.plot([low, value], [place, place], color=color, lw=1.6, alpha=0.45, solid_capstyle="round")
-        axes.plot(value, place, "o", color=color, ms=7)
-        axes.text(value + 0.018 * (high - low), place, f"{value:.2f}", va="center", fontsize=8)
+        color = colors[record["name"]]
+        _dot(axes, record["equal"]["after"], place, color)
+        if record["paper"] is not None:
+            _dot(axes, record["paper"]["after"], place - 0.24, color, hollow=True)
     for name, value in yardsticks.items():
         axes.axvline(value, color=INK, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
-        axes.text(value, len(ordered) - 0.35, name, ha="center", va="bottom", fontsize=8, alpha=0.8)
-    axes.set_yticks(range(len(ordered)), [r["name"] for r in ordered])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
+        axes.text(value, len(ordered) - 0.35, f" {name}", va="bottom", fontsize=8, alpha=0.8)
+    _rows(axes, [r["name"] for r in ordered])
+    axes.set_ylim(-0.7, len(ordered) + 0.25)
     axes.set_xlim(low, high)
-    axes.set_ylim(-0.6, len(ordered) + 0.25)
-    axes.set_xlabel("bits per byte of held-out text after training (lower is better)")
+    _legend(axes, ordered)
+    axes.set_xlabel("bits per byte of held-out text (lower is better)\n" + "\n".join(textwrap.wrap(equal, 78)))
+    axes.grid(axis="x")
+    return figure
+
+
+def recalled(records: Sequence[Record], colors: Colors, chance: float, trained: str) -> Any:
+    """Share of right answers in the recall task: full at the distance of training, smaller and paler beyond."""
+    ordered = sorted(
+        (r for r in records if r["equal"]["recall"] is not None), key=lambda r: r["equal"]["recall"][trained]["mean"]
+    )
+    figure, axes = new_figure(HALF, 0.34 * len(ordered) + 1.5)
+    for place, record in enumerate(ordered):
+        for number, (gap, found) in enumerate(record["equal"]["recall"].items()):
+            _dot(axes, found, place - 0.2 * number, colors[record["name"]], faint=number, label=gap)
+    axes.axvline(chance, color=INK, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
+    axes.text(chance, len(ordered) - 0.35, " any value told", va="bottom", fontsize=8, alpha=0.8)
+    _rows(axes, [r["name"] for r in ordered])
+    axes.set_ylim(-0.9, len(ordered) + 0.1)
+    axes.set_xlim(-0.03, 1.03)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.set_xlabel("right answers; upper dot: noise as in training;\nbelow: 4 and 16 times as much")
+    axes.grid(axis="x")
+    return figure
+
+
+def lengths(records: Sequence[Record], colors: Colors) -> Any:
+    """Bits per byte of the same bytes against how much text was read before them, from the training length on."""
+    figure, axes = new_figure(HALF, max(3.4, 0.25 * len(records) + 1.0))
+    for record in records:
+        found = record["equal"]["by_length"]
+        axes.errorbar(
+            [int(n) for n in found], [s["mean"] for s in found.values()], [s["spread"] for s in found.values()],
+            color=colors[record["name"]], lw=1.5, marker="o", ms=4, capsize=2,
+        )  # fmt: skip
+    known = [int(n) for n in max((r["equal"]["by_length"] for r in records), key=len)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(known, [f"{n:,}" for n in known])
+    ends = [list(r["equal"]["by_length"].values())[-1]["mean"] for r in records]
+    _name_ends(axes, records, colors, ends, known[-1])
+    axes.set_xlabel("bytes read (the first is the length of training)")
+    axes.set_ylabel("bits per byte")
+    axes.grid(axis="y")
     return figure
 
 
 def curves(records: Sequence[Record], colors: Colors) -> Any:
-    """Training loss of every mixer against steps, smoothed."""
+    """Training loss of every mixer in the equal layer against steps, mean of the seeds, smoothed."""
     figure, axes = new_figure(HALF, max(3.4, 0.25 * len(records) + 1.0))
-    for record in records:
-        values = _smooth(record["training"]["bits_per_byte"])
+    smooth = [_smooth(r["equal"]["curve"]) for r in records]
+    for record, values in zip(records, smooth, strict=True):
         axes.plot(range(1, len(values) + 1), values, color=colors[record["name"]], lw=1.5)
-    _label_ends(axes, records, colors, [_smooth(r["training"]["bits_per_byte"])[-1] for r in records])
+    steps = max(map(len, smooth))
+    axes.set_xlim(1, max(steps, 2))
+    _name_ends(axes, records, colors, [values[-1] for values in smooth], steps)
     axes.set_xlabel("training step")
     axes.set_ylabel("bits per byte")
     axes.grid(axis="y")
     return figure
+
+
+def _dot(
+    axes: Any,
+    spread: Mapping[str, Any],
+    place: float,
+    color: str,
+    hollow: bool = False,
+    faint: int = 0,
+    label: str = "",
+) -> None:
+    """A mean, with a bar of one spread to each side where there are several runs."""
+    width = spread["spread"] if len(spread["each"]) > 1 else None
+    axes.errorbar(
+        spread["mean"], place, xerr=width, fmt="s" if hollow else "o", color=color, ms=(5.5, 4.5, 4)[faint],
+        mfc="none" if hollow else color, capsize=2.5, lw=1.3, alpha=(1, 0.7, 0.5)[faint], gid=label or None,
+    )  # fmt: skip
+
+
+def _rows(axes: Any, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _legend(axes: Any, records: Sequence[Record]) -> None:
+    axes.plot([], [], "o", color=INK, ms=5.5, label="the same layer for all")
+    if any(r["paper"] is not None for r in records):
+        axes.plot([], [], "s", color=INK, ms=5.5, mfc="none", label="the paper's own layer")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=2, frameon=False, fontsize=8)
 
 
 def half_lives(records: Sequence[Record], colors: Colors, unit: str = "tokens (bytes of text)") -> Any:
@@ -236,17 +311,15 @@ def _smooth(values: Sequence[float], share: float = 0.9) -> list[float]:
     return out
 
 
-def _label_ends(axes: Any, records: Sequence[Record], colors: Colors, ends: Sequence[float]) -> None:
-    """Names at the right ends of lines, pushed apart."""
+def _name_ends(axes: Any, records: Sequence[Record], colors: Colors, ends: Sequence[float], at: float) -> None:
+    """Names beside the right ends of lines, pushed apart."""
     low, high = axes.get_ylim()
-    steps = max(len(r["training"]["bits_per_byte"]) for r in records)
-    axes.set_xlim(1, max(steps, 2))
     places = _apart(ends, (high - low) / 19)
     lift = max(0.0, low - min(places))
     for place, end, record in zip([p + lift for p in places], ends, records, strict=True):
         color = colors[record["name"]]
         axes.annotate(
-            record["name"], (steps, end), xytext=(1.035, place), textcoords=axes.get_yaxis_transform(), va="center",
+            record["name"], (at, end), xytext=(1.035, place), textcoords=axes.get_yaxis_transform(), va="center",
             fontsize=8, color=color, annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "alpha": 0.6, "relpos": (0, 0.5)},
         )  # fmt: skip

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsf.analysis._write import whole_text
 from dsf.analysis.report.style import SCRIPT, STYLE
 
 
@@ -157,13 +158,16 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Write the page to path."""
-        path.write_text(self.html(), encoding="utf-8")
+        """Write the page to path, whole or not at all. Raises DsfError where the disk does not take it."""
+        whole_text(path, self.html())
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write data as JSON that any reader takes: inf and nan become null."""
-    path.write_text(json.dumps(finite(data), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write data as JSON that any reader takes (inf and nan become null), whole or not at all.
+
+    Raises DsfError where the disk does not take it.
+    """
+    whole_text(path, json.dumps(finite(data), indent=1, ensure_ascii=False) + "\n")
 
 
 def finite(data: object) -> object:

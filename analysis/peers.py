@@ -4,13 +4,24 @@ Forms that an operator asks for (logarithms of gates, own layouts) are made befo
 the peer nothing; gradients are taken in what it is given.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+Made = tuple[Callable[[], Any], list[Tensor]]  # the call, and what gradients are taken in
+Make = Callable[[Inputs], Made]
+Arguments = Callable[[Inputs], Inputs]
+Step = Callable[[Inputs], Callable[[Tensor], Any]]
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # fla hands its gated delta rule over; here each is measured as itself
 
@@ -19,33 +30,37 @@ class Unfit(Exception):
     """A peer that computes a recurrence, but not of this size."""
 
 
-def leaf(x):
+def leaf(x: Tensor) -> Tensor:
+    """A tensor of its own that gradients are taken in."""
     return x.detach().clone().contiguous().requires_grad_()
 
 
-def heads_first(x):
+def heads_first(x: Tensor) -> Tensor:
+    """[B, T, H, ...] -> [B, H, T, ...], likewise."""
     return leaf(x.transpose(1, 2))
 
 
-def fla(path, arguments):
+def fla(path: str, arguments: Arguments) -> Make:
     """An operator of flash-linear-attention; arguments: inputs by its names, from the recurrence's. q is not scaled."""
 
-    def make(x):
+    def make(x: Inputs) -> Made:
         module, name = path.split(".")
         function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
         given = {name: leaf(t) for name, t in arguments(x).items()}
-        extra = {"normalize": False} if module == "linear_attn" else {}
+        extra: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
         extra |= {"g_gamma": -x["slope"].detach().float()} if "slope" in x else {}
         return lambda: function(**given, scale=1.0, **extra)[0], list(given.values())
 
     return make
 
 
-def plain(x, *names):
+def plain(x: Inputs, *names: str) -> Inputs:
+    """q, k, v and others."""
     return {n: x[n] for n in ("q", "k", "v", *names)}
 
 
-def rwkv7_arguments(x):
+def rwkv7_arguments(x: Inputs) -> Inputs:
+    """RWKV-7's by fla's names."""
     rate = math.exp(-0.5)
     return {
         "r": x["r"], "w": -rate * torch.sigmoid(x["w"]), "k": x["k"], "v": x["v"], "a": -x["kappa"],
@@ -53,7 +68,8 @@ def rwkv7_arguments(x):
     }  # fmt: skip
 
 
-def flash_qla(x):
+def flash_qla(x: Inputs) -> Made:
+    """FlashQLA's gated delta rule."""
     if x["k"].shape[-1] != 128:
         raise Unfit("FlashQLA takes 128 keys and channels")
     function = importlib.import_module("flash_qla").chunk_gated_delta_rule
@@ -61,7 +77,8 @@ def flash_qla(x):
     return lambda: function(**given, scale=1.0)[0], list(given.values())
 
 
-def mlstm_kernels(x):
+def mlstm_kernels(x: Inputs) -> Made:
+    """NX-AI's mLSTM."""
     module = importlib.import_module("mlstm_kernels.torch.chunkwise.triton_xl_chunk.fwbw")
     given = [heads_first(x[n].float() if n in "if" else x[n]) for n in ("q", "k", "v", "i", "f")]
     run = module.mlstm_chunkwise__xl_chunk
@@ -69,7 +86,8 @@ def mlstm_kernels(x):
     return lambda: run(*given, **options).transpose(1, 2), given
 
 
-def mamba_ssm(x):
+def mamba_ssm(x: Inputs) -> Made:
+    """Mamba-2's scan."""
     function = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     names = ("x", "dt", "b", "c", "D", "dt_bias")
     u, dt, b, c, skip, bias = given = [leaf(x[n] if n != "dt_bias" else x[n].float()) for n in names]
@@ -78,17 +96,19 @@ def mamba_ssm(x):
     return lambda: function(u, dt, a, b, c, D=skip, dt_bias=bias, **options), [*given, a]
 
 
-def sdpa(x):
+def sdpa(x: Inputs) -> Made:
+    """torch's fused attention."""
     q, k, v = given = [heads_first(x[n]) for n in "qkv"]
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), given
 
 
-def log_sigmoid(x):
+def log_sigmoid(x: Inputs) -> Tensor:
+    """GLA's log decay."""
     return F.logsigmoid(x["g"]) / 16
 
 
 # who: package to find, {recurrence: operator}
-PEERS = {
+PEERS: dict[str, tuple[str, dict[str, Make]]] = {
     "fla": ("fla", {
         "unnormalized_linear_attention": fla("linear_attn.chunk_linear_attn", plain),
         "scalar_decay": fla("simple_gla.chunk_simple_gla", lambda x: plain(x, "g")),
@@ -108,42 +128,45 @@ PEERS = {
 }  # fmt: skip
 
 
-def peers_of(recurrence):
+def peers_of(recurrence: str) -> list[str]:
     """Names of the peers present that compute a recurrence."""
     return [who for who, (package, table) in PEERS.items() if recurrence in table and importlib.util.find_spec(package)]
 
 
-def operator(who, recurrence, x):
+def operator(who: str, recurrence: str, x: Inputs) -> Made:
     """(call, leaves) of a peer on the inputs of a recurrence. Raises whatever the peer does on import."""
     return PEERS[who][1][recurrence](x)
 
 
-def token(x, *names):
+def token(x: Inputs, *names: str) -> Inputs:
+    """One token with a time axis."""
     return {n: x[n].detach().unsqueeze(1) for n in names}
 
 
-def fla_step(path, arguments):
+def fla_step(path: str, arguments: Arguments) -> Step:
     """fla's recurrent operator on one token; it returns a new state."""
 
-    def make(x):
+    def make(x: Inputs) -> Callable[[Tensor], Any]:
         module, name = path.split(".")
         function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
         given = {name: t.contiguous() for name, t in arguments(x).items()}
-        extra = {"normalize": False} if module == "linear_attn" else {}
+        extra: dict[str, Any] = {"normalize": False} if module == "linear_attn" else {}
         extra |= {"g_gamma": -x["slope"].float()} if "slope" in x else {}
         return lambda state: function(**given, scale=1.0, initial_state=state, output_final_state=True, **extra)
 
     return make
 
 
-def mlstm_step(x):
+def mlstm_step(x: Inputs) -> Callable[[Tensor], Any]:
+    """NX-AI's mLSTM, one token."""
     step = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step").mlstm_recurrent_step__triton
     q, k, v, i, f = (x[n] for n in ("q", "k", "v", "i", "f"))
     norm, top = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(i[..., None], dtype=torch.float32)
     return lambda state: step(q, k, v, i[..., None], f[..., None], state, norm, top)
 
 
-def mamba_step(x):
+def mamba_step(x: Inputs) -> Callable[[Tensor], Any]:
+    """Mamba-2, one token."""
     update = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
     u, heads, p, n = x["x"], *x["x"].shape[1:], x["b"].shape[-1]
     dt, bias, skip = (t[..., None].expand(*t.shape, p) for t in (x["dt"], x["dt_bias"], x["D"]))
@@ -151,12 +174,13 @@ def mamba_step(x):
     return lambda state: update(state.view(-1, heads, p, n), u, dt, a, x["b"], x["c"], skip, None, bias, True)
 
 
-def decoded(x):
+def decoded(x: Inputs) -> Inputs:
+    """q, k, v of one token."""
     return token(x, "q", "k", "v")
 
 
 # recurrence: (who, step of a state [B, H, N, P])
-STEPS = {
+STEPS: dict[str, tuple[str, Step]] = {
     "unnormalized_linear_attention": ("fla", fla_step("linear_attn.fused_recurrent_linear_attn", decoded)),
     "retnet": ("fla", fla_step("simple_gla.fused_recurrent_simple_gla", decoded)),
     "gla": ("fla", fla_step("gla.fused_recurrent_gla", lambda x: decoded(x) | {"gk": log_sigmoid(x).unsqueeze(1)})),
@@ -173,7 +197,7 @@ STEPS = {
 }  # fmt: skip
 
 
-def step_of(recurrence):
+def step_of(recurrence: str) -> tuple[str, Step | None]:
     """(who, make) of the peer that decodes a recurrence, make None where it is not present."""
     who, make = STEPS.get(recurrence, ("", None))
     present = make is not None and importlib.util.find_spec(PEERS[who][0]) is not None

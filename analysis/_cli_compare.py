@@ -1,0 +1,205 @@
+"""The command `dsf compare`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dsf.analysis import _cli_analyze
+from dsf.analysis.subjects import FAMILIES, FEW, find_all, with_modules
+from dsf.analysis.training import Setup
+from dsf.language.errors import InputError
+from dsf.mixers import ZOO
+
+LAW_BROKEN = 1
+FAILED = "dsf: {} failed: {}"
+RATES = "2e-3,6e-3,1.8e-2"
+QUICK = {"steps": 120, "recall": 300}  # of each run, without names or options, so that it ends within minutes
+LONG = {"steps": 400, "recall": 600}  # --thorough
+_NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
+
+
+def compare(
+    subjects: Annotated[list[str] | None, typer.Argument(metavar="[NAME|FILE.py:FUNCTION]...", help=_NAME)] = None,
+    mixers: Annotated[str | None, typer.Option(help="names with commas between; zoo or all: every mixer")] = None,
+    text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
+    out: Annotated[Path, typer.Option(help="folder for compare.html and compare.json")] = Path("report"),
+    thorough: Annotated[bool, typer.Option("--thorough", help="more mixers (18 without names) and steps")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run: 120, thorough 400")] = None,
+    recall: Annotated[int | None, typer.Option(min=0, help="steps of the recall task, 0: without it")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each layer")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="of weights and batches of the first run")] = Setup.seed,
+    rates: Annotated[str, typer.Option(help="learning rates with commas; the best in a short run is taken")] = RATES,
+    papers: Annotated[bool, typer.Option(help="train the paper's own layer too, as a second column")] = True,
+    bare: Annotated[bool, typer.Option(help="layers without short convolutions and gates")] = False,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=VALUE,...", help="d_model, layers, n_heads, d_state, headdim, batch, seq"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda, where models are trained")] = "cpu",
+    save_weights: Annotated[bool, typer.Option("--save-weights", help="keep every model, in --out/weights")] = False,
+    png: Annotated[bool, typer.Option(help="write every picture as PNG too")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="layers trained side by side (two at most)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """Train mixers in one tiny language model on real text and write a report: what they learn, keep, look at, cost."""
+    from dsf.analysis.report.figures import require_matplotlib
+    from dsf.analysis.text import load_text
+
+    require_matplotlib()
+    given = chosen(mixers, subjects or [], FAMILIES if thorough else FEW)
+    find_all(given)
+    usual = LONG if thorough else QUICK
+    setup = _setup(size, steps=steps or usual["steps"], seed=seed, bare=bare, device=_device(device))
+    corpus = load_text(text)
+    _cli_analyze.folder(out, "--out")
+    from dsf.analysis import compare as engine
+    from dsf.analysis.compare.page import page, write_pngs
+    from dsf.analysis.report import finite, write_json
+
+    kept = _cli_analyze.folder(out / "weights", "--save-weights") if save_weights else None
+    recalled = usual["recall"] if recall is None else recall
+    protocol = engine.Protocol(seeds, _rates(rates), recall_steps=recalled, papers=papers, keep=kept)
+    with Bars() as bars:
+        result = engine.compare(given, corpus, setup, bars.report, workers, protocol)
+    data = result.to_dict()
+    write_json(out / "compare.json", data)
+    page(result).write(out / "compare.html")
+    pictures = write_pngs(result, out / "pictures") if png and result.mixers else []
+    for name, why in result.failed.items():
+        typer.echo(FAILED.format(name, why), err=True)
+    if as_json:
+        json: Any = importlib.import_module("json")
+        typer.echo(json.dumps(finite(data), indent=1, ensure_ascii=False))
+    else:
+        if result.mixers:
+            _cli_analyze.console().print(summary(result))
+        typer.echo(f"wrote {out / 'compare.html'} and {out / 'compare.json'}")
+        if pictures:
+            typer.echo(f"wrote {len(pictures)} pictures to {out / 'pictures'}")
+        if kept is not None:
+            typer.echo(f"wrote {sum(len(c.weights) for m in result.mixers for c in m.columns)} models to {kept}")
+    if result.failed or result.worst() > engine.LAW:
+        raise typer.Exit(LAW_BROKEN)
+
+
+def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) -> list[str]:
+    """What is compared: --mixers and the subjects named; `otherwise` when neither is given."""
+    if mixers is None:
+        return subjects or list(otherwise)
+    groups = {"zoo": with_modules(), "all": [entry.name for entry in ZOO]}
+    names = groups.get(mixers) or [name.strip() for name in mixers.split(",") if name.strip()]
+    if not names:
+        raise InputError("--mixers names no mixer; write names with commas between, zoo or all")
+    return [*names, *(s for s in subjects if s not in names)]
+
+
+def _setup(size: str | None, **options: Any) -> Setup:
+    """The setup of these options, its sizes from NAME=VALUE,... Raises InputError."""
+    known = [
+        f.name
+        for f in fields(Setup)
+        if f.name in ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq")
+    ]
+    sizes: dict[str, int] = {}
+    for part in filter(None, (x.strip() for x in (size or "").split(","))):
+        name, _, value = (x.strip() for x in part.partition("="))
+        if name not in known or not value.isdigit() or int(value) < 1:
+            raise InputError(f"--size {part!r}: expected NAME=VALUE with a positive number, NAME of {', '.join(known)}")
+        sizes[name] = int(value)
+    if sizes.keys() & {"d_model", "n_heads"}:  # heads share the width, unless told
+        width = sizes.get("d_model", Setup.d_model) // sizes.get("n_heads", Setup.n_heads)
+        sizes = {"d_state": max(1, width), "headdim": max(1, width), **sizes}
+    return Setup(**{**options, **sizes})
+
+
+def _rates(given: str) -> tuple[float, ...]:
+    """Learning rates from text. Raises InputError."""
+    try:
+        found = tuple(float(x) for x in given.split(",") if x.strip())
+    except ValueError:
+        found = ()
+    if not found or not all(0 < x < 1e6 for x in found) or len(set(found)) < len(found):
+        raise InputError(f"--rates {given!r}: expected different positive numbers with commas between, such as {RATES}")
+    return found
+
+
+def _device(given: str) -> str:
+    """The device. Raises InputError where there is none of that kind."""
+    import torch
+
+    if given.partition(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"--device {given!r}: expected cpu or cuda")
+    if given != "cpu" and not torch.cuda.is_available():
+        raise InputError(f"--device {given}: there is no CUDA GPU here; `dsf doctor` says what there is")
+    return given
+
+
+class Bars:
+    """Progress on stderr: bars on a terminal, a line for each finished layer everywhere."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+        )  # fmt: skip
+        self.tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def report(self, name: str, step: int, steps: int, bits: float) -> None:
+        """Step `step` of a layer is done."""
+        if name not in self.tasks:
+            self.tasks[name] = self.progress.add_task(name, total=steps)
+        self.progress.update(self.tasks[name], completed=step)
+        if step == steps:
+            self.finished += 1
+            self.progress.update(self.tasks[name], visible=False)
+            self.progress.console.print(f"{self.finished:>3} trained: {name}", highlight=False)
+
+
+def summary(result: Any) -> Table:
+    """One line a mixer, in the order given."""
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for label in ("mixer", "bits/byte", "paper's layer", "recall", "half-life", "tokens/s", "forms to"):
+        found.add_column(label, justify="left" if label == "mixer" else "right", no_wrap=True)
+    from dsf.analysis.compare import recall
+    from dsf.analysis.report import count, duration
+
+    for r in result.mixers:
+        right = "–" if r.equal.recall is None else f"{r.equal.recall[str(recall.GAP)].mean:.0%}"
+        found.add_row(
+            r.name,
+            with_spread(r.equal.after),
+            "–" if r.paper is None else with_spread(r.paper.after),
+            right,
+            duration(r.half_life["percentiles"]["50"]),
+            count(max(r.tokens_per_second.values())),
+            f"{r.worst_disagreement:.0e}",
+        )
+    return found
+
+
+def with_spread(spread: Any) -> str:
+    """A mean and its spread: 2.71 ± 0.02."""
+    return f"{spread.mean:.3f} ± {spread.spread:.3f}" if len(spread.each) > 1 else f"{spread.mean:.3f}"
+
+
+def register(app: typer.Typer, one_line_errors: Callable[[Any], Any]) -> None:
+    """Add the command to the application."""
+    app.command()(one_line_errors(compare))

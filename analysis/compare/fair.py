@@ -1,0 +1,220 @@
+"""What makes a comparison fair: equal layers and parameters, a rate for each, several seeds, tasks beside text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dsf.analysis._write import whole
+from dsf.analysis.compare import recall
+from dsf.analysis.compare.records import Kind, Learnt, Spread
+from dsf.analysis.subjects import Subject, find
+from dsf.analysis.text import Text
+from dsf.analysis.training import ByteLM, Setup, bits_per_byte, fit, loss_on, make_model, train
+from dsf.language.errors import InputError
+from dsf.mixers import Mixer
+from dsf.mixers.layer import Layer
+from dsf.mixers.softmax_attention import softmax_attention
+
+TIMES = (1, 2, 4, 8)  # lengths of text that are tried, in training lengths
+LARGEST_GAP = 0.02  # by which parameters may differ
+SAMPLE = 240  # bytes of generated text
+Make = Callable[..., Mixer]
+Tell = Callable[[int, float], None]  # (steps done, bits)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How often and with what each mixer is trained.
+
+    seeds: models of each layer, from setup.seed on. rates: learning rates tried; of one alone nothing is tried.
+    trial_steps, recall_steps: of a trial and of the recall task; 0: a quarter of setup.steps, and no such task.
+    papers: whether the paper's own layer is trained too. keep: folder for the weights, or None.
+    """
+
+    seeds: int = 3
+    rates: tuple[float, ...] = (2e-3, 6e-3, 1.8e-2)
+    trial_steps: int = 0
+    recall_steps: int = 0
+    papers: bool = True
+    keep: Path | None = None
+
+    def trial(self, setup: Setup) -> int:
+        """Steps of a trial."""
+        return self.trial_steps or max(1, setup.steps // 4)
+
+    def steps(self, setup: Setup, kind: Kind) -> int:
+        """Steps of one layer in all."""
+        trials = len(self.rates) * self.trial(setup) if len(self.rates) > 1 else 0
+        return trials + self.seeds * (setup.steps + (self.recall_steps if kind == "equal" else 0))
+
+
+def maker(subject: Subject, kind: Kind) -> Make:
+    """The layer's constructor: the same one around every recurrence, or the paper's."""
+    return subject.make if kind == "paper" else partial(Layer, subject.recurrence)
+
+
+def kinds(subject: Subject, protocol: Protocol) -> list[Kind]:
+    """The layers that are trained."""
+    return ["equal", "paper"] if protocol.papers and subject.has_module else ["equal"]
+
+
+def count(make: Make, setup: Setup) -> int:
+    """Parameters of a model, made without memory."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in ByteLM(make, setup).parameters())
+
+
+def matched(makes: Sequence[Make], setup: Setup) -> list[Setup]:
+    """Setups whose MLPs are as wide as it takes for all models to have equal parameters, to LARGEST_GAP.
+
+    The goal is softmax attention in its equal layer with an MLP of 2 · d_model, or more where a layer is so large that
+    its MLP would be narrower than d_model / 2. Raises InputError for a model so small that no width comes near.
+    """
+    goal = count(partial(Layer, softmax_attention), setup)
+    least = max(1, setup.d_model // 2)
+    at_least = [count(make, replace(setup, hidden=least)) for make in makes]
+    goal = max(goal, *at_least)
+    slope = setup.layers * (2 * setup.d_model + 1)
+    setups = [replace(setup, hidden=least + round((goal - size) / slope)) for size in at_least]
+    for make, own in zip(makes, setups, strict=True):
+        if abs(count(make, own) / goal - 1) > LARGEST_GAP / 2:
+            raise InputError(f"d_model {setup.d_model} is so small that no MLP makes the parameters equal to 2 %")
+    return setups
+
+
+def learn(
+    subject: Subject, kind: Kind, text: Text, setup: Setup, protocol: Protocol, tell: Tell
+) -> tuple[Learnt, ByteLM]:
+    """Train one layer of a mixer by the protocol; returns what came out and the first seed's model.
+
+    Raises DsfError when a loss stops being finite.
+    """
+    make = maker(subject, kind)
+    done = 0
+
+    def advance(step: int, bits: float) -> None:
+        tell(done + step, bits)
+
+    trials: dict[str, float] = {}
+    if len(protocol.rates) > 1:
+        for rate in protocol.rates:
+            trials[f"{rate:g}"] = _trial(make, text, replace(setup, lr=rate, steps=protocol.trial(setup)), advance)
+            done += protocol.trial(setup)
+    rate = min(protocol.rates, key=lambda r: trials.get(f"{r:g}", 0.0))
+    models, runs = [], []
+    for number in range(protocol.seeds):
+        own = replace(setup, lr=rate, seed=setup.seed + number)
+        model = make_model(make, own)
+        before = bits_per_byte(model, text.held_out, setup.seq) if not number else None
+        curve, seconds = train(model, text, own, advance)
+        done += setup.steps
+        found: dict[str, Any] = {"before": before, "curve": curve, "seconds": seconds}
+        found["after"] = bits_per_byte(model, text.held_out, setup.seq)
+        found["by_length"] = by_length(model, text.held_out, setup.seq)
+        if protocol.recall_steps and kind == "equal":
+            found["recall"] = _recall(make, replace(own, steps=protocol.recall_steps), advance)
+            done += protocol.recall_steps
+        runs.append(found)
+        models.append(model if not number or protocol.keep else None)
+        if protocol.keep is not None:
+            found["weights"] = keep(model, subject, kind, own, protocol.keep)
+    first = models[0]
+    assert first is not None
+    mixer = cast(Any, first.blocks[0]).mixer
+    return Learnt(
+        kind=kind,
+        layer=_name(make),
+        has_convolution=mixer.conv1d is not None,
+        parameters={"model": _count(first), "mixer": _count(mixer)},
+        hidden=setup.hidden or 2 * setup.d_model,
+        rates=trials,
+        rate=rate,
+        before=runs[0]["before"],
+        after=Spread.of([r["after"] for r in runs]),
+        by_length=_together([r["by_length"] for r in runs]),
+        recall=_together([r["recall"] for r in runs]) if "recall" in runs[0] else None,
+        curve=[round(statistics.fmean(x), 4) for x in zip(*(r["curve"] for r in runs), strict=True)],
+        seconds=sum(r["seconds"] for r in runs),
+        sample=sample(first, text),
+        weights=[r["weights"] for r in runs if "weights" in r],
+    ), first
+
+
+def _trial(make: Make, text: Text, setup: Setup, tell: Tell) -> float:
+    """Training bits per byte over the last quarter of a trial; infinite where it went astray. Its seed is no run's."""
+    own = replace(setup, seed=setup.seed + 1000)
+    try:
+        curve, _ = train(make_model(make, own), text, own, tell)
+    except (ArithmeticError, RuntimeError, ValueError):
+        return float("inf")
+    return statistics.fmean(curve[-max(1, len(curve) // 4) :])
+
+
+def _recall(make: Make, setup: Setup, tell: Tell) -> dict[str, float]:
+    """Accuracy of a new model that is trained on `recall` alone."""
+    model = make_model(make, setup)
+    device = model.embedding.weight.device
+    fit(model, lambda generator: recall.loss(model, recall.sequences(generator).to(device)), setup, tell)
+    return recall.accuracy(model, device)
+
+
+@torch.no_grad()
+def by_length(model: ByteLM, data: Tensor, seq: int, windows: int = 24) -> dict[str, float]:
+    """Bits per byte of the same bytes, with seq, 2 seq, 4 seq, ... bytes read up to them; lengths that data has.
+
+    What is predicted are the last seq / 2 bytes of every window.
+    """
+    lengths = [n for n in (seq * times for times in TIMES) if n < len(data)]
+    if not lengths:
+        return {}
+    ends = torch.linspace(lengths[-1], len(data) - 1, windows).long().unique().unsqueeze(1)
+    found = {}
+    for length in lengths:
+        cut = data[ends - length + torch.arange(length + 1)]
+        parts = cut.split(8)
+        total = sum(loss_on(model, part, max(1, seq // 2)).item() * len(part) for part in parts)
+        found[str(length)] = total / len(cut) / torch.tensor(2.0).log().item()
+    return found
+
+
+def sample(model: ByteLM, text: Text) -> str:
+    """What the model writes after the first held-out sentence."""
+    return model.generate(text.sentence().encode(), SAMPLE).decode("utf-8", errors="replace")
+
+
+def keep(model: ByteLM, subject: Subject, kind: Kind, setup: Setup, folder: Path) -> str:
+    """Write a model's weights, and what it takes to make it again (`load`); returns the path."""
+    path = folder / f"{subject.name}-{kind}-{setup.seed}.pt"
+    data = {"given": subject.given, "kind": kind, "setup": asdict(setup), "weights": model.state_dict()}
+    whole(path, lambda other: torch.save(data, other))
+    return str(path)
+
+
+def load(path: Path) -> ByteLM:
+    """The model in a file that `dsf compare --save-weights` wrote. Raises InputError for another file."""
+    data = torch.load(path, weights_only=True, map_location="cpu")
+    if not isinstance(data, dict) or {"given", "kind", "setup", "weights"} - data.keys():
+        raise InputError(f"{path} is no file of dsf compare --save-weights")
+    model = make_model(maker(find(data["given"]), data["kind"]), Setup(**{**data["setup"], "device": "cpu"}))
+    model.load_state_dict(data["weights"])
+    return model
+
+
+def _together(runs: Sequence[dict[str, float]]) -> dict[str, Spread]:
+    return {key: Spread.of([run[key] for run in runs]) for key in runs[0]}
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _name(make: Make) -> str:
+    return getattr(make, "__name__", None) or str(cast(Any, make).func.__name__)
