@@ -106,12 +106,13 @@ def summary(analysis: Analysis) -> Table:
 
 
 def verdict(analysis: Analysis) -> list[str]:
-    """What was converted and left alone, in lines."""
+    """What was converted, found of each layer, and left alone, in lines."""
     found = analysis.data["conversion"]
     lines = [
         f"{analysis.data['model']['class']}: {len(found['layers'])} mixers ran as recurrences on "
         f"{analysis.data['text']['tokens']} tokens; outputs moved by {found['deviation']:.1g} of their range"
     ]
+    lines += [run["found"] for run in analysis.data["runs"]]
     return lines + [f"left alone: {x['name'] or 'the model'} ({x['type']}): {x['why']}" for x in found["left_alone"]]
 
 

@@ -22,6 +22,7 @@ from dsf.analysis import measures
 from dsf.analysis import models as loading
 from dsf.analysis._cli_app import app
 from dsf.analysis.analyze import Choice, analyze, anatomy
+from dsf.analysis.analyze.found import in_a_sentence
 from dsf.analysis.analyze.page import Report
 from dsf.analysis.models import load_model
 from dsf.analysis.pretrained import EmptyTextError, Pretrained
@@ -88,6 +89,43 @@ def test_a_saved_model_becomes_a_page_data_and_pictures(analysed):
     pictures = {p.name for p in (out.parent / "png").iterdir()}
     assert {"maps.png", "map_0_S6.png", "map_1_softmax.png", "half_lives.png", "tokens_write.png"} <= pictures
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (out.parent / "png").iterdir())
+
+
+def test_every_layer_gets_one_sentence(analysed):
+    out, result, data = analysed
+    html = out.read_text(encoding="utf-8")
+    for run in data["runs"]:
+        assert run["found"].startswith(run["name"] + " ") and run["found"].count(". ") == 0
+        assert run["found"].split(" (")[0] in html
+        assert run["found"] in result.stdout
+    assert "keeps every key and value" in next(r["found"] for r in data["runs"] if r["kind"] == "softmax")
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (
+            {"half_life": {"percentiles": {"10": 2.0, "50": 5.0, "90": 400.0}, "share_never": 0.0}, "distance": 9.6,
+             "effective_state_size": {"entropy": 3.21, "tolerance": 4}},
+            "3 X has forgotten half after 5 tokens (a tenth of its state lasts 400 tokens), looks 10 tokens back on "
+            "average and uses about 3.2 of 16 state entries a channel.",
+        ),
+        (
+            {"half_life": {"percentiles": {"10": 0.1, "50": 0.2, "90": 0.4}, "share_never": 0.0}, "distance": 0.7},
+            "3 X forgets within a token and looks at the newest tokens only.",
+        ),
+        (
+            {"half_life": {"percentiles": dict.fromkeys(("10", "50", "90"), float("inf")), "share_never": 1.0},
+             "distance": 24.0, "heads": [{"distance": 1.0}, {"distance": 30.0}],
+             "eigenvalues": {"share_negative": 0.25}},
+            "3 X forgets nothing and looks 24 tokens back on average, at all of them nearly alike; its heads differ, "
+            "from 1 to 30 tokens back; 25% of its eigenvalues are negative, which flips what is stored.",
+        ),
+        ({"kind": "softmax", "window": 64}, "3 X keeps the last 64 tokens as they were."),
+    ],
+)  # fmt: skip
+def test_sentences_say_what_the_numbers_say(run, expected):
+    assert in_a_sentence({"name": "3 X", "kind": "own", "N": 16, "causal": True, **run}, 100) == expected
 
 
 def test_the_page_loads_nothing_and_says_no_nan(analysed):

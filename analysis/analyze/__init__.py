@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf.analysis.analyze import anatomy
+from dsf.analysis.analyze.found import in_a_sentence
 from dsf.analysis.compare import CONTEXTS, machine
 from dsf.analysis.convert import Converted, Layer, convert
 from dsf.analysis.measures import costs, parameter_count
@@ -99,6 +100,8 @@ def analyze(
             with _timed(seconds, "sentence", tell, STEPS[3]):
                 found.over(model, sentence, converted, anatomy.of_sentence, STEPS[3])
             runs, maps = found.finish()
+            for run in runs:
+                run["found"] = in_a_sentence(run, min(anatomy.WINDOW, ids.shape[1]))
             data = {
                 "schema": SCHEMA,
                 "dsf": dsf.__version__,

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsf.analysis.analyze import LAW, Analysis, pictures, tables
 from dsf.analysis.analyze.anatomy import CHANNELS, EPS, POINTS
+from dsf.analysis.analyze.found import map_words, spectrum_words
 from dsf.analysis.compare import pictures as compare_pictures
 from dsf.analysis.compare.page import WORDS
 from dsf.analysis.report import (
@@ -140,6 +141,7 @@ class Report:
         out.section(
             "Layer by layer",
             "One line a mixer; click a heading to sort by it, point at one to see what it means.",
+            text(*(run["found"] for run in self.runs)),
             tables.layers(self.data, self.colors),
             details(
                 f"Head by head ({sum(len(r['heads']) for r in self.runs)} lines)", tables.heads(self.data, self.colors)
@@ -151,9 +153,7 @@ class Report:
         shown = [self.runs[i] for i in pictures.spread(len(self.runs), FEW)]
         folded = [run for run in self.runs if run not in shown]
         maps = {
-            run["name"]: figure(
-                self.drawn[f"map {run['name']}"], run["name"], _map_words(run), self.colors[run["name"]]
-            )
+            run["name"]: figure(self.drawn[f"map {run['name']}"], run["name"], map_words(run), self.colors[run["name"]])
             for run in self.runs
         }
         most = pictures.MOST_HEADS, pictures.MOST_LAYERS
@@ -226,7 +226,7 @@ class Report:
             )
         if "eigenvalues" in self.drawn:
             histograms = [
-                figure(self.drawn[f"eigenvalues {r['name']}"], r["name"], _spectrum_words(r), self.colors[r["name"]])
+                figure(self.drawn[f"eigenvalues {r['name']}"], r["name"], spectrum_words(r), self.colors[r["name"]])
                 for r in self.having("eigenvalues")
             ]
             blocks += [
@@ -379,24 +379,6 @@ class Report:
 
 def _size_by(which: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda head: head.get("effective_state_size", {}).get(which)
-
-
-def _map_words(run: Run) -> str:
-    parts = []
-    if "distance" in run:
-        parts.append(f"looks {run['distance']:.3g} tokens back on the text")
-    if "half_life" in run and run["half_life"]["share_never"] < 1:
-        parts.append(f"half-life {duration(run['half_life']['percentiles']['50'])}")
-    rows = run["shares"][1:]
-    first = sum(row[0] for row in rows) / len(rows)
-    if first > 0.25:
-        parts.append(f"{first:.0%} of it at the first token")
-    return "; ".join(parts)
-
-
-def _spectrum_words(run: Run) -> str:
-    low, middle, high = (run["eigenvalues"]["percentiles"][q] for q in ("10", "50", "90"))
-    return f"median {middle:.2f}, 80 % between {low:.2f} and {high:.2f}"
 
 
 def _file_name(name: str) -> str:

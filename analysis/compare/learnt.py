@@ -132,4 +132,4 @@ def _tried(learnt: Record) -> str:
 
 def _readable(sample: str) -> str:
     """A sample without bytes that are no letters."""
-    return "".join(c if c == "\n" or c.isprintable() and c != "\ufffd" else "·" for c in sample)
+    return "".join(c if c == "\n" or (c.isprintable() and c != "\ufffd") else "·" for c in sample)
