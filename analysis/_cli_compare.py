@@ -156,8 +156,7 @@ class Bars:
         self.tasks: dict[str, Any] = {}
 
     def __enter__(self) -> Bars:
-        self.progress.start()
-        return self
+        return self  # nothing is shown before something is trained: errors stand alone
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
@@ -165,6 +164,7 @@ class Bars:
     def report(self, name: str, step: int, steps: int, bits: float) -> None:
         """Step `step` of a layer is done."""
         if name not in self.tasks:
+            self.progress.start()
             self.tasks[name] = self.progress.add_task(name, total=steps)
         self.progress.update(self.tasks[name], completed=step)
         if step == steps:
