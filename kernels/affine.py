@@ -134,7 +134,7 @@ class Frame:
         """M S on plain columns, M not in logarithms."""
         if move is None:
             return state
-        return move @ state if self.kind == "dense" else state * self.wide(move)
+        return exact_product(move, state) if self.kind == "dense" else state * self.wide(move)
 
     def back(self, move: Tensor | None, g: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """Mᵀ G: from the gradient of the stored state after a shard to that of the one before it; plain columns.
@@ -143,7 +143,7 @@ class Frame:
         """
         if self.kind == "dense":
             assert move is not None
-            g = move.transpose(-1, -2) @ g
+            g = exact_product(move.transpose(-1, -2), g)
         elif self.kind == "scale":
             assert move is not None
             if self.gain:
@@ -157,7 +157,7 @@ class Frame:
         if later is None or earlier is None:
             return None
         if self.kind == "dense":
-            return later @ earlier
+            return exact_product(later, earlier)
         if not self.gain:
             return later * earlier
         if not self.signed:
@@ -180,6 +180,13 @@ class Frame:
         if not self.move_numbers:
             return written, None
         return written, row[..., self.state_numbers :].unflatten(-1, self.move_shape)
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of float32 maps, which are folded without losing digits also where torch may multiply in tf32."""
+    if a.is_cuda and a.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return (a.double() @ b.double()).float()
+    return a @ b
 
 
 Moves = Sequence[Tensor | None]

@@ -9,7 +9,6 @@ through a map, a fold or a collective.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
@@ -27,12 +26,13 @@ from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
+from dsf.parallel import fused
 from dsf.parallel.collectives import Request, Sum
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
 from dsf.parallel.layout import Packing
-from dsf.parallel.rank import Rank
-from dsf.parallel.summary import summary_of
+from dsf.parallel.rank import Rank, no_autocast
+from dsf.parallel.summary import hollow, summary_of
 from dsf.parallel.world import Sequence, Simulated, World, world_of
 
 
@@ -42,7 +42,7 @@ class Job:
 
     world: World
     exchange: Exchange
-    ranks: list[Rank]
+    ranks: Several[Rank]
     return_state: bool
 
     def enter(self) -> list[Any]:
@@ -58,6 +58,10 @@ class Job:
         """Every rank's G of its slots; the ranks hold dy and starts."""
         with guard.unwatched():
             return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
+
+    def again(self, ranks: Several[Rank]) -> Job:
+        """The same of ranks that hold what backward needs."""
+        return Job(self.world, self.exchange, ranks, self.return_state)
 
     def _leaving(
         self, rank: Rank, kept: Several[Tensor], dfinal: Tensor | None
@@ -81,13 +85,14 @@ class Leave(torch.autograd.Function):
     def forward(ctx: Any, job: Job, counts: list[list[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
         """(y of every rank, then the final states of every rank where they are asked for)."""
         groups = _grouped(tensors, counts)
-        ctx.job, ctx.counts = job, counts
+        ctx.counts = counts
         lasts = [g[0][1] for g in groups]
         gains = [rank.frame.gain_of(last) for rank, last in zip(job.ranks, lasts, strict=True)]
         saved = [x for (_, starts, after, kept, given) in groups for x in (*starts, *after, *kept, *given)]
         ctx.save_for_backward(*gains, *saved)
         ys = [g[0][0].view_as(g[0][0]) for g in groups]
         finals = job.finals(lasts) if job.return_state else []
+        ctx.job = job.again([replace(rank, summary=hollow(rank.summary), initial=None) for rank in job.ranks])
         return (*ys, *finals)
 
     @staticmethod
@@ -109,9 +114,8 @@ class Leave(torch.autograd.Function):
                 rank.summary.recurrence, _with(bound, tensors), rank.summary.form, rank.summary.backend
             )
             ranks.append(Rank(rank.rank, rank.layout, summary, rank.packing, None, list(starts), dy))
-        with _no_autocast(dys[0]):
-            again = Job(job.world, job.exchange, ranks, job.return_state)
-            found = again.leave([kept for _, _, kept, _ in groups], dfinals)
+        with no_autocast(dys[0]):
+            found = job.again(ranks).leave([kept for _, _, kept, _ in groups], dfinals)
         out: list[Tensor | None] = []
         for rank, g, (_, after, _, given), gain, dy, counts in zip(
             ranks, found, groups, gains, dys, ctx.counts, strict=True
@@ -139,13 +143,6 @@ def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[li
     return found
 
 
-def _no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
-    device = like.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
 # -- the call
 
 
@@ -169,12 +166,12 @@ def call(
         bounds = None if bounds is None else flipped_bounds(bounds)
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
     compare_ranks(spec, world, given, state)
-    with _no_autocast(next(iter(given.values()))):
+    with no_autocast(next(iter(given.values()))):
         if spec.is_softmax:
             from dsf.parallel.softmax import attend
 
-            bounds_of = [_bind(recurrence, s, form, backend) for s in shards]
-            found = attend(recurrence, world, bounds_of, state, bounds, form)
+            bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
+            found = attend(recurrence, world, bound_of, state, bounds, form)
         else:
             found = _run(recurrence, world, shards, state, bounds, return_state, form, backend)
     ys, finals = [y for y, _ in found], [s for _, s in found]
@@ -191,28 +188,31 @@ def _run(
     return_state: bool, form: str, backend: str,
 ) -> list[tuple[Tensor, Any]]:  # fmt: skip
     spec = recurrence.spec
-    ranks: list[Rank] = []
     packed = None if bounds is None else world.packing(bounds)
-    for number, tensors in zip(world.here, shards, strict=True):
-        bound = _bind(recurrence, tensors, form, backend)
+    bound_of = [_bind(recurrence, tensors, form, backend) for tensors in shards]
+    for number, (bound, _) in zip(world.here, bound_of, strict=True):
         _check(spec, world, number, bound, packed)
-        summary = summary_of(recurrence, bound, form, backend)
-        if state is not None:
-            rows = bound.sizes.batch if packed is None else packed.sequences
-            frame = summary.frame
-            check_state(spec, state, (rows, bound.sizes.heads, frame.n, frame.total), bound)
-        ranks.append(Rank(number, world.layout, summary, packed, None if state is None else state.detach()))
-    first = ranks[0].summary
+    summaries = [summary_of(recurrence, bound, form, backend) for bound, _ in bound_of]
+    first = summaries[0]
+    if state is not None:
+        for summary in summaries:
+            rows = summary.sizes.batch if packed is None else packed.sequences
+            check_state(spec, state, (rows, summary.sizes.heads, first.frame.n, first.frame.total), summary.bound)
     width = first.bound.compute.itemsize
     choice = world.choice(first.frame, first.sizes.batch * first.sizes.heads, width)
-    job = Job(world, exchange_of(choice.name, world.nodes), ranks, return_state)
+    job = Job(world, exchange_of(choice.name, world.nodes), [], return_state)
+    initial = None if state is None else state.detach()
+    if choice.name != "walk" and packed is None and all(fused.fits(spec, bound, plan) for bound, plan in bound_of):
+        job.ranks = [fused.rank_of(n, world.layout, s, initial) for n, s in zip(world.here, summaries, strict=True)]
+        return fused.run(job, state)
+    ranks = [Rank(n, world.layout, s, packed, initial) for n, s in zip(world.here, summaries, strict=True)]
+    job.ranks = ranks
     entered = job.enter()
     for rank in ranks:
         rank.initial = state  # from here on with its gradient
     passes = [rank.main(e.starts) for rank, e in zip(ranks, entered, strict=True)]
     leaves = [x for r in ranks for x in r.summary.bound.tensors.values()] + ([] if state is None else [state])
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    if not wanted:
+    if not fused.differentiable(leaves):
         finals = job.finals([last for _, last in passes]) if return_state else [None] * len(ranks)
         return [(y, final) for (y, _), final in zip(passes, finals, strict=True)]
     groups: list[list[Several[Tensor]]] = []
@@ -316,15 +316,16 @@ def _split(spec: Spec, world: Simulated, given: Mapping[str, Tensor]) -> list[di
     return [{n: world.shard_of(r, x)[0] if n in timed else x for n, x in given.items()} for r in world.here]
 
 
-def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backend: str) -> Bound:
-    """The checked inputs of a shard, which may have no tokens. Raises FormError for a form that there is not."""
+def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backend: str) -> tuple[Bound, Plan]:
+    """The checked inputs of a shard, which may have no tokens, and its plan. Raises FormError for a form that there is
+    not."""
     spec = recurrence.spec
     timed = {i.name for i in spec.inputs if i.kind.time}
     if any(x.dim() < 2 or x.shape[1] for n, x in given.items() if n in timed):
-        return recurrence._calls.prepare(spec, (), given, None, form, backend)[0]
+        return recurrence._calls.prepare(spec, (), given, None, form, backend)
     padded = {n: x.new_zeros(x.shape[0], 1, *x.shape[2:]) if n in timed else x for n, x in given.items()}
-    bound = recurrence._calls.prepare(spec, (), padded, None, form, backend)[0]
-    return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device)
+    bound, plan = recurrence._calls.prepare(spec, (), padded, None, form, backend)
+    return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device), plan
 
 
 def _check(spec: Spec, world: World, rank: int, bound: Bound, packed: Packing | None) -> None:

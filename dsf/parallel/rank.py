@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,3 +203,11 @@ class Rank:
             return nothing if final is None else nothing + final
         found = g[slot] * frame.wide((own - after[slot]).exp()) if frame.gain else g[slot]
         return torch.cat([found, torch.zeros_like(own)], dim=-1)
+
+
+def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off on a tensor's device, where it is on."""
+    device = like.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """What a shard is to the others: F, M and the gradient of the state that it is entered with.
 
 This is the one place that computes them, by public calls of the recurrence and of those derived from it
-(dsf.parallel.derive). Kernels that make the same numbers in one pass replace `Summary` (see `summary_of`).
+(dsf.parallel.derive). On the Triton kernels dsf.parallel.fused takes their own passes instead.
 """
 
 from __future__ import annotations
@@ -198,5 +198,13 @@ class Summary:
 
 
 def summary_of(recurrence: Recurrence, bound: Bound, form: str, backend: str) -> Summary:
-    """What makes the summaries of a call: the generic one; where kernels have their own, that is chosen here."""
+    """What makes the summaries of a call by public calls."""
     return Summary(recurrence, bound, form, backend)
+
+
+def hollow(summary: Summary) -> Summary:
+    """The same without the call's tensors, for a graph that holds them itself: their names, sizes and dtypes."""
+    bound = summary.bound
+    nothing = dict.fromkeys(bound.tensors, torch.empty(0))
+    empty = Bound(nothing, bound.sizes, bound.dtype, bound.compute, bound.device)
+    return summary_of(summary.recurrence, empty, summary.form, summary.backend)

@@ -183,15 +183,25 @@ def fused_scan(
         tensors |= {} if state is None else {INITIAL: state}
         state = None
     rough = _is_rough(bound.dtype)
-    chosen = source_of(spec, tokens, rough).operands
-    made = _make(spec, tensors)
-    operands = [made[key] if (key := (o.name, o.step)) in made else _take(tensors, *key) for o in chosen]
+    operands = _operands(spec, tensors, tokens, rough)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
     count = 0 if bounds is None else len(bounds) - 1
     y, final, _ = operator(operands, state, _hole(spec, tokens, rough), keep, pairs is not None, ends, count)
     if filled is not None:  # no token of a sequence without any leaves its state
         final = torch.where(filled, final, torch.zeros_like(final) if kept is None else kept)
     return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)
+
+
+def operands_and_hole(spec: Spec, bound: Bound) -> tuple[list[Tensor], str]:
+    """What the kernels take for sequences that are neither packed nor padded, and their name. Of no quotient."""
+    rough = _is_rough(bound.dtype)
+    return _operands(spec, bound.tensors, "", rough), _hole(spec, "", rough)
+
+
+def _operands(spec: Spec, tensors: Mapping[str, Tensor], tokens: str, rough: bool) -> list[Tensor]:
+    made = _make(spec, tensors)
+    chosen = source_of(spec, tokens, rough).operands
+    return [made[key] if (key := (o.name, o.step)) in made else _take(tensors, *key) for o in chosen]
 
 
 def _take(tensors: Mapping[str, Tensor], name: str, step: int | None) -> Tensor:

@@ -24,7 +24,7 @@ from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients,
 from dsf.kernels.triton.chunk.states import sizes_of_state
 from dsf.kernels.triton.chunk.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
 from dsf.kernels.triton.chunk.tiles import PLANES, arithmetic, prepare
-from dsf.kernels.triton.chunk.walks import both, forward, forward_launch, reverse, transform
+from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, reverse, transform
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.packed import Sequences, slots
 
@@ -89,6 +89,7 @@ class _Call:
         self.running = self.first_levels = self.scores = self.system = q
         self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
         self.rest_of_reads = self.rest_of_writes = q  # what rounding left of them, or of scores
+        self.held: Held | None = None
         self.made: KeyRows | None = None
         if self.keywise:
             assert g is not None
@@ -309,19 +310,21 @@ def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
     normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
-    packed: Sequences | None = None, positive: bool = False,
+    packed: Sequences | None = None, positive: bool = False, held: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
 
-    kept: filled with what else the backward pass can use, where decays differ by key.
+    kept: filled with what else the backward pass can use, where decays differ by key. held: the inverses, and what
+    `Held` has, if they were found before.
     """
     call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, positive)
+    call.held = Held(*held[1:]) if len(held) > 1 else None
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         assert normal.added is not None
         normal.states, normal.final = between_chunks(call, normal.added, normal.state, False)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
-    solve = transform(call) if erase is not None else call.empty(0)
+    solve = held[0] if held else transform(call) if erase is not None else call.empty(0)
     saved = None if kept is None or call.made is None else (call.made.entries, call.made.states)
     marks = kept if call.marks is not None else None
     last, passed = forward(call, solve, state, y, final, saved, marks)
@@ -334,7 +337,7 @@ def _chunk_matrix_shapes(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
     normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
-    packed: Sequences | None = None, positive: bool = False,
+    packed: Sequences | None = None, positive: bool = False, held: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p = v.shape[-1]
@@ -374,14 +377,16 @@ def _chunk_matrix_backward(
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
     kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
-    exact: tuple[bool, bool, bool] = (False,) * 3,
+    exact: tuple[bool, bool, bool] = (False,) * 3, held: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
     read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
-    forward pass, if it did. exact: those of q, k, v that are differentiated further, and so in float32.
+    forward pass, if it did. exact: those of q, k, v that are differentiated further, and so in float32. held: what
+    `Held` has, if it was found before.
     """
     call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, positive, True)
+    call.held = Held(*held) if held else None
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None
@@ -467,7 +472,7 @@ def _chunk_matrix_backward_shapes(
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
     kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
-    exact: tuple[bool, bool, bool] = (False,) * 3,
+    exact: tuple[bool, bool, bool] = (False,) * 3, held: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, tokens, _, n = q.shape
     p, ends = v.shape[-1], batch if packed is None else packed.count

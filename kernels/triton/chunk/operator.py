@@ -22,7 +22,7 @@ from dsf.kernels.triton.pointwise.programs import PROGRAMS, Call, gathered, last
 from dsf.kernels.triton.tape import played
 
 
-def _start(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def starting(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """S_0 [B or sequences, H, N, columns] beside its normaliser's column, the first running maximum, its rescaling."""
     if state is None:
         return None, None, None
@@ -55,15 +55,17 @@ def _read(q: Tensor, state: Tensor) -> Tensor:
 
 
 def _run(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None, real: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None, real: bool,
+    held: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs.
 
-    bounds: [S + 1], where packed sequences begin and end in one row; each has a state [S, H, N, columns] then.
+    bounds: [S + 1], where packed sequences begin and end in one row; each has a state [S, H, N, columns] then. held:
+    what dsf.kernels.triton.chunk.shard found before.
     """
     known = PROGRAMS[program]
     call = Call(known, operands, real, bounds)
-    start, first, _ = _start(call, state)
+    start, first, _ = starting(call, state)
     saved = []
     if known.stabilised:
         level, last = call.level(first)
@@ -73,7 +75,7 @@ def _run(
     wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
     more = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=torch.int8) if keep and call.refined else None
     call.tensors[".more"] = more
-    y, ends, kept, den = _chunks(call, start, wide, keep)
+    y, ends, kept, den = _chunks(call, start, wide, keep, held)
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
         y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
@@ -102,7 +104,7 @@ def _run(
 
 
 def _chunks(
-    call: Call, start: Tensor | None, wide: bool, keep: bool
+    call: Call, start: Tensor | None, wide: bool, keep: bool, held: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor | None]:
     """By the chunk kernels: y (float32 when `wide`), S_T's columns, what they keep for backward, the normaliser."""
     arguments = call.chunk_arguments(start)
@@ -115,7 +117,7 @@ def _chunks(
         f = call.program.functions
         finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"]), call.tensors[".more"]
     rows: list[Tensor] | None = [] if keep else None
-    y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows)
+    y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows, held=held)
     normal: Normaliser | None = arguments["normal"]
     if normal is None:
         return y, [final], [solve, *(rows or ())], None
@@ -124,23 +126,28 @@ def _chunks(
 
 
 def _forward(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
+    held: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    return played(_forward_real, (bounds, state, *operands, *(held or ())), program, keep, len(held or ()))
+
+
+def _forward_real(
+    tensors: Sequence[Any], program: str, keep: bool, held: int = 0
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return played(_forward_real, (bounds, state, *operands), program, keep)
-
-
-def _forward_real(tensors: Sequence[Any], program: str, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    bounds, state, *operands = tensors
-    return _run(operands, state, program, keep, bounds, True)
+    bounds, state, *rest = tensors
+    count = len(rest) - held
+    return _run(rest[:count], state, program, keep, bounds, True, rest[count:])
 
 
 def _forward_shapes(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
+    held: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     return _run(operands, state, program, keep, bounds, False)
 
 
-def _read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+def read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """The gradients of what the chunk kernels read, [B, T, H, columns] and of a normaliser [B, T, H], from y's."""
     call.tensors[".dy"] = dy
     if "readout_adjoint" not in call.program.accesses:
@@ -174,14 +181,24 @@ def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: di
         d = d * call.first(read).unsqueeze(-1)
     of_query = (start * d.unsqueeze(-2)).sum(-1)
     found["query"] = call.later(gradients["query"], of_query.to(gradients["query"].dtype))
-    found["state"] = q.unsqueeze(-1) * d.unsqueeze(-2)
+    found["state"] = first_reads(call, d_first)
     return found
 
 
-def _chunk_gradients(
-    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
+def first_reads(call: Call, d_first: Tensor) -> Tensor:
+    """The gradient of S_0 through what first tokens read of it, for read="before"."""
+    query, read = call.operand("query"), call.operand("read")
+    assert query is not None
+    q, d = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1), d_first.float()
+    d = d if read is None else d * call.first(read).unsqueeze(-1)
+    return q.unsqueeze(-1) * d.unsqueeze(-2)
+
+
+def by_row(
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of what tokens read as the chunk kernels' rows have them: of the first token's, of the rows', of a
+    normaliser's, and of the final state's columns."""
     known, micro = call.program, call.program.micro
     d_first = dy[:, 0]
     if known.before:
@@ -193,7 +210,17 @@ def _chunk_gradients(
         dy, slope = last_rows(dy, micro), None if slope is None else last_rows(slope, micro)
     if dfinal is not None and known.column:
         dfinal = torch.nn.functional.pad(dfinal[..., : call.p + 1], (0, call.columns - call.p - 1)).contiguous()
-    found, first = _unchunk(call, dy, slope, dfinal, start, kept)
+    return d_first, dy, slope, dfinal
+
+
+def _chunk_gradients(
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
+    held: Sequence[Tensor],
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+    """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
+    known, micro = call.program, call.program.micro
+    d_first, dy, slope, dfinal = by_row(call, dy, slope, dfinal)
+    found, first = _unchunk(call, dy, slope, dfinal, start, kept, held)
     token = {name: x for name, x in found.items() if name in ("query", "read")}
     sums = {"skip": found.pop("skip")} if "skip" in found else {}
     rows = {name: x for name, x in found.items() if name not in token}
@@ -210,8 +237,9 @@ def _chunk_gradients(
 
 
 def _unchunk(
-    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor]
-) -> tuple[dict[str, Tensor], Tensor]:
+    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
+    held: Sequence[Tensor],
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients of the operands row by row, and of S_0, by the chunk kernels."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
@@ -230,7 +258,7 @@ def _unchunk(
     *found, first = kernels(
         **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
         summed={"query", "key"} <= direct and not call.program.before, skip=skip,
-        kept=kept[1 if normal is None else 2 :], exact=tuple(name not in direct for name in names[:3]),
+        kept=kept[1 if normal is None else 2 :], exact=tuple(name not in direct for name in names[:3]), held=held,
     )  # fmt: skip
     by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}
     if skip is not None and skip.sums is not None:
@@ -243,14 +271,12 @@ def _unchunk(
     return by_name, first
 
 
-def _backward(
-    real: bool, dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
-    saved: Sequence[Tensor], program: str, needs: Sequence[bool], bounds: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """Gradients of the operands that need one, in order, and of the state (empty without one)."""
-    known = PROGRAMS[program]
-    call = Call(known, operands, real, bounds)
-    start, _, scale = _start(call, state)
+def resumed(
+    call: Call, state: Tensor | None, saved: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+    """S_0 and its rescaling (`_start`), and what the chunk kernels kept; the rest of `saved` is named."""
+    known = call.program
+    start, _, scale = starting(call, state)
     rest = list(saved)
     if known.stabilised:
         call.keep_level(rest.pop(0))
@@ -261,12 +287,23 @@ def _backward(
         call.tensors |= {".den": rest[-outputs], ".more": rest[-2] if call.refined else None, ".y": rest[-1]}
     elif outputs:
         call.keep_output(rest[-outputs], rest[-1])
-    kept = rest[: len(rest) - outputs]
+    return start, scale, rest[: len(rest) - outputs]
+
+
+def _backward(
+    real: bool, dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
+    saved: Sequence[Tensor], program: str, needs: Sequence[bool], bounds: Tensor | None = None,
+    held: Sequence[Tensor] = (),
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Gradients of the operands that need one, in order, and of the state (empty without one)."""
+    known = PROGRAMS[program]
+    call = Call(known, operands, real, bounds)
+    start, scale, kept = resumed(call, state, saved)
     wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
     for a in known.inputs:
         own = a.role in wanted and a.role in known.vectors
         call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if own else None
-    found, first = _chunk_gradients(call, *_read_gradient(call, dy), dfinal, start, kept)
+    found, first = _chunk_gradients(call, *read_gradient(call, dy), dfinal, start, kept, held)
     call.tensors |= {f".d{name}": x for name, x in found.items()}
     made = {*known.direct, known.skip, *known.vectors}
     pulled = [a for a in known.inputs if a.role in wanted and a.role not in made]
@@ -295,14 +332,19 @@ def _backward(
 
 def _backward_played(
     dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
-    program: str, needs: Sequence[bool], bounds: Tensor | None = None,
+    program: str, needs: Sequence[bool], bounds: Tensor | None = None, held: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    return played(_backward_real, (bounds, dy, dfinal, state, *operands, *saved), program, tuple(needs))
+    tensors = (bounds, dy, dfinal, state, *operands, *saved, *(held or ()))
+    return played(_backward_real, tensors, program, tuple(needs), len(held or ()))
 
 
-def _backward_real(tensors: Sequence[Any], program: str, needs: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
+def _backward_real(
+    tensors: Sequence[Any], program: str, needs: Sequence[bool], held: int
+) -> tuple[list[Tensor], Tensor]:
     bounds, dy, dfinal, state, *rest = tensors
-    return _backward(True, dy, dfinal, rest[: len(needs)], state, rest[len(needs) :], program, needs, bounds)
+    end = len(rest) - held
+    operands, saved = rest[: len(needs)], rest[len(needs) : end]
+    return _backward(True, dy, dfinal, operands, state, saved, program, needs, bounds, rest[end:])
 
 
 def _backward_shapes(*args: Any) -> tuple[list[Tensor], Tensor]:
@@ -338,23 +380,24 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _autograd(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator at the Autograd key."""
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
+    held: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """The operator at the Autograd key. held: for calls whose gradients somebody else makes."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
         return *_Differentiable.apply(program, bounds, state, *operands), []
     with torch._C._AutoDispatchBelowAutograd():
-        return matrix_mixer(operands, state, program, keep, bounds)
+        return matrix_mixer(operands, state, program, keep, bounds, held)
 
 
 _LIBRARY = torch.library.Library("dsf", "FRAGMENT")
 _LIBRARY.define(
-    "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None) -> "
-    "(Tensor, Tensor, Tensor[])"
+    "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None, "
+    "Tensor[]? held=None) -> (Tensor, Tensor, Tensor[])"
 )
 _LIBRARY.define(
     "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
-    "bool[] needs, Tensor? bounds=None) -> (Tensor[], Tensor)"
+    "bool[] needs, Tensor? bounds=None, Tensor[]? held=None) -> (Tensor[], Tensor)"
 )
 _LIBRARY.impl("matrix_mixer", at_tensors(_forward), "CompositeExplicitAutograd")
 _LIBRARY.impl("matrix_mixer_backward", at_tensors(_backward_played), "CompositeExplicitAutograd")

@@ -10,7 +10,7 @@ and the chunks' first states, are kept for the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,19 +149,61 @@ def forward(
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     final, kept = call.end(), call.kept(keep)
     if real:
-        t = call.tiles
-        functions, given = call.printed(made, "left", "decay", "own")
-        launch(
-            rank_one_chunk, (call.chunks, call.lanes),
-            q, right, left, k, decay, own, given, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner,
-            kept.writes, kept.outer, call.chunk_table, call.tokens, heads, call.length,
-            *call.strides(q, right, left, k, decay), *((0, 0, 0) if own is None else own.stride()),
-            BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
-            TERMS=t.transform_terms, LEFT=functions[0], DECAY=functions[1], OWN=functions[2],
-            num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers, **call.common,
-        )  # fmt: skip
+        _make_chunks(call, kept, (q, right, left, k, decay), own, made, keep)
         call.walk(kept, v, state, y, kept.states if keep else None, final, False)
     return y, final, kept.tensors() if keep else []
+
+
+def _make_chunks(
+    call: _Call, kept: Kept, vectors: tuple[Tensor | None, ...], own: Tensor | None,
+    made: Mapping[str, Function | None], keep: bool,
+) -> None:  # fmt: skip
+    """Fill `kept` but its states. vectors: q, right, left, k, decay."""
+    t = call.tiles
+    functions, given = call.printed(made, "left", "decay", "own")
+    launch(
+        rank_one_chunk, (call.chunks, call.lanes),
+        *vectors, own, given, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner,
+        kept.writes, kept.outer, call.chunk_table, call.tokens, call.heads, call.length,
+        *call.strides(*vectors), *((0, 0, 0) if own is None else own.stride()),
+        BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
+        TERMS=t.transform_terms, LEFT=functions[0], DECAY=functions[1], OWN=functions[2],
+        num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers, **call.common,
+    )  # fmt: skip
+
+
+def shard(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
+    made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, moves: bool,
+    packed: Sequences | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S_T [B, H, N, P] and, with `moves`, the tokens' transition [B, H, N, N], which I becomes when nothing is written.
+
+    No output is read; packed: None.
+    """
+    call = _Call(q, v, heads, floor, packed, True)
+    final, kept = call.end(), call.kept(False)
+    _make_chunks(call, kept, (q, right, left, k, decay), own, made, False)
+    call.walk(kept, v, state, None, None, final, False)
+    if not moves:
+        return final, call.empty(0, dtype=torch.float32)
+    nothing = torch.zeros(call.n, dtype=v.dtype, device=v.device).expand(call.batch, call.tokens, heads, call.n)
+    square = _Call(q, nothing, heads, floor, packed, True)
+    eye = torch.eye(call.n, device=v.device).expand(call.batch, heads, -1, -1).contiguous()
+    move = square.end()
+    square.walk(kept, nothing, eye, None, None, move, False)
+    return final, move
+
+
+def shard_adjoint(
+    dy: Tensor, final_gradient: Tensor | None, saved: Sequence[Tensor], *, q: Tensor, v: Tensor, heads: int,
+    floor: float, packed: Sequences | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """The gradient of S_0 alone. saved: by `forward`."""
+    call, kept = _Call(q, v, heads, floor, packed, True), Kept(*saved)
+    first, start = call.end(), None if final_gradient is None else final_gradient.contiguous()
+    call.walk(kept, dy.contiguous(), start, None, None, first, True)
+    return first
 
 
 def backward(

@@ -27,6 +27,15 @@ REGISTERS = 255  # the most of a thread: unasked, ptxas gave both walks of a del
 Values = tuple[Tensor, Tensor | None] | None  # dv, and ds if it is wanted, of a reverse walk that makes them
 
 
+class Held(NamedTuple):
+    """What was found of all pieces of T before (dsf.kernels.triton.chunk.shard): what `summed` returns, and, for the
+    backward pass, `adjoints_summed`."""
+
+    local: Tensor
+    passed: Tensor
+    adjoints: Tensor | None = None
+
+
 class Adjoints(NamedTuple):
     """What the reverse walk found for `chunks` chunks from `base` on; last: the gradient of their first state.
 
@@ -72,17 +81,12 @@ def forward(
     """
     passed, every = call.q, call.finer if marks is None else 1
     if call.is_cut:
-        local = call.segments(call.pieces)
-        shape = (call.pieces, call.lanes, *(call.n,) * (2 if call.delta else 1))
-        passed = call.empty(*shape, dtype=torch.float32)
         whole = saved or marks is not None or call.segment_table is not None
-        if call.delta or call.keywise:
-            stop = call.chunks if whole else (call.count - 1) * call.span
-            forward_launch(call, solve, None, None, local, None, (0, stop), passed, y is None)
+        if call.held is not None and (y is not None or call.right_terms == call.tiles.state_terms):
+            local, passed = call.held.local, call.held.passed
         else:
-            summed = (0, call.pieces if whole else call.pieces - call.finer)
-            _sum_pieces(call, call.k, call.v, local, passed, summed, every)
-        start = _segment_starts(call, local, passed, start, False, every)
+            local, passed = summed(call, solve, y is None, every, bool(whole))
+        start = segment_starts(call, local, passed, start, False, every)
         if marks is not None:
             marks += [start, passed]
     last = call.segments(1 if call.segment_table is None else None) if final else None
@@ -99,6 +103,22 @@ def forward(
         forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None, held)
         start = to
     return None if last is None else call.end(last, True), passed
+
+
+def summed(call: _Call, solve: Tensor, back: bool, every: int, whole: bool) -> tuple[Tensor, Tensor]:
+    """What pieces of T add to states [pieces, B, H, N, P] and do to their first ones (`passed`).
+
+    back: in the backward pass; every: of so many pieces only the sum is of use; whole: of the last segment, too.
+    """
+    local = call.segments(call.pieces)
+    passed = call.empty(call.pieces, call.lanes, *(call.n,) * (2 if call.delta else 1), dtype=torch.float32)
+    if call.delta or call.keywise:
+        stop = call.chunks if whole else (call.count - 1) * call.span
+        forward_launch(call, solve, None, None, local, None, (0, stop), passed, back)
+    else:
+        pieces = (0, call.pieces if whole else call.pieces - call.finer)
+        _sum_pieces(call, call.k, call.v, local, passed, pieces, every)
+    return local, passed
 
 
 def forward_launch(
@@ -156,7 +176,7 @@ def reverse(
     last = call.segments() if first or stretch < call.chunks else None  # of every stretch in turn, in one place
     for base in reversed(range(0, call.chunks, stretch)):
         limit, to = min(base + stretch, call.chunks), last if first or base > 0 else None
-        _reverse_launch(call, dy, solve, start, (entries, adjoints), to, (base, limit), values)
+        reverse_launch(call, dy, solve, start, (entries, adjoints), to, (base, limit), values)
         yield Adjoints(base, limit - base, entries, adjoints, to, (states, 0, call.chunks), written)
         start = to
 
@@ -216,12 +236,21 @@ def _adjoint_starts(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, every: int
 ) -> Tensor:  # fmt: skip
     """The gradient of the last state of each piece, or of the last one of `every`, from that of S_T."""
-    local, low = call.segments(call.pieces), 1 if call.segment_table is None else 0
+    if call.held is not None and call.held.adjoints is not None:
+        local = call.held.adjoints
+    else:
+        local = adjoints_summed(call, dy, solve, every, call.segment_table is not None)
+    return segment_starts(call, local, passed, start, True, every)
+
+
+def adjoints_summed(call: _Call, dy: Tensor, solve: Tensor, every: int, whole: bool) -> Tensor:
+    """What pieces of T add to adjoint states, as `summed` has it; whole: of the first segment, too."""
+    local, low = call.segments(call.pieces), 0 if whole else 1
     if call.delta or call.keywise:
-        _reverse_launch(call, dy, solve, None, None, local[low:], (low * call.span, call.chunks))
+        reverse_launch(call, dy, solve, None, None, local[low:], (low * call.span, call.chunks))
     else:
         _sum_pieces(call, call.q, dy, local, None, (low * every, call.pieces), every)
-    return _segment_starts(call, local, passed, start, True, every)
+    return local
 
 
 def _sum_pieces(
@@ -242,10 +271,11 @@ def _sum_pieces(
     )  # fmt: skip
 
 
-def _reverse_launch(
+def reverse_launch(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
     final: Tensor | None, chunks: tuple[int, int], values: Values = None,
 ) -> None:  # fmt: skip
+    """Walk backwards from one chunk down to another."""
     t, unused = call.tiles, call.q
     entries, adjoints = saved or (unused, unused)
     count = call.count if call.segment_table is not None else -(-(chunks[1] - chunks[0]) // call.span)
@@ -268,7 +298,7 @@ def _reverse_launch(
     )  # fmt: skip
 
 
-def _segment_starts(
+def segment_starts(
     call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool, every: int
 ) -> Tensor:  # fmt: skip
     """First state of every piece [pieces, B, H, N, P] from what each adds on its own (local) and S_0.

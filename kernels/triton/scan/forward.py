@@ -249,7 +249,7 @@ def summaries_by_entry(
     args, dy, ends, arriving, local, products, T, H, P, segments, span, origin,
     setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
     ahead: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
-    BEFORE: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr,
+    BEFORE: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """What a segment of `span` tokens does to the state that enters it: multiplies by `products`, adds `local`.
 
@@ -258,6 +258,7 @@ def summaries_by_entry(
     Tokens come in the order in which what enters would meet them last, and no more of them than it takes to bring all
     products down to LOW: at zero, what lies beyond does not reach the other end. arriving: as in
     dsf.kernels.triton.scan.walk.summaries. PARTS: programs that share the entries of a segment, each a stretch of them.
+    LAST: what the last segment does is of use, too, which alone may not be a multiple of L tokens.
     """
     place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
     low = tl.program_id(1) * (N // PARTS)
@@ -288,4 +289,10 @@ def summaries_by_entry(
             absorb(
                 args, dy, ends, arriving, local, products, tile, row * 0 + c0, low, high, setup, plain, runs, whole,
                 step, N, 1, BP, BEFORE, LOW,
+            )  # fmt: skip
+    elif LAST:
+        for after in range(begin + 1, end - count * L + 1):
+            absorb(
+                args, dy, ends, arriving, local, products, tile, row * 0 + end - count * L - after + begin, low, high,
+                setup, plain, runs, whole, step, N, 1, BP, BEFORE, LOW,
             )  # fmt: skip

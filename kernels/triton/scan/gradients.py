@@ -19,6 +19,7 @@ from dsf.kernels.triton.scan.launches import (
     _arguments,
     _entering,
     _states,
+    between,
     launch,
     sizes_of,
 )
@@ -40,15 +41,21 @@ def fused_scan_adjoint(
     hole: str,
     needs: Sequence[bool],
     ends: Tensor | None,
+    held: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing)."""
+    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing).
+
+    held: what `dsf.kernels.triton.scan.shard` found of segments before.
+    """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
     go = launch(spec, sizes, True, dy.device)
     args = _arguments(spec, operands, sizes, go.by_entry)
     dy, dfinal = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
-    if go.segments > 1:
+    if held and go.segments > 1:
+        cotangents = between(go, held, entering, True)
+    elif go.segments > 1:
         cotangents = _entering(go, spec, args, dy, entering, dy, ends, arriving)
     else:
         cotangents = go.states(dy, 1).zero_() if entering is None else entering.unsqueeze(2).clone()
@@ -192,6 +199,7 @@ def adjoint_shapes(
     hole: str,
     needs: Sequence[bool],
     ends: Tensor | None,
+    held: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Empty tensors as `fused_scan_adjoint` returns them."""
     grads = [x.new_empty(x.shape) for x, need in zip(operands, needs, strict=True) if need]

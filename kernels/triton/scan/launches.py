@@ -254,53 +254,80 @@ def _entering(
 
     Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's.
     """
+    sums, local, product = summed(go, hole, args, dy, like, ends, arriving)
+    fine = (local.shape[2] - 1) // (go.segments - 1)
+    return combined(sums, local, product, first, dy is not None)[:, :, ::fine].contiguous()
+
+
+def summed(
+    go: Launch, hole: Hole, args: Any, dy: Tensor | None, like: Tensor, ends: Tensor | None = None,
+    arriving: Tensor | None = None, whole: bool = False,
+) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
+    """What pieces of segments add and multiply [B, H, pieces + 1, N, P] (`summaries`), and how they were launched.
+
+    whole: of the last (first) segment, too. args: with tokens in rows where the hole is taken by entry.
+    """
     if hole.by_entry(go.sizes):
-        return _entering_by_entry(go, hole, args, dy, first, like, ends, arriving)
+        return _summed_by_entry(go, hole, args, dy, like, ends, arriving, whole)
     if go.tile.G * go.tile.stages > 1:  # wide, and without runs, for which this would need a scan more
         t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
-    fine = finer(go.segments, go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
-    count = (go.segments - 1) * fine + 1
-    span = go.span // fine
+    fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
+    count, span, origin = _places(go, fine, dy, whole)
     local, product = go.states(like, count), go.states(like, count)
     f = hole.functions
     start(
         summaries, (go.grid[0] // go.segments * (count - 1),),
-        args, dy, ends, arriving, local, product, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
+        args, dy, ends, arriving, local, product, *go.scalars[:3], count, span, origin,
         setup=f.setup, load=f.load, step=f.step, rate=getattr(f, "rate", None), kept=getattr(f, "kept", None),
         BEFORE=hole.before, AHEAD=go.tile.skim, **go.shape,
     )  # fmt: skip
-    return _combined(go, local, product, first, dy is not None)[:, :, ::fine].contiguous()
+    return go, local, product
 
 
-def _entering_by_entry(
-    go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor, ends: Tensor | None,
-    arriving: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The same, by one state entry after the other; args: with tokens in rows."""
+def _places(go: Launch, fine: int, dy: Tensor | None, whole: bool) -> tuple[int, int, int]:
+    """(pieces and one more, tokens a piece, where the piece before the first begins) of `summaries`."""
+    span = go.span // fine
+    origin = 0 if dy is None else (0 if whole else go.span) - span
+    return (go.segments - (not whole)) * fine + 1, span, origin
+
+
+def _summed_by_entry(
+    go: Launch, hole: Hole, args: Any, dy: Tensor | None, like: Tensor, ends: Tensor | None,
+    arriving: Tensor | None, whole: bool,
+) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
+    """The same, by one state entry after the other."""
     t = by_entry(go.sizes.p)
     go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
-    fine = finer(go.segments, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
-    count, span = (go.segments - 1) * fine + 1, go.span // fine
+    fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
+    count, span, origin = _places(go, fine, dy, whole)
     local, products = go.states(like, count).zero_(), go.states(like, count).fill_(1.0)
     programs = go.blocks * go.sizes.rows * (count - 1)
     shared = shares(go.sizes.n, programs, like.device)
     start(
         summaries_by_entry, (programs, shared),
-        args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, 0 if dy is None else go.span - span,
-        BEFORE=hole.before, NEAR=go.near, LOW=FORGOTTEN if hole.fades else 0.0, PARTS=shared, **_functions(hole),
-        **go.entry,
+        args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, origin,
+        BEFORE=hole.before, NEAR=go.near, LOW=FORGOTTEN if hole.fades else 0.0, PARTS=shared, LAST=whole,
+        **_functions(hole), **go.entry,
     )  # fmt: skip
-    return _combined(go, local, products, first, dy is not None)[:, :, ::fine].contiguous()
+    return go, local, products
 
 
-def _combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
+def combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
     """What enters every piece [B, H, pieces, N, P], in place of what each adds."""
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, triton.next_power_of_2(size))
     grid = (-(-size // block) * go.sizes.rows,)
     start(combine, grid, local, product, first, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse)
     return local
+
+
+def between(go: Launch, held: Sequence[Tensor], first: Tensor | None, reverse: bool) -> Tensor:
+    """What enters every segment, from what was `summed` of the whole."""
+    local, product = held
+    fine = (local.shape[2] - 1) // go.segments
+    every = combined(go, local.clone(), product, first, reverse)
+    return (every[:, :, fine::fine] if reverse else every[:, :, :-1:fine]).contiguous()
 
 
 def fused_scan(
@@ -311,11 +338,13 @@ def fused_scan(
     wide: bool,
     ends: Tensor | None,
     sequences: int,
+    held: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, H, P], the final state [B, H, N, P], with `keep` the adjoint's checkpoints.
 
     y has the operands' dtype, or float32 where `wide`. ends: None, or the last tokens of this many packed sequences
-    (dsf.kernels.triton.scan.walk.packed_ends), which have a final state each; B is 1, and `state` None.
+    (dsf.kernels.triton.scan.walk.packed_ends), which have a final state each; B is 1, and `state` None. held: what
+    `dsf.kernels.triton.scan.shard` found of segments before.
     """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
@@ -323,7 +352,9 @@ def fused_scan(
     go = launch(spec, sizes, False, first.device)
     args = _arguments(spec, operands, sizes, go.by_entry)
     starts = None if state is None else state.contiguous()
-    if go.segments > 1:
+    if held and go.segments > 1:
+        starts = between(go, held, starts, False)
+    elif go.segments > 1:
         rows = args if go.by_entry == spec.by_entry(sizes) else _arguments(spec, operands, sizes, True)
         starts = _entering(go, spec, rows, None, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
@@ -368,6 +399,7 @@ def scan_shapes(
     wide: bool,
     ends: Tensor | None,
     sequences: int,
+    held: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty tensors as `fused_scan` returns them."""
     spec = HOLES[hole]

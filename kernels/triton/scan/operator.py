@@ -21,26 +21,29 @@ from dsf.kernels.triton.tape import played
 
 def _forward(
     operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool, ends: Tensor | None,
-    sequences: int,
+    sequences: int, held: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return played(_forward_real, (ends, state, *operands), hole, keep, wide, sequences)
+    return played(_forward_real, (ends, state, *operands, *(held or ())), hole, keep, wide, sequences, len(held or ()))
 
 
-def _forward_real(tensors: Sequence[Any], hole: str, keep: bool, wide: bool, sequences: int) -> tuple[Tensor, ...]:
-    ends, state, *operands = tensors
-    return fused_scan(operands, state, hole, keep, wide, ends, sequences)
+def _forward_real(
+    tensors: Sequence[Any], hole: str, keep: bool, wide: bool, sequences: int, held: int
+) -> tuple[Tensor, ...]:
+    ends, state, *rest = tensors
+    count = len(rest) - held
+    return fused_scan(rest[:count], state, hole, keep, wide, ends, sequences, rest[count:])
 
 
 def _backward(
     dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], saved: Tensor, hole: str, needs: Sequence[bool],
-    ends: Tensor | None,
+    ends: Tensor | None, held: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    return played(_backward_real, (ends, dy, dfinal, saved, *operands), hole, tuple(needs))
+    return played(_backward_real, (ends, dy, dfinal, saved, *operands, *(held or ())), hole, tuple(needs))
 
 
 def _backward_real(tensors: Sequence[Any], hole: str, needs: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
-    ends, dy, dfinal, saved, *operands = tensors
-    return fused_scan_adjoint(dy, dfinal, operands, saved, hole, needs, ends)
+    ends, dy, dfinal, saved, *rest = tensors
+    return fused_scan_adjoint(dy, dfinal, rest[: len(needs)], saved, hole, needs, ends, rest[len(needs) :])
 
 
 class _Differentiable(torch.autograd.Function):
@@ -74,24 +77,24 @@ class _Differentiable(torch.autograd.Function):
 
 def _autograd(
     operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool, ends: Tensor | None,
-    sequences: int,
+    sequences: int, held: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The operator at the Autograd key."""
+    """The operator at the Autograd key. held: for calls whose gradients somebody else makes."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
         found: tuple[Tensor, Tensor, Tensor] = _Differentiable.apply(hole, wide, ends, sequences, state, *operands)
         return found
     with torch._C._AutoDispatchBelowAutograd():
-        return scan(operands, state, hole, keep, wide, ends, sequences)
+        return scan(operands, state, hole, keep, wide, ends, sequences, held)
 
 
 _LIBRARY = torch.library.Library("dsf", "FRAGMENT")
 _LIBRARY.define(
-    "fused_scan(Tensor[] operands, Tensor? state, str hole, bool keep, bool wide, Tensor? ends, SymInt sequences) -> "
-    "(Tensor, Tensor, Tensor)"
+    "fused_scan(Tensor[] operands, Tensor? state, str hole, bool keep, bool wide, Tensor? ends, SymInt sequences, "
+    "Tensor[]? held=None) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "fused_scan_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor saved, str hole, bool[] needs, "
-    "Tensor? ends) -> (Tensor[], Tensor)"
+    "Tensor? ends, Tensor[]? held=None) -> (Tensor[], Tensor)"
 )
 _LIBRARY.impl("fused_scan", at_tensors(_forward), "CompositeExplicitAutograd")
 _LIBRARY.impl("fused_scan_adjoint", at_tensors(_backward), "CompositeExplicitAutograd")

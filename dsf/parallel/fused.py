@@ -1,0 +1,216 @@
+"""One call over ranks on the GPU kernels: the kernels' own four passes, with the exchanges between them.
+
+What a generic rank finds by calls of the recurrence and of those derived from it (dsf.parallel.summary), the kernels
+find in passes without outputs, and what such a pass leaves spares the next one its work (dsf.triton.shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call import guard
+from dsf.call.bind import Bound
+from dsf.call.plan import Plan
+from dsf.kernels.operators import refuse_second_order
+from dsf.language.spec import Spec
+from dsf.parallel.layout import Layout
+from dsf.parallel.rank import Rank, no_autocast
+from dsf.parallel.summary import Summary, hollow
+from dsf.triton.shard import Shard, takes
+
+
+@dataclass
+class Fused(Rank):
+    """A rank whose passes the kernels make; its rows are the slots of every row of the batch.
+
+    shard: of these rows. moves: whether others need M. held, saved: what a pass left for later ones. begin: the states
+    that the rows are entered with.
+    """
+
+    shard: Shard = field(kw_only=True)
+    moves: bool = field(kw_only=True, default=False)
+    held: list[Tensor] = field(default_factory=list)
+    saved: list[Tensor] = field(default_factory=list)
+    later: list[Tensor] = field(default_factory=list)
+    begin: Tensor | None = None
+    _summary: tuple[Tensor, Tensor] | None = None
+    _first: Tensor | None = None  # type: ignore[assignment]
+
+    def _slot(self, rows: Tensor, slot: int) -> Tensor:
+        """Of rows [B slots, ...] those of one slot."""
+        return rows.unflatten(0, (-1, self.layout.slots))[:, slot]
+
+    def summed(self) -> tuple[Tensor, Tensor]:
+        """F and M of all rows, with the initial state in F where the sequence begins.
+
+        Ranks that nobody asks for them make them, too, while they wait for the others': their own passes use what is
+        found on the way.
+        """
+        if self._summary is None:
+            first = None
+            if self.initial is not None and any(part.number == 0 for part in self.parts):
+                first = self._row_state([self.empty() for _ in self.parts])
+            final, move, self.held = self.shard.summary(first, self.moves)
+            self._summary = final, move
+        return self._summary
+
+    def written(self, slot: int) -> Tensor:
+        """F."""
+        return self._slot(self.summed()[0], slot)
+
+    def move(self, slot: int) -> Tensor | None:
+        """M; where it is kept in logarithms, as a generic rank makes it."""
+        if not self.moves:
+            return super().move(slot)
+        frame, found = self.frame, self._slot(self.summed()[1], slot)
+        return found if frame.kind == "dense" else found[..., : frame.rows, : frame.columns]
+
+    def adjoint(self, slot: int, last: Tensor | None) -> Tensor:
+        """C."""
+        assert last is None, "the kernels' states are never walked from rank to rank"
+        return self._slot(self.pulled(), slot)
+
+    def pulled(self) -> Tensor:
+        """C of all rows, as `summed`."""
+        if self._first is None:
+            assert self.dy is not None
+            ends = self.last_rows()
+            self._first, self.later = self.shard.adjoint(self.rows_of(self.dy), ends, self.begin, self.saved, self.held)
+        return self._first
+
+    def last_rows(self) -> Tensor | None:
+        """The gradient of the final state at the rows that end with it, zeros elsewhere; plain columns."""
+        if self.dfinal is None or all(part.goes_on for part in self.parts):
+            return None
+        ends = self.dfinal[..., : self.frame.plain]
+        rows = [torch.zeros_like(ends) if part.goes_on else ends for part in self.parts]
+        return torch.stack(rows, dim=1).flatten(0, 1).contiguous()
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """[B, slots L, ...] -> [B slots, L, ...]."""
+        return x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
+
+    def hollow(self) -> Fused:
+        """The same without tensors, which the graph holds, and frees."""
+        return Fused(self.rank, self.layout, hollow(self.summary), None, None, shard=self.shard.like([]))
+
+    def run(self, starts: Several[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
+        """`main`, after which the rank remembers what the passes backwards need."""
+        alone = self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1
+        self.begin = None if alone else self._row_state(starts)
+        y, last, self.saved = self.shard.forward(self.begin, keep, self.held)
+        self._summary = None
+        return y.unflatten(0, (self.summary.sizes.batch, -1)).flatten(1, 2), last
+
+
+def _rows_of(bound: Bound, timed: set[str], slots: int) -> Bound:
+    """A call's inputs with a row for every slot."""
+    if slots == 1:
+        return bound
+    tensors = {
+        n: x.unflatten(1, (slots, -1)).flatten(0, 1) if n in timed else x for n, x in bound.tensors.items()
+    }  # fmt: skip
+    sizes = replace(bound.sizes, batch=bound.sizes.batch * slots, tokens=bound.sizes.tokens // slots)
+    return Bound(tensors, sizes, bound.dtype, bound.compute, bound.device)
+
+
+class Through(torch.autograd.Function):
+    """The passes of all ranks of this process; inputs: job, the initial state, operands rank after rank."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Any, keep: bool, state: Tensor | None, *operands: Tensor) -> tuple[Tensor, ...]:
+        """(y of every rank, then the final states of every rank where they are asked for)."""
+        ranks: list[Fused] = job.ranks
+        for rank in ranks if job.world.ranks > 1 else ():
+            rank.summed()
+        entered = job.enter()
+        passes = [rank.run(e.starts, keep) for rank, e in zip(ranks, entered, strict=True)]
+        lasts = [last for _, last in passes]
+        if keep:
+            groups = []
+            for rank, e, last in zip(ranks, entered, lasts, strict=True):
+                begin = [] if rank.begin is None else [rank.begin]
+                gain = rank.frame.gain_of(last).clone()
+                groups.append([rank.shard.operands, begin, rank.saved, rank.held, e.after, e.kept, [gain], e.starts])
+            ctx.counts = [[len(part) for part in group] for group in groups]
+            ctx.save_for_backward(*(x for group in groups for part in group for x in part))
+        finals = job.finals(lasts) if job.return_state else []
+        ctx.job, ctx.has_state = job.again([rank.hollow() for rank in ranks]), state is not None
+        return (*(y for y, _ in passes), *finals)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """C, the exchange, and the kernels' backward pass."""
+        refuse_second_order()
+        job = ctx.job
+        rest, groups = list(ctx.saved_tensors), []
+        for counts in ctx.counts:
+            groups.append([[rest.pop(0) for _ in range(count)] for count in counts])
+        count = len(job.ranks)
+        dfinals = grads[count:] if job.return_state else [None] * count
+        ranks = []
+        for rank, (operands, begin, saved, held, *_, starts), dy in zip(job.ranks, groups, grads, strict=False):
+            mine = Fused(rank.rank, rank.layout, rank.summary, None, None, starts, dy, shard=rank.shard.like(operands))
+            mine.begin, mine.saved, mine.held = begin[0] if begin else None, saved, held
+            ranks.append(mine)
+        out: list[Tensor | None] = []
+        of_state: Tensor | None = None
+        needs = list(ctx.needs_input_grad[3:])
+        with no_autocast(grads[0]):
+            for rank in ranks if job.world.ranks > 1 and not job.return_state else ():
+                rank.pulled()
+            found = job.again(ranks).leave([kept for *_, kept, _, _ in groups], dfinals)
+            for rank, g, (*_, after, _, gain, _) in zip(ranks, found, groups, strict=True):
+                own, needs = needs[: len(rank.shard.operands)], needs[len(rank.shard.operands) :]
+                dlast = rank.of_rows(g, after, gain[0])
+                dy = rank.rows_of(rank.dy)  # type: ignore[arg-type]
+                pulled, first = rank.shard.backward(dy, dlast, rank.begin, rank.saved, own, rank.later)
+                out += pulled
+                if ctx.has_state:
+                    begun = _of_initial(rank, first)
+                    of_state = begun if of_state is None else of_state + begun
+        return None, None, of_state, *out
+
+
+def _of_initial(rank: Fused, first: Tensor) -> Tensor:
+    """The gradient of the initial state [B, H, N, columns], from that of all rows' first states."""
+    for slot, part in enumerate(rank.parts):
+        if part.number == 0:
+            return rank._slot(first, slot)
+    return torch.zeros_like(rank.empty())
+
+
+# -- the call
+
+
+def fits(spec: Spec, bound: Bound, plan: Plan) -> bool:
+    """Whether a rank's call goes this way: eager calls that nobody watches (dsf.validate), which generic ranks show."""
+    eager = all(type(x) in (Tensor, torch.nn.Parameter) for x in bound.tensors.values())
+    return eager and takes(spec, bound, plan) and not (guard.ON and guard.current() is not None)
+
+
+def rank_of(number: int, layout: Layout, summary: Summary, initial: Tensor | None) -> Fused:
+    """One rank. initial: the state of the whole sequences, without gradient."""
+    spec = summary.recurrence.spec
+    bound = _rows_of(summary.bound, {i.name for i in spec.inputs if i.kind.time}, layout.slots)
+    moves = layout.fragments > 2 and not summary.frame.gain and summary.frame.kind in ("dense", "scale")
+    return Fused(number, layout, summary, None, initial, shard=Shard.of(spec, bound), moves=moves)
+
+
+def differentiable(leaves: Several[Tensor]) -> bool:
+    """Whether autograd will ask for a gradient."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+
+
+def run(job: Any, state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    """(y, the global final state where it is asked for) of every rank."""
+    operands = [x for rank in job.ranks for x in rank.shard.operands]
+    keep = differentiable([*operands, *([] if state is None else [state])])
+    out = Through.apply(job, keep, state, *operands)
+    count = len(job.ranks)
+    return list(zip(out[:count], out[count:] if job.return_state else [None] * count, strict=True))

@@ -1,0 +1,106 @@
+"""One shard of a sequence on the GPU kernels, in four passes with collectives between them (dsf.parallel).
+
+Forwards `summary`, what the shard does to states, then `forward` from the state that it is entered with; backwards
+`adjoint`, the gradient of that state, then `backward` from the gradient of the state that it leaves. What the first of
+two passes found the second takes from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsf.call.bind import Bound
+from dsf.call.plan import Plan
+from dsf.language.spec import Spec
+from dsf.triton import chunk, scan
+from dsf.triton.choose import is_scan
+
+
+def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
+    """Whether the kernels have the four passes of a call with this plan."""
+    if plan.backend != "triton" or plan.one_step or spec.is_softmax or spec.is_framed or not bound.sizes.tokens:
+        return False
+    if is_scan(spec):
+        return spec.rule is None
+    return bound.sizes.batch * bound.sizes.heads <= chunk.GRID
+
+
+@dataclass
+class Shard:
+    """The operands of one shard's kernels, and the name of these."""
+
+    operands: list[Tensor]
+    name: str
+    scans: bool
+
+    @staticmethod
+    def of(spec: Spec, bound: Bound) -> Shard:
+        """Operands are the inputs, or made of them by what autograd knows."""
+        if is_scan(spec):
+            return Shard(*scan.operands_and_hole(spec, bound), True)
+        return Shard([bound.tensors[i.name] for i in spec.inputs], chunk.program_of(spec)[1], False)
+
+    def summary(self, state: Tensor | None, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(the state after the shard from `state`, or None for nothing written; M where `moves`; for `forward`)."""
+        if self.scans:
+            from dsf.kernels.triton.scan.shard import scan_shard
+
+            found: tuple[Tensor, Tensor, list[Tensor]] = scan_shard(self.operands, None, state, self.name, moves)
+            return found
+        from dsf.kernels.triton.chunk.shard import matrix_shard
+
+        found = matrix_shard(self.operands, state, self.name, moves)
+        return found
+
+    def forward(self, state: Tensor | None, keep: bool, held: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """y, the state after the shard, and with `keep` what the passes backwards take."""
+        if self.scans:
+            from dsf.kernels.triton.scan.operator import scan as operator
+
+            y, final, saved = operator(self.operands, state, self.name, keep, False, None, 0, list(held))
+            return y, final, [saved]
+        from dsf.kernels.triton.chunk.operator import PROGRAMS, matrix_mixer
+
+        y, final, kept = matrix_mixer(self.operands, state, self.name, keep, None, list(held))
+        return y, final, [*kept, y] if keep and PROGRAMS[self.name].quotient else kept
+
+    def adjoint(
+        self, dy: Tensor, dfinal: Tensor | None, state: Tensor | None, saved: Sequence[Tensor], held: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The gradient of the shard's first state without a running maximum's columns, and what `backward` takes."""
+        if self.scans:
+            from dsf.kernels.triton.scan.shard import scan_shard
+
+            found, _, later = scan_shard(self.operands, dy, dfinal, self.name, False)
+            return found, later
+        from dsf.kernels.triton.chunk.shard import matrix_shard_adjoint
+
+        first, later = matrix_shard_adjoint(dy, dfinal, self.operands, state, list(saved), self.name, list(held))
+        return first, later
+
+    def backward(
+        self, dy: Tensor, dfinal: Tensor | None, state: Tensor | None, saved: Sequence[Tensor], needs: Sequence[bool],
+        held: Sequence[Tensor],
+    ) -> tuple[list[Tensor | None], Tensor]:  # fmt: skip
+        """Gradients of the operands that need one, None for the others, and of the first state."""
+        if self.scans:
+            from dsf.kernels.triton.scan.operator import scan_adjoint
+
+            found, first = scan_adjoint(
+                dy, dfinal, self.operands, saved[0], self.name, list(needs), None, list(held)
+            )  # fmt: skip
+        else:
+            from dsf.kernels.triton.chunk.operator import matrix_mixer_backward
+
+            found, first = matrix_mixer_backward(
+                dy, dfinal, self.operands, state, list(saved), self.name, list(needs), None, list(held)
+            )  # fmt: skip
+        given = iter(found)
+        return [next(given) if need else None for need in needs], first
+
+    def like(self, operands: Sequence[Tensor]) -> Shard:
+        """The same of other tensors."""
+        return Shard(list(operands), self.name, self.scans)

@@ -1,0 +1,206 @@
+"""What a shard of a sequence does to states, by the matrix families' kernels without outputs: dsf::matrix_shard.
+
+Forwards F and M, S_out = M S_in + F; backwards, by dsf::matrix_shard_adjoint, the gradient of S_in. The inverses of a
+delta rule, and what segments of T do where T is walked in segments, are found once: the operators that follow with the
+shard's entering state, or with the gradient of the one it leaves, take them from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.affine import exact_product
+from dsf.kernels.triton.chunk import matrix, rank_one_ops
+from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks
+from dsf.kernels.triton.chunk.operator import by_row, first_reads, read_gradient, resumed, starting
+from dsf.kernels.triton.chunk.walks import (
+    adjoints_summed,
+    forward,
+    reverse_launch,
+    segment_starts,
+    summed,
+    transform,
+)
+from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.pointwise.programs import PROGRAMS, Call
+from dsf.kernels.triton.tape import played
+
+
+def _run(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, moves: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The state that T tokens leave [B, H, N, columns]; M [B, H, N, N] where `moves` and there are corrections, else
+    of decays by head or by key [B, H, N, 1]; what is held for dsf::matrix_mixer on the same operands.
+
+    state: the one that they are entered with, or None for one in which nothing was written.
+    """
+    known = PROGRAMS[program]
+    call = Call(known, operands, True)
+    start, first, _ = starting(call, state)
+    last = None
+    if known.stabilised:
+        level, last = call.level(first)
+        call.keep_level(level)
+    call.make()
+    arguments = call.chunk_arguments(start)
+    if known.floor is not None:
+        final, move = rank_one_ops.shard(**arguments, moves=moves)
+        return final, move, []
+    normal: Normaliser | None = arguments["normal"]
+    ends, move, held = _written(arguments, moves)
+    if normal is not None:
+        assert normal.final is not None
+        ends = torch.cat([ends, normal.final.unsqueeze(-1)], dim=-1)
+    if known.column:
+        ends = ends[..., : call.p + 1]
+    if last is not None:  # rows are written relative to the maximum, so that what they add depends on S_in
+        ends, held = torch.cat([ends, last[..., None, None].expand(*ends.shape[:-1], 1)], dim=-1), []
+    return ends.contiguous(), move, held
+
+
+def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) -> tuple[Any, Normaliser | None]:
+    """What the launches of one direction share, and its normaliser."""
+    a = arguments
+    call = matrix._Call(
+        a["q"], a["k"], a["v"], a["decay"], a["source"], a["erase"], a["read"], a["heads"], a["log"], a["normal"],
+        kept=kept, positive=a["positive"], back=back,
+    )  # fmt: skip
+    return call, a["normal"]
+
+
+def _written(arguments: dict[str, Any], moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """S_T's columns, M, and what is held, by the walks."""
+    call, normal = _call(arguments, None, False)
+    state, none = arguments["state"], call.empty(0, dtype=torch.float32)
+    if normal is not None:
+        assert normal.added is not None
+        normal.states, normal.final = between_chunks(call, normal.added, normal.state, False)
+    solve = transform(call) if call.delta else none
+    if call.delta and not call.is_cut and not moves:
+        last, _ = forward(call, solve, state, None, True, None)
+        assert last is not None
+        return last, none, [solve]
+    local, passed = summed(call, solve, False, 1, True)
+    starts = segment_starts(call, local, passed, state, False, 1) if call.pieces > 1 or state is not None else None
+    last = local[-1]
+    if starts is not None:
+        last = _moved(passed[-1], starts[-1], call.delta) + last
+    move = none
+    if moves and call.delta:
+        move = _product(call, passed)
+    elif moves:
+        move = passed.prod(0).view(call.batch, call.heads, call.n, 1)
+    return last, move, [solve, local, passed] if call.is_cut else [solve] if call.delta else []
+
+
+def _moved(passed: Tensor, state: Tensor, dense: bool) -> Tensor:
+    """What a piece makes of its first state [B, H, N, P]."""
+    if dense:
+        return exact_product(passed.view(*state.shape[:2], *passed.shape[1:]), state)
+    return passed.view(*state.shape[:2], -1, 1) * state
+
+
+def _product(call: Any, passed: Tensor) -> Tensor:
+    """The pieces' transitions [pieces, B · H, N, N] one after the other: [B, H, N, N]."""
+    found = passed[0]
+    for later in passed[1:]:
+        found = exact_product(later, found)
+    return found.view(call.batch, call.heads, call.n, call.n)
+
+
+def _pull(
+    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
+    program: str, held: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The gradient of S_in's columns without the running maximum's [B, H, N, ·], and what is held for
+    dsf::matrix_mixer_backward on the same tensors.
+
+    dfinal: of S_out, or None. saved: what dsf::matrix_mixer kept (and y behind it, as that takes it); held: what
+    dsf::matrix_shard held for it.
+    """
+    known = PROGRAMS[program]
+    call = Call(known, operands, True)
+    start, scale, kept = resumed(call, state, saved)
+    d_first, dy, slope, dfinal = by_row(call, *read_gradient(call, dy), dfinal)
+    arguments, found = call.chunk_arguments(start), list[Tensor]()
+    if known.floor is not None:
+        first = rank_one_ops.shard_adjoint(dy, dfinal, kept, **arguments)
+    else:
+        normal: Normaliser | None = arguments["normal"]
+        if normal is not None:
+            normal.slope, normal.states = slope, kept[1]
+            dfinal, normal.final_gradient = call.split(dfinal)
+        first, found = _adjoint(arguments, dy, dfinal, kept[0], kept[1 if normal is None else 2 :], held)
+        if normal is not None:
+            assert normal.first is not None
+            first = torch.cat([first, normal.first.unsqueeze(-1)], dim=-1)
+    if known.before:
+        first = first + first_reads(call, d_first)
+    first = first[..., : call.p + known.ones]
+    return (first if scale is None else first * scale).contiguous(), found
+
+
+def _adjoint(
+    arguments: dict[str, Any], dy: Tensor, dfinal: Tensor | None, solve: Tensor, kept: Sequence[Tensor],
+    held: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The gradient of S_0, and [local, passed, adjoints] where T is cut, by the walks."""
+    call, normal = _call(arguments, kept, True)
+    if normal is not None:
+        assert normal.added is not None
+        normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
+    dy, last = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
+    if not call.is_cut:
+        found = call.segments()
+        reverse_launch(call, dy, solve, last, None, found, (0, call.chunks))
+        return call.end(found, False), []
+    passed = held[2] if held else (call.made.passed if call.made is not None else kept[1])
+    adjoints = adjoints_summed(call, dy, solve, 1, True)
+    starts = segment_starts(call, adjoints, passed, last, True, 1)
+    back = passed[0].transpose(-1, -2) if call.delta else passed[0]
+    first = _moved(back, starts[0], call.delta) + adjoints[0]
+    return first, [*(held[1:] if held else (passed, passed)), adjoints]
+
+
+# -- as operators
+
+
+def _forward(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, moves: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return played(_forward_real, (state, *operands), program, moves)
+
+
+def _forward_real(tensors: Sequence[Any], program: str, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    state, *operands = tensors
+    return _run(operands, state, program, moves)
+
+
+def _backward(
+    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
+    program: str, held: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    tensors = (dy, dfinal, state, *operands, *saved, *held)
+    return played(_backward_real, tensors, program, len(operands), len(held))
+
+
+def _backward_real(tensors: Sequence[Any], program: str, count: int, held: int) -> tuple[Tensor, list[Tensor]]:
+    dy, dfinal, state, *rest = tensors
+    end = len(rest) - held
+    return _pull(dy, dfinal, rest[:count], state, rest[count:end], program, rest[end:])
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_LIBRARY.define("matrix_shard(Tensor[] operands, Tensor? state, str program, bool moves) -> (Tensor, Tensor, Tensor[])")
+_LIBRARY.define(
+    "matrix_shard_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
+    "Tensor[] held) -> (Tensor, Tensor[])"
+)
+_LIBRARY.impl("matrix_shard", at_tensors(_forward), "CompositeExplicitAutograd")
+_LIBRARY.impl("matrix_shard_adjoint", at_tensors(_backward), "CompositeExplicitAutograd")
+matrix_shard = torch.ops.dsf.matrix_shard.default
+matrix_shard_adjoint = torch.ops.dsf.matrix_shard_adjoint.default

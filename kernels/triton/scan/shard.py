@@ -1,0 +1,59 @@
+"""What a shard of a sequence does to states, by the fused scan's summaries: dsf::scan_shard.
+
+What segments do is found once: the scan, or its adjoint, that follows takes it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.scan.launches import HOLES, _arguments, _timed, between, combined, launch, sizes_of, summed
+from dsf.kernels.triton.tape import played
+
+__all__ = ["between", "scan_shard"]
+
+
+def _run(
+    operands: Sequence[Tensor], dy: Tensor | None, state: Tensor | None, hole: str, moves: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The state that T tokens leave [B, H, N, P], with dy the gradient of that they are entered with; M; what is held.
+
+    state: the one they are entered with (with dy the gradient of the one they leave), or None for zeros. moves: M is
+    wanted, the product of their decays [B, H, N, P]. held: for the scan (or its adjoint) of the same operands.
+    """
+    spec = HOLES[hole]
+    sizes = sizes_of(spec, operands)
+    like = _timed(spec, operands)
+    go = launch(spec, sizes, dy is not None, like.device)
+    args = _arguments(spec, operands, sizes, spec.by_entry(sizes))
+    dy = None if dy is None else dy.contiguous()
+    sums, local, product = summed(go, spec, args, dy, like, whole=True)
+    first = None if state is None else state.contiguous()
+    every = combined(sums, local.clone(), product, first, dy is not None)
+    end = every[:, :, 0 if dy is not None else -1].contiguous()
+    move = product[:, :, :-1].prod(2) if moves else end.new_empty(0)
+    return end, move, [local, product]
+
+
+def _forward(
+    operands: Sequence[Tensor], dy: Tensor | None, state: Tensor | None, hole: str, moves: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return played(_forward_real, (dy, state, *operands), hole, moves)
+
+
+def _forward_real(tensors: Sequence[Any], hole: str, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    dy, state, *operands = tensors
+    return _run(operands, dy, state, hole, moves)
+
+
+_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_LIBRARY.define(
+    "scan_shard(Tensor[] operands, Tensor? dy, Tensor? state, str hole, bool moves) -> (Tensor, Tensor, Tensor[])"
+)
+_LIBRARY.impl("scan_shard", at_tensors(_forward), "CompositeExplicitAutograd")
+scan_shard = torch.ops.dsf.scan_shard.default

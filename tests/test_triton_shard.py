@@ -1,0 +1,137 @@
+"""Sequences over ranks on the kernels, in Triton's interpreter: the passes around the exchanges against the oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from interpreted import interpreted
+from matrix_family import late_ratio
+from mixer_inputs import sample
+
+from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.kernels.triton.scan import launches as scan_launches
+from dsf.mixers import get
+from dsf.parallel import Simulated, fused
+
+pytestmark = interpreted
+
+# No decays but beside corrections, scalar and key-diagonal ones, read before, normalised, rank-one; scans.
+NAMES = ["gated_deltanet", "ssd", "mlstm", "kda", "rwkv6", "rwkv7", "s6", "rg_lru"]
+RECURRENCES = [*(get(name).recurrence for name in NAMES), late_ratio]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Chunks of 16 rows, so that a few dozen tokens cross several."""
+    table, small = matrix_kernels.tiles, {"chunk": 16, "piece": 16, "gradient_piece": 16, "gradient_keys": 16}
+    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), **small))
+
+
+SLOWER = {  # gates near the decay of trained models, so that what earlier ranks wrote is still there
+    "alpha": lambda x: 0.9 + 0.1 * x, "g": lambda x: 0.02 * x, "f": lambda x: x + 4.0, "dt": lambda x: x - 4.0,
+    "r": lambda x: x - 4.0, "w": lambda x: x - 4.0, "a": lambda x: x + 3.0, "reset": torch.zeros_like,
+    "z": lambda x: x - 3.0,
+}  # fmt: skip
+
+
+def draw(recurrence, tokens):
+    found = sample(recurrence, 1, tokens, 1)
+    if recurrence.name in ("gla", "rwkv7"):
+        return found
+    return {n: SLOWER[n](x) if n in SLOWER else x for n, x in found.items()}
+
+
+def cut_time(monkeypatch, count):
+    """Kernels walk T in so many segments."""
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: count)
+    if count > 1:
+        monkeypatch.setattr(scan_launches, "segments", lambda tokens, _, t, __: (-(-tokens // t.chunk), t.chunk))
+
+
+def outcome(recurrence, given, state, dtype, **how):
+    """y, the true final state, and the gradients of a fixed functional of both."""
+    leaves = {n: x.to(dtype).requires_grad_() for n, x in given.items()}
+    start = None if state is None else state.to(dtype).requires_grad_()
+    y, final = recurrence(**leaves, initial_state=start, return_state=True, **how)
+    true = recurrence.true_state(final, y.shape[-1])
+    g = torch.Generator().manual_seed(1)
+    loss = (y * torch.randn(y.shape, generator=g, dtype=torch.float64)).sum()
+    if not recurrence.spec.is_stabilised:
+        loss = loss + (true * torch.randn(true.shape, generator=g, dtype=torch.float64)).sum()
+    wanted = [*leaves.values()] + ([] if start is None else [start])
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [y, true, *(torch.zeros_like(w) if x is None else x for w, x in zip(wanted, grads, strict=True))]
+
+
+def compare(recurrence, given, state, world, counted):
+    """Ranks on the kernels in float32 against the whole sequence by the definition in float64, per head and token."""
+    expected = outcome(recurrence, given, state, torch.float64, form="naive")
+    before = counted[0]
+    found = outcome(recurrence, given, state, torch.float32, backend="triton", parallel=world)
+    assert counted[0] == before + 1
+    whole = expected
+    if recurrence.spec.is_stabilised:  # a quotient whose divisor comes near zero: no worse than the whole sequence's
+        whole = outcome(recurrence, given, state, torch.float32, backend="triton")
+    for got, want, one in zip(found, expected, whole, strict=True):
+        assert got.shape == want.shape
+        size = max(1.0, float(want.detach().abs().max()))
+        most = 3 * float((one.double() - want).detach().abs().max()) + 3e-5 * size
+        assert float((got.double() - want).detach().abs().max()) <= most
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many calls went through the kernels' passes."""
+    calls, run = [0], fused.run
+
+    def counting(*args):
+        calls[0] += 1
+        return run(*args)
+
+    monkeypatch.setattr(fused, "run", counting)
+    return calls
+
+
+def begun(recurrence, given):
+    """A state that something was written into."""
+    if recurrence.spec.is_stabilised:
+        return None
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    early = {n: x[:, :3] if n in timed else x for n, x in given.items()}
+    return recurrence(**early, return_state=True)[1].detach()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda r: r.name)
+def test_ranks_on_the_kernels_equal_the_whole(recurrence, count, monkeypatch, counted):
+    cut_time(monkeypatch, count)
+    sizes = (70, 3, 67) if count > 1 and recurrence.spec.is_elementwise else (37, 3, 35)
+    given = draw(recurrence, sum(sizes))
+    world = Simulated(3, sizes=sizes, exchange="gather")
+    compare(recurrence, given, begun(recurrence, given) if count > 1 else None, world, counted)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_head_and_tail_are_rows_of_one_pass(count, monkeypatch, counted):
+    cut_time(monkeypatch, count)
+    recurrence = get("gated_deltanet").recurrence
+    given = draw(recurrence, 4 * 33)
+    compare(recurrence, given, begun(recurrence, given), Simulated(2, "headtail", exchange="transpose"), counted)
+
+
+def test_what_is_summed_up_before_changes_no_bit(monkeypatch):
+    """One rank alone, entered with a state: the passes after a summary against a plain call."""
+    from dsf.call.bind import bind
+    from dsf.triton.shard import Shard
+
+    for name in ("gated_deltanet", "s6"):
+        recurrence = get(name).recurrence
+        cut_time(monkeypatch, 2)
+        given = {n: x.float() for n, x in draw(recurrence, 70).items()}
+        state = begun(recurrence, given)
+        shard = Shard.of(recurrence.spec, bind(recurrence.spec, (), given))
+        last, _, held = shard.summary(state, False)
+        y, final, _ = shard.forward(state, True, held)
+        plain, end = recurrence(**given, initial_state=state, return_state=True, backend="triton")
+        assert held and torch.equal(y, plain) and torch.equal(final, end)
+        torch.testing.assert_close(last, end, rtol=1e-5, atol=1e-5)
