@@ -61,8 +61,10 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
     text = f"{world.ranks} ranks, {way}, {world.exchange} exchange{', in reverse' if reverse else ''}"
     for m in compare(subject, found, expected, example.dtype):
         yield replace(m, detail=f"{m.detail} {text}".strip())
-    if way == "shards" and not reverse and not example.regimes and example.cuts:
-        yield _worth(subject, form, example, inputs, expected.y)
+    if way == "shards" and not example.regimes and example.cuts:
+        with torch.no_grad():
+            y = subject.run(form, inputs, state)[0] if reverse else expected.y
+        yield _worth(subject, form, example, inputs, y)
 
 
 def _exchange(subject: Subject, chance: random.Random, ranks: int, nodes: int) -> str:
