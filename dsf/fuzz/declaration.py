@@ -19,11 +19,12 @@ KINDS = {
     "ps": "Param[Scalar]", "pk": "Param[Key]", "pv": "Param[Value]", "pkv": "Param[Key, Value]",
     "ks": "Steps[Key, 2]", "vs": "Steps[Value, 2]", "bs": "Steps[Scalar, 2]", "gs": "Steps[Scalar, 2]",
     "gk": "Steps[Key, 2]", "gv": "Steps[Value, 2]",
+    "th": "Pair", "pth": "Param[Pair]",  # angles
 }  # fmt: skip
 FUNCTIONS = (
     "I", "N", "System", "abs", "compose", "diag", "dot", "exp", "elu1", "expm1", "l2norm", "log1p", "logsigmoid",
-    "maximum", "minimum", "outer", "ratio", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key", "tanh",
-    "where",
+    "maximum", "minimum", "outer", "prev", "ratio", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key",
+    "tanh", "turn", "where",
 )  # fmt: skip
 NAME = "fuzzed"
 

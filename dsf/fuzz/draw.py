@@ -66,23 +66,25 @@ GPU = Profile(
 class Cases:
     """Cases of one recurrence, one kind after the other; all randomness is that of `rng`.
 
-    empty: sequences of no tokens are drawn, too. residue: where the round of T through RESIDUES begins.
+    empty: sequences of no tokens are drawn, too. residue: where the round of T through RESIDUES begins. device: where
+    the cases are to run.
     """
 
     def __init__(
         self, recurrence: Recurrence, ranges: Mapping[str, Range], rng: random.Random, profile: Profile, backend: str,
-        empty: bool, residue: int = 0,
+        empty: bool, residue: int = 0, device: str = "cpu",
     ) -> None:  # fmt: skip
         self.recurrence, self.ranges, self.rng, self.profile = recurrence, ranges, rng, profile
         self.backend, self.empty = backend, empty
         self.left, self.kind = 0, Case()
-        self.residue = residue
+        self.residue, self.device = residue, device
         self.other = False
         self.inputs = recurrence.spec.inputs
         # A direction of one number never changes, nor does a quotient with the one query that both its parts are times:
         # such gradients are nothing but rounding, relative to nothing.
         unchanged = _has_directions(recurrence) or recurrence.spec.rule is not None
-        self.keys = [n for n in profile.n if n > 1] if unchanged else list(profile.n)
+        turned = bool(recurrence.spec.turns)  # in pairs
+        self.keys = [n for n in profile.n if not (n == 1 and unchanged) and not (n % 2 and turned)]
 
     def draw(self) -> Case:
         """The next case."""
@@ -127,7 +129,7 @@ class Cases:
         """True where token by token is another way of the same."""
         if case.form != KERNELS:
             return case.form == "recurrent"
-        return Subject(self.recurrence, self.ranges, None, "meta", KERNELS).has_decode_kernel
+        return Subject(self.recurrence, self.ranges, None, self.device, KERNELS).has_decode_kernel
 
     def _one(self, kind: Case) -> Case:
         rng, profile = self.rng, self.profile

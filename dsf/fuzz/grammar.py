@@ -194,15 +194,26 @@ def _exponential(pick: Pick) -> Declaration:
     )  # fmt: skip
 
 
+def _turned(pick: Pick) -> Declaration:
+    """Decays and delta rules that turn pairs of key entries, and writes of the last token."""
+    angle = pick(["b", "tanh(b)", "ps", "th", "pth", "softplus(b) * pth"])
+    decay = pick(["", "sigmoid(s) * ", "exp(-softplus(ps)) * ", "(I - sigmoid(b) * outer(k, k)) @ "])
+    a = pick([f"{decay}turn({angle})", f"{decay}turn({angle})", "sigmoid(s)", "sigmoid(sk)"])
+    last = ["k * v + sigmoid(b) * prev(k * v)", "0.5 * k * v + 0.5 * prev(k * v)", "k * (v + prev(v))", "prev(k) * v"]
+    b = pick([*last, "k * v", "k * (sigmoid(b) * v)"] if "turn" in a else last)
+    return Declaration("turned", ((a, b),), pick(["q", "q", "q * sigmoid(o)"]), pick(["0", "pv * v"]))
+
+
 FAMILIES: dict[str, Callable[[Pick], Declaration]] = {
     "elementwise": _elementwise, "dense write": _dense_write, "decay": _decay, "value decay": _value_decay,
     "vector": _vector, "delta": _delta, "rank one": _rank_one, "micro-steps": _product, "normalised": _normalised,
-    "exponential gate": _exponential,
+    "exponential gate": _exponential, "turned": _turned,
 }  # fmt: skip
 # What run() deals from, in turn: half elementwise, where the kernels differ most from one declaration to the next.
 DECK = (
     "elementwise", "decay", "elementwise", "delta", "vector", "elementwise", "rank one", "value decay", "elementwise",
     "micro-steps", "dense write", "delta", "elementwise", "normalised", "exponential gate", "elementwise", "decay",
+    "turned",
 )  # fmt: skip
 # Wrong once: rows of a last block that no token fills, left unwritten. Every run tries it first.
 KNOWN = Declaration(

@@ -23,7 +23,8 @@ Ranges = Mapping[str, Range]
 
 def shape_of(case: Case, kind: Kind, heads: int, tokens: int, batch: int) -> list[int]:
     """The shape of an input."""
-    axes = [{KEY: case.n, VALUE: case.p}[a] for a in (KEY, VALUE) if a in kind.axes]
+    keys = case.n // 2 if kind.pair else case.n
+    axes = [{KEY: keys, VALUE: case.p}[a] for a in (KEY, VALUE) if a in kind.axes]
     if not kind.time:
         return [case.heads, *axes]
     return [batch, tokens, *([kind.steps] if kind.steps is not None else []), heads, *axes]

@@ -134,7 +134,7 @@ def _ranges(recurrence: Recurrence, given: Given | None) -> dict[str, Any]:
 
 def true_shape(recurrence: Recurrence, case: Case) -> tuple[int, int]:
     """Rows and columns of one head's state in its true scale."""
-    layout = columns(recurrence.spec, case.p)
+    layout = columns(recurrence.spec.inner, case.p)
     return recurrence.state_shape(N=case.n if recurrence.spec.has_key else 1, P=case.p)[0], layout.p + layout.den
 
 

@@ -185,7 +185,7 @@ def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
             continue
         spec = subject.recurrence.spec
         ranges = ranges_of(spec, subject.ranges)
-        cases = Cases(subject.recurrence, ranges, rng, plan.sizes, plan.backend, empty, seed)
+        cases = Cases(subject.recurrence, ranges, rng, plan.sizes, plan.backend, empty, seed, plan.device)
         end = min(deadline, time.perf_counter() + (plan.share or math.inf))
         history: list[Case] = []
         for _ in range(plan.each):

@@ -72,9 +72,11 @@ def truths(
         y, state = _run(recurrence, case, given, start)
     wrt = leaves if start is None else leaves | {"initial_state": start}
     grads = _grads(case, y, state, wrt, cotangents) if case.loss else {}
-    layout = columns(recurrence.spec, case.p)
-    if "initial_state" in grads:  # the running maximum is a choice of scale: no derivative in it
-        grads["initial_state"] = grads["initial_state"][..., : layout.p + layout.den]
+    layout = columns(recurrence.spec.inner, case.p)
+    if layout.gain and "initial_state" in grads:  # the running maximum is a choice of scale: no derivative in it
+        whole = grads["initial_state"]
+        parts = [whole[..., : layout.p + layout.den], whole[..., layout.total :]]
+        grads["initial_state"] = torch.cat(parts, dim=-1)
     true = None if start is None else recurrence.true_state(start.detach(), case.p)
     found = []
     for call in range(calls):
