@@ -54,6 +54,22 @@ def test_text_is_escaped_and_sections_are_linked(page):
     assert 'href="#first-part"' in html and 'id="first-part"' in html
 
 
+def test_whatever_is_put_into_a_block_is_escaped(drawn):
+    """Names of mixers, files and texts come from outside: none of them can become an element of the page."""
+    evil = "<script>alert(\"x\")</script> & 'y'"
+    cell = Cell(evil, color='red"><script>', note=evil, bar=0.5, strong=True)
+    blocks = [
+        report.text(evil), report.terms({evil: evil}), report.facts({evil: evil}), report.code(evil),
+        report.table([Column(evil, evil)], [[cell]], evil), report.details(evil, evil), report.grid([evil]),
+        report.figure(evil, evil, evil, evil),
+    ]  # fmt: skip
+    out = Page(evil, evil, [evil])
+    out.section(evil, evil, *blocks, evil)
+    html = out.html()
+    assert html.count("<script>") == 1 and "alert(&#34;x&#34;)" in html  # the page's own, which sorts tables
+    assert "&amp;lt;" not in html  # nothing is escaped twice
+
+
 def test_tables_carry_the_numbers_they_sort_by(page):
     html = page.html()
     assert 'data-sort="2.0"' in html
@@ -62,7 +78,7 @@ def test_tables_carry_the_numbers_they_sort_by(page):
 
 
 def test_rows_must_be_as_long_as_the_head():
-    with pytest.raises(ValueError, match="argument 2 is shorter"):
+    with pytest.raises(ValueError, match="row 0 has 1 cells for 2 columns"):
         report.table([Column("a"), Column("b")], [[Cell("1")]])
 
 

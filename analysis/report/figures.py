@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dsf.analysis.report.templates import render, trusted
 from dsf.language.errors import DsfError
 
 INK = "#1e1f22"  # becomes the page's text colour; printable as it is
@@ -85,7 +86,7 @@ def svg(figure: Any, label: str) -> str:
     drawn = re.sub(r"<!--.*?-->\n?", "", drawn, flags=re.S)
     drawn = re.sub(r"(font: [^\"']*?px) [^\";]*", _font, drawn)
     drawn = re.sub(r' id="(?!p[0-9a-f]{10}|m[0-9a-f]{10}|h[0-9a-f]{10}|image|C)[^"]*"', "", drawn)
-    return drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+    return trusted(drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1))
 
 
 def _settle(figure: Any) -> None:
@@ -112,7 +113,7 @@ def png_inline(figure: Any, label: str) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200, facecolor="white")
     data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img alt="{html.escape(label)}" src="data:image/png;base64,{data}">'
+    return render("image", label=label, data=data)
 
 
 def colors(number: int) -> list[str]:
