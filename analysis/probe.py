@@ -42,12 +42,15 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> dict[str, Any]:
 
     The gauge shows by what normalised systems dilute their sums, softmax attention too: η_{t-1}/η_t, below 1 where a
     token adds to the denominator. Half-lives in tokens, of the Lyapunov exponents of A_t alone (the gauge does not
-    change an output): what is written is halved after so many tokens, erasure included; never for softmax attention.
+    change an output): what is written is halved after so many tokens, erasure included; never for softmax attention
+    without a decay.
     """
     # From the second token on: where a sequence begins, a reset may clear the state.
     found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
     values = torch.cat([eigenvalues(t, paper=True)[:, 1:].flatten() for t in found])
-    if recurrence.spec.is_softmax:
+    if recurrence.spec.is_attention and recurrence.spec.decay_kind != "identity":
+        lives = torch.cat([half_life(t).flatten() for t in found]).double()
+    elif recurrence.spec.is_attention:
         lives = torch.full((1,), torch.inf)
     else:
         # A thousandth of a rounding is no forgetting: products of orthogonal steps keep lengths to rounding only.

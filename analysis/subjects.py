@@ -65,8 +65,9 @@ class Subject:
     def state_formula(self) -> str:
         """Numbers that one sequence keeps, as a formula in H heads, N, P (and T tokens for a KV cache)."""
         spec = self.recurrence.spec
-        if spec.is_softmax:
-            return "T·H·(N+P)"
+        if spec.is_attention:
+            tokens = "T" if spec.system.window is None else f"min(T, {spec.system.window})"
+            return f"{tokens}·H·(N+P{'+1' * (spec.decay_kind != 'identity')})"
         if spec.frame is not None and spec.frame.leaves:
             columns = {frozenset({VALUE}): "⌈P/N⌉" if spec.has_key else "P", frozenset({KEY, VALUE}): "P"}
             each = [columns.get(leaf.source.axes, "1") for leaf in spec.frame.leaves for _ in leaf.nodes]

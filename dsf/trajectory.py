@@ -110,13 +110,18 @@ class Trajectory:
 
     @property
     def transition(self) -> Transition:
-        """Structured A of every row: decay [B, rows, H, n, p], corrections [B, rows, H, R, N, p]."""
+        """Structured A of every row: decay [B, rows, H, n, p], corrections [B, rows, H, R, N, p].
+
+        Of attention its decay, turns left out; FormError where it has none.
+        """
+        if self.attention is not None and self.attention.decay is not None:
+            return Transition(self.attention.decay[..., None, None])
         return self._finite().transition()
 
     @property
     def token_transition(self) -> Transition:
         """Structured A of every token: the micro-steps of a token multiplied out, ranks added."""
-        a, micro = self.transition, self._finite().micro
+        a, micro = self.transition, 1 if self.problem is None else self.problem.micro
         if micro == 1:
             return a
         rows = self._finite().tokens * micro

@@ -38,7 +38,8 @@ class Scores:
     a: [B, H, T, N], k: [B, Hk, S, N], v: [B, Hv, S, P], the cache's places before the new tokens. place: [B or 1, S]
     int64, positions of keys, the first query's being 0. late: [B, Hb, T], early: [B, Hb, S] in float64 (their
     difference loses what they have in common), or None. exponential: whether weights are exponentials of scores.
-    floor: least m.
+    floor: least m. at: [T] int64, positions of the queries (those of a rank's tokens), None for 0 … T - 1; all S places
+    are looked at then.
     """
 
     a: Tensor
@@ -50,6 +51,7 @@ class Scores:
     window: int | None = None
     exponential: bool = True
     floor: float = -float("inf")
+    at: Tensor | None = None
 
     @property
     def before(self) -> int:
@@ -58,7 +60,8 @@ class Scores:
 
     def seen(self, begin: int, end: int, keys: slice) -> Tensor:
         """Which keys each query of begin … end sees: bool [B or 1, 1, ·, ·]."""
-        age = torch.arange(begin, end, device=self.place.device)[:, None] - self.place[:, None, keys]
+        at = torch.arange(begin, end, device=self.place.device) if self.at is None else self.at[begin:end]
+        age = at[:, None] - self.place[:, None, keys]
         found = age >= 0
         return (found if self.window is None else found & (age < self.window)).unsqueeze(1)
 
@@ -71,6 +74,8 @@ class Scores:
 
     def span(self, begin: int, end: int) -> slice:
         """Places that may be seen by queries begin … end."""
+        if self.at is not None:
+            return slice(0, self.k.shape[2])
         if self.window is None or begin + 1 < self.window:
             return slice(0, self.before + end)
         return slice(self.before + max(begin - self.window + 1, 0), self.before + end)
@@ -78,7 +83,7 @@ class Scores:
     def block(self) -> int:
         """Queries that are worked on at once."""
         batch, heads, tokens, _ = self.a.shape
-        keys = self.k.shape[2] if self.window is None else min(self.k.shape[2], 2 * self.window)
+        keys = self.k.shape[2] if self.window is None or self.at is not None else min(self.k.shape[2], 2 * self.window)
         most = max(16, NUMBERS // (batch * heads * keys))
         return min(tokens, most, 128 if self.window is None else max(32, min(256, self.window)))
 
@@ -157,15 +162,16 @@ class _Blocks(torch.autograd.Function):
             found.append((w @ spread_heads(x.v[:, :, keys], x.a.shape[1]), w.sum(-1), m))
         num, total, m = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
         ctx.options = (x.window, x.exponential, x.floor)
-        ctx.save_for_backward(x.a, x.k, x.v, x.place, x.late, x.early, m)
+        ctx.save_for_backward(x.a, x.k, x.v, x.place, x.late, x.early, m, x.at)
         ctx.mark_non_differentiable(m)
         return num, total, m
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, k, v, place, late, early, m = ctx.saved_tensors
-        x = Scores(a, k, v, place, late, early, *ctx.options)
+        a, k, v, place, late, early, m, at = ctx.saved_tensors
+        window, exponential, floor = ctx.options
+        x = Scores(a, k, v, place, late, early, window, exponential, floor, at)
         dnum, dtotal = grads[:2]
         da, dk, dv = (torch.zeros_like(y) for y in (a, k, v))
         dlate, dearly = (None if y is None else torch.zeros_like(y) for y in (late, early))

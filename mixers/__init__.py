@@ -25,6 +25,7 @@ from dsf.mixers.delta_product import (
     gated_delta_product,
 )
 from dsf.mixers.deltanet import DeltaNet, deltanet
+from dsf.mixers.fox import ForgettingAttention, fox
 from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_deltanet_log
 from dsf.mixers.gla import GLA, gla
 from dsf.mixers.hgrn import HGRN, hgrn
@@ -99,6 +100,7 @@ def _variant(module: type[Mixer], **options: Any) -> Callable[..., Mixer]:
 
 ZOO: tuple[Entry, ...] = (
     Entry(softmax_attention, SoftmaxAttention),
+    Entry(fox, ForgettingAttention),
     Entry(linear_attention, LinearAttention),
     Entry(unnormalized_linear_attention, _variant(LinearAttention, normalized=False)),
     Entry(generalized_linear_attention, GeneralizedLinearAttention),
@@ -226,6 +228,7 @@ __all__ = [
     "DeltaProduct",
     "Entry",
     "GLA",
+    "ForgettingAttention",
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "GeneralizedLinearAttention",
@@ -259,6 +262,7 @@ __all__ = [
     "delta_product",
     "delta_product_of",
     "deltanet",
+    "fox",
     "gated_delta_product",
     "gated_deltanet",
     "gated_deltanet_log",

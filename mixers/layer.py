@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dsf import Recurrence
+from dsf.call.bind import state_keys
 from dsf.checking.ranges import Range, key_axis
 from dsf.language.errors import InputError
-from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.spec import Input
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
@@ -189,15 +190,21 @@ class Layer(Mixer):
         return self.o_proj(y.flatten(2))
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
-        """Numbers one sequence keeps after `context` tokens; a KV cache if the features are infinite."""
-        if not self.recurrence.spec.is_softmax:
+        """Numbers one sequence keeps after `context` tokens; a KV cache of attention and of windows."""
+        spec = self.recurrence.spec
+        if not spec.is_attention:
             return super().state_size(context, conv)
-        (_, n, p), term = self.dims, self.recurrence.spec.rows[0].terms[0]
-        cache = self._heads_of(term.key) * n + self._heads_of(term.value) * p
-        return context * cache + (self.conv1d.state_size if conv and self.conv1d is not None else 0)
+        (_, n, p), (row,) = self.dims, spec.rows
+        (term,), angle = row.terms, row.normal.angle
+        kept = context if spec.system.window is None else min(context, spec.system.window)
+        keys, bias = self._heads_of(term.key, angle), [row.normal.decay, *([] if term.gain is None else [term.gain])]
+        width = n if spec.is_softmax else state_keys(spec, n)
+        cache = keys * width + self._heads_of(term.value) * p + (0 if bias == [const(1)] else self._heads_of(*bias))
+        turned = 0 if angle is const(0) else self._heads_of(angle) * (n // 2 if KEY in angle.axes else 1)
+        return kept * cache + turned + (self.conv1d.state_size if conv and self.conv1d is not None else 0)
 
-    def _heads_of(self, x: Expr) -> int:
-        names = {i.attrs[0] for i in inputs_of(x)}
+    def _heads_of(self, *exprs: Expr) -> int:
+        names = {i.attrs[0] for i in inputs_of(*exprs)}
         return math.lcm(*(self.shape(i)[0] for i in self.recurrence.spec.inputs if i.name in names))
 
     def extra_repr(self) -> str:

@@ -27,7 +27,6 @@ from dsf import (
     turn,
 )  # fmt: skip
 from dsf.kernels import scores
-from dsf.parallel import Simulated
 
 
 def with_sink(s):
@@ -100,7 +99,7 @@ def drawn(recurrence, T, H=2, N=4, P=3, B=2, dtype=torch.float64):
 
 @pytest.mark.parametrize("recurrence", [everything, linear], ids=lambda r: r.name)
 def test_laws(recurrence):
-    laws = ("forms", "split", "packed", "causality", "reverse")
+    laws = ("forms", "split", "packed", "causality", "reverse", "parallel")
     report = dsf.check(recurrence, laws=laws, examples=1, dtypes=("float64",))
     assert report.ok, report
 
@@ -263,8 +262,6 @@ def test_what_is_not_there_is_refused_in_words():
         linear(**x, form="scan")
     with pytest.raises(FormError, match="its state is a KV cache"):
         linear.state_shape(3, 2)
-    with pytest.raises(FormError, match=r"exponential features .* scalar decay is not spread over ranks yet"):
-        forgetting(**drawn(forgetting, 4), parallel=Simulated(2))
 
 
 def no_tokens(q: Key, k: Key, v: Value):

@@ -103,6 +103,23 @@ def test_retnet_layer_is_its_parallel_form_with_complex_rotation():
     same(m, x, m.o_proj(torch.cat(out, -1) * silu(m.g_proj(x))))
 
 
+def test_forgetting_attention_layer_is_its_pro_block():
+    """Lin et al. (arXiv 2503.02130), Figure 2: k and v mixed with the token before, norms, output gate."""
+    m, x = moved(mixers.ForgettingAttention(C, H, headdim=3)), torch.randn(T, C)
+    share = sigmoid(m.shift_proj(x))
+    before = F.pad(m.kv_proj(x), (0, 0, 1, 0))[:-1]
+    kv = [h * s[:, None] + w * (1 - s[:, None]) for h, w, s in
+          zip(heads(before, 3), heads(m.kv_proj(x), 3), share.T, strict=True)]  # fmt: skip
+    gate, out = F.logsigmoid(m.f_proj(x)).cumsum(0), []
+    for h in range(H):
+        q = rms(heads(m.q_proj(x), 3)[h], heads(m.q_norm.weight[None], 3)[h][0])
+        k = rms(kv[h], heads(m.k_norm.weight[None], 3)[h][0])
+        scores = q @ k.T / math.sqrt(3) + gate[:, h, None] - gate[:, h]
+        y = scores.masked_fill(~torch.ones(T, T).tril().bool(), -math.inf).softmax(-1) @ kv[H + h]
+        out.append(rms(y, heads(m.o_norm.weight[None], 3)[h][0]))
+    same(m, x, m.o_proj(torch.cat(out, -1) * sigmoid(m.g_proj(x))))
+
+
 def test_mlstm_layer():
     m, x = moved(mixers.MLSTM(C, H, d_conv=3)), torch.randn(T, C)
     u, z = m.up_proj(x).chunk(2, -1)

@@ -101,7 +101,7 @@ def row_of(state, row):
     """One sequence's state."""
     conv = None if state.conv is None else state.conv[row : row + 1]
     own = state.recurrent
-    own = type(own)(*(x[row : row + 1] for x in own)) if isinstance(own, tuple) else own[row : row + 1]
+    own = own.rows(torch.tensor([row])) if isinstance(own, tuple) else own[row : row + 1]
     position = None if state.position is None else state.position[row : row + 1]
     return state._replace(conv=conv, recurrent=own, position=position)
 

@@ -21,6 +21,12 @@ def softmax_attention(q, k, v):
     return scores.softmax(-1) @ v
 
 
+def fox(q, k, v, f):
+    total = torch.cumsum(F.logsigmoid(f), 0)
+    scores = q @ k.T / math.sqrt(q.shape[1]) + total[:, None] - total
+    return scores.masked_fill(~torch.ones(len(q), len(q)).tril().bool(), -math.inf).softmax(-1) @ v
+
+
 def linear_attention(q, k, v):
     weights = ((F.elu(q) + 1) @ (F.elu(k) + 1).T).tril()
     return weights @ v / weights.sum(1, keepdim=True)
@@ -209,7 +215,7 @@ def gated_delta_product(q, k, v, beta, alpha):
 
 
 FORMULAS = [
-    *(softmax_attention, linear_attention),
+    *(softmax_attention, fox, linear_attention),
     *(normalized_attention_exp, normalized_attention_softplus, normalized_attention_sigmoid),
     *(
         s6,

@@ -333,7 +333,7 @@ def _states(converted: Converted) -> dict[str, Any]:
         for layer in ran:
             line = by_kind.setdefault(layer.kind, [0] * len(CONTEXTS))
             line[place] += sizes[layer.name].recurrent * sizes[layer.name].width
-            if not layer.recurrence.spec.is_softmax and layer.state is not None:
+            if not layer.recurrence.spec.is_attention and layer.state is not None:
                 heads, _, p = layer.state
                 cached[place] += context * heads * layer.parts * 2 * p * sizes[layer.name].width
         conv = sum(s.conv * s.width for s in sizes.values())

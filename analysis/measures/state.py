@@ -119,13 +119,15 @@ def state_size(
 ) -> StateSize:
     """Size of a recurrence's state after `context` tokens.
 
-    heads, N, P: of the recurrence. For softmax, context · key_heads · (N + P) numbers (key_heads = heads unless
-    grouped), context cut to `window` where there is one; else heads · rows · columns, whatever the context.
+    heads, N, P: of the recurrence. For softmax and windows, context · key_heads · (N + P) numbers (key_heads = heads
+    unless grouped) and one a head where a decay is a bias, context cut to `window` or the declaration's; else heads ·
+    rows · columns, whatever the context.
     conv: numbers that a convolution keeps (channels · (taps - 1)). width: bytes a number.
     """
-    if recurrence.spec.is_softmax:
-        kept = context if window is None else min(context, window)
-        return StateSize(kept * (key_heads or heads) * (N + P), conv, width)
+    if recurrence.spec.is_attention:
+        kept = min([context, *(w for w in (window, recurrence.spec.system.window) if w is not None)])
+        biases = heads if recurrence.spec.decay_kind != "identity" else 0
+        return StateSize(kept * ((key_heads or heads) * (N + P) + biases), conv, width)
     rows, columns = recurrence.state_shape(N=N, P=P)
     return StateSize(heads * rows * columns, conv, width)
 
@@ -160,7 +162,7 @@ def costs(
         if form == "kernel":
             per_token += heads * T * 4
         elif form in ("recurrent", "naive") or plan.chunk == 0:
-            per_token += 2 * plan.state_bytes / (T if recurrence.spec.is_softmax else 1)
+            per_token += 2 * plan.state_bytes / (T if recurrence.spec.is_attention else 1)
         else:
             per_token += 2 * plan.state_bytes / plan.chunk
         found.append(Cost(form, plan.flops / T, per_token))

@@ -192,8 +192,12 @@ def scores_of(spec: Spec, x: Operands, s: Summed, cache: KVCache | None) -> Scor
         if early is not None:
             assert cache.bias is not None
             early = torch.cat([cache.bias.double(), early], dim=2)
-    floor = FLOOR if divides_by_one(spec) else -float("inf")
-    return Scores(s.a, k, v, place, s.late, early, window, spec.is_softmax, floor)
+    return Scores(s.a, k, v, place, s.late, early, window, *scores_options(spec))
+
+
+def scores_options(spec: Spec) -> tuple[bool, float]:
+    """Whether weights are exponentials of scores, and the least scale of a row."""
+    return spec.is_softmax, FLOOR if divides_by_one(spec) else -float("inf")
 
 
 def _definition(spec: Spec, x: Operands) -> Definition:

@@ -118,11 +118,6 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | Packing | None, parallel: World, reverse: bool,
     ) -> Any:  # fmt: skip
-        if self.spec.is_attention and (self.spec.turns or not self.spec.is_plain_softmax):
-            raise FormError(
-                f"{self.name}: {self.spec.structure} is not spread over ranks yet, only softmax attention with A = I; "
-                "call it without parallel= on the whole sequence"
-            )
         if self.spec.is_framed:
             raise FormError(
                 f"{self.name}: turn and prev are not spread over ranks yet: sums of angles, and what the last token "

@@ -408,8 +408,7 @@ def parallel(subject: Subject, form: str, example: Example) -> Measures:
     """A sequence cut over ranks equals the sequence run whole, and what earlier ranks hold matters to later ones."""
     from dsf.checking.shards import over_ranks
 
-    spec = subject.recurrence.spec
-    if not (spec.is_framed or (spec.is_attention and not spec.is_plain_softmax) or spec.turns):  # refused over ranks
+    if not subject.recurrence.spec.is_framed:  # turn and prev are refused over ranks
         yield from over_ranks(subject, form, example)
 
 

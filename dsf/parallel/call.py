@@ -167,7 +167,7 @@ def call(
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
     compare_ranks(spec, world, given, state)
     with no_autocast(next(iter(given.values()))):
-        if spec.is_softmax:
+        if spec.is_attention:
             from dsf.parallel.softmax import attend
 
             bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
@@ -230,8 +230,9 @@ def _alike(finals: Several[Any]) -> Any:
     """The final state of all simulated ranks, each of which has it, with a share of its gradient for each."""
     if isinstance(finals[0], Tensor):
         return torch.stack(list(finals)).mean(0)
-    k, v = (torch.stack([f[place] for f in finals]).mean(0) for place in (0, 1))
-    return type(finals[0])(k, v, finals[0].lengths)
+    some = [[f[place] for f in finals] for place in (0, 1, 3, 4)]
+    k, v, bias, angle = (None if x[0] is None else torch.stack(x).mean(0) for x in some)
+    return type(finals[0])(k, v, finals[0].lengths, bias, angle)
 
 
 def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: World) -> Plan:
@@ -239,7 +240,7 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
     held = f"{world.ranks} ranks, {world.layout.name}, "
-    if spec.is_softmax:
+    if spec.is_attention:
         k_heads, v_heads = cached_heads(spec, sizes)[0]
         numbers = sizes.batch * sizes.tokens * (k_heads * sizes.keys + v_heads * sizes.p)
         size = (world.ranks - 1) * numbers * dtype.itemsize
@@ -285,7 +286,7 @@ def compare_ranks(spec: Spec, world: World, given: Mapping[str, Tensor], state: 
     if not isinstance(world, Sequence) or not world.check:
         return
     timed = {i.name for i in spec.inputs if i.kind.time}
-    free = world.sizes is not None or not (spec.is_softmax or world.layout.slots > 1)
+    free = world.sizes is not None or not (spec.is_attention or world.layout.slots > 1)
     seen = []
     for name, x in given.items():
         shape = [-1 if free and name in timed and d == 1 else n for d, n in enumerate(x.shape)]

@@ -15,6 +15,7 @@ from dsf.call.run import timed_inputs
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads
 from dsf.language.errors import InputError
 from dsf.parallel.layout import Packing
+from dsf.parallel.scores import attend_scores
 from dsf.parallel.tokens import gather_all
 from dsf.parallel.world import World
 
@@ -41,12 +42,15 @@ def attend(
         if cache is not None:
             rows = bound.sizes.batch if bounds is None else packing.sequences
             check_cache(spec, cache, rows, bound)
-    operands = [_operands(recurrence, bound, form) for bound in shards]
+    if spec.turns or not spec.is_plain_softmax:
+        found = attend_scores(spec, world, shards, cache, packing, bounds is not None, form)
+        return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]
+    own = [_operands(recurrence, bound, form) for bound in shards]
     lengths = [packing.tokens(r) for r in range(world.ranks)]
-    both = [[k.transpose(1, 2), v.transpose(1, 2)] for _, k, v, _ in operands]
+    both = [[k.transpose(1, 2), v.transpose(1, 2)] for _, k, v, _ in own]
     everything = gather_all(world, both, lengths)
-    found = []
-    for rank, bound, (a, _, _, scale), (k, v) in zip(world.here, shards, operands, everything, strict=True):
+    outputs = []
+    for rank, bound, (a, _, _, scale), (k, v) in zip(world.here, shards, own, everything, strict=True):
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         counts = torch.full((keys.shape[0],), tokens, dtype=torch.int64, device=keys.device)
         if bounds is None:
@@ -57,8 +61,8 @@ def attend(
             final = _by_sequence(_to(cache, keys.dtype), keys, values, bounds)
         seen = _seen(packing, rank, cache, whole.k.shape[2], bounds is not None, a.device)
         y = _read(form, a, whole, seen, scale).transpose(1, 2)
-        found.append((y.to(bound.dtype), final.to(bound.dtype)))
-    return found
+        outputs.append((y.to(bound.dtype), final.to(bound.dtype)))
+    return outputs
 
 
 def _total(world: World, shards: Sequence[Bound], bounds: list[int] | None, name: str) -> int:

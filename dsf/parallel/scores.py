@@ -1,0 +1,164 @@
+"""Attention with biases, turns and windows over ranks: keys, values, decays and angles are gathered and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dsf.call.attention import Operands, finish, operands, scores_options
+from dsf.call.bind import Bound, angle_width, cached_heads, key_width
+from dsf.call.run import timed_inputs
+from dsf.kernels import scores
+from dsf.kernels.attention import KVCache, extend, spread_heads
+from dsf.kernels.scores import AWAY, Scores
+from dsf.kernels.turns import turn_pairs, whole_turns_left_out
+from dsf.language.spec import Spec
+from dsf.parallel.layout import Packing
+from dsf.parallel.tokens import gather_all
+from dsf.parallel.world import World
+from dsf.torch.evaluate import Evaluator
+
+APART = 1 << 40  # how far the positions of packed sequences lie apart
+
+
+def attend_scores(
+    spec: Spec, world: World, shards: Sequence[Bound], cache: KVCache | None, packing: Packing, packed: bool, form: str
+) -> list[tuple[Tensor, KVCache]]:
+    """(y in the computing dtype, the global cache) of this process's ranks."""
+    if form == "naive":
+        shards = [replace(b, compute=torch.float64) for b in shards]
+    own = [_operands(spec, b) for b in shards]
+    several = [[x for x in (o.k, o.v, o.log, o.gain, o.angle) if x is not None] for o in own]
+    lengths = [packing.tokens(r) for r in range(world.ranks)]
+    every = gather_all(
+        world, [[x.transpose(1, 2).to(o.a.dtype) for x in g] for g, o in zip(several, own, strict=True)], lengths
+    )
+    found = []
+    for rank, bound, x, parts in zip(world.here, shards, own, every, strict=True):
+        whole = _Whole.of(x, [y.transpose(1, 2) for y in parts], cache, packing, packed)
+        at = torch.tensor(packing.positions(rank), dtype=torch.int64, device=bound.device)
+        final = whole.final(spec, cache).to(bound.dtype)
+        if not bound.sizes.tokens:
+            found.append((x.a.new_zeros(x.a.shape[0], 0, x.a.shape[1], x.v.shape[3]) + x.a.sum(), final))
+            continue
+        read = (scores.blocks if form in ("auto", "chunk") else scores.dense)(whole.scores(spec, x.a, at, cache))
+        found.append((finish(spec, x, read), final))
+    return found
+
+
+def _operands(spec: Spec, bound: Bound) -> Operands:
+    """A rank's own, of no tokens too."""
+    if bound.sizes.tokens:
+        return operands(spec, bound, timed_inputs(spec, bound))
+    sizes, (k_heads, v_heads), (b_heads, a_heads) = bound.sizes, *cached_heads(spec, bound.sizes)
+    nothing = sum((x.sum() * 0 for x in bound.tensors.values()), torch.zeros((), device=bound.device)).to(bound.compute)
+    n, batch = key_width(spec, sizes), sizes.batch
+    number = nothing.expand(batch, b_heads, 0).double() if b_heads else None
+    gained = spec.rows[0].terms[0].gain is not None
+    a, k, v = (nothing.expand(batch, h, 0, w) for h, w in ((sizes.heads, n), (k_heads, n), (v_heads, sizes.p)))
+    angle = nothing.expand(batch, a_heads, 0, angle_width(spec, sizes)) if a_heads else None
+    values = Evaluator({spec.readout: nothing}, sizes.keys, sizes.p)
+    return Operands(a, k, v, number, number if gained else None, angle, None, None, values)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All tokens: k turned back, late and early of their sequences, the angle behind each; bounds of the sequences."""
+
+    k: Tensor
+    v: Tensor
+    late: Tensor | None
+    early: Tensor | None
+    angle: Tensor | None
+    bounds: Tensor
+    packed: bool
+
+    @staticmethod
+    def of(x: Operands, parts: list[Tensor], cache: KVCache | None, packing: Packing, packed: bool) -> _Whole:
+        """Sums over each sequence, from its own first token."""
+        rest = iter(parts)
+        k, v = next(rest), next(rest)
+        bounds = torch.tensor(packing.bounds, device=k.device)
+        row = torch.searchsorted(bounds[1:], torch.arange(k.shape[2], device=k.device), right=True)
+        before = bounds[row]
+        log, gain, angle = (None if y is None else next(rest).double() for y in (x.log, x.gain, x.angle))
+
+        def summed(y: Tensor) -> Tensor:
+            total = torch.cat([torch.zeros_like(y[:, :, :1]), y.cumsum(2)], dim=2)
+            return total[:, :, 1:] - total.index_select(2, before)
+
+        late = None if log is None else summed(log)
+        early = None if late is None else -late if gain is None else gain - late
+        if angle is not None:
+            angle = summed(angle)
+            if cache is not None and cache.angle is not None:
+                start = cache.angle.double()
+                angle = angle + (start[row].transpose(0, 1)[None] if packed else start.unsqueeze(2))
+            back = spread_heads(-whole_turns_left_out(angle, k.dtype), k.shape[1])
+            k = turn_pairs(k.unsqueeze(-1), back.unsqueeze(-1)).squeeze(-1)
+        return _Whole(k, v, late, early, angle, bounds, packed)
+
+    def scores(self, spec: Spec, a: Tensor, at: Tensor, cache: KVCache | None) -> Scores:
+        """Of a rank's queries a, which stand at these places, and all keys."""
+        if self.angle is not None:
+            back = -whole_turns_left_out(self.angle.index_select(2, at), a.dtype)
+            a = turn_pairs(a.unsqueeze(-1), spread_heads(back, a.shape[1]).unsqueeze(-1)).squeeze(-1)
+        every = torch.arange(self.k.shape[2], device=a.device)
+        row = torch.searchsorted(self.bounds[1:], every, right=True)
+        place = (every + APART * row)[None] if self.packed else every[None]
+        late = None if self.late is None else self.late.index_select(2, at)
+        k, v, early = self.k, self.v, self.early
+        query = place[0].index_select(0, at)
+        if cache is not None:
+            place = torch.cat(
+                [self._held(cache, spec.system.window), place.expand(1 if self.packed else a.shape[0], -1)], 1
+            )
+            k, v = (torch.cat([self._row(old.to(new.dtype)), new], 2) for old, new in ((cache.k, k), (cache.v, v)))
+            if early is not None and cache.bias is not None:
+                early = torch.cat([self._row(cache.bias.double()), early], dim=2)
+        window = spec.system.window or (APART // 2 if self.packed else None)
+        return Scores(a, k, v, place, late, early, window, *scores_options(spec), query)
+
+    def _row(self, x: Tensor) -> Tensor:
+        """A cache's tensor before the tokens: packed, all rows one after the other."""
+        return x.transpose(0, 1).flatten(1, 2).unsqueeze(0) if self.packed else x
+
+    def _held(self, cache: KVCache, window: int | None) -> Tensor:
+        """Positions of the cache's places."""
+        held = cache.lengths if window is None else cache.lengths.clamp(max=window)
+        index = torch.arange(cache.k.shape[2], device=held.device)[None]
+        place = index - held[:, None]
+        if self.packed:
+            rows = torch.arange(len(held), device=held.device)
+            place = place + (self.bounds[:-1] + APART * rows)[:, None]
+        place = torch.where(index < held[:, None], place, AWAY)
+        return place.flatten()[None] if self.packed else place
+
+    def final(self, spec: Spec, cache: KVCache | None) -> KVCache:
+        """The cache behind all tokens, a row a sequence."""
+        parts: tuple[Tensor | None, ...] = (self.k, self.v, self.late, self.early, self.angle)
+        counts = (self.bounds[1:] - self.bounds[:-1]) if self.packed else self.bounds[1:].expand(self.k.shape[0])
+        if self.packed:
+            lengths = [b - a for a, b in pairwise(self.bounds.tolist())]
+            index = self.bounds[:-1, None] + torch.arange(max(lengths), device=self.k.device)
+            index = index.clamp(max=max(self.k.shape[2] - 1, 0))
+            parts = tuple(None if x is None else x[0][:, index].transpose(0, 1) for x in parts)
+        k, v, late, early, angle = parts
+        assert k is not None and v is not None
+        some, last = counts > 0, (counts - 1).clamp(min=0)
+        bias = left = ends = None
+        if late is not None and early is not None:
+            left = late.gather(2, last[:, None, None].expand(-1, late.shape[1], 1)).squeeze(-1)
+            left = torch.where(some[:, None], left, 0.0)
+            bias, left = (early + left.unsqueeze(-1)).to(k.dtype), left.to(k.dtype)
+        if angle is not None:
+            place = last[:, None, None, None].expand(-1, angle.shape[1], 1, angle.shape[3])
+            ends = whole_turns_left_out(angle.gather(2, place).squeeze(2), k.dtype)
+            old = torch.zeros_like(ends) if cache is None or cache.angle is None else cache.angle.to(ends.dtype)
+            ends = torch.where(some[:, None, None], ends, old)
+        cache = None if cache is None else cache.to(k.dtype)
+        return extend(cache, k, v, counts.to(torch.int64), bias, left, ends, spec.system.window)

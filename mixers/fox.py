@@ -1,0 +1,101 @@
+"""Forgetting attention (FoX): softmax attention with a forget gate."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dsf
+from dsf import Key, N, Scalar, System, Value, exp_features, sigmoid
+from dsf.language.errors import InputError
+from dsf.mixers._layers import StartLinear
+from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._own import uniform
+from dsf.mixers._shift import TokenShift
+
+
+@dsf.recurrence
+def fox(q: Key, k: Key, v: Value, f: Scalar) -> System:
+    """Forgetting attention: softmax attention whose state decays by a gate of every token.
+
+    Source: Lin et al. (arXiv 2503.02130), equations 4-6.
+    Symbols: sigmoid(f) the forget gate; its logarithms, summed from j + 1 to i, are the bias of score i, j. k, v may
+    have fewer heads (grouped queries).
+    Objective: Nadaraya-Watson regression, min over y of sum_j (prod_{j < l <= i} f_l) exp(q'k_j / sqrt N) |v_j - y|^2.
+    """
+    return System(A=sigmoid(f), B=exp_features(k) * v, C=exp_features(q * N**-0.5), normalize=dsf.ratio)
+
+
+def _as_torch(rows: int, columns: int) -> Tensor:
+    return uniform(rows, columns, bound=columns**-0.5)
+
+
+class ForgettingAttention(Mixer):
+    """The FoX layer: a forget gate a head, f_proj(x) with a bias that begins at 0; no positions.
+
+    pro: the paper's "Pro" block: k and v are mixed with those of the token before by a gate a head, q and k normed
+    (RMSNorm a head), y normed a head and multiplied by sigmoid(g_proj(x)). Without it, or bare, the block of LLaMA.
+    headdim: width of a head of q, k and v (d_model / n_heads unless given); n_kv_heads: fewer heads of k and v. Weights
+    start as torch's.
+    """
+
+    recurrence = fox
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        n_kv_heads: int | None = None,
+        headdim: int | None = None,
+        pro: bool = True,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(layer_idx)
+        headdim = self.width(d_model, n_heads, headdim, "headdim")
+        self.n_kv_heads = n_kv_heads or n_heads
+        if n_heads % self.n_kv_heads:
+            raise InputError(f"ForgettingAttention: n_kv_heads ({self.n_kv_heads}) must divide n_heads ({n_heads})")
+        self.dims = (n_heads, headdim, headdim)
+        inner, kept, pro = n_heads * headdim, self.n_kv_heads * headdim, pro and not bare
+        self.q_proj = nn.Linear(d_model, inner, bias=False)
+        self.kv_proj = nn.Linear(d_model, 2 * kept, bias=False)
+        self.f_proj = StartLinear(d_model, n_heads, _as_torch, bias=True)
+        self.conv1d = TokenShift(2 * kept) if pro else None
+        self.shift_proj = nn.Linear(d_model, 2 * self.n_kv_heads, bias=False) if pro else None
+        self.q_norm = GatedRMSNorm(inner, groups=n_heads) if pro else None
+        self.k_norm = GatedRMSNorm(kept, groups=self.n_kv_heads) if pro else None
+        self.g_proj = nn.Linear(d_model, inner, bias=False) if pro else None
+        self.o_norm = GatedRMSNorm(inner, groups=n_heads, activation="sigmoid") if pro else None
+        self.o_proj = nn.Linear(inner, d_model, bias=False)
+        self.place(device, dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        kv = self.kv_proj(x)
+        return kv, (x, kv)
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        (x, kv), (_, n, _), q = side, self.dims, self.q_proj(side[0])
+        if self.shift_proj is not None and self.q_norm is not None and self.k_norm is not None:
+            share = self.shift_proj(x).sigmoid().repeat_interleave(n, dim=-1)
+            kv = kv + share * (u - kv)
+            k, v = kv.chunk(2, dim=-1)
+            q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            k, v = kv.chunk(2, dim=-1)
+        return {**{name: y.unflatten(-1, (-1, n)) for name, y in (("q", q), ("k", k), ("v", v))}, "f": self.f_proj(x)}
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        y = y.flatten(2)
+        if self.o_norm is not None and self.g_proj is not None:
+            y = self.o_norm(y, self.g_proj(side[0]))
+        return self.o_proj(y)
+
+    def state_size(self, context: int = 0, conv: bool = True) -> int:
+        """Numbers after `context` tokens: k, v and a bias of each, and the last k and v before they were mixed."""
+        heads, n, p = self.dims
+        last = self.conv1d.state_size if conv and self.conv1d is not None else 0
+        return context * (self.n_kv_heads * (n + p) + heads) + last
