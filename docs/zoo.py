@@ -25,6 +25,18 @@ D_MODEL, HEADS, CONTEXT = 1024, 8, 4096  # of the numbers in the layers' table
 BEGIN, END = "<!-- zoo: made by docs/zoo.py -->", "<!-- end of zoo -->"
 COLUMNS = ("mixer", "A_t", "B_t", "C_t", "D_t, after", "structure", "forms", "state", "source")
 LETTERS = ("δ", "ε", "ζ")
+# A and B of those that are discretised, by the functions that make them, as their equations fill lines
+COMPLEX = "<br>`Λ` = `-exp(A_log) + i A_imag`<br>`δ` = `exp(dt)`"
+DISCRETISED = {
+    "s4": (f"`bilinear(Λ, B, δ, minus=(p, p)).A`{COMPLEX}", "`bilinear(…).B * x`"),
+    "s4d": (f"`zoh(Λ, 1, δ).A`{COMPLEX}", "`zoh(…).B * x`"),
+    "dss": (f"`zoh(Λ, 1, δ).A`{COMPLEX}", "`zoh(…).B * x`"),
+    "h3": (f"`zoh(Λ, 1, δ).A`{COMPLEX}", "`zoh(…).B * (k * v)`"),
+    "s5": (
+        "`zoh(Λ, u, δ).A`<br>`Λ` = `Lambda_re + i Lambda_im`<br>`δ` = `exp(log_step)`",
+        "`zoh(…).B`",
+    ),
+}
 SHORT = 8  # characters up to which a repeated expression is not worth a letter of its own
 
 
@@ -43,13 +55,14 @@ def row(entry: Entry) -> tuple[str, ...]:
     forms = entry.recurrence.forms
     missing = [form for form in FORMS if form not in forms]
     more = "".join(f", {form}" for form in forms if form not in FORMS)
+    a = "<br>".join(
+        [code(words.operator(s.A)) for s in steps]
+        + [f"`{letter}` = {code(show(x))}" for letter, x in zip(LETTERS, words.defined, strict=False)]
+    )
+    b = "<br>".join(code(words(s.B)) for s in steps)
     return (
         f"`{entry.name}`{layer}",
-        "<br>".join(
-            [code(words.operator(s.A)) for s in steps]
-            + [f"`{letter}` = {code(show(x))}" for letter, x in zip(LETTERS, words.defined, strict=False)]
-        ),
-        "<br>".join(code(words(s.B)) for s in steps),
+        *DISCRETISED.get(entry.name, (a, b)),
         code(words(spec.readout)),
         "<br>".join(after(spec, words)),
         spec.structure,

@@ -16,6 +16,7 @@ from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState
 from dsf.mixers._own import parameter_groups
 from dsf.mixers._shard import shard_rates
+from dsf.mixers._state_space import hippo_legs, legs_in_pairs
 from dsf.mixers.bidirectional import Bidirectional, BothWays
 from dsf.mixers.delta_product import (
     DeltaProduct,
@@ -25,9 +26,11 @@ from dsf.mixers.delta_product import (
     gated_delta_product,
 )
 from dsf.mixers.deltanet import DeltaNet, deltanet
+from dsf.mixers.dss import DSS, dss
 from dsf.mixers.fox import ForgettingAttention, fox
 from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_deltanet_log
 from dsf.mixers.gla import GLA, gla
+from dsf.mixers.h3 import H3, h3
 from dsf.mixers.hgrn import HGRN, hgrn
 from dsf.mixers.hgrn2 import HGRN2, hgrn2
 from dsf.mixers.hydra import Hydra, semiseparable
@@ -35,6 +38,7 @@ from dsf.mixers.kda import KDA, kda
 from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
+from dsf.mixers.lru import LRU, lru
 from dsf.mixers.mamba3 import Mamba3, mamba3, mamba3_mimo_of
 from dsf.mixers.mingru import MinGRU, mingru
 from dsf.mixers.mlstm import MLSTM, mlstm
@@ -52,7 +56,9 @@ from dsf.mixers.rg_lru import RGLRU, rg_lru
 from dsf.mixers.rwkv4 import RWKV4, rwkv4
 from dsf.mixers.rwkv6 import RWKV6, rwkv6
 from dsf.mixers.rwkv7 import RWKV7, rwkv7
-from dsf.mixers.s4d import S4D, s4d_real
+from dsf.mixers.s4 import S4, s4
+from dsf.mixers.s4d import S4D, s4d, s4d_real
+from dsf.mixers.s5 import S5, s5
 from dsf.mixers.s6 import S6, s6, s6_negative
 from dsf.mixers.softmax_attention import SoftmaxAttention, softmax_attention
 from dsf.mixers.ssd import SSD, ssd, ssd_with
@@ -107,7 +113,13 @@ ZOO: tuple[Entry, ...] = (
     Entry(normalized_attention_exp, NormalizedAttention),
     Entry(normalized_attention_softplus, _variant(NormalizedAttention, eta="softplus")),
     Entry(normalized_attention_sigmoid, _variant(NormalizedAttention, eta="sigmoid")),
+    Entry(s4, S4),
+    Entry(s4d, S4D),
     Entry(s4d_real, _variant(S4D, init="real")),
+    Entry(dss, DSS),
+    Entry(s5, S5),
+    Entry(lru, LRU),
+    Entry(h3, H3),
     Entry(s6, S6),
     Entry(s6_negative, _variant(S6, negative=True)),
     Entry(ssd, SSD),
@@ -141,7 +153,8 @@ ALIASES = {
     "gdn": "gated_deltanet", "gated_delta_rule": "gated_deltanet", "delta_rule": "deltanet",
     "gated_linear_attention": "gla", "kimi_delta_attention": "kda", "kimi_linear": "kda", "retention": "retnet",
     "griffin": "rg_lru", "hawk": "rg_lru", "real_gated_lru": "rg_lru", "xlstm": "mlstm", "goose": "rwkv7",
-    "finch": "rwkv6", "fast_weights": "unnormalized_linear_attention",
+    "finch": "rwkv6", "linear_recurrent_unit": "lru", "hungry_hungry_hippos": "h3",
+    "fast_weights": "unnormalized_linear_attention",
 }  # fmt: skip
 
 
@@ -224,6 +237,7 @@ def _around(recurrence: Recurrence) -> Callable[..., Mixer]:
 __all__ = [
     "Bidirectional",
     "BothWays",
+    "DSS",
     "DeltaNet",
     "DeltaProduct",
     "Entry",
@@ -232,10 +246,12 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "GeneralizedLinearAttention",
+    "H3",
     "HGRN",
     "HGRN2",
     "Hydra",
     "KDA",
+    "LRU",
     "Layer",
     "LinearAttention",
     "Longhorn",
@@ -251,7 +267,9 @@ __all__ = [
     "RWKV6",
     "RWKV7",
     "RetNet",
+    "S4",
     "S4D",
+    "S5",
     "S6",
     "SSD",
     "SoftmaxAttention",
@@ -262,6 +280,7 @@ __all__ = [
     "delta_product",
     "delta_product_of",
     "deltanet",
+    "dss",
     "fox",
     "gated_delta_product",
     "gated_deltanet",
@@ -269,13 +288,17 @@ __all__ = [
     "generalized_linear_attention",
     "get",
     "gla",
+    "h3",
     "hgrn",
     "hgrn2",
+    "hippo_legs",
     "kda",
     "layer_for",
+    "legs_in_pairs",
     "linear_attention",
     "longhorn",
     "longhorn_exact",
+    "lru",
     "mamba3",
     "mamba3_mimo_of",
     "mingru",
@@ -291,7 +314,10 @@ __all__ = [
     "rwkv4",
     "rwkv6",
     "rwkv7",
+    "s4",
+    "s4d",
     "s4d_real",
+    "s5",
     "s6",
     "s6_negative",
     "semiseparable",

@@ -15,7 +15,25 @@ from dsf.mixers import Layer, layer_for, parameter_groups
 from dsf.mixers._own import Owner
 
 ENTRIES = pytest.mark.parametrize("entry", mixers.ZOO, ids=lambda e: e.name)
-RATES = {"log_dt", "A_log", "dt_bias", "D", "Lambda", "time_decay", "time_first", "time_faaaa", "w0", "a0"}
+RATES = {
+    "log_dt",
+    "A_imag",
+    "nu_log",
+    "theta_log",
+    "gamma_log",
+    "log_step",
+    "Lambda_re",
+    "Lambda_im",
+    "A_log",
+    "dt_bias",
+    "D",
+    "Lambda",
+    "time_decay",
+    "time_first",
+    "time_faaaa",
+    "w0",
+    "a0",
+}
 
 
 def build(entry, seed=0, **options):
@@ -129,7 +147,7 @@ def test_rates_stay_float32_when_a_model_is_cast(entry, dtype):
     assert all(p.dtype is torch.float64 for p in build(entry).double().parameters())
 
 
-POWERS = {("a", "modified_qlstm")}
+POWERS = {("a", "modified_qlstm"), ("p", "s4"), ("B", "s4")}
 
 
 def test_casting_keeps_gradients_of_rates_and_marks():
@@ -362,7 +380,7 @@ def test_layers_of_any_recurrence_obey_the_laws(recurrence):
     assert layer.state_size(context=7) == sum(t[0].numel() for t in counted)
 
 
-NO_KEYS = {"qlstm", "modified_qlstm", "rg_lru", "hgrn", "mingru", "rwkv4"}
+NO_KEYS = {"s5", "lru", "qlstm", "modified_qlstm", "rg_lru", "hgrn", "mingru", "rwkv4"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,16 @@ from dsf.analysis.special_cases import CASES
 ALL = [*(e.recurrence for e in mixers.ZOO), *structures.ALL]
 FINITE = [r for r in ALL if not r.spec.is_softmax]
 EVERY = pytest.mark.parametrize("r", ALL, ids=lambda r: r.name)
-UNDRIVEN = (mixers.mamba3, structures.dense_write, structures.two_writes, structures.trapezoid, structures.remembered)
+UNDRIVEN = (
+    mixers.mamba3,
+    mixers.s5,
+    mixers.lru,
+    mixers.h3,
+    structures.dense_write,
+    structures.two_writes,
+    structures.trapezoid,
+    structures.remembered,
+)
 DRIVEN = [r for r in ALL if r not in UNDRIVEN]  # one input, linear in it
 EVERY_DRIVEN = pytest.mark.parametrize("r", DRIVEN, ids=lambda r: r.name)
 EVERY_DRIVEN_FINITE = pytest.mark.parametrize("r", [r for r in DRIVEN if r in FINITE], ids=lambda r: r.name)

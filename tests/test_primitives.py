@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dsf
 from dsf.language.errors import TraceError
-from dsf.language.expr import COMPARISONS, KEY, REDUCTIONS, VALUE, Expr, children_first, const
+from dsf.language.expr import BY_TORCH, COMPARISONS, KEY, REDUCTIONS, VALUE, Expr, children_first, const
 from dsf.language.primitives import PRIMITIVES, derivatives, log_of
 from dsf.torch.evaluate import Evaluator
 
@@ -25,7 +25,7 @@ ARITY = {
 }
 
 
-MADE = {"taylor_features", "prev", "spread"}  # evaluated by torch alone
+MADE = {"taylor_features", "prev", "spread", *BY_TORCH}  # evaluated by torch alone
 
 
 def leaf(name: str, axes: frozenset[str]) -> Expr:

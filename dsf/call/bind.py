@@ -144,9 +144,10 @@ def _check_pairs(spec: Spec, keys: int, found: Mapping[str, tuple[int, str]]) ->
         raise InputError(
             f"{spec.name}: `{name}` has an entry for each pair of places, N/2 = {half}, but `{owner}` has N = {keys}"
         )
-    if spec.turns and keys % 2:
+    if spec.in_pairs and keys % 2:
         owner = f", but `{found['N'][1]}` has N = {keys}" if "N" in found else f", got N = {keys}"
-        raise InputError(f"{spec.name}: turn takes places of the Key axis in pairs, so N must be even{owner}")
+        taker = "turn" if spec.turns else "pair"
+        raise InputError(f"{spec.name}: {taker} takes places of the Key axis in pairs, so N must be even{owner}")
 
 
 def state_keys(spec: Spec, keys: int) -> int:

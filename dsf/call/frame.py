@@ -17,7 +17,7 @@ from dsf.call.bind import Bound, named_axes
 from dsf.call.plan import CONVOLUTION, Plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
-from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.frame import Frame, Leaf
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, leaf_columns, leaf_size
@@ -98,6 +98,8 @@ class Framed:
             self.values[node] = shifted(x, start, self.places)
         if self.frame.angles is not None:
             self._turn()
+        for source, node in self.frame.torch:
+            self.values[node] = self.evaluate(source)
 
     def _width(self, leaf: Leaf) -> int:
         sizes = self.bound.sizes
@@ -160,7 +162,7 @@ class Framed:
             heads = math.lcm(*(v.shape[2] for v in values.values())) if values else 1
             env = {node: _spread_heads(v.to(self.bound.compute), heads, 2) for node, v in values.items()}
             like = next(iter(self.bound.tensors.values())).new_zeros((1,) * 5, dtype=self.bound.compute)
-            found = Evaluator(env or {x: like.expand(1, 1, 1, 1, 1) + 1.0}, sizes.keys, sizes.p)(x)
+            found = Evaluator(env or {const(0): like}, sizes.keys, sizes.p)(x)
         return found.expand(sizes.batch, sizes.tokens, -1, sizes.keys if KEY in x.axes else 1, -1)
 
     def _turn(self) -> None:
@@ -217,7 +219,8 @@ class Framed:
                 counts[entry.name] = x.shape[at]
             x = x if VALUE in entry.kind.axes else x.squeeze(-1)
             x = x if KEY in entry.kind.axes else x.squeeze(at + 1)
-            tensors[entry.name] = x.to(self.bound.dtype) if rounded and entry.kind.axes else x
+            rounds = rounded and entry.kind.axes and entry.kind.time
+            tensors[entry.name] = x.to(self.bound.dtype) if rounds else x
         return replace(self.bound, tensors=tensors, sizes=replace(sizes, groups=counts))
 
     def finish(self, final: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ if hasattr(os, "register_at_fork"):
 # Operations that are not elementwise in their arguments' axes.
 REDUCTIONS = {"sum_key": KEY, "sum_value": VALUE}
 COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
+IN_PAIRS = frozenset({"pair", "quarter_turn"})  # whose two entries of a pair differ
+BY_TORCH = frozenset({"sin", "cos", "atan2", *IN_PAIRS})  # made by torch before a kernel runs
 
 
 class Expr:
@@ -321,6 +323,8 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
         return _binary(node.op, *args)
     if node.op in REDUCTIONS:
         return reduction(node.op, args[0])
+    if node.op == "pair":
+        return Expr("pair", args, (), args[0].axes | args[1].axes | {KEY})
     fixed = node.axes if node.op in ("exp_features", "taylor_features") else None
     return Expr(node.op, args, node.attrs, fixed, node.features if fixed else None)
 
@@ -336,6 +340,8 @@ def is_paired(x: Expr) -> bool:
     """True where the entries 2i and 2i + 1 of the Key axis are equal, or x has no Key axis."""
     if KEY not in x.axes or x.op == "spread":
         return True
+    if x.op in IN_PAIRS:
+        return False
     return bool(x.args) and x.features is None and all(is_paired(a) for a in x.args)
 
 

@@ -5,7 +5,7 @@
 * Where the decay is equal within a pair a turn is a gauge: with Θ_r the sum of the angles up to row r of a sequence,
   Ŝ_r = R(-Θ_r) S_r obeys S's recurrence without the turns, with keys, corrections and readouts turned by -Θ_r:
   R(-Θ_r) (D + l r') R(θ_r) R(Θ_{r-1}) = D + (R(-Θ_r) l) (R(-Θ_r) r)'. Delta rules stay delta rules, S_0 stays.
-* One entry a pair is repeated for both places.
+* One entry a pair is repeated for both places; sines, cosines, angles and complex numbers in pairs are made by torch.
 
 So no form and no kernel knows of any of this. Where a decay differs within a pair the turns stay (`Spec.mixes_pairs`).
 """
@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Literal
 
 from dsf.language.annotations import Kind
 from dsf.language.errors import TraceError
-from dsf.language.expr import KEY, VALUE, Axes, Expr, children_first, const, inputs_of, rebuild, substitute
+from dsf.language.expr import (
+    BY_TORCH,
+    IN_PAIRS,
+    KEY,
+    VALUE,
+    Axes,
+    Expr,
+    children_first,
+    const,
+    inputs_of,
+    rebuild,
+    substitute,
+)
 from dsf.language.operator import Operator, diag, factors_of, outer, split_factors, times
 from dsf.language.system import System
 
@@ -52,7 +64,7 @@ class Frame:
 
     leaves: in an order in which each needs earlier ones alone. whole: for the oracle, inputs that are an expression's
     previous value as it stands, with what its first value is in the leaves' nodes. pairs: inputs that are repeated.
-    angles: of every row, in the gauge; None elsewhere.
+    angles: of every row, in the gauge; None elsewhere. torch: what kernels do not print, and the inputs that are it.
     """
 
     spec: Spec
@@ -61,11 +73,12 @@ class Frame:
     pairs: tuple[tuple[Expr, Expr], ...]
     turned: tuple[Turned, ...]
     angles: tuple[Expr, ...] | None
+    torch: tuple[tuple[Expr, Expr], ...] = ()
 
     @property
     def words(self) -> dict[Expr, Expr]:
         """What the inputs stand for that are previous values or repeated, as the declaration has it."""
-        found = {node: source for source, node in self.pairs}
+        found = {node: source for source, node in (*self.pairs, *self.torch)}
         for leaf in self.leaves:
             before = substitute(leaf.source, found)
             for node in leaf.nodes:
@@ -78,8 +91,9 @@ class NoGaugeError(Exception):
 
 
 def needs_frame(spec: Spec) -> bool:
-    """True for declarations with a turn, a previous value or a Pair input."""
-    return any(x.op in ("prev", "spread") for x in children_first(*roots_of(spec.system))) or turns(spec.system)
+    """True for declarations with a turn, a previous value, a Pair input or what torch makes before kernels run."""
+    made = {"prev", "spread", *BY_TORCH}
+    return any(x.op in made for x in children_first(*roots_of(spec.system))) or turns(spec.system)
 
 
 def turns(system: System) -> bool:
@@ -144,12 +158,14 @@ def frame_of(spec: Spec, way: Way) -> Frame:
             system, angles = _Gauge(made, plain).system(), tuple(r.normal.angle for r in plain.rows)
         except NoGaugeError:
             made.turned.clear()
+    if way == "gauge":
+        system = map_system(system, made.by_torch)
     leaves = tuple(Leaf(made.without_pairs(x), tuple(nodes)) for x, nodes in made.leaves.items())
     from dsf.language.derived import interned  # what is kept on Specs is above them
 
     return Frame(
         interned(made.spec(system)), leaves, tuple(whole), tuple(made.pairs.items()),
-        tuple(Turned(node, *key) for key, node in made.turned.items()), angles,
+        tuple(Turned(node, *key) for key, node in made.turned.items()), angles, tuple(made.torch.items()),
     )  # fmt: skip
 
 
@@ -162,6 +178,7 @@ class _Made:
     leaves: dict[Expr, list[Expr]] = field(default_factory=dict)
     pairs: dict[Expr, Expr] = field(default_factory=dict)
     turned: dict[tuple[Expr, int], Expr] = field(default_factory=dict)
+    torch: dict[Expr, Expr] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.taken = {i.name for i in self.of.inputs}
@@ -269,7 +286,19 @@ class _Made:
         """dsf.language.expr.is_paired of an expression without spread nodes."""
         if KEY not in x.axes or any(x is node for node in self.pairs.values()):
             return True
+        if x.op in IN_PAIRS:
+            return False
         return bool(x.args) and x.features is None and all(self.is_paired(a) for a in x.args)
+
+    def by_torch(self, x: Expr) -> Expr:
+        """x with inputs for what kernels do not print."""
+        if not any(node.op in BY_TORCH for node in children_first(x)):
+            return x
+        if x.op in BY_TORCH:
+            if x not in self.torch:
+                self.torch[x] = self.node(x.op, x.axes, self.moves(x))
+            return self.torch[x]
+        return rebuild(x, tuple(map(self.by_torch, x.args)))
 
     def turn(self, x: Expr, row: int) -> Expr:
         """An input that is x turned into the gauge of a row."""

@@ -27,6 +27,7 @@ from dsf.language.expr import (
     children_first,
     const,
     inputs_of,
+    is_paired,
     reduction,
 )
 
@@ -117,6 +118,44 @@ def elu1(x: Like) -> Expr:
 def abs(x: Like) -> Expr:
     """|x|; derivative 0 at 0."""
     return _call("abs", x)
+
+
+def sin(x: Like) -> Expr:
+    """Sine, of radians."""
+    return _call("sin", x)
+
+
+def cos(x: Like) -> Expr:
+    """Cosine, of radians."""
+    return _call("cos", x)
+
+
+def atan2(y: Like, x: Like) -> Expr:
+    """The angle of the point (x, y), between -π and π; at (0, 0) it has no derivative."""
+    return _call("atan2", y, x)
+
+
+def pair(re: Like, im: Like) -> Expr:
+    """Complex numbers along the Key axis: re at the places 2i, im at the places 2i + 1.
+
+    re, im: expressions equal within a pair, of Pair inputs, or without a Key axis. Raises TraceError for others.
+    """
+    re, im = as_expr(re), as_expr(im)
+    for x in (re, im):
+        if not is_paired(x):
+            raise TraceError(
+                f"pair({re}, {im}): `{x}` has an entry a place, a pair is made of one number each; annotate it Pair or "
+                "Param[Pair] (N / 2 entries), or make it of Scalars"
+            )
+    return Expr("pair", (re, im), (), re.axes | im.axes | {KEY})
+
+
+def quarter_turn(x: Like) -> Expr:
+    """Pairs (x, y) of the Key axis become (-y, x): complex numbers times i. Raises TraceError without a Key axis."""
+    x = as_expr(x)
+    if KEY not in x.axes or x.features is not None:
+        raise TraceError(f"quarter_turn({x}) turns pairs of the N places of the Key axis, which its argument lacks")
+    return Expr("quarter_turn", (x,))
 
 
 def minimum(a: Like, b: Like) -> Expr:
@@ -286,6 +325,18 @@ def _shifted(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
 
 
+def _pair(re: Tensor, im: Tensor, keys: int) -> Tensor:
+    """re and im [..., 1 or N, p], equal within pairs -> [..., N, p]."""
+    even = torch.arange(keys, device=re.device).unsqueeze(-1) % 2 == 0
+    return torch.where(even, re, im)
+
+
+def _quarter_turn(x: Tensor) -> Tensor:
+    """[..., N, p] -> [..., N, p]."""
+    first, second = x.unflatten(-2, (-1, 2)).unbind(-2)
+    return torch.stack([-second, first], dim=-2).flatten(-3, -2)
+
+
 def _softplus(x: Tensor) -> Tensor:
     """F.softplus turns to the identity at 20, which costs float64 half of its digits there, and torch.compile is told
     other strides of its gradient than it has."""
@@ -330,6 +381,11 @@ PRIMITIVES: dict[str, Primitive] = {
     "sum_value": Primitive(lambda x: x.sum(-1, keepdim=True), lambda x, ct: (ct,)),
     "taylor_features": Primitive(_taylor, _no_features),
     "prev": Primitive(_shifted, _not_printed),
+    "sin": Primitive(torch.sin, _not_printed),
+    "cos": Primitive(torch.cos, _not_printed),
+    "atan2": Primitive(torch.atan2, _not_printed),
+    "pair": Primitive(_pair, _not_printed),
+    "quarter_turn": Primitive(_quarter_turn, _not_printed),
     "spread": Primitive(lambda x: x.repeat_interleave(2, dim=-2), _not_printed),
 }
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from dsf.language.annotations import Kind
 from dsf.language.errors import TraceError
-from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, show, substitute
-from dsf.language.frame import Frame, frame_of, needs_frame, turns
+from dsf.language.expr import IN_PAIRS, KEY, VALUE, Expr, children_first, const, inputs_of, show, substitute
+from dsf.language.frame import Frame, frame_of, needs_frame, roots_of, turns
 from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, times
 from dsf.language.primitives import log_of
 from dsf.language.system import DEN, NUM, System, rule_of
@@ -101,9 +101,14 @@ class Spec:
         """True where A turns pairs of places."""
         return turns(self.system)
 
+    @cached_property
+    def in_pairs(self) -> bool:
+        """True where the Key axis is taken in pairs: turned, or as complex numbers."""
+        return self.turns or any(x.op in IN_PAIRS for x in children_first(*roots_of(self.system)))
+
     def keys_of(self, n: int) -> int:
         """n, or n + 1 where the Key axis is taken in pairs and n is odd."""
-        return n + n % 2 if self.turns or any(i.kind.pair for i in self.inputs) else n
+        return n + n % 2 if self.in_pairs or any(i.kind.pair for i in self.inputs) else n
 
     @cached_property
     def mixes_pairs(self) -> bool:

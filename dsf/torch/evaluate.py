@@ -75,6 +75,8 @@ class Evaluator:
     def _compute(self, node: Expr) -> Tensor:
         if node.op == "size":
             return self.full(float(self.keys if node.attrs[0] == KEY else self.p))
+        if node.op == "pair":
+            return PRIMITIVES["pair"].torch(*map(self._value, node.args), self.keys)
         if node.op in ARITHMETIC:  # a literal operand stays a Python number: cheaper, and exact powers
             a, b = (x.value if x.is_constant else self.values[x] for x in node.args)
             return ARITHMETIC[node.op](a, b)

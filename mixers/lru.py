@@ -1,0 +1,120 @@
+"""LRU, the linear recurrent unit: complex decays on a ring, dense maps in and out."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsf
+from dsf import Key, Param, Scalar, System, Value, exp, turn
+from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._own import normal
+
+
+@dsf.recurrence
+def lru(
+    u: Key, nu_log: Param[Scalar], theta_log: Param[Scalar], gamma_log: Param[Scalar], C: Param[Key, Value]
+) -> System:
+    """LRU: a complex number a head that decays and turns by the same factor at every token.
+
+    Source: Orvieto et al. (arXiv 2303.06349), equation 6 and Section 3.4. Symbols: lambda =
+    exp(-exp(nu_log) + i exp(theta_log)), gamma = exp(gamma_log); u is the real and the imaginary part of the
+    paper's B u, N = 2; C reads both, P = 2.
+    """
+    return System(A=exp(-exp(nu_log)) * turn(exp(theta_log)), B=exp(gamma_log) * u, C=C)
+
+
+class ComplexUnits(Mixer):
+    """A layer around complex numbers of one head each: B in front, C behind, of which the real part is taken, and D u.
+
+    Then GELU and a linear map with a gated linear unit. Every number is a head, N = 2 its two parts, which are read
+    both. bare: the unit alone.
+    """
+
+    D: Tensor
+    parts: Tensor
+
+    def __init__(self, d_model: int, d_state: int, bare: bool, layer_idx: int | None):
+        super().__init__(layer_idx)
+        self.dims, self.bare = (d_state, 2, 2), bare
+        self.own("D", partial(normal, std=1.0), d_model, kind="rate")
+        self.own("parts", _both, d_state, 2, 2, kind="constant")
+        self.out = None if bare else nn.Linear(d_model, 2 * d_model)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x, ()
+
+    def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
+        return (u,)
+
+    def mix(self, y: Tensor, u: Tensor, c: Tensor) -> Tensor:
+        """Re(C x) + D u and what comes after. y: x's two parts [B, T, H, 2]; c: [d_model, H, 2]."""
+        y = F.linear(y.flatten(2), (c * c.new_tensor([1.0, -1.0])).flatten(1)) + self.D.to(u.dtype) * u
+        return y if self.out is None else F.glu(self.out(F.gelu(y)), dim=-1)
+
+
+def _both(heads: int, n: int, p: int) -> Tensor:
+    """What reads each part of a complex number into a channel of its own."""
+    return torch.eye(n, p).expand(heads, -1, -1)
+
+
+class LRU(ComplexUnits):
+    """The LRU block: d_state complex numbers, between the radii r_min and r_max at start, phases up to max_phase.
+
+    Source: Orvieto et al. (arXiv 2303.06349), Sections 2 and 3.4 and Appendix A: nu_log, theta_log, gamma_log,
+    B normal of variance 1/(2 d_model), C of variance 1/d_state, D normal. bare: the unit alone, without GELU and GLU.
+    """
+
+    recurrence = lru
+    nu_log: Tensor
+    theta_log: Tensor
+    gamma_log: Tensor
+    B: Tensor
+    C: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 64,
+        r_min: float = 0.9,
+        r_max: float = 0.999,
+        max_phase: float = 2 * math.pi,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d_model, d_state, bare, layer_idx)
+        self.own("nu_log", partial(_ring, r_min=r_min, r_max=r_max), d_state, kind="rate")
+        self.own("theta_log", partial(_phases, largest=max_phase), d_state, kind="rate")
+        self.own("gamma_log", self._gamma, d_state, kind="rate")
+        self.own("B", partial(normal, std=(2 * d_model) ** -0.5), d_state, 2, d_model)
+        self.own("C", partial(normal, std=d_state**-0.5), d_model, d_state, 2)
+        self.place(device, dtype)
+
+    def _gamma(self, *shape: int) -> Tensor:
+        """log √(1 - |lambda|²): inputs of variance one give states of variance one."""
+        nu = self.nu_log.full_tensor() if hasattr(self.nu_log, "full_tensor") else self.nu_log
+        return 0.5 * torch.log(-torch.expm1(-2 * torch.exp(nu.detach())))
+
+    def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
+        driven = F.linear(u, self.B.flatten(0, 1)).unflatten(-1, (-1, 2))
+        rates = {"nu_log": self.nu_log, "theta_log": self.theta_log, "gamma_log": self.gamma_log}
+        return {"u": driven, "C": self.parts, **rates}
+
+    def readout(self, y: Tensor, side: Side) -> Tensor:
+        return self.mix(y, side[0], self.C)
+
+
+def _ring(*shape: int, r_min: float, r_max: float) -> Tensor:
+    """nu_log with exp(-exp(nu_log)) uniform in area between two radii."""
+    area = torch.rand(shape) * (r_max**2 - r_min**2) + r_min**2
+    return torch.log(-0.5 * torch.log(area))
+
+
+def _phases(*shape: int, largest: float) -> Tensor:
+    """Logarithms of phases uniform up to the largest."""
+    return torch.log(largest * torch.rand(shape).clamp(min=1e-6))
