@@ -5,8 +5,8 @@ python benchmarks/hashes.py [--only ssd s6] --against before.json   # prints wha
 
 A launch's hash is that of its grid, of its numbers and of the intermediate code (TTIR, with everything inlined, for
 sm_90) of its kernel, so it stays where code only moves. Hashes of one release of Triton say nothing of another's.
-Tensors are on the CPU, where torch finds sizes and computes nothing; options that ask for the device take that of an
-H200.
+Tensors are on the CPU, and nothing is launched: what is hashed is what operators' schedules say. Options that ask for
+the device take that of an H200, but those of the scans, which take what the interpreter has.
 """
 
 import argparse
@@ -23,9 +23,7 @@ from gpu_matrix import ROWS, recurrence_of
 from gpu_scan import CHANNELS, LENGTHS, TOTAL
 from gpu_scan import ROWS as SCANS
 from layers import BATCH, CONVOLUTIONS, NORMS, TOKENS
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -33,32 +31,12 @@ from triton.runtime import jit
 
 from dsf.kernels.convolution import short_convolution
 from dsf.kernels.norm import gated, gated_rms_norm
-from dsf.kernels.triton import launch
+from dsf.kernels.triton import operators
+from dsf.kernels.triton.launch import _pointers
 from dsf.triton import choose
 
 TARGET = GPUTarget("cuda", 90, 32)
 MODULE, LOCATION, NAME = re.compile(r"#loc.*\n"), re.compile(r" ?loc\(.*?\)+"), re.compile(r"@[\w.]+")
-
-
-class Nothing(TorchDispatchMode):
-    """Torch's operators find sizes and memory, and compute nothing."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        aliases = [x.alias_info for x in func._schema.returns]
-        if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):  # made of numbers
-            with torch.device("cpu"):
-                return func(*args, **kwargs)
-        if any(x is not None and not x.is_write for x in aliases):  # a view
-            return func(*args, **kwargs)
-        if any(x is not None for x in aliases):
-            return kwargs.get("out", args[0] if args else None)
-        meta = tree_map_only(Tensor, lambda x: _like(x, "meta"), (args, kwargs))
-        return tree_map_only(Tensor, lambda x: _like(x, "cpu"), func(*meta[0], **meta[1]))
-
-
-def _like(x, device):
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 class Kernels:
@@ -68,10 +46,14 @@ class Kernels:
         self.backend = make_backend(TARGET)
         self.code, self.launches = {}, []
 
-    def note(self, kernel, *args, grid, warmup, **named):
-        """In the place of JITFunction.run."""
-        if warmup:
-            return None
+    def run(self, schedule):
+        """In the place of what makes a function of a schedule: one that returns memory of its result's sizes."""
+        for x in schedule.launches:
+            self.note(x.kernel, *_pointers(x.args), grid=x.grid, **x.named)
+        return lambda *tensors: schedule.empty(next(x for x in tensors if x is not None)), False
+
+    def note(self, kernel, *args, grid, **named):
+        """Hash a launch."""
         binder = jit.create_function_from_signature(kernel.signature, kernel.params, self.backend)
         named |= {"debug": False, "instrumentation_mode": ""}
         bound, specialization, options = binder(*args, **named)
@@ -86,7 +68,6 @@ class Kernels:
             self.code[key] = _digest(self.ttir(kernel, signature, constants, attributes, options))
         numbers = [x for x in tree_leaves(tuple(bound.values())) if type(x) is int]
         self.launches.append([kernel.fn.__name__, list(grid), _digest(str(numbers)), self.code[key]])
-        return None
 
     def ttir(self, kernel, signature, constants, attributes, options):
         """The kernel's intermediate code, without what tells where it stood."""
@@ -152,16 +133,6 @@ def rows() -> Iterator:
         yield name, call, [y for y in (x, weight, gate) if y is not None]
 
 
-def unwritten(function):
-    """In the place of launch.at_tensors, which all operators have."""
-
-    def call(*args, **named):
-        with Nothing():
-            return function(*args, **named)
-
-    return call
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="the first words of rows")
@@ -169,8 +140,7 @@ def main():
     parser.add_argument("--against", help="what an earlier run wrote")
     options = parser.parse_args()
     kernels, found = Kernels(), {}
-    jit.JITFunction.run = lambda kernel, *args, **named: kernels.note(kernel, *args, **named)
-    launch.at_tensors, choose.interpreted = unwritten, lambda: True  # CPU tensors pass
+    operators.runnable, choose.interpreted = kernels.run, lambda: True  # CPU tensors pass
     for name, call, leaves in rows():
         if options.only and name.split()[0] not in options.only:
             continue

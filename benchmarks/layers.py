@@ -141,7 +141,7 @@ def norm_row(name, copy):
 
 def tile_rows(copy):
     """Times of the convolution with other tile sizes."""
-    from dsf.kernels.triton import tape
+    from dsf.kernels.triton import operators
     from dsf.kernels.triton.layer import table
 
     known = table.convolution
@@ -157,12 +157,12 @@ def tile_rows(copy):
                     return tile if key[-1] == backward else known(*key)
 
                 table.convolution = other
-                tape.forget()
+                operators.forget()
                 for _, found in itertools.islice(convolution_row(name, copy), 1):
                     label = f"{name} {'both' if backward else 'forward'} {channels} {rows} {block} {warps}"
                     yield label, "ours", found
     table.convolution = known
-    tape.forget()
+    operators.forget()
 
 
 # Layers

@@ -11,7 +11,6 @@ from interpreted import INTERPRETED
 
 if INTERPRETED:
     import hurried
-    import rehearsal
     import strict
 
     strict.install()
@@ -43,8 +42,8 @@ def seeded_torch() -> None:
 
 
 def _forget() -> None:
-    if "dsf.kernels.triton.tape" in sys.modules:
-        sys.modules["dsf.kernels.triton.tape"].forget()
+    if "dsf.kernels.triton.operators" in sys.modules:
+        sys.modules["dsf.kernels.triton.operators"].forget()
 
 
 @pytest.fixture
@@ -56,15 +55,6 @@ def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     _forget()
     yield monkeypatch
     _forget()
-
-
-@pytest.fixture(autouse=True)
-def rehearsed() -> Iterator[None]:
-    """In the interpreter, every first call of a kind runs as it does where its kernels have yet to be compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        if INTERPRETED:
-            rehearsal.install(patch)
-        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

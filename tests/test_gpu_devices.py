@@ -35,7 +35,7 @@ def test_the_second_gpu_answers_as_the_first(recurrence, cuts):
         first, second = (recurrence(**moved(given, f"cuda:{i}"), **options) for i in range(2))
         assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
         return
-    # three calls: the third is played from a tape
+    # three calls: all but the first run a schedule that was kept
     first, second, third, fourth, fifth = (
         outcome(recurrence, moved(given, f"cuda:{i}"), **options) for i in (0, 1, 1, 1, 0)
     )

@@ -120,13 +120,13 @@ def test_vector_states_in_one_pass_and_in_segments(recurrence: dsf.Recurrence, b
 
 @pytest.mark.parametrize("n", [16, 40, 64])
 def test_the_adjoint_in_stretches_of_time(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsf.kernels.triton import tape
+    from dsf.kernels.triton import operators
     from dsf.kernels.triton.scan import gradients as scan_gradients
 
     x = cuda(draw(s6, 300, n=n, p=100, batch=2))
     state = torch.randn(2, 2, n, 100, device="cuda")
     whole = gradients(s6, x, state, backend="triton")
-    tape.forget()
+    operators.forget()
     monkeypatch.setattr(scan_gradients, "SHARED", 1 << 18)
     parts = gradients(s6, x, state, backend="triton")
     oracle = gradients(s6, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")

@@ -1,6 +1,6 @@
 """The adversary in Triton's interpreter: 300 random cases of random declarations, in the dtypes that kernels take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +29,6 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:  # n
         return table(*key) if "rank_one" in key else replace(table(*key), **small)
 
     monkeypatch.setattr(matrix, "tiles", tiles)
-
-
-@pytest.fixture
-def rehearsed() -> None:
-    """Calls are not rehearsed here: other tests do that, and it doubles what these take."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -75,23 +70,20 @@ def test_the_gradients_of_a_quotient_that_cancel(name: str) -> None:
             assert verdict.status == "right", (case, str(verdict))
 
 
-def test_played_calls_that_forget_which_inputs_were_one_are_found(
-    monkeypatch: pytest.MonkeyPatch, tiny_tiles: None
-) -> None:
+def test_calls_that_forget_which_inputs_were_one_are_found(monkeypatch: pytest.MonkeyPatch, tiny_tiles: None) -> None:
     """A memory of calls that goes by shapes alone, and by which inputs were one when it was written."""
-    from dsf.kernels.triton.scan import operator
+    from dsf.kernels.triton.operators import Scheduled
 
     kept: dict[Any, list[int]] = {}
-    assert hasattr(operator, "played")
-    played = operator.played
+    run = Scheduled._run
 
-    def by_shapes(function: Callable[..., Any], tensors: Sequence[Any], *options: Any) -> Any:
-        key = (function, *options, *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors))
+    def by_shapes(self: Any, args: Any, tensors: Sequence[Any]) -> Any:
+        key = (self.host, *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors))
         places = [next(i for i, y in enumerate(tensors) if y is x or _same(x, y)) for x in tensors]
         first = kept.setdefault(key, places)
-        return played(function, [tensors[i] for i in first], *options)
+        return run(self, args, [tensors[i] for i in first])
 
-    monkeypatch.setattr(operator, "played", by_shapes)
+    monkeypatch.setattr(Scheduled, "_run", by_shapes)
     recurrence = replace(KNOWN, steps=(("sigmoid(bv)", "k * x"),), D="0", lets=()).build()
     case = Case(tokens=5, n=3, p=4, dtype="float32", calls=3, alias=("q", "k"), alias_calls=(1, 2), loss="y")
     verdict = attempt(recurrence, case)

@@ -28,7 +28,7 @@ from mixer_inputs import sample
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer, sigmoid, tanh
-from dsf.kernels.triton import tape
+from dsf.kernels.triton import operators
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.mixers import get
 
@@ -195,8 +195,8 @@ def test_played_calls_equal_the_first_of_their_kind(name):
         given = sample(recurrence, tokens=5, seed=seed)
         return outcome(recurrence, given, state, torch.float32, backend="triton")
 
-    played = [found(seed) for seed in range(3)][-1]  # the second call is written down
-    tape.forget()
+    played = [found(seed) for seed in range(3)][-1]
+    operators.forget()
     assert all(torch.equal(a, b) for a, b in zip(played, found(2), strict=True))
 
 
@@ -273,7 +273,7 @@ def test_stretches_of_time_change_no_bit_and_begin_with_no_state(name, monkeypat
     given = sample(recurrence, tokens=70)
     whole = outcome(recurrence, given, None, torch.float32, backend="triton")
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: 3)
-    tape.forget()
+    operators.forget()
     found = outcome(recurrence, given, None, torch.float32, backend="triton")
     assert all(torch.equal(a, b) for a, b in zip(found[:2], whole[:2], strict=True))
     assert_same(found, [x.double() for x in whole])
@@ -435,7 +435,8 @@ def test_operator_passes_opcheck(recurrence):
     "name, dtype", [("gated_deltanet", torch.float32), ("ssd", torch.float32), ("mlstm", torch.bfloat16)]
 )
 def test_the_shapes_of_what_stretches_keep_are_known(name, dtype, monkeypatch):
-    from dsf.kernels.triton.chunk.operator import _forward_real, _forward_shapes
+    from dsf.kernels.triton.chunk.operator import matrix_mixer
+    from dsf.kernels.triton.operators import schedule_of
     from dsf.triton.chunk import program_of
 
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: 3)
@@ -443,5 +444,6 @@ def test_the_shapes_of_what_stretches_keep_are_known(name, dtype, monkeypatch):
     given = {n: x.to(dtype) for n, x in sample(recurrence, tokens=70).items()}
     operands = [given[i.name] for i in recurrence.spec.inputs]
     program = program_of(recurrence.spec)[1]
-    real, shapes = _forward_real((None, None, *operands), program, True), _forward_shapes(operands, None, program, True)
-    assert [(x.shape, x.dtype) for x in real[2]] == [(x.shape, x.dtype) for x in shapes[2]]
+    real = matrix_mixer(operands, None, program, True)[2]
+    told = schedule_of(matrix_mixer, operands, None, program, True).result[2]
+    assert [(tuple(x.shape), x.stride(), x.dtype) for x in real] == [(x.shape, x.stride, x.dtype) for x in told]

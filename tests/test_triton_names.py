@@ -40,7 +40,7 @@ def turning(q: Key, k: Key, v: Value, a: Scalar, t: Pair) -> System:
 
 
 def kernels(recurrence):
-    """A use of all kernels: calls until a tape plays them, packed ones, steps."""
+    """A use of all kernels: calls that are kept, packed ones, steps."""
     given = {n: x.requires_grad_() for n, x in inputs(recurrence).items()}
     for _ in range(3):
         recurrence(**given, backend="triton").sum().backward()

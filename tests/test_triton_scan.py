@@ -60,10 +60,10 @@ def close(ours: list[torch.Tensor], oracle: list[torch.Tensor], tolerance: float
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsf.kernels.triton import tape
+    from dsf.kernels.triton import operators
     from dsf.kernels.triton.scan import table as scan_table
 
-    tape.forget()
+    operators.forget()
     for table in (scan_table.RUNS_FORWARD, scan_table.RUNS_ADJOINT):
         for light in (True, False):
             monkeypatch.setitem(table, light, (2, 4, 4, 1, 4, 1, 64, 0))
@@ -337,7 +337,7 @@ def test_packed_sequences_are_walked_as_they_lie(
     recurrence: dsf.Recurrence, states: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dsf.call import packing
-    from dsf.kernels.triton import tape
+    from dsf.kernels.triton import operators
     from dsf.kernels.triton.scan import launches as scan_ops
 
     x, bounds = draw(recurrence, tokens=9), torch.tensor([0, 3, 4, 9])
@@ -357,7 +357,7 @@ def test_packed_sequences_are_walked_as_they_lie(
     expected = found("torch")
     monkeypatch.setattr(packing, "batches", None)  # nothing is gathered
     close(found("triton"), expected)
-    tape.forget()
+    operators.forget()
     monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (3, 4))
     close(found("triton"), expected)
 

@@ -199,11 +199,11 @@ def neighbour(recurrence: Recurrence) -> Recurrence:
 
 
 def forget(recurrence: Recurrence) -> None:
-    """Drop what calls remember: plans, tapes, places of packed sequences."""
+    """Drop what calls remember: plans, schedules, places of packed sequences."""
     recurrence._calls.kept.clear()
-    tape = sys.modules.get("dsf.kernels.triton.tape")
-    if tape is not None:
-        tape.forget()
+    operators = sys.modules.get("dsf.kernels.triton.operators")
+    if operators is not None:
+        operators.forget()
     for kept in ("_values", "_places"):
         getattr(packing, kept, {}).clear()
 

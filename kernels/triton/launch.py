@@ -1,13 +1,18 @@
-"""Launches without Triton's binding of arguments, once a kernel has been launched with the same sizes.
+"""Launches: how host code writes them down, their kernels compiled all at once, and what launches them.
 
 A call of a JIT function binds and classifies every argument and compares every global: 20 to 40 µs on the host. What it
-finds depends on the sizes, the dtypes and whether pointers are multiples of 16 bytes, which are looked up here instead.
+finds depends on sizes, dtypes and whether pointers are multiples of 16 bytes, all of which a schedule says. To compile
+one of up to a dozen kernels takes 0.3 to 3 s, most of it in LLVM, ptxas and, for the launcher, a C compiler, which
+leave Python to other threads.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,26 +21,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from dsf.kernels.triton.ahead import waiting
-from dsf.kernels.triton.launcher import launcher, proven
-from dsf.kernels.triton.tape import recording
+from dsf.kernels.triton.launcher import launcher, prove, proven
+from dsf.kernels.triton.recent import Recent
+from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of
 
-_LIMIT = 4096
-_ready: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def at_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """function, run with the GPU of its first tensor as the current one, to which kernels and their stream belong."""
-
-    @functools.wraps(function)
-    def guarded(first: Tensor | Sequence[Tensor], *rest: Any, **named: Any) -> Any:
-        x = first if isinstance(first, Tensor) else first[0]
-        if not x.is_cuda or x.device.index == torch.cuda.current_device():
-            return function(first, *rest, **named)
-        with torch.cuda.device(x.device):
-            return function(first, *rest, **named)
-
-    return guarded
+THREADS = min(8, os.cpu_count() or 1)
+_Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
+_ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, and the constants behind arguments
 
 
 def constant(number: int) -> Any:
@@ -53,41 +45,93 @@ def row_strides(x: Tensor) -> tuple[Any, Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """kernel[grid](*args, **named): args are tensors, numbers or tuples of them; named are constants and options."""
-    key = _key(kernel, args, named)
-    found = None if key is None else _ready.get(key)
-    if waiting():
-        if found is None:
-            kernel.warmup(*args, grid=grid, **named)
-        return
-    run: Callable[..., Any]
-    if found is None:
-        run = functools.partial(kernel[grid], **named)
-    else:
-        compiled, constants = found
-        run, args = launcher(compiled, (*grid, 1, 1)[:3]), (*args, *constants)
-    tape = recording()
-    if tape is not None:
-        tape.launch(run, args, found is not None)
-        with tape.paused():
-            run(*args)
-        return
-    compiled = run(*args)
-    if key is not None and compiled is not None:  # a hook may have kept it
-        if len(_ready) >= _LIMIT:
-            _ready.clear()
-        _ready[key] = compiled, tuple(named[name] for name in kernel.arg_names[len(args) :])
+    """Write down kernel[grid](*args, **named): args are slots, numbers or tuples of them; named are constants."""
+    book_of(args).launch(kernel, grid, args, named)
 
 
-def _key(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What Triton compiles a kernel for; None where Triton itself is to launch."""
-    if not proven() or not isinstance(kernel, JITFunction):
-        return None
-    return kernel.fn, torch.cuda.current_device(), _kinds(args), *named.items()
+def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:
+    """The schedule as a function of its tensors, its kernels compiled; and whether it is worth keeping.
+
+    While a CUDA graph is captured nothing can be tried out, and kernels are compiled as they are met.
+    """
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if not capturing:
+        prove()
+        _compile(schedule.launches)
+    return schedule.function(functools.partial(_runner, capturing)), not capturing
+
+
+def _runner(capturing: bool, x: Launch) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
+    """What launches it, and the constants that this takes behind addresses; None where it takes tensors."""
+    if proven() and isinstance(x.kernel, JITFunction):
+        key = _key(x)
+        found = _ready.get(key)
+        if found is None and not capturing:
+            compiled = x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)
+            if hasattr(compiled, "result"):  # in the caller's own mode for compiling on other threads
+                compiled = compiled.result()
+            if compiled is not None:  # a hook may have kept it
+                found = compiled, tuple(x.named[name] for name in x.kernel.arg_names[len(x.args) :])
+                _ready.put(key, found)
+        if found is not None:
+            return launcher(found[0], (*x.grid, 1, 1)[:3]), found[1]
+    return functools.partial(x.kernel[x.grid], **x.named), None
+
+
+def _key(x: Launch) -> Any:
+    """What Triton compiles a kernel for."""
+    return x.kernel.fn, torch.cuda.current_device(), _kinds(x.args), *x.named.items()
 
 
 def _kinds(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What Triton compiles for: integers, and tensors' dtypes and alignment."""
     return tuple([
-        (x.dtype, x.data_ptr() & 15) if isinstance(x, Tensor) else _kinds(x) if type(x) is tuple else x for x in args
+        (x.dtype, x.align) if isinstance(x, Ref) else _kinds(x) if type(x) is tuple else x for x in args
     ])  # fmt: skip
+
+
+class Pointer:
+    """What Triton asks of a tensor."""
+
+    __slots__ = ("align", "dtype")
+
+    def __init__(self, x: Ref) -> None:
+        self.dtype, self.align = x.dtype, x.align
+
+    def data_ptr(self) -> int:
+        """An address of the tensor's alignment."""
+        return self.align
+
+
+def _pointers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([Pointer(x) if isinstance(x, Ref) else _pointers(x) if type(x) is tuple else x for x in args])
+
+
+class _Ahead(_Mode or object):  # type: ignore[misc]
+    """Triton's mode for compiling on other threads, which build the launchers too."""
+
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+        return super().submit(key, functools.partial(_loaded, compile_fn, torch.cuda.current_device()), finalize_fn)
+
+
+def _loaded(compile_fn: Callable[[], Any], device: int) -> Any:
+    """The compiled kernel, on this GPU, with its launcher, for which Triton runs a C compiler."""
+    kernel = compile_fn()
+    with torch.cuda.device(device):
+        assert kernel.run
+    return kernel
+
+
+def _compile(launches: Iterable[Launch]) -> None:
+    """Compile what is missing, on several threads; errors are left to the first launch.
+
+    Where the caller is in such a mode of Triton himself, his compiles them.
+    """
+    if _Mode is None or triton.knobs.runtime.interpret or not torch.cuda.is_initialized():
+        return
+    missing = {key: x for key, x in ((_key(x), x) for x in launches) if _ready.get(key) is None}
+    if not missing:
+        return
+    with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), _Ahead(threads, ignore_errors=True):
+        for x in missing.values():
+            x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)

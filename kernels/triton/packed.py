@@ -57,7 +57,7 @@ class Sequences:
         room = slots(rows, self.count, chunk)
         parts = self.count if span is None else room // span + self.count
         sizes = ((room, 4), (parts, 5), (self.count, 4))
-        tables = [torch.empty(*size, dtype=torch.int32, device=self.bounds.device) for size in sizes]
+        tables = [self.bounds.new_empty(size, dtype=torch.int32) for size in sizes]
         launch(
             place_sequences, (self.count,),
             self.bounds, *tables, self.count, rows, room, parts, self.micro, room if span is None else span,

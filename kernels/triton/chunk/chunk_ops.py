@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.matrix import (
-    _chunk_matrix,
-    _chunk_matrix_backward,
-    _chunk_matrix_backward_shapes,
-    _chunk_matrix_shapes,
-)
-from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.chunk.matrix import _chunk_matrix, _chunk_matrix_backward
+from dsf.kernels.triton.operators import LIBRARY, operator
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -47,16 +42,13 @@ def _sum_groups(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.unflatten(2, (like.shape[2], shared)).sum(3, dtype=torch.float32).to(like.dtype)
 
 
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? source, Tensor? erase, Tensor? read, Tensor? state"
-_LIBRARY.define(f"chunk_matrix({_INPUTS}, int heads, bool log, bool final, bool wide) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    f"chunk_matrix_backward(Tensor dy, Tensor? final_gradient, {_INPUTS}, Tensor solve, int heads, bool log) -> "
-    f"({', '.join(['Tensor'] * 8)})"
+chunk_matrix = operator(
+    f"chunk_matrix({_INPUTS}, int heads, bool log, bool final, bool wide) -> (Tensor, Tensor, Tensor)", _chunk_matrix
 )
-_LIBRARY.impl("chunk_matrix", at_tensors(_chunk_matrix), "CompositeExplicitAutograd")
-_LIBRARY.impl("chunk_matrix_backward", at_tensors(_chunk_matrix_backward), "CompositeExplicitAutograd")
-torch.library.register_fake("dsf::chunk_matrix", _chunk_matrix_shapes, lib=_LIBRARY)
-torch.library.register_fake("dsf::chunk_matrix_backward", _chunk_matrix_backward_shapes, lib=_LIBRARY)
-torch.library.register_autograd("dsf::chunk_matrix", _gradients, setup_context=_setup, lib=_LIBRARY)
-chunk_matrix = torch.ops.dsf.chunk_matrix.default
+operator(
+    f"chunk_matrix_backward(Tensor dy, Tensor? final_gradient, {_INPUTS}, Tensor solve, int heads, bool log) -> "
+    f"({', '.join(['Tensor'] * 8)})",
+    _chunk_matrix_backward,
+)
+torch.library.register_autograd("dsf::chunk_matrix", _gradients, setup_context=_setup, lib=LIBRARY)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared, room
+from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, by_lane
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
@@ -45,8 +45,8 @@ class _Call:
 
         positive: no s is negative. back: in the backward pass.
         """
-        self.batch, self.tokens, _, self.n = q.shape
-        self.heads, self.p = heads, v.shape[-1]
+        self.batch, self.tokens, _, n = q.shape
+        self.heads, self.n, self.p = heads, int(n), int(v.shape[-1])
         self.q, self.k, self.v = q, k, v
         self.normal, self.finish, self.back = normal, finish, back
         self.kind = _kind(g)
@@ -167,7 +167,7 @@ class _Call:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
-        return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
+        return self.q.new_empty(shape, dtype=dtype or self.stored)
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
@@ -333,51 +333,12 @@ def _chunk_matrix(
     return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
 
 
-def _chunk_matrix_shapes(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
-    read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
-    normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
-    packed: Sequences | None = None, positive: bool = False, held: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, tokens, _, n = q.shape
-    p = v.shape[-1]
-    ends = batch if packed is None else packed.count
-    shape = (ends, heads, n, p) if final else (0,)
-    stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    found = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
-    chunk = found.chunk
-    chunks = -(-tokens // chunk)
-    count, span, _ = _cut(found, batch * heads, chunks, p, erase is not None, q.device, False)
-    if packed is not None:
-        chunks = slots(tokens, packed.count, chunk)
-    if kept is not None and _kind(decay) == "key":
-        parts = 0 if count == 1 else count if packed is None else slots(chunks, packed.count, span)
-        kept += room(q, heads, p, chunks, found, erase is not None, True, parts).tensors()
-    if kept is not None and packed is None:
-        most = found.stretches if normal is None else found.normal_stretches
-        marks = _marks(found, most, batch * heads, chunks, p, _kind(decay), erase is not None, q)
-        if marks is not None:
-            kept.append(q.new_empty(marks[0], batch, heads, n, p, dtype=torch.float32))
-            if count > 1:
-                kept.append(q.new_empty(marks[0], batch * heads, n, dtype=torch.float32))
-    if normal is not None:
-        normal.read = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
-        normal.final = q.new_empty(ends, heads, n, dtype=torch.float32)
-        normal.states = q.new_empty(batch * heads, chunks, n, dtype=torch.float32)
-    solve = (0,) if erase is None else (batch, heads, chunks, pitch(found, _kind(decay) == "scalar"))
-    return (
-        q.new_empty(batch, tokens, heads, p, dtype=torch.float32 if wide else q.dtype),
-        q.new_empty(shape, dtype=torch.float32),
-        q.new_empty(solve, dtype=stored),
-    )
-
-
 def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
     kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
-    exact: tuple[bool, bool, bool] = (False,) * 3, held: Sequence[Tensor] = (),
+    exact: tuple[bool, ...] = (False,) * 3, held: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
@@ -465,36 +426,3 @@ def _chunk_matrix_backward(
     if state is not None and found.last is not None:
         first = call.end(found.last, False)
     return dq, dk, dv, ends[0], ends[1], ends[2], ends[3], first
-
-
-def _chunk_matrix_backward_shapes(
-    dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
-    source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
-    exact: tuple[bool, bool, bool] = (False,) * 3, held: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, tokens, _, n = q.shape
-    p, ends = v.shape[-1], batch if packed is None else packed.count
-    summed &= packed is None and _kind(decay) != "key" and min(q.shape[2], k.shape[2]) < heads
-    if skip is not None:
-        t = tiles(int(n), int(p), q.dtype, _kind(decay), erase is not None, q.device)
-        chunks = -(-tokens // t.chunk) if packed is None else slots(tokens, packed.count, t.chunk)
-        skip.sums = q.new_empty(-(-int(p) // t.gradient_piece) * batch * chunks, heads, dtype=torch.float32)
-    if normal is not None:
-        normal.first = q.new_empty(ends, heads, n, dtype=torch.float32)
-        if normal.ones is not None:
-            normal.d_ones = q.new_empty(batch, heads, tokens, dtype=torch.float32).movedim(1, -1)
-
-    def scalar(x: Tensor | None) -> Tensor:
-        shape = (0,) if x is None else (batch, tokens, heads, *x.shape[3:])
-        return q.new_empty(shape, dtype=_decay_gradient(x, heads))
-
-    first = q.new_empty((0,) if state is None else (ends, heads, n, p), dtype=torch.float32)
-    kinds = [torch.float32 if wide else q.dtype for wide in exact]
-    return (
-        q.new_empty(batch, tokens, q.shape[2] if summed else heads, n, dtype=kinds[0]),
-        k.new_empty(batch, tokens, k.shape[2] if summed else heads, n, dtype=kinds[1]),
-        q.new_empty(batch, tokens, heads, p, dtype=kinds[2]),
-        scalar(decay), scalar(source), scalar(erase), scalar(read), first,
-    )  # fmt: skip

@@ -7,7 +7,7 @@ checkpointing and graph capture see one operator on tensors. Nothing is computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
 from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.chunk.row_gradients import Skip
-from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.programs import PROGRAMS, Call, gathered, last_rows
-from dsf.kernels.triton.tape import played
 
 
 def starting(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -54,9 +53,9 @@ def _read(q: Tensor, state: Tensor) -> Tensor:
     return (q.unsqueeze(-1) * state).sum(-2)
 
 
-def _run(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None, real: bool,
-    held: Sequence[Tensor] = (),
+def _forward(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
+    held: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs.
 
@@ -64,7 +63,7 @@ def _run(
     what dsf.kernels.triton.chunk.shard found before.
     """
     known = PROGRAMS[program]
-    call = Call(known, operands, real, bounds)
+    call = Call(known, operands, bounds)
     start, first, _ = starting(call, state)
     saved = []
     if known.stabilised:
@@ -75,7 +74,7 @@ def _run(
     wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
     more = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=torch.int8) if keep and call.refined else None
     call.tensors[".more"] = more
-    y, ends, kept, den = _chunks(call, start, wide, keep, held)
+    y, ends, kept, den = _chunks(call, start, wide, keep, held or ())
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
         y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
@@ -109,42 +108,19 @@ def _chunks(
     """By the chunk kernels: y (float32 when `wide`), S_T's columns, what they keep for backward, the normaliser."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
-        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep, real=call.real)
+        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep)
         return y, [final], kept, None
-    kernels: Callable[..., Any] = matrix._chunk_matrix if call.real else matrix._chunk_matrix_shapes
     finish = None
     if not wide and "finish" in call.program.accesses:
         f = call.program.functions
         finish = f.finish_loads, f.finish, call.arguments(call.program.accesses["finish"]), call.tensors[".more"]
     rows: list[Tensor] | None = [] if keep else None
-    y, final, solve = kernels(**arguments, final=True, wide=wide, finish=finish, kept=rows, held=held)
+    y, final, solve = matrix._chunk_matrix(**arguments, final=True, wide=wide, finish=finish, kept=rows, held=held)
     normal: Normaliser | None = arguments["normal"]
     if normal is None:
         return y, [final], [solve, *(rows or ())], None
     assert normal.states is not None and normal.final is not None
     return y, [final, normal.final.unsqueeze(-1)], [solve, normal.states, *(rows or ())], normal.read
-
-
-def _forward(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
-    held: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    return played(_forward_real, (bounds, state, *operands, *(held or ())), program, keep, len(held or ()))
-
-
-def _forward_real(
-    tensors: Sequence[Any], program: str, keep: bool, held: int = 0
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    bounds, state, *rest = tensors
-    count = len(rest) - held
-    return _run(rest[:count], state, program, keep, bounds, True, rest[count:])
-
-
-def _forward_shapes(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
-    held: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    return _run(operands, state, program, keep, bounds, False)
 
 
 def read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -244,8 +220,7 @@ def _unchunk(
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
         pull = call.printed_with("vectors_adjoint")
-        return rank_one_ops.backward(**arguments, dy=dy, final_gradient=dfinal, saved=kept, real=call.real, pull=pull)
-    kernels: Callable[..., Any] = matrix._chunk_matrix_backward if call.real else matrix._chunk_matrix_backward_shapes
+        return rank_one_ops.backward(**arguments, dy=dy, final_gradient=dfinal, saved=kept, pull=pull)
     normal: Normaliser | None = arguments["normal"]
     if normal is not None:
         normal.slope, normal.states = slope, kept[1]
@@ -255,7 +230,7 @@ def _unchunk(
         f = call.program.functions
         skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
     names, direct = ("query", "key", "value", "decay", "source", "erase", "read"), {*call.program.direct.values()}
-    *found, first = kernels(
+    *found, first = matrix._chunk_matrix_backward(
         **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
         summed={"query", "key"} <= direct and not call.program.before, skip=skip,
         kept=kept[1 if normal is None else 2 :], exact=tuple(name not in direct for name in names[:3]), held=held,
@@ -291,13 +266,13 @@ def resumed(
 
 
 def _backward(
-    real: bool, dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
+    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
     saved: Sequence[Tensor], program: str, needs: Sequence[bool], bounds: Tensor | None = None,
     held: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """Gradients of the operands that need one, in order, and of the state (empty without one)."""
     known = PROGRAMS[program]
-    call = Call(known, operands, real, bounds)
+    call = Call(known, operands, bounds)
     start, scale, kept = resumed(call, state, saved)
     wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
     for a in known.inputs:
@@ -330,27 +305,6 @@ def _backward(
     return out, first.contiguous()
 
 
-def _backward_played(
-    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
-    program: str, needs: Sequence[bool], bounds: Tensor | None = None, held: Sequence[Tensor] | None = None,
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    tensors = (bounds, dy, dfinal, state, *operands, *saved, *(held or ()))
-    return played(_backward_real, tensors, program, tuple(needs), len(held or ()))
-
-
-def _backward_real(
-    tensors: Sequence[Any], program: str, needs: Sequence[bool], held: int
-) -> tuple[list[Tensor], Tensor]:
-    bounds, dy, dfinal, state, *rest = tensors
-    end = len(rest) - held
-    operands, saved = rest[: len(needs)], rest[len(needs) : end]
-    return _backward(True, dy, dfinal, operands, state, saved, program, needs, bounds, rest[end:])
-
-
-def _backward_shapes(*args: Any) -> tuple[list[Tensor], Tensor]:
-    return _backward(False, *args)
-
-
 class _Differentiable(torch.autograd.Function):
     """The operator with its gradient, cheaper on the host than what torch.library builds."""
 
@@ -371,7 +325,7 @@ class _Differentiable(torch.autograd.Function):
         bounds, state, *rest = ctx.saved_tensors
         operands, saved = rest[: ctx.count], rest[ctx.count :]
         if dy is None:
-            call = Call(PROGRAMS[ctx.program], operands, False)
+            call = Call(PROGRAMS[ctx.program], operands)
             dy = operands[0].new_zeros(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
         needs = list(ctx.needs_input_grad[3:])
         found, first = matrix_mixer_backward(dy, dfinal, operands, state, saved, ctx.program, needs, bounds)
@@ -390,19 +344,13 @@ def _autograd(
         return matrix_mixer(operands, state, program, keep, bounds, held)
 
 
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
-_LIBRARY.define(
+matrix_mixer = operator(
     "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None, "
-    "Tensor[]? held=None) -> (Tensor, Tensor, Tensor[])"
-)
-_LIBRARY.define(
+    "Tensor[]? held=None) -> (Tensor, Tensor, Tensor[])",
+    _forward, _autograd,
+)  # fmt: skip
+matrix_mixer_backward = operator(
     "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
-    "bool[] needs, Tensor? bounds=None, Tensor[]? held=None) -> (Tensor[], Tensor)"
+    "bool[] needs, Tensor? bounds=None, Tensor[]? held=None) -> (Tensor[], Tensor)",
+    _backward,
 )
-_LIBRARY.impl("matrix_mixer", at_tensors(_forward), "CompositeExplicitAutograd")
-_LIBRARY.impl("matrix_mixer_backward", at_tensors(_backward_played), "CompositeExplicitAutograd")
-torch.library.register_fake("dsf::matrix_mixer", _forward_shapes, lib=_LIBRARY)
-torch.library.register_fake("dsf::matrix_mixer_backward", _backward_shapes, lib=_LIBRARY)
-_LIBRARY.impl("matrix_mixer", _autograd, "Autograd")
-matrix_mixer = torch.ops.dsf.matrix_mixer.default
-matrix_mixer_backward = torch.ops.dsf.matrix_mixer_backward.default

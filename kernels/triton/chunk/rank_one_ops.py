@@ -1,4 +1,4 @@
-"""Launches of the diagonal-plus-rank-one kernels: one call forwards, one backwards, with or without real memory.
+"""Launches of the diagonal-plus-rank-one kernels: one call forwards, one backwards.
 
 S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t. q, k, left a, right b [B, T, H', N] and v
 [B, T, H', P] in one dtype, but left in float32 where it has digits for that; decay log w [B, T, H', N], head counts
@@ -49,13 +49,13 @@ class Kept:
 
 
 class _Call:
-    """Sizes, tiles and strides of one call; `real` is False where nothing may be launched."""
+    """Sizes, tiles and strides of one call."""
 
-    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, packed: Sequences | None, real: bool) -> None:
-        self.q, self.v, self.heads, self.real = q, v, heads, real
-        self.batch, self.tokens, _, self.n = q.shape
-        self.p = v.shape[-1]
-        self.tiles: Tiles = matrix.tiles(int(self.n), int(self.p), q.dtype, "rank_one", True, q.device)
+    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, packed: Sequences | None) -> None:
+        self.q, self.v, self.heads = q, v, heads
+        self.batch, self.tokens, _, n = q.shape
+        self.n, self.p = int(n), int(v.shape[-1])
+        self.tiles: Tiles = matrix.tiles(self.n, self.p, q.dtype, "rank_one", True, q.device)
         self.chunk = self.tiles.chunk
         self.chunks = -(-self.tokens // self.chunk)
         self.sequences, self.ends = 1, self.batch  # that follow each other in a row, and those that have states
@@ -64,23 +64,21 @@ class _Call:
         if packed is not None:
             self.sequences = self.ends = packed.count
             self.chunks = slots(self.tokens, packed.count, self.chunk)
-        if packed is not None and real:
             self.chunk_table, self.segment_table, _ = packed.tables(self.tokens, self.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.chunk
         self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.finer = torch.float16 if self.tiles.key_terms == 2 else self.stored  # of what halves.py keeps
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN
-        if real:
-            kind, precision = arithmetic(q.dtype)
-            self.common = {
-                "N": self.n, "L": self.chunk, "KEY_TERMS": self.tiles.key_terms, "KIND": kind, "PRECISION": precision,
-            }  # fmt: skip
-            self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
+        kind, precision = arithmetic(q.dtype)
+        self.common = {
+            "N": self.n, "L": self.chunk, "KEY_TERMS": self.tiles.key_terms, "KIND": kind, "PRECISION": precision,
+        }  # fmt: skip
+        self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
-        return torch.empty(shape, dtype=dtype or self.stored, device=self.q.device)
+        return self.q.new_empty(shape, dtype=dtype or self.stored)
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
@@ -142,15 +140,14 @@ class _Call:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
     made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, wide: bool, keep: bool,
-    real: bool, packed: Sequences | None = None,
+    packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
-    call = _Call(q, v, heads, floor, packed, real)
+    call = _Call(q, v, heads, floor, packed)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     final, kept = call.end(), call.kept(keep)
-    if real:
-        _make_chunks(call, kept, (q, right, left, k, decay), own, made, keep)
-        call.walk(kept, v, state, y, kept.states if keep else None, final, False)
+    _make_chunks(call, kept, (q, right, left, k, decay), own, made, keep)
+    call.walk(kept, v, state, y, kept.states if keep else None, final, False)
     return y, final, kept.tensors() if keep else []
 
 
@@ -181,15 +178,16 @@ def shard(
 
     No output is read; packed: None.
     """
-    call = _Call(q, v, heads, floor, packed, True)
+    call = _Call(q, v, heads, floor, packed)
     final, kept = call.end(), call.kept(False)
     _make_chunks(call, kept, (q, right, left, k, decay), own, made, False)
     call.walk(kept, v, state, None, None, final, False)
     if not moves:
         return final, call.empty(0, dtype=torch.float32)
-    nothing = torch.zeros(call.n, dtype=v.dtype, device=v.device).expand(call.batch, call.tokens, heads, call.n)
-    square = _Call(q, nothing, heads, floor, packed, True)
-    eye = torch.eye(call.n, device=v.device).expand(call.batch, heads, -1, -1).contiguous()
+    nothing = v.new_zeros(call.n).expand(call.batch, call.tokens, heads, call.n)
+    square = _Call(q, nothing, heads, floor, packed)
+    eye = v.new_zeros(call.batch, heads, call.n, call.n, dtype=torch.float32)
+    eye.diagonal(dim1=2, dim2=3).fill_(1.0)
     move = square.end()
     square.walk(kept, nothing, eye, None, None, move, False)
     return final, move
@@ -200,7 +198,7 @@ def shard_adjoint(
     floor: float, packed: Sequences | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """The gradient of S_0 alone. saved: by `forward`."""
-    call, kept = _Call(q, v, heads, floor, packed, True), Kept(*saved)
+    call, kept = _Call(q, v, heads, floor, packed), Kept(*saved)
     first, start = call.end(), None if final_gradient is None else final_gradient.contiguous()
     call.walk(kept, dy.contiguous(), start, None, None, first, True)
     return first
@@ -209,7 +207,7 @@ def shard_adjoint(
 def backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     left: Tensor | None, right: Tensor, own: Tensor | None, made: Mapping[str, Function | None], state: Tensor | None,
-    heads: int, floor: float, saved: list[Tensor], real: bool, packed: Sequences | None = None,
+    heads: int, floor: float, saved: list[Tensor], packed: Sequences | None = None,
     pull: Function | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0.
@@ -217,7 +215,7 @@ def backward(
     pull: the printed function that stores what those of left, right and decay give, instead of these, and its pointers
     and strides.
     """
-    call, kept, dy = _Call(q, v, heads, floor, packed, real), Kept(*saved), dy.contiguous()
+    call, kept, dy = _Call(q, v, heads, floor, packed), Kept(*saved), dy.contiguous()
     lead = (call.batch, call.tokens, heads)
     found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "key")}
     if pull is None:  # rounded once they meet
@@ -226,11 +224,10 @@ def backward(
     if own is not None or made["own"] is not None:
         found["own"] = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
     first = call.end() if state is not None else call.empty(0, dtype=torch.float32)
-    if real:
-        adjoints = call.states(call.chunks)
-        start = None if final_gradient is None else final_gradient.contiguous()
-        call.walk(kept, dy, start, None, adjoints, first if state is not None else None, True)
-        _gradients(call, kept, dy, (q, right, left, k), v, made, adjoints, found, pull)
+    adjoints = call.states(call.chunks)
+    start = None if final_gradient is None else final_gradient.contiguous()
+    call.walk(kept, dy, start, None, adjoints, first if state is not None else None, True)
+    _gradients(call, kept, dy, (q, right, left, k), v, made, adjoints, found, pull)
     return found, first
 
 

@@ -18,6 +18,7 @@ from dsf.kernels.triton.chunk.normaliser import kind_of
 from dsf.kernels.triton.chunk.shared_gradient import shared_gradient, sum_heads
 from dsf.kernels.triton.chunk.table import SHARED_STRETCHES, padded
 from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.sizes import bases
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
@@ -58,11 +59,11 @@ def stretches_of(
     parts: slices, B, H, N of what the kernel writes, in float32, so that sums alone are rounded.
     """
     slices, batch, heads, n = parts
-    for begin in range(first, first + count, span):
+    for begin in bases(first, first + count, span):
         here = min(span, first + count - begin)
         shift = begin * chunk
         rows = min(here * chunk, tokens - shift)
-        apart = [torch.empty(slices, batch, rows, heads, n, dtype=torch.float32, device=x.device) for x in sums]
+        apart = [x.new_empty(slices, batch, rows, heads, n, dtype=torch.float32) for x in sums]
         yield Stretch(begin, here, shift, rows, *apart)
         for x, total in zip(apart, sums, strict=True):
             out = total[:, shift : shift + rows]

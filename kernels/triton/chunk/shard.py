@@ -25,9 +25,8 @@ from dsf.kernels.triton.chunk.walks import (
     summed,
     transform,
 )
-from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.programs import PROGRAMS, Call
-from dsf.kernels.triton.tape import played
 
 
 def _run(
@@ -39,7 +38,7 @@ def _run(
     state: the one that they are entered with, or None for one in which nothing was written.
     """
     known = PROGRAMS[program]
-    call = Call(known, operands, True)
+    call = Call(known, operands)
     start, first, _ = starting(call, state)
     last = None
     if known.stabilised:
@@ -123,7 +122,7 @@ def _pull(
     dsf::matrix_shard held for it.
     """
     known = PROGRAMS[program]
-    call = Call(known, operands, True)
+    call = Call(known, operands)
     start, scale, kept = resumed(call, state, saved)
     d_first, dy, slope, dfinal = by_row(call, *read_gradient(call, dy), dfinal)
     arguments, found = call.chunk_arguments(start), list[Tensor]()
@@ -166,41 +165,11 @@ def _adjoint(
     return first, [*(held[1:] if held else (passed, passed)), adjoints]
 
 
-# -- as operators
-
-
-def _forward(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, moves: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return played(_forward_real, (state, *operands), program, moves)
-
-
-def _forward_real(tensors: Sequence[Any], program: str, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    state, *operands = tensors
-    return _run(operands, state, program, moves)
-
-
-def _backward(
-    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
-    program: str, held: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    tensors = (dy, dfinal, state, *operands, *saved, *held)
-    return played(_backward_real, tensors, program, len(operands), len(held))
-
-
-def _backward_real(tensors: Sequence[Any], program: str, count: int, held: int) -> tuple[Tensor, list[Tensor]]:
-    dy, dfinal, state, *rest = tensors
-    end = len(rest) - held
-    return _pull(dy, dfinal, rest[:count], state, rest[count:end], program, rest[end:])
-
-
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
-_LIBRARY.define("matrix_shard(Tensor[] operands, Tensor? state, str program, bool moves) -> (Tensor, Tensor, Tensor[])")
-_LIBRARY.define(
-    "matrix_shard_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
-    "Tensor[] held) -> (Tensor, Tensor[])"
+matrix_shard = operator(
+    "matrix_shard(Tensor[] operands, Tensor? state, str program, bool moves) -> (Tensor, Tensor, Tensor[])", _run
 )
-_LIBRARY.impl("matrix_shard", at_tensors(_forward), "CompositeExplicitAutograd")
-_LIBRARY.impl("matrix_shard_adjoint", at_tensors(_backward), "CompositeExplicitAutograd")
-matrix_shard = torch.ops.dsf.matrix_shard.default
-matrix_shard_adjoint = torch.ops.dsf.matrix_shard_adjoint.default
+matrix_shard_adjoint = operator(
+    "matrix_shard_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
+    "Tensor[] held) -> (Tensor, Tensor[])",
+    _pull,
+)

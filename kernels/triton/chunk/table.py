@@ -15,6 +15,8 @@ from functools import lru_cache
 
 import torch
 
+from dsf.kernels.triton.sizes import power
+
 SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
 PIECES, PIECE_CHUNKS = 4, 8  # of a segment that are summed up at once; fewest chunks that are worth one
 STRETCH_CHUNKS, DELTA_STRETCH_CHUNKS = 2048, 1280  # chunks that fill the GPU several times over
@@ -96,7 +98,7 @@ class Tiles:
 
 def padded(size: int) -> int:
     """The power of two, at least 16, that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power(size))
 
 
 @lru_cache

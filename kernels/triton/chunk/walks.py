@@ -18,6 +18,7 @@ from dsf.kernels.triton.chunk.table import limits, lower
 from dsf.kernels.triton.chunk.transform import delta_transform
 from dsf.kernels.triton.chunk.walk import both_walks, forward_walk, reverse_walk
 from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.sizes import bases, power
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
@@ -96,7 +97,7 @@ def forward(
         marks.append(firsts)
         if start is None:
             start, held = firsts[0], -1
-    for base in range(0, call.chunks, walked):
+    for base in bases(0, call.chunks, walked):
         limit, to = min(base + walked, call.chunks), last
         if firsts is not None and limit < call.chunks:
             to = firsts[base // walked]
@@ -174,7 +175,7 @@ def reverse(
         entries = call.entries(stretch, call.adjoint_terms)
     adjoints = call.states(stretch)
     last = call.segments() if first or stretch < call.chunks else None  # of every stretch in turn, in one place
-    for base in reversed(range(0, call.chunks, stretch)):
+    for base in reversed(bases(0, call.chunks, stretch)):
         limit, to = min(base + stretch, call.chunks), last if first or base > 0 else None
         reverse_launch(call, dy, solve, start, (entries, adjoints), to, (base, limit), values)
         yield Adjoints(base, limit - base, entries, adjoints, to, (states, 0, call.chunks), written)
@@ -200,7 +201,7 @@ def both(
     last, ended = call.segments(-(-stretch // span)), start is not None
     stages = min(t.walk_stages, t.saved_stages)
     scales = call.scalars, call.running, scores_of(call, solve), unused
-    for base in reversed(range(0, call.chunks, stretch)):
+    for base in reversed(bases(0, call.chunks, stretch)):
         limit, at = min(base + stretch, call.chunks), base // span
         pieces = -(-(limit - base) // span)
         known = marks[0][at] if call.is_cut else state if base == 0 else marks[0][at - 1]
@@ -265,7 +266,7 @@ def _sum_pieces(
         sum_piece, (-(-call.p // t.piece), call.lanes, pieces[1] - pieces[0]),
         a, b, call.scalars, sums, *call.given(passed), call.segment_table,
         call.tokens, call.heads, span, call.chunks, pieces[0], call.length, call.plane, *call.rows(a), *call.rows(b),
-        BP=t.piece, MOST=1 << (span * every - 1).bit_length(), EVERY=every, DECAY=call.decay,
+        BP=t.piece, MOST=power(span * every), EVERY=every, DECAY=call.decay,
         SCALED=call.read if passed is None else call.scaled, REVERSE=passed is None, TERMS=t.walk_terms,
         STAGES=t.sum_stages, num_warps=t.walk_warps, num_stages=t.sum_stages, maxnreg=t.walk_registers, **call.sizes,
     )  # fmt: skip

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
-from dsf.kernels.triton.launch import at_tensors, launch
+from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.convolution import convolve, convolve_step
 from dsf.kernels.triton.layer.convolution_gradient import pull, sum_rows
-from dsf.kernels.triton.tape import played
+from dsf.kernels.triton.operators import operator
+from dsf.kernels.triton.sizes import bits
 
 WAY_OUT = "the fused short convolution; ask for backend='torch', which has them"
 Options = tuple[bool, tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # SiLU, widths, heads and scales of pieces
+
+
+def _options(silu: bool, widths: Sequence[int], heads: Sequence[int], scales: Sequence[float]) -> Options:
+    return silu, tuple(widths), tuple(heads), tuple(scales)
 
 
 def _about(x: Tensor, options: Options, tile: table.Tile) -> tuple[Any, ...]:
@@ -55,13 +60,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _outputs(x: Tensor, weight: Tensor, bounds: Tensor | None, options: Options) -> tuple[list[Tensor], Tensor]:
-    ys = [torch.empty((*x.shape[:2], w), dtype=x.dtype, device=x.device) for w in options[1]]
-    size = (_sequences(x, bounds), x.shape[-1], weight.shape[-1] - 1)
-    return ys, torch.empty(size, dtype=x.dtype, device=x.device)
+    ys = [x.new_empty(*x.shape[:2], w) for w in options[1]]
+    return ys, x.new_empty(_sequences(x, bounds), x.shape[-1], weight.shape[-1] - 1)
 
 
-def _forward_real(tensors: Sequence[Any], *options: Any) -> tuple[list[Tensor], Tensor]:
-    x, weight, bias, state, bounds = tensors
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, *rest: Any
+) -> tuple[list[Tensor], Tensor]:
+    options = _options(*rest)
     x, weight, state = _rows(x), weight.contiguous(), None if state is None else state.contiguous()
     ys, final = _outputs(x, weight, bounds, options)
     taps, tokens = weight.shape[-1], x.shape[1]
@@ -70,45 +76,25 @@ def _forward_real(tensors: Sequence[Any], *options: Any) -> tuple[list[Tensor], 
     launch(
         convolve, (blocks * (runs * x.shape[0] + count),),
         x, x.stride(0), x.stride(1), weight, bias, state, bounds, _pieces(ys), final, tokens, runs, count,
-        count.bit_length(), about=_about(x, options, tile), K=taps, SPAN=tile.rows, L=tile.block, BC=tile.channels,
+        bits(count), about=_about(x, options, tile), K=taps, SPAN=tile.rows, L=tile.block, BC=tile.channels,
         BLOCKS=blocks, num_warps=tile.warps,
     )  # fmt: skip
     return ys, final
-
-
-def _options(silu: bool, widths: Sequence[int], heads: Sequence[int], scales: Sequence[float]) -> Options:
-    return silu, tuple(widths), tuple(heads), tuple(scales)
-
-
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, silu: bool,
-    widths: Sequence[int], heads: Sequence[int], scales: Sequence[float],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    return played(_forward_real, (x, weight, bias, state, bounds), *_options(silu, widths, heads, scales))
-
-
-def _forward_shapes(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, silu: bool,
-    widths: Sequence[int], heads: Sequence[int], scales: Sequence[float],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    return _outputs(x, weight, bounds, _options(silu, widths, heads, scales))
 
 
 def _gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Room for those of x, weight, bias and state."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return (
-        dx,
-        torch.empty(weight.shape, dtype=weight.dtype, device=x.device),
-        None if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=x.device),
-        None if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device),
-    )
+    dbias, dstate = (None if y is None else y.new_empty(y.shape) for y in (bias, state))
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dstate
 
 
-def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
-    x, weight, bias, state, bounds, dfinal, *dys = tensors
+def _backward(
+    dys: Sequence[Tensor], dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+    state: Tensor | None, bounds: Tensor | None, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    options = _options(*rest)
     x, weight, state, dfinal = _rows(x), weight.contiguous(), *(
         None if s is None else s.contiguous() for s in (state, dfinal)
     )  # fmt: skip
@@ -117,12 +103,12 @@ def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
     (batch, tokens, channels), taps = x.shape, weight.shape[-1]
     tile = _tile(x, taps, options, True)
     blocks, runs = _blocks(tile, options[1]), -(-tokens // (tile.rows - taps + 1))
-    sums = torch.empty((batch * runs, taps + 1, channels), dtype=torch.float32, device=x.device)
+    sums = x.new_empty(batch * runs, taps + 1, channels, dtype=torch.float32)
     count = _sequences(x, bounds)
     launch(
         pull, (blocks * (runs * batch + (0 if dstate is None else count)),),
         x, x.stride(0), x.stride(1), weight, bias, state, bounds, _pieces(dys), dfinal, (dx, dstate, sums), tokens,
-        runs, count, count.bit_length(), about=_about(x, options, tile), K=taps, ROWS=tile.rows, L=tile.block,
+        runs, count, bits(count), about=_about(x, options, tile), K=taps, ROWS=tile.rows, L=tile.block,
         BC=tile.channels, BLOCKS=blocks, num_warps=tile.warps,
     )  # fmt: skip
     launch(
@@ -130,22 +116,6 @@ def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
         sums, dweight, dbias, batch * runs, C=channels, K=taps, BR=32, BC=64, num_warps=4,
     )  # fmt: skip
     return [x for x in (dx, dweight, dbias, dstate) if x is not None]
-
-
-def _backward(
-    dys: Sequence[Tensor], dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-    state: Tensor | None, bounds: Tensor | None, silu: bool, widths: Sequence[int], heads: Sequence[int],
-    scales: Sequence[float],
-) -> list[Tensor]:  # fmt: skip
-    options = _options(silu, widths, heads, scales)
-    return played(_backward_real, (x, weight, bias, state, bounds, dfinal, *dys), *options)
-
-
-def _backward_shapes(
-    dys: Sequence[Tensor], dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-    state: Tensor | None, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    return [g for g in _gradients(x, weight, bias, state) if g is not None]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -193,7 +163,7 @@ def _step(
 ) -> Tensor:
     """y [B, 1, C] of one token x, its pieces side by side; writes the state after it into `new`, maybe the old one."""
     x, weight = _rows(x), weight.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     tile = _tile(x, weight.shape[-1], options, False)
     blocks = _blocks(tile, options[1])
     launch(
@@ -207,7 +177,7 @@ def _step(
 def _step_new(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    _, new = _step_new_shapes(x, weight, bias, state)
+    new = x.new_empty(x.shape[0], x.shape[-1], weight.shape[-1] - 1)
     return _step(x, weight, bias, None if state is None else state.contiguous(), new, _options(*rest)), new
 
 
@@ -215,37 +185,19 @@ def _step_in_place(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
     return _step(x, weight, bias, state, state, _options(*rest))
 
 
-def _step_new_shapes(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    new = torch.empty((x.shape[0], x.shape[-1], weight.shape[-1] - 1), dtype=x.dtype, device=x.device)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), new
-
-
-def _step_in_place_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
 _PIECES = "bool silu, int[] widths, int[] heads, float[] scales"
 _GIVEN = "Tensor x, Tensor weight, Tensor? bias"
-_LIBRARY.define(f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> (Tensor[], Tensor)")
-_LIBRARY.define(
-    f"short_convolution_backward(Tensor[] dys, Tensor? dfinal, {_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> "
-    "Tensor[]"
+short_convolution = operator(
+    f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> (Tensor[], Tensor)", _forward, _autograd
 )
-_LIBRARY.define(f"short_convolution_step({_GIVEN}, Tensor? state, {_PIECES}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"short_convolution_step_({_GIVEN}, Tensor(a!) state, {_PIECES}) -> Tensor")
-for _name, _real, _shapes in (
-    ("short_convolution", _forward, _forward_shapes),
-    ("short_convolution_step", _step_new, _step_new_shapes),
-    ("short_convolution_step_", _step_in_place, _step_in_place_shapes),
-    ("short_convolution_backward", _backward, _backward_shapes),
-):
-    _LIBRARY.impl(_name, at_tensors(_real), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dsf::{_name}", _shapes, lib=_LIBRARY)
-_LIBRARY.impl("short_convolution", _autograd, "Autograd")
-short_convolution = torch.ops.dsf.short_convolution.default
-short_convolution_backward = torch.ops.dsf.short_convolution_backward.default
-short_convolution_step = torch.ops.dsf.short_convolution_step.default
-short_convolution_step_in_place = torch.ops.dsf.short_convolution_step_.default
+short_convolution_backward = operator(
+    f"short_convolution_backward(Tensor[] dys, Tensor? dfinal, {_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> "
+    "Tensor[]",
+    _backward,
+)
+short_convolution_step = operator(
+    f"short_convolution_step({_GIVEN}, Tensor? state, {_PIECES}) -> (Tensor, Tensor)", _step_new
+)
+short_convolution_step_in_place = operator(
+    f"short_convolution_step_({_GIVEN}, Tensor(a!) state, {_PIECES}) -> Tensor", _step_in_place
+)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
-from dsf.kernels.triton.launch import at_tensors, launch
+from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.norm import norm_backward, norm_forward, sum_weight
-from dsf.kernels.triton.tape import played
+from dsf.kernels.triton.operators import operator
 
 WAY_OUT = "the fused norm and gate; ask for backend='torch', which has them"
 PLAIN = 1024  # numbers of a group where nothing is summed over groups
@@ -53,10 +52,9 @@ def _of(x: Tensor | None) -> tuple[Any, ...]:
     return (None, 0, 0) if x is None else (x, x.stride(0), x.stride(1))
 
 
-def _forward_real(tensors: Sequence[Any], *options: Any) -> Tensor:
-    x, gate, weight = tensors
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x, gate = _flat(x), None if gate is None else _flat(gate)
+def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    out = x.new_empty(x.shape)
+    x, gate, weight = _flat(x), None if gate is None else _flat(gate), None if weight is None else weight.contiguous()
     shape = _groups(x, weight, options[0], options[1])
     rows = x.shape[0] * x.shape[1] * shape[1]
     tile = table.norm(shape[0], rows, shape[2], False)
@@ -67,24 +65,12 @@ def _forward_real(tensors: Sequence[Any], *options: Any) -> Tensor:
     return out
 
 
-def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
-    return played(_forward_real, (x, gate, _whole(weight)), *options)
-
-
-def _whole(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.contiguous()
-
-
-def _forward_shapes(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def _room(x: Tensor, gate: Tensor | None, weight: Tensor | None) -> list[Tensor]:
-    return [torch.empty(y.shape, dtype=y.dtype, device=x.device) for y in (x, gate, weight) if y is not None]
+    return [y.new_empty(y.shape) for y in (x, gate, weight) if y is not None]
 
 
-def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
-    dy, x, gate, weight = tensors
+def _backward(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> list[Tensor]:
+    weight = None if weight is None else weight.contiguous()
     room = _room(x, gate, weight)
     outs = iter(room)
     dx, dgate, dweight = (None if y is None else next(outs) for y in (x, gate, weight))
@@ -94,7 +80,7 @@ def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
     tile = table.norm(shape[0], rows, shape[2], True)
     parts, sums = -(-rows // (tile[1] * tile[3])), None
     if weight is not None:
-        sums = torch.empty((parts, weight.numel()), dtype=torch.float32, device=x.device)
+        sums = x.new_empty(parts, weight.numel(), dtype=torch.float32)
     launch(
         norm_backward, (shape[2] * parts,), *_of(dy), _of(x), _of(gate), weight, (dx, dgate, sums), x.shape[1], rows,
         tile[3], options[4], **_settings(options, shape, tile),
@@ -104,14 +90,6 @@ def _backward_real(tensors: Sequence[Any], *options: Any) -> list[Tensor]:
         block = 32 if size >= 2048 else 8
         launch(sum_weight, (-(-size // block),), sums, dweight, parts, SIZE=size, BR=128, BC=block, num_warps=4)
     return room
-
-
-def _backward(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> list[Tensor]:
-    return played(_backward_real, (dy, x, gate, _whole(weight)), *options)
-
-
-def _backward_shapes(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, *rest: Any) -> list[Tensor]:
-    return _room(x, gate, weight)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -142,14 +120,6 @@ def _autograd(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: A
         return gated_norm(x, gate, weight, *options)
 
 
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
 _GIVEN = "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, bool sigmoid, float eps"
-_LIBRARY.define(f"gated_norm({_GIVEN}) -> Tensor")
-_LIBRARY.define(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]")
-_LIBRARY.impl("gated_norm", at_tensors(_forward), "CompositeExplicitAutograd")
-_LIBRARY.impl("gated_norm_backward", at_tensors(_backward), "CompositeExplicitAutograd")
-torch.library.register_fake("dsf::gated_norm", _forward_shapes, lib=_LIBRARY)
-torch.library.register_fake("dsf::gated_norm_backward", _backward_shapes, lib=_LIBRARY)
-_LIBRARY.impl("gated_norm", _autograd, "Autograd")
-gated_norm = torch.ops.dsf.gated_norm.default
-gated_norm_backward = torch.ops.dsf.gated_norm_backward.default
+gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _autograd)
+gated_norm_backward = operator(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _backward)

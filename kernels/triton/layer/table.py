@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsf.kernels.triton.sizes import power
+
 PROGRAMS = 1056  # that a launch should have at least: eight for each multiprocessor of the GPUs that were tried
 HELD = 16384  # numbers of a group that one program of the norm holds at most
 
@@ -16,11 +18,6 @@ class Tile:
     rows: int
     block: int
     warps: int
-
-
-def power(size: int) -> int:
-    """The smallest power of two that is not smaller."""
-    return 1 << (size - 1).bit_length()
 
 
 def convolution(widths: tuple[int, ...], tokens: int, batch: int, size: int, taps: int, backward: bool) -> Tile:
@@ -44,7 +41,7 @@ def norm(group: int, rows: int, ways: int, backward: bool) -> tuple[int, int, in
     of a tile; warps; tiles of a program)."""
     width = power(group)
     tile = max(2048 if backward else 4096, width)
-    held = max(1, min(tile // width, power(rows)))
+    held = power(min(tile // width, rows))
     warps = max(1, min(16, held * width // (512 if backward else 1024)))
     tiles = -(-rows // held)
     return width, held, warps, max(1, tiles * ways // PROGRAMS) if backward else 1

@@ -18,6 +18,7 @@ from dsf.kernels.triton.launch import launch, row_strides
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise.kernel import level_blocks, levels, no_finish, no_sums, pointwise
 from dsf.kernels.triton.registry import Registry
+from dsf.kernels.triton.sizes import power
 
 PADDING = 16  # columns beside a normalised system's values, the first two of them driven by ones: rows stay aligned
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
@@ -152,10 +153,10 @@ class Printed(Protocol):
 
 
 class Pointwise:
-    """One call of printed functions: sizes, tensors by role, and launches (none of which happen for fake tensors)."""
+    """One call of printed functions: sizes, tensors by role, and launches."""
 
-    def __init__(self, printed: Printed, operands: Sequence[Tensor], real: bool) -> None:
-        self.printed, self.real = printed, real
+    def __init__(self, printed: Printed, operands: Sequence[Tensor]) -> None:
+        self.printed = printed
         self.tensors: dict[str, Tensor | None] = {}
         self.heads = 1
         self.n = self.p = 1
@@ -170,11 +171,11 @@ class Pointwise:
                 self.p = int(x.shape[-1])
         self.inputs = {a.role: a for a in printed.inputs}
         first = next(x for a, x in zip(printed.inputs, operands, strict=True) if a.time)
-        self.dtype, self.device = first.dtype, first.device
+        self.like, self.dtype = first, first.dtype
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory of the call's device."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return self.like.new_empty(shape, dtype=dtype)
 
     def need(self, role: str) -> Tensor:
         """A tensor that is there."""
@@ -184,8 +185,6 @@ class Pointwise:
 
     def launch(self, name: str) -> None:
         """Run one printed function over all tokens and heads."""
-        if not self.real:
-            return
         accesses = self.printed.accesses[name]
         sums = any(a.summed for a in accesses)
         key, value, block = self.tile(accesses)
@@ -202,8 +201,8 @@ class Pointwise:
 
     def tile(self, accesses: Sequence[Access]) -> tuple[int, int, int]:
         """Key entries, channels and tokens of a tile."""
-        key = _power(self.n) if any(a.key for a in accesses) else 1
-        value = _power(self.p) if any(a.value and not a.tail for a in accesses) else 1
+        key = power(self.n) if any(a.key for a in accesses) else 1
+        value = power(self.p) if any(a.value and not a.tail for a in accesses) else 1
         held = sum((a.key or a.value) and not a.summed for a in accesses)
         room = 4096 if held <= MANY else 1024  # entries of a tile: what is loaded stays in registers
         return key, value, max(4, min(128, room // max(key, value)))
@@ -256,8 +255,8 @@ def gathered(a: Access, x: Tensor, like: Tensor) -> Tensor:
 class Call(Pointwise):
     """One call of the matrix families."""
 
-    def __init__(self, program: Program, operands: Sequence[Tensor], real: bool, bounds: Tensor | None = None) -> None:
-        super().__init__(program, operands, real)
+    def __init__(self, program: Program, operands: Sequence[Tensor], bounds: Tensor | None = None) -> None:
+        super().__init__(program, operands)
         self.program = program
         self.packed = None if bounds is None else Sequences(bounds.contiguous(), program.micro)
         self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.column else 0
@@ -337,18 +336,17 @@ class Call(Pointwise):
         last = self.empty(self.ends, self.heads) if first is None else first.clone()
         if self.packed is not None and first is None:  # some may have no tokens
             last.fill_(EMPTY)
-        if self.real:
-            block = min(LEVEL_TOKENS, max(16, _power(self.tokens)))
-            blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None
-            if self.packed is not None:
-                blocks = slots(self.tokens, self.packed.count, block)
-                table = self.packed.tables(self.tokens, block).chunks
-            maps = self.empty(lanes, blocks, 2)
-            args, body = self.arguments(self.program.accesses["levels"]), self.program.functions.levels
-            sizes = (self.tokens, self.heads, blocks)
-            if blocks > 1:
-                launch(level_blocks, (blocks, lanes), args, maps, table, *sizes, body=body, K=block)
-            launch(levels, (blocks, lanes), args, maps, first, out, last, table, *sizes, body=body, K=block)
+        block = min(LEVEL_TOKENS, max(16, power(self.tokens)))
+        blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None
+        if self.packed is not None:
+            blocks = slots(self.tokens, self.packed.count, block)
+            table = self.packed.tables(self.tokens, block).chunks
+        maps = self.empty(lanes, blocks, 2)
+        args, body = self.arguments(self.program.accesses["levels"]), self.program.functions.levels
+        sizes = (self.tokens, self.heads, blocks)
+        if blocks > 1:
+            launch(level_blocks, (blocks, lanes), args, maps, table, *sizes, body=body, K=block)
+        launch(levels, (blocks, lanes), args, maps, first, out, last, table, *sizes, body=body, K=block)
         return out, last
 
     def keep_level(self, level: Tensor) -> None:
@@ -439,10 +437,6 @@ class Call(Pointwise):
         if state is None:
             return None, None
         return state[..., : self.p].contiguous(), state[..., self.p].contiguous()
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def last_rows(x: Tensor, micro: int) -> Tensor:

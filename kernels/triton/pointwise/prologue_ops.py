@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
-from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.operators import LIBRARY, operator
 from dsf.kernels.triton.pointwise.programs import Access, Made, Pointwise, gathered
 from dsf.kernels.triton.registry import Registry
 
@@ -40,54 +40,26 @@ def _room(call: Pointwise, m: Made) -> Tensor:
     return call.empty(call.batch, heads, call.tokens).movedim(1, -1)
 
 
-def _make(operands: Sequence[Tensor], prologue: str, real: bool) -> list[Tensor]:
+def _make(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
+    """What the scan takes instead of these inputs, in float32: [B, T, H, N] or [B, T, H] each."""
     known = PROLOGUES[prologue]
-    call = Pointwise(known, operands, real)
+    call = Pointwise(known, operands)
     made = [_room(call, m) for m in known.made]
     call.tensors |= {f".{m.name}": x for m, x in zip(known.made, made, strict=True)}
     call.launch("prologue")
     return made
 
 
-def _pull(
-    given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool], real: bool
-) -> list[Tensor]:
+def _pull(given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]) -> list[Tensor]:
+    """Gradients of the operands that need one, in order, from those of all that was made."""
     known = PROLOGUES[prologue]
-    call = Pointwise(known, operands, real)
+    call = Pointwise(known, operands)
     call.tensors |= {f".d{m.name}": x for m, x in zip(known.made, given, strict=True)}
     wanted = [(a, x) for a, x, need in zip(known.inputs, operands, needs, strict=True) if need]
     call.tensors |= {f".grad_{a.role}": None for a in known.inputs}
     call.tensors |= {f".grad_{a.role}": call.room(a, x) for a, x in wanted}
     call.launch("adjoint")
     return [gathered(a, call.need(f".grad_{a.role}"), x) for a, x in wanted]
-
-
-@torch.library.custom_op("dsf::scan_prologue", mutates_args=())
-@at_tensors
-def scan_prologue(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
-    """What the scan takes instead of these inputs, in float32: [B, T, H, N] or [B, T, H] each."""
-    return _make(operands, prologue, True)
-
-
-@scan_prologue.register_fake
-def _fake_prologue(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
-    return _make(operands, prologue, False)
-
-
-@torch.library.custom_op("dsf::scan_prologue_adjoint", mutates_args=())
-@at_tensors
-def scan_prologue_adjoint(
-    given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]
-) -> list[Tensor]:
-    """Gradients of the operands that need one, in order, from those of all that was made."""
-    return _pull(given, operands, prologue, needs, True)
-
-
-@scan_prologue_adjoint.register_fake
-def _fake_adjoint(
-    given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]
-) -> list[Tensor]:
-    return _pull(given, operands, prologue, needs, False)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -107,4 +79,8 @@ def _backward(ctx: Any, given: Sequence[Tensor | None]) -> Any:
     return [next(found) if need else None for need in ctx.needs], None
 
 
-scan_prologue.register_autograd(_backward, setup_context=_setup)
+scan_prologue = operator("scan_prologue(Tensor[] operands, str prologue) -> Tensor[]", _make)
+scan_prologue_adjoint = operator(
+    "scan_prologue_adjoint(Tensor[] given, Tensor[] operands, str prologue, bool[] needs) -> Tensor[]", _pull
+)
+torch.library.register_autograd("dsf::scan_prologue", _backward, setup_context=_setup, lib=LIBRARY)

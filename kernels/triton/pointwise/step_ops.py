@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.kernel import step
 from dsf.kernels.triton.pointwise.programs import EMPTY, Access, arguments_of
 from dsf.kernels.triton.registry import Registry
+from dsf.kernels.triton.sizes import power
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
     a program has several blocks to walk, and as many numbers under way as registers allow. Where A is the identity 8
     warps were found faster than 4.
     """
-    keys, channels = (1 << (x - 1).bit_length() for x in (n, p))
+    keys, channels = power(n), power(p)
     numbers, own = 4096, 1024
     if keys == 1:
         numbers, own = 1024, 256
@@ -73,7 +75,7 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     """Write the new state (into the old one where they are the same) and return y [B, 1, H, P]."""
     batch, heads, n, p = _sizes(program, operands)
     first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
-    y = torch.empty((batch, 1, heads, p), dtype=first.dtype, device=first.device)
+    y = first.new_empty(batch, 1, heads, p)
     tensors: dict[str, Tensor | None] = {a.role: x for a, x in zip(program.inputs, operands, strict=True)}
     tensors[".y"] = y
     tensors |= {".state": state, ".new_state": new}
@@ -81,20 +83,12 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     parts = -(-p // channels)
     together = program.ones and new is state  # the column that all channels read: one program must own them
     blocks = parts if together else 1
-    args = arguments_of(program.accesses, tensors, heads, False)  # no tape plays steps, and one token has no stride
-    step[(parts // blocks * heads * batch,)](
-        args,
-        heads,
-        p,
-        body=program.functions.step,
-        shared=program.functions.shared if program.ones else None,
-        N=n,
-        COLUMNS=state.shape[-1],
-        NB=keys,
-        BP=channels,
-        BLOCKS=blocks,
-        num_warps=warps,
-    )
+    args = arguments_of(program.accesses, tensors, heads, False)  # one token has no stride
+    launch(
+        step, (parts // blocks * heads * batch,), args, heads, p, body=program.functions.step,
+        shared=program.functions.shared if program.ones else None, N=n, COLUMNS=state.shape[-1], NB=keys, BP=channels,
+        BLOCKS=blocks, num_warps=warps,
+    )  # fmt: skip
     return y
 
 
@@ -102,7 +96,7 @@ def _start(program: StepProgram, operands: Sequence[Tensor]) -> Tensor:
     """The state before the first token."""
     batch, heads, n, p = _sizes(program, operands)
     columns = p + program.ones + program.stabilised
-    state = torch.zeros((batch, heads, n, columns), dtype=torch.float32, device=operands[0].device)
+    state = operands[0].new_zeros(batch, heads, n, columns, dtype=torch.float32)
     if program.stabilised:
         state[..., -1] = EMPTY
     return state
@@ -119,28 +113,7 @@ def _step_in_place(operands: Sequence[Tensor], state: Tensor, program: str) -> T
     return _launch(STEPS[program], operands, state, state)
 
 
-def _output(operands: Sequence[Tensor], program: str) -> Tensor:
-    known = STEPS[program]
-    batch, heads, _, p = _sizes(known, operands)
-    first = next(x for a, x in zip(known.inputs, operands, strict=True) if a.time)
-    return first.new_empty(batch, 1, heads, p)
-
-
-def _step_shapes(operands: Sequence[Tensor], state: Tensor | None, program: str) -> tuple[Tensor, Tensor]:
-    like = _start(STEPS[program], operands) if state is None else state
-    return _output(operands, program), torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
-def _step_in_place_shapes(operands: Sequence[Tensor], state: Tensor, program: str) -> Tensor:
-    return _output(operands, program)
-
-
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
-_LIBRARY.define("matrix_step(Tensor[] operands, Tensor? state, str program) -> (Tensor, Tensor)")
-_LIBRARY.define("matrix_step_(Tensor[] operands, Tensor(a!) state, str program) -> Tensor")
-_LIBRARY.impl("matrix_step", at_tensors(_step), "CompositeExplicitAutograd")
-_LIBRARY.impl("matrix_step_", at_tensors(_step_in_place), "CompositeExplicitAutograd")
-torch.library.register_fake("dsf::matrix_step", _step_shapes, lib=_LIBRARY)
-torch.library.register_fake("dsf::matrix_step_", _step_in_place_shapes, lib=_LIBRARY)
-matrix_step = torch.ops.dsf.matrix_step.default
-matrix_step_in_place = torch.ops.dsf.matrix_step_.default
+matrix_step = operator("matrix_step(Tensor[] operands, Tensor? state, str program) -> (Tensor, Tensor)", _step)
+matrix_step_in_place = operator(
+    "matrix_step_(Tensor[] operands, Tensor(a!) state, str program) -> Tensor", _step_in_place
+)

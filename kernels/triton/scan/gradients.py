@@ -18,12 +18,12 @@ from dsf.kernels.triton.scan.launches import (
     Operand,
     _arguments,
     _entering,
-    _states,
     between,
     launch,
     sizes_of,
 )
 from dsf.kernels.triton.scan.table import AHEAD, shared_states
+from dsf.kernels.triton.sizes import bases
 
 SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
 ENTRY_HOLES = (
@@ -41,7 +41,7 @@ def fused_scan_adjoint(
     hole: str,
     needs: Sequence[bool],
     ends: Tensor | None,
-    held: Sequence[Tensor] = (),
+    held: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing).
 
@@ -71,7 +71,7 @@ def fused_scan_adjoint(
     totals = _totals(spec, go, dy)
     each = length * go.tile.chunk
     gathered = {i: _gathered(g, go, _axis(o, go)) for i, (o, _, g) in enumerate(trios) if _is_shared(o)}
-    for low in reversed(range(0, go.chunks, length)):
+    for low in reversed(bases(0, go.chunks, length)):
         high = min(low + length, go.chunks)
         over = (low, high), (go.segments * each, each)
         _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, *over)
@@ -100,7 +100,7 @@ def _by_token(o: Operand, g: Tensor, go: Launch) -> Tensor:
 def _totals(hole: Hole, go: Launch, like: Tensor) -> Tensor:
     """Room for the Params' sums of every program, zeros."""
     each = hole.sums + hole.keyed * (go.sizes.n - 1) if go.by_entry else max(hole.sums, 1) * go.tile.NB
-    return torch.zeros(go.grid[0] * max(each, 1) * go.tile.BP, dtype=torch.float32, device=like.device)
+    return like.new_zeros(go.grid[0] * max(each, 1) * go.tile.BP, dtype=torch.float32)
 
 
 def _initial(cotangents: Tensor, ends: Tensor | None) -> Tensor:
@@ -116,7 +116,7 @@ def _pull(
     """One launch of the adjoint, over these chunks of every segment. outer: dy, ends, arriving."""
     t, f = go.tile, hole.functions
     rows_of, states = _rows(go, hole, saved.device) if go.by_entry else ({}, t.M // (t.U * t.K) * t.NB)
-    scratch = torch.empty(go.grid[0] * states * t.BP, dtype=torch.float32, device=saved.device)
+    scratch = saved.new_empty(go.grid[0] * states * t.BP, dtype=torch.float32)
     given = (args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch, *go.scalars, *chunks, *rows)
     if go.by_entry:
         holes = {name: getattr(f, TWINS.get(name, name)) for name in ENTRY_HOLES}
@@ -164,13 +164,13 @@ def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
     whole = length == go.chunks
     tokens = s.tokens if o.value or (whole and not go.padded) else go.segments * length * go.tile.chunk
     if go.by_entry and o.along:
-        return torch.empty(go.blocks, s.batch, s.heads, s.n, tokens, dtype=torch.float32, device=x.device)
+        return x.new_empty(go.blocks, s.batch, s.heads, s.n, tokens, dtype=torch.float32)
     lead: tuple[int, ...] = (s.batch, tokens, s.heads) if o.time else (s.batch, go.segments, s.heads)
     if not o.value:
         lead = (go.blocks, *lead)
     shape = (*lead, *((s.n,) if o.key else ()), *((s.p,) if o.value else ()))
     alone = o.time and o.heads(x) == s.heads and (o.value or (go.blocks == 1 and whole))
-    return torch.empty(shape, dtype=x.dtype if alone else torch.float32, device=x.device)
+    return x.new_empty(shape, dtype=x.dtype if alone else torch.float32)
 
 
 def _gathered(g: Tensor, go: Launch, axis: int) -> Tensor:
@@ -189,19 +189,3 @@ def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
     if g.shape[heads] != x.shape[heads]:
         g = g.unflatten(heads, (x.shape[heads], -1)).sum(heads + 1)
     return g.to(x.dtype).contiguous()
-
-
-def adjoint_shapes(
-    dy: Tensor,
-    dfinal: Tensor | None,
-    operands: Sequence[Tensor],
-    saved: Tensor,
-    hole: str,
-    needs: Sequence[bool],
-    ends: Tensor | None,
-    held: Sequence[Tensor] | None = None,
-) -> tuple[list[Tensor], Tensor]:
-    """Empty tensors as `fused_scan_adjoint` returns them."""
-    grads = [x.new_empty(x.shape) for x, need in zip(operands, needs, strict=True) if need]
-    s = sizes_of(HOLES[hole], operands)
-    return grads, _states(s, dy, s.batch) if ends is None else saved.new_empty(0)

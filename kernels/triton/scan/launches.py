@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dsf.kernels.triton.launch import constant, row_strides
@@ -35,6 +34,7 @@ from dsf.kernels.triton.scan.table import (
     vector,
 )
 from dsf.kernels.triton.scan.walk import combine, outputs, summaries
+from dsf.kernels.triton.sizes import power
 
 ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
 COMBINE = 1024  # state numbers of one program of the combination
@@ -117,7 +117,7 @@ def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
     n = next((x.shape[-1 - o.value] for o, x in pairs if o.key), 1)
     p = next((x.shape[-1] for o, x in pairs if o.value), 1)
     dense = all(x.stride(-1) == 1 for o, x in pairs if o.time and o.value)
-    return Sizes(batch, tokens, heads, n, p, dense)
+    return Sizes(batch, tokens, int(heads), int(n), int(p), dense)
 
 
 def _arguments(hole: Hole, operands: Sequence[Tensor], s: Sizes, rows: bool = False) -> tuple[Any, ...]:
@@ -208,7 +208,7 @@ class Launch:
     def states(self, like: Tensor, count: int) -> Tensor:
         """Room for `count` states a row: [B, H, count, N, P] float32."""
         s = self.sizes
-        return torch.empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32, device=like.device)
+        return like.new_empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32)
 
 
 def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
@@ -316,7 +316,7 @@ def _summed_by_entry(
 def combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
     """What enters every piece [B, H, pieces, N, P], in place of what each adds."""
     size = go.sizes.n * go.sizes.p
-    block = min(COMBINE, triton.next_power_of_2(size))
+    block = min(COMBINE, power(size))
     grid = (-(-size // block) * go.sizes.rows,)
     start(combine, grid, local, product, first, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse)
     return local
@@ -338,7 +338,7 @@ def fused_scan(
     wide: bool,
     ends: Tensor | None,
     sequences: int,
-    held: Sequence[Tensor] = (),
+    held: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, H, P], the final state [B, H, N, P], with `keep` the adjoint's checkpoints.
 
@@ -389,25 +389,6 @@ def _functions(hole: Hole) -> dict[str, Any]:
 def _states(sizes: Sizes, like: Tensor, sequences: int) -> Tensor:
     """Room for a state a sequence, [sequences, H, N, P] float32."""
     return like.new_empty(sequences, sizes.heads, sizes.n, sizes.p, dtype=torch.float32)
-
-
-def scan_shapes(
-    operands: Sequence[Tensor],
-    state: Tensor | None,
-    hole: str,
-    keep: bool,
-    wide: bool,
-    ends: Tensor | None,
-    sequences: int,
-    held: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors as `fused_scan` returns them."""
-    spec = HOLES[hole]
-    s, first = sizes_of(spec, operands), _timed(spec, operands)
-    count = -(-s.tokens // tile_of(spec, s, True, first.device).M) if keep else 0
-    y = first.new_empty(s.batch, s.tokens, s.heads, s.p, dtype=torch.float32 if wide else None)
-    final = _states(s, first, s.batch if ends is None else sequences)
-    return y, final, final.new_empty(s.batch, s.heads, count, s.n, s.p)
 
 
 def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:

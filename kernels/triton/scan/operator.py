@@ -1,7 +1,7 @@
 """The fused scan as custom operators, dsf::fused_scan and dsf::fused_scan_adjoint.
 
 They take the name under which a spec's generated functions are registered, so that torch.compile, autocast,
-checkpointing and graph capture see plain operators on tensors. Calls are played from tapes.
+checkpointing and graph capture see plain operators on tensors.
 """
 
 from __future__ import annotations
@@ -13,37 +13,9 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
-from dsf.kernels.triton.launch import at_tensors
-from dsf.kernels.triton.scan.gradients import adjoint_shapes, fused_scan_adjoint
-from dsf.kernels.triton.scan.launches import HOLES, fused_scan, scan_shapes, sizes_of
-from dsf.kernels.triton.tape import played
-
-
-def _forward(
-    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool, ends: Tensor | None,
-    sequences: int, held: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return played(_forward_real, (ends, state, *operands, *(held or ())), hole, keep, wide, sequences, len(held or ()))
-
-
-def _forward_real(
-    tensors: Sequence[Any], hole: str, keep: bool, wide: bool, sequences: int, held: int
-) -> tuple[Tensor, ...]:
-    ends, state, *rest = tensors
-    count = len(rest) - held
-    return fused_scan(rest[:count], state, hole, keep, wide, ends, sequences, rest[count:])
-
-
-def _backward(
-    dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], saved: Tensor, hole: str, needs: Sequence[bool],
-    ends: Tensor | None, held: Sequence[Tensor] | None = None,
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    return played(_backward_real, (ends, dy, dfinal, saved, *operands, *(held or ())), hole, tuple(needs))
-
-
-def _backward_real(tensors: Sequence[Any], hole: str, needs: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
-    ends, dy, dfinal, saved, *rest = tensors
-    return fused_scan_adjoint(dy, dfinal, rest[: len(needs)], saved, hole, needs, ends, rest[len(needs) :])
+from dsf.kernels.triton.operators import operator
+from dsf.kernels.triton.scan.gradients import fused_scan_adjoint
+from dsf.kernels.triton.scan.launches import HOLES, fused_scan, sizes_of
 
 
 class _Differentiable(torch.autograd.Function):
@@ -87,19 +59,13 @@ def _autograd(
         return scan(operands, state, hole, keep, wide, ends, sequences, held)
 
 
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
-_LIBRARY.define(
+scan = operator(
     "fused_scan(Tensor[] operands, Tensor? state, str hole, bool keep, bool wide, Tensor? ends, SymInt sequences, "
-    "Tensor[]? held=None) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
+    "Tensor[]? held=None) -> (Tensor, Tensor, Tensor)",
+    fused_scan, _autograd,
+)  # fmt: skip
+scan_adjoint = operator(
     "fused_scan_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor saved, str hole, bool[] needs, "
-    "Tensor? ends, Tensor[]? held=None) -> (Tensor[], Tensor)"
+    "Tensor? ends, Tensor[]? held=None) -> (Tensor[], Tensor)",
+    fused_scan_adjoint,
 )
-_LIBRARY.impl("fused_scan", at_tensors(_forward), "CompositeExplicitAutograd")
-_LIBRARY.impl("fused_scan_adjoint", at_tensors(_backward), "CompositeExplicitAutograd")
-torch.library.register_fake("dsf::fused_scan", scan_shapes, lib=_LIBRARY)
-torch.library.register_fake("dsf::fused_scan_adjoint", adjoint_shapes, lib=_LIBRARY)
-_LIBRARY.impl("fused_scan", _autograd, "Autograd")
-scan = torch.ops.dsf.fused_scan.default
-scan_adjoint = torch.ops.dsf.fused_scan_adjoint.default

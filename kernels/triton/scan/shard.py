@@ -6,14 +6,11 @@ What segments do is found once: the scan, or its adjoint, that follows takes it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from dsf.kernels.triton.launch import at_tensors
+from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.scan.launches import HOLES, _arguments, _timed, between, combined, launch, sizes_of, summed
-from dsf.kernels.triton.tape import played
 
 __all__ = ["between", "scan_shard"]
 
@@ -40,20 +37,6 @@ def _run(
     return end, move, [local, product]
 
 
-def _forward(
-    operands: Sequence[Tensor], dy: Tensor | None, state: Tensor | None, hole: str, moves: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return played(_forward_real, (dy, state, *operands), hole, moves)
-
-
-def _forward_real(tensors: Sequence[Any], hole: str, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    dy, state, *operands = tensors
-    return _run(operands, dy, state, hole, moves)
-
-
-_LIBRARY = torch.library.Library("dsf", "FRAGMENT")
-_LIBRARY.define(
-    "scan_shard(Tensor[] operands, Tensor? dy, Tensor? state, str hole, bool moves) -> (Tensor, Tensor, Tensor[])"
+scan_shard = operator(
+    "scan_shard(Tensor[] operands, Tensor? dy, Tensor? state, str hole, bool moves) -> (Tensor, Tensor, Tensor[])", _run
 )
-_LIBRARY.impl("scan_shard", at_tensors(_forward), "CompositeExplicitAutograd")
-scan_shard = torch.ops.dsf.scan_shard.default

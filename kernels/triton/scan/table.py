@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dsf.kernels.triton.sizes import power
+
 LANES = 32
 BLOCK = 16  # state entries up to which forward passes by entry pay only where no entry needs a function
 SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
@@ -95,7 +97,7 @@ RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 8, 128), False: (8, 
 
 def tile(table: dict[int, Row], n: int, p: int) -> Tile:
     """The row of the table for n state entries, made narrower where there are few channels."""
-    padded = 1 << (n - 1).bit_length()
+    padded = power(n)
     K, BP, V, warps, M, U, span, busy, registers = table[min(size for size in table if size >= padded)]
     while BP > LANES and BP // 2 >= p:
         BP //= 2

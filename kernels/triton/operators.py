@@ -1,0 +1,127 @@
+"""Custom operators whose host code runs once for each combination of shapes and options, on slots (schedule.py).
+
+torch.compile, autocast, checkpointing and graph capture see plain operators on tensors. A later call of the same kind
+runs the schedule's function; on autograd's thread, whose caches are cold, working out sizes and arguments anew would
+take several times as long as launching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dsf.kernels.triton.launch import runnable
+from dsf.kernels.triton.recent import Recent
+from dsf.kernels.triton.schedule import ALIGNED, Book, Schedule
+
+LIBRARY = torch.library.Library("dsf", "FRAGMENT")
+_functions: Recent[Callable[..., Any]] = Recent(4096)
+
+
+_known: dict[Any, Scheduled] = {}
+
+
+def forget() -> None:
+    """Make all schedules anew."""
+    _functions.clear()
+
+
+class Scheduled:
+    """What an operator runs: `host`, on tensors known by position, once for each kind of call.
+
+    host takes the operator's arguments, with slots in the place of tensors, and options that can be hashed; it returns
+    slots, in tuples and lists, none of which it was given.
+    """
+
+    def __init__(self, host: Callable[..., Any]) -> None:
+        self.host = host
+
+    def __call__(self, *args: Any) -> Any:
+        """The operator's result, on the GPU of its first tensor."""
+        tensors = _tensors(args)
+        x = next(x for x in tensors if x is not None)
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return self._run(args, tensors)
+        with torch.cuda.device(x.device):
+            return self._run(args, tensors)
+
+    def _run(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> Any:
+        kinds = [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED) for x in tensors
+        ]  # fmt: skip
+        key = (self.host, *_options(args), *kinds)
+        run = _functions.get(key)
+        if run is None:
+            with _disable_current_modes():
+                run, lasting = runnable(self._made(args, tensors, [0 if x is None else x[-1] for x in kinds]))
+            if lasting:
+                _functions.put(key, run)
+        return run(*tensors)
+
+    def _made(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], align: Sequence[int]) -> Schedule:
+        book = Book(tensors, align)
+        given = iter(book.given)
+        return book.schedule(self.host(*(_replaced(x, given) for x in args)))
+
+    def schedule(self, *args: Any) -> Schedule:
+        """What a call with these arguments does: all but what tensors hold, so that they may be fake ones."""
+        tensors = _tensors(args)
+        return self._made(args, tensors, [0] * len(tensors))
+
+    def shapes(self, *args: Any) -> Any:
+        """Memory of the result's sizes."""
+        like = next(x for x in _tensors(args) if x is not None)
+        return self.schedule(*args).empty(like)
+
+
+def _tensors(args: tuple[Any, ...]) -> list[Tensor | None]:
+    """The tensors among an operator's arguments, those of lists too; None where one is left out."""
+    found: list[Tensor | None] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif type(x) in (list, tuple):
+            found += [y for y in x if isinstance(y, Tensor)]
+        elif x is None:
+            found.append(None)
+    return found
+
+
+def _options(args: tuple[Any, ...]) -> list[Any]:
+    """Arguments that are no tensors, and how many tensors a list has."""
+    return [
+        len(x) if type(x) in (list, tuple) and x and isinstance(x[0], Tensor)
+        else tuple(x) if type(x) is list else None if isinstance(x, Tensor) else x
+        for x in args
+    ]  # fmt: skip
+
+
+def _replaced(x: Any, slots: Any) -> Any:
+    """An argument of the operator as `host` takes it."""
+    if x is None or isinstance(x, Tensor):
+        return next(slots)
+    if type(x) in (list, tuple):
+        return [next(slots) for _ in x] if x and isinstance(x[0], Tensor) else tuple(x)
+    return x
+
+
+def operator(schema: str, host: Callable[..., Any], autograd: Callable[..., Any] | None = None) -> Any:
+    """Define dsf::schema, which runs `host` as Scheduled does; autograd: what runs where gradients may be wanted."""
+    name, scheduled = schema.split("(")[0], Scheduled(host)
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, scheduled, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dsf::{name}", scheduled.shapes, lib=LIBRARY)
+    if autograd is not None:
+        LIBRARY.impl(name, autograd, "Autograd")
+    found = getattr(torch.ops.dsf, name).default
+    _known[found] = scheduled
+    return found
+
+
+def schedule_of(operator: Any, *args: Any) -> Schedule:
+    """What a call of a custom operator of this package does: all but what tensors hold, so that they may be fake."""
+    return _known[operator].schedule(*args)

@@ -1,0 +1,114 @@
+"""Kernels compiled before a call runs: all at once, each once, errors where a plain launch has them."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import triton
+from triton.runtime._async_compile import active_mode
+
+from dsf.kernels.triton import launch, launcher, operators
+from dsf.kernels.triton.operators import Scheduled
+
+pytestmark = pytest.mark.skipif(launch._Mode is None, reason="this Triton compiles one kernel after the other")
+
+
+class Kernel:
+    """What Triton does at a launch, with an event in the place of a compiler."""
+
+    def __init__(self, others=None, broken=False):
+        self.ready, self.launches, self.compiled_by, self.asked = False, 0, [], []
+        self.others, self.broken, self.fn, self.__name__ = others, broken, self, "kernel"
+
+    @property
+    def run(self):
+        """Builds the launcher, as Triton's kernels do."""
+        self.launcher_by = threading.current_thread()
+        return self
+
+    def compile(self):
+        self.compiled_by.append(threading.current_thread())
+        if self.others is not None:
+            self.others.wait(timeout=20)  # until as many compile at the same time
+        if self.broken:
+            raise ValueError("does not compile")
+        return self
+
+    def get_ready(self):
+        mode = active_mode.get()
+        if self.ready:
+            return self
+        if mode is not None:
+            return mode.submit(id(self), self.compile, lambda kernel: setattr(self, "ready", True))
+        self.ready = self.compile() is self
+        return self
+
+    def warmup(self, *args, grid, **named):
+        self.asked.append(args)
+        return self.get_ready()
+
+    def __getitem__(self, grid):
+        def run(*args, **named):
+            self.get_ready()
+            self.launches += 1
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(launcher, "_proof", False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", device := MagicMock())
+    launch._ready.clear()
+    operators.forget()
+    yield
+    assert {c.args for c in device.call_args_list} <= {(3,)}
+
+
+def run(kernels):
+    def host(x):
+        view = x.new_empty(8)[1:]
+        for number, kernel in enumerate(kernels):
+            launch.launch(kernel, (1,), (x, view), number)
+        return view
+
+    Scheduled(host)(torch.ones(2, dtype=torch.bfloat16))
+
+
+def test_all_are_compiled_at_the_same_time_and_then_launched_once(monkeypatch):
+    monkeypatch.setattr(launch, "THREADS", 3)
+    together = threading.Barrier(3)
+    kernels = [Kernel(together) for _ in range(3)]
+    run(kernels)
+    assert [k.launches for k in kernels] == [1, 1, 1]
+    assert all(k.compiled_by == [k.launcher_by] != [threading.current_thread()] for k in kernels)
+    ((pointers, number),) = kernels[2].asked
+    assert number == 2 and [(x.dtype, x.data_ptr()) for x in pointers] == [(torch.bfloat16, 0), (torch.bfloat16, 2)]
+
+
+def test_a_kernel_that_does_not_compile_says_so():
+    kernels = [Kernel(), Kernel(broken=True), Kernel()]
+    with pytest.raises(ValueError, match="does not compile"):
+        run(kernels)
+    assert active_mode.get() is None and kernels[0].ready and kernels[2].ready
+
+
+def test_inside_a_captured_graph_kernels_are_compiled_as_they_are_met_and_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernel = Kernel()
+    run([kernel])
+    assert kernel.compiled_by == [threading.current_thread()] and kernel.launches == 1
+    assert not operators._functions.kept
+
+
+def test_a_caller_that_compiles_on_threads_himself_is_left_alone():
+    kernels = [Kernel(), Kernel()]
+    with ThreadPoolExecutor(2) as threads, triton.AsyncCompileMode(threads):
+        run(kernels)
+    assert all(k.ready for k in kernels)
