@@ -77,11 +77,11 @@ def test_calls_that_forget_which_inputs_were_one_are_found(monkeypatch: pytest.M
     kept: dict[Any, list[int]] = {}
     run = Scheduled._run
 
-    def by_shapes(self: Any, args: Any, tensors: Sequence[Any]) -> Any:
+    def by_shapes(self: Any, args: Any, tensors: Sequence[Any], kind: Any) -> Any:
         key = (self.host, *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors))
         places = [next(i for i, y in enumerate(tensors) if y is x or _same(x, y)) for x in tensors]
         first = kept.setdefault(key, places)
-        return run(self, args, [tensors[i] for i in first])
+        return run(self, args, [tensors[i] for i in first], kind)
 
     monkeypatch.setattr(Scheduled, "_run", by_shapes)
     recurrence = replace(KNOWN, steps=(("sigmoid(bv)", "k * x"),), D="0", lets=()).build()

@@ -7,7 +7,7 @@ take several times as long as launching.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,24 +42,21 @@ class Scheduled:
 
     def __call__(self, *args: Any) -> Any:
         """The operator's result, on the GPU of its first tensor."""
-        tensors = _tensors(args)
+        tensors, kind = _read(args)
         x = next(x for x in tensors if x is not None)
         if not x.is_cuda or x.device.index == torch.cuda.current_device():
-            return self._run(args, tensors)
+            return self._run(args, tensors, (self.host, x.device, *kind))
         with torch.cuda.device(x.device):
-            return self._run(args, tensors)
+            return self._run(args, tensors, (self.host, x.device, *kind))
 
-    def _run(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> Any:
-        kinds = [
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED) for x in tensors
-        ]  # fmt: skip
-        key = (self.host, *_options(args), *kinds)
-        run = _functions.get(key)
+    def _run(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], kind: tuple[Any, ...]) -> Any:
+        run = _functions.get(kind)
         if run is None:
             with _disable_current_modes():
-                run, lasting = runnable(self._made(args, tensors, [0 if x is None else x[-1] for x in kinds]))
+                align = [0 if x is None else x.data_ptr() % ALIGNED for x in tensors]
+                run, lasting = runnable(self._made(args, tensors, align))
             if lasting:
-                _functions.put(key, run)
+                _functions.put(kind, run)
         return run(*tensors)
 
     def _made(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], align: Sequence[int]) -> Schedule:
@@ -69,7 +66,7 @@ class Scheduled:
 
     def schedule(self, *args: Any) -> Schedule:
         """What a call with these arguments does: all but what tensors hold, so that they may be fake ones."""
-        tensors = _tensors(args)
+        tensors = list(_tensors(args))
         return self._made(args, tensors, [0] * len(tensors))
 
     def shapes(self, *args: Any) -> Any:
@@ -78,26 +75,38 @@ class Scheduled:
         return self.schedule(*args).empty(like)
 
 
-def _tensors(args: tuple[Any, ...]) -> list[Tensor | None]:
-    """The tensors among an operator's arguments, those of lists too; None where one is left out."""
-    found: list[Tensor | None] = []
+def _read(args: tuple[Any, ...]) -> tuple[list[Tensor | None], list[Any]]:
+    """The tensors among an operator's arguments, None where one is left out; and all that tells kinds of calls apart.
+
+    Of tensors that is where torch and Triton look, of lists of them how many they are, of options the options.
+    """
+    tensors: list[Tensor | None] = []
+    kind: list[Any] = []
     for x in args:
         if isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
+            kind.append((x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED))
+        elif type(x) is list or type(x) is tuple:
+            if x and isinstance(x[0], Tensor):
+                tensors += x
+                kind.append(len(x))
+                kind += [(y.shape, y.stride(), y.dtype, y.data_ptr() % ALIGNED) for y in x]
+            else:
+                kind.append(tuple(x))
+        else:
+            kind.append(x)
+            if x is None:
+                tensors.append(None)
+    return tensors, kind
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor | None]:
+    """The tensors among an operator's arguments, None where one is left out."""
+    for x in args:
+        if x is None or isinstance(x, Tensor):
+            yield x
         elif type(x) in (list, tuple):
-            found += [y for y in x if isinstance(y, Tensor)]
-        elif x is None:
-            found.append(None)
-    return found
-
-
-def _options(args: tuple[Any, ...]) -> list[Any]:
-    """Arguments that are no tensors, and how many tensors a list has."""
-    return [
-        len(x) if type(x) in (list, tuple) and x and isinstance(x[0], Tensor)
-        else tuple(x) if type(x) is list else None if isinstance(x, Tensor) else x
-        for x in args
-    ]  # fmt: skip
+            yield from (y for y in x if isinstance(y, Tensor))
 
 
 def _replaced(x: Any, slots: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-ROOM = ("new_empty", "empty_like", "new_empty_strided")  # functions that make memory which nobody has written
+ROOM = ("empty_like", "new_empty_strided")  # functions that make memory which nobody has written
 ALIGNED = 16  # bytes: what Triton tells pointers apart by
 
 
@@ -211,20 +211,12 @@ class Slot:
     What it holds cannot be asked. meta: a tensor of its sizes on torch's meta device, whose memory stands for its own.
     """
 
-    __slots__ = ("book", "meta", "number", "whole")
+    __slots__ = ("_ref", "book", "dtype", "meta", "number", "shape", "stride", "whole")
 
     def __init__(self, book: Book, number: int, meta: Tensor, whole: bool) -> None:
         self.book, self.number, self.meta, self.whole = book, number, meta, whole
-
-    @property
-    def shape(self) -> torch.Size:
-        """Its sizes."""
-        return self.meta.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its numbers."""
-        return self.meta.dtype
+        self.shape, self.dtype, self.stride = meta.shape, meta.dtype, meta.stride
+        self._ref: Ref | None = None
 
     @property
     def device(self) -> torch.device:
@@ -234,12 +226,22 @@ class Slot:
     @property
     def ref(self) -> Ref:
         """What a schedule says of it."""
-        x, book = self.meta, self.book
-        offset: Any = x.storage_offset()
-        align = book.align[self.number]
-        if isinstance(offset, int):
-            align = (align + offset * x.dtype.itemsize) % ALIGNED
-        return Ref(self.number, offset, tuple(x.shape), x.stride(), x.dtype, self.whole, align)
+        if self._ref is None:
+            x, align = self.meta, self.book.align[self.number]
+            offset: Any = x.storage_offset()
+            if isinstance(offset, int):
+                align = (align + offset * x.dtype.itemsize) % ALIGNED
+            self._ref = Ref(self.number, offset, tuple(x.shape), x.stride(), x.dtype, self.whole, align)
+        return self._ref
+
+    def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> Slot:
+        """Memory for a tensor, contiguous, as torch makes it."""
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, torch.SymInt)) else shape
+        return self.book.memory(torch.empty(sizes, dtype=dtype or self.dtype, device="meta"))
+
+    def dim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
 
     def __bool__(self) -> bool:
         raise TypeError("what a tensor holds is not known where a schedule is made")
@@ -313,14 +315,22 @@ class Book:
         slot = self.seen(out, args)
         if slot is not None:
             return slot
-        slot = Slot(self, len(self.align), out, True)
-        self.align.append(0)
         if title in ROOM:
-            self.steps.append(Memory(slot.ref))
-        else:
-            named = {name: _refs(x) for name, x in named.items()}
-            self.steps.append(Operation(slot.ref, function, _refs(args), named))
+            return self.memory(out)
+        slot = self._made(out)
+        named = {name: _refs(x) for name, x in named.items()}
+        self.steps.append(Operation(slot.ref, function, _refs(args), named))
         return slot
+
+    def memory(self, like: Tensor) -> Slot:
+        """Write down that there is memory for a tensor like this one."""
+        slot = self._made(like)
+        self.steps.append(Memory(slot.ref))
+        return slot
+
+    def _made(self, like: Tensor) -> Slot:
+        self.align.append(0)
+        return Slot(self, len(self.align) - 1, like, True)
 
     def seen(self, out: Tensor, args: Any) -> Slot | None:
         """What a function returns that it was given, or a view of that."""
