@@ -2,8 +2,8 @@
 
 python benchmarks/host.py [--only gated_deltanet s6] [--lengths 2000]
 
-Forward + backward of small inputs, medians in ms of processor time of single calls: of sizes that were met before, of a length that was
-not, and of `--lengths` lengths in turn, again and again. A kernel counts as compiled.
+Forward + backward of small inputs, medians in ms of processor time of single calls: of sizes that were met before, of a
+length that was not, and of `--lengths` lengths in turn, again and again. A kernel counts as compiled.
 """
 
 import argparse

@@ -34,7 +34,7 @@ class Scheduled:
     """What an operator runs: `host`, on tensors known by position, once for each kind of call.
 
     host takes the operator's arguments, with slots in the place of tensors, and options that can be hashed; it returns
-    slots, in tuples and lists, none of which it was given.
+    slots, in tuples and lists, none of which it was given. Beside these it may ask for torch's precision of products.
     """
 
     def __init__(self, host: Callable[..., Any]) -> None:
@@ -45,11 +45,13 @@ class Scheduled:
         tensors, kind = _read(args)
         x = next(x for x in tensors if x is not None)
         if not x.is_cuda or x.device.index == torch.cuda.current_device():
-            return self._run(args, tensors, (self.host, x.device, *kind))
+            return self._run(args, tensors, kind)
         with torch.cuda.device(x.device):
-            return self._run(args, tensors, (self.host, x.device, *kind))
+            return self._run(args, tensors, kind)
 
-    def _run(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], kind: tuple[Any, ...]) -> Any:
+    def _run(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], told: list[Any]) -> Any:
+        device = next(x.device for x in tensors if x is not None)
+        kind = (self.host, device, torch._C._get_float32_matmul_precision(), *told)
         run = _functions.get(kind)
         if run is None:
             with _disable_current_modes():

@@ -40,6 +40,12 @@ class Ref(NamedTuple):
         return f"t{self.number}" if self.whole else f"t{self.number}[{self.offset}:].view{list(self.shape)}"
 
     @property
+    def bytes(self) -> int:
+        """Of the memory that it spans."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+
+    @property
     def sizes(self) -> str:
         """Its name, dtype and shape."""
         return f"{self} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -105,6 +111,38 @@ class Schedule:
     result: Any
     device: torch.device
 
+    @functools.cached_property
+    def used(self) -> tuple[tuple[Step, tuple[int, ...]], ...]:
+        """The steps that something comes of, and the memory that each is the last to use."""
+        wanted = {x.number for x in _found(self.result)}
+        alive, given = set(wanted), len(self.given)
+        found: list[tuple[Step, tuple[int, ...]]] = []
+        for step in reversed(self.steps):
+            made = None if isinstance(step, Launch) else step.made
+            if made is not None and made.number not in wanted:
+                continue
+            uses: set[int] = set()
+            if not isinstance(step, Memory):
+                uses = {x.number for x in _found((step.args, *step.named.values()))}
+            found.append((step, tuple(sorted(x for x in uses - alive if x >= given))))
+            wanted |= uses
+            alive |= uses
+        return tuple(reversed(found))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that it holds at once of what it makes."""
+        held: dict[int, int] = {}
+        most = 0
+        for step, last in self.used:
+            made = None if isinstance(step, Launch) else step.made
+            if made is not None:
+                held[made.number] = made.bytes
+            most = max(most, sum(held.values()))
+            for number in last:
+                held.pop(number)
+        return most
+
     @property
     def launches(self) -> tuple[Launch, ...]:
         """The kernels launched, in order."""
@@ -138,47 +176,35 @@ class _Text:
         self.constants: dict[str, Any] = {"empty": torch.empty_strided, "device": schedule.device}
 
     def function(self) -> Callable[..., Any]:
-        lines = [self._line(step) for step in self.schedule.steps]
-        given = len(self.schedule.given)
-        wanted: set[int] = set()
-        body = [f"return {self._text(self.schedule.result, wanted)}"]
-        alive = set(wanted)
-        for text, made, uses in reversed(lines):
-            if made is not None and made not in wanted:
-                continue
-            last = sorted(x for x in uses - alive if x >= given)
+        """The function."""
+        names = ", ".join(f"t{x}" for x in range(len(self.schedule.given)))
+        body = [f"def play({names}):"]
+        for step, last in self.schedule.used:
+            body.append(self._line(step))
             body += [f"del {', '.join(f't{x}' for x in last)}"] if last else []
-            body.append(text)
-            wanted |= uses
-            alive |= uses
-        names = ", ".join(f"t{x}" for x in range(given))
-        exec(_compiled("\n    ".join([f"def play({names}):", *reversed(body)])), self.constants)
+        body.append(f"return {self._text(self.schedule.result)}")
+        exec(_compiled("\n    ".join(body)), self.constants)
         play: Callable[..., Any] = self.constants["play"]
         return play
 
-    def _line(self, step: Step) -> tuple[str, int | None, set[int]]:
-        """A step's text, the number of what it makes, and of what it uses."""
-        uses: set[int] = set()
+    def _line(self, step: Step) -> str:
         if isinstance(step, Launch):
             run, constants = self.runner(step)
             args = (*step.args, *(constants or ()))
-            values = ", ".join(self._text(x, uses, constants is not None) for x in args)
-            return f"{self._name(run)}({values})", None, uses
+            values = ", ".join(self._text(x, constants is not None) for x in args)
+            return f"{self._name(run)}({values})"
         if isinstance(step, Memory):
             x = step.made
             sizes = f"{self._name(tuple(x.shape))}, {self._name(x.stride)}"
-            return f"t{x.number} = empty({sizes}, dtype={self._name(x.dtype)}, device=device)", x.number, uses
-        given = [self._text(x, uses) for x in step.args]
-        given += [f"{name}={self._text(x, uses)}" for name, x in step.named.items()]
+            return f"t{x.number} = empty({sizes}, dtype={self._name(x.dtype)}, device=device)"
+        given = [self._text(x) for x in step.args]
+        given += [f"{name}={self._text(x)}" for name, x in step.named.items()]
         call = f"{self._name(step.function)}({', '.join(given)})"
-        if step.made is None:
-            return call, None, uses
-        return f"t{step.made.number} = {call}", step.made.number, uses
+        return call if step.made is None else f"t{step.made.number} = {call}"
 
-    def _text(self, x: Any, uses: set[int], pointers: bool = False) -> str:
-        """An argument, or a result; the memory that it lies in is added to `uses`."""
+    def _text(self, x: Any, pointers: bool = False) -> str:
+        """An argument, or a result."""
         if isinstance(x, Ref):
-            uses.add(x.number)
             if pointers:
                 at = f"t{x.number}.data_ptr()"
                 return f"{at} + {self._name(x.offset * x.dtype.itemsize)}" if x.offset else at
@@ -189,7 +215,7 @@ class _Text:
                 start = f"t{x.number}.storage_offset() + {start}"
             return f"t{x.number}.as_strided({self._name(tuple(x.shape))}, {self._name(x.stride)}, {start})"
         if isinstance(x, (tuple, list)):
-            inside = "".join(f"{self._text(y, uses, pointers)}, " for y in x)
+            inside = "".join(f"{self._text(y, pointers)}, " for y in x)
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
         return repr(x) if x is None or x is True or x is False else self._name(x)
 
@@ -233,6 +259,11 @@ class Slot:
                 align = (align + offset * x.dtype.itemsize) % ALIGNED
             self._ref = Ref(self.number, offset, tuple(x.shape), x.stride(), x.dtype, self.whole, align)
         return self._ref
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the call's tensors are on a GPU."""
+        return self.book.device.type == "cuda"
 
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> Slot:
         """Memory for a tensor, contiguous, as torch makes it."""
@@ -341,6 +372,14 @@ class Book:
             if storage == x.meta.untyped_storage()._cdata:
                 return Slot(self, x.number, out, False)
         return None
+
+
+def _found(x: Any) -> Iterator[Ref]:
+    if isinstance(x, Ref):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for y in x:
+            yield from _found(y)
 
 
 def _slots(args: Any) -> Iterator[Slot]:
