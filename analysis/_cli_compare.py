@@ -25,6 +25,7 @@ FAILED = "dsf: {} failed: {}"
 RATES = "2e-3,6e-3,1.8e-2"
 QUICK = {"steps": 120, "recall": 300}  # of each run, without names or options, so that it ends within minutes
 LONG = {"steps": 400, "recall": 600}  # --thorough
+SIZES = ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq")
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
 
 
@@ -36,60 +37,101 @@ def compare(
     thorough: Annotated[bool, typer.Option("--thorough", help="more mixers (18 without names) and steps")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run: 120, thorough 400")] = None,
     recall: Annotated[int | None, typer.Option(min=0, help="steps of the recall task, 0: without it")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="runs of each layer")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="of weights and batches of the first run")] = Setup.seed,
-    rates: Annotated[str, typer.Option(help="learning rates with commas; the best in a short run is taken")] = RATES,
-    papers: Annotated[bool, typer.Option(help="train the paper's own layer too, as a second column")] = True,
-    bare: Annotated[bool, typer.Option(help="layers without short convolutions and gates")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each layer: 3")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="of weights and batches of the first run: 0")] = None,
+    rates: Annotated[
+        str | None, typer.Option(help=f"learning rates, the best in a short run is taken: {RATES}")
+    ] = None,
+    papers: Annotated[bool | None, typer.Option(help="the paper's own layer too, as a second column: yes")] = None,
+    bare: Annotated[bool | None, typer.Option("--bare", help="layers without short convolutions and gates")] = None,
     size: Annotated[
         str | None,
         typer.Option(metavar="NAME=VALUE,...", help="d_model, layers, n_heads, d_state, headdim, batch, seq"),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda, where models are trained")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda, where models are trained: cpu")] = None,
     save_weights: Annotated[bool, typer.Option("--save-weights", help="keep every model, in --out/weights")] = False,
     png: Annotated[bool, typer.Option(help="write every picture as PNG too")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="layers trained side by side (two at most)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="settings as JSON, or a compare.json to repeat; options of the line go first")
+    ] = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", metavar="COMPARE.JSON", help="draw this again; nothing is trained")
+    ] = None,
 ) -> None:
     """Train mixers in one tiny language model on real text and write a report: what they learn, keep, look at, cost."""
     from dsf.analysis.report.figures import require_matplotlib
     from dsf.analysis.text import load_text
 
     require_matplotlib()
+    if saved is not None:
+        _draw_again(saved, out, png, as_json)
+        return
+    of_setup, of_protocol = _of_file(config, size)
     given = chosen(mixers, subjects or [], FAMILIES if thorough else FEW)
     find_all(given)
     usual = LONG if thorough else QUICK
-    setup = _setup(size, steps=steps or usual["steps"], seed=seed, bare=bare, device=_device(device))
+    line = _given(steps=steps, seed=seed, bare=bare, device=device)  # goes before the file
+    setup = _setup(size, **{"steps": usual["steps"], **of_setup, **line})
+    _device(setup.device)
     corpus = load_text(text)
     _cli_analyze.folder(out, "--out")
     from dsf.analysis import compare as engine
-    from dsf.analysis.compare.page import page, write_pngs
-    from dsf.analysis.report import finite, write_json
+    from dsf.analysis.report import write_json
 
     kept = _cli_analyze.folder(out / "weights", "--save-weights") if save_weights else None
-    recalled = usual["recall"] if recall is None else recall
-    protocol = engine.Protocol(seeds, _rates(rates), recall_steps=recalled, papers=papers, keep=kept)
+    line = _given(
+        seeds=seeds, rates=None if rates is None else _rates(rates), recall_steps=recall, papers=papers, keep=kept
+    )
+    protocol = engine.Protocol(**{"recall_steps": usual["recall"], **of_protocol, **line})
     with Bars() as bars:
         result = engine.compare(given, corpus, setup, bars.report, workers, protocol)
-    data = result.to_dict()
-    write_json(out / "compare.json", data)
+    write_json(out / "compare.json", result.to_dict())
+    _show(result, out, png, as_json, [out / "compare.html", out / "compare.json"])
+    if kept is not None and not as_json:
+        typer.echo(f"wrote {sum(len(c.weights) for m in result.mixers for c in m.columns)} models to {kept}")
+    if result.failed or result.worst() > engine.LAW:
+        raise typer.Exit(LAW_BROKEN)
+
+
+def _show(result: Any, out: Path, png: bool, as_json: bool, files: list[Path]) -> None:
+    """Write the page and the pictures, print what was found and which files were written."""
+    from dsf.analysis.compare.page import page, write_pngs
+    from dsf.analysis.report import finite
+
     page(result).write(out / "compare.html")
     pictures = write_pngs(result, out / "pictures") if png and result.mixers else []
     for name, why in result.failed.items():
         typer.echo(FAILED.format(name, why), err=True)
     if as_json:
         json: Any = importlib.import_module("json")
-        typer.echo(json.dumps(finite(data), indent=1, ensure_ascii=False))
-    else:
-        if result.mixers:
-            _cli_analyze.console().print(summary(result))
-        typer.echo(f"wrote {out / 'compare.html'} and {out / 'compare.json'}")
-        if pictures:
-            typer.echo(f"wrote {len(pictures)} pictures to {out / 'pictures'}")
-        if kept is not None:
-            typer.echo(f"wrote {sum(len(c.weights) for m in result.mixers for c in m.columns)} models to {kept}")
-    if result.failed or result.worst() > engine.LAW:
-        raise typer.Exit(LAW_BROKEN)
+        typer.echo(json.dumps(finite(result.to_dict()), indent=1, ensure_ascii=False))
+        return
+    if result.mixers:
+        _cli_analyze.console().print(summary(result))
+    typer.echo(f"wrote {' and '.join(map(str, files))}")
+    if pictures:
+        typer.echo(f"wrote {len(pictures)} pictures to {out / 'pictures'}")
+
+
+def _draw_again(saved: Path, out: Path, png: bool, as_json: bool) -> None:
+    """The page of a compare.json, without training anything."""
+    from dsf.analysis.compare.saved import load
+
+    result = load(saved)
+    _cli_analyze.folder(out, "--out")
+    _show(result, out, png, as_json, [out / "compare.html"])
+
+
+def _of_file(config: Path | None, size: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the setup and of the protocol that a settings file names; no sizes where --size names some."""
+    if config is None:
+        return {}, {}
+    from dsf.analysis.compare.saved import settings
+
+    of_setup, of_protocol = settings(config)
+    return {k: v for k, v in of_setup.items() if size is None or k not in SIZES}, of_protocol
 
 
 def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) -> list[str]:
@@ -103,13 +145,14 @@ def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) ->
     return [*names, *(s for s in subjects if s not in names)]
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that the command line names."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _setup(size: str | None, **options: Any) -> Setup:
     """The setup of these options, its sizes from NAME=VALUE,... Raises InputError."""
-    known = [
-        f.name
-        for f in fields(Setup)
-        if f.name in ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq")
-    ]
+    known = [f.name for f in fields(Setup) if f.name in SIZES]
     sizes: dict[str, int] = {}
     for part in filter(None, (x.strip() for x in (size or "").split(","))):
         name, _, value = (x.strip() for x in part.partition("="))

@@ -228,6 +228,18 @@ def test_compare_writes_a_page_and_json_and_prints_a_table(compared):
     assert (out / "compare.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_compare_draws_a_saved_report_again_and_repeats_its_settings(compared, tmp_path):
+    out, first = compared
+    again = run("compare", "--from", out / "compare.json", "--out", tmp_path)
+    assert (tmp_path / "compare.html").read_text() == (out / "compare.html").read_text()
+    assert not (tmp_path / "compare.json").exists() and again.stdout.splitlines()[:4] == first.stdout.splitlines()[:4]
+    settings = ("--config", out / "compare.json", "--steps", 2, "--workers", 1, "--json", "--out", tmp_path)
+    data = json.loads(run("compare", "qlstm", *settings).stdout)
+    before = json.loads((out / "compare.json").read_text())
+    assert data["setup"] == before["setup"] | {"steps": 2}  # what the line says goes first
+    assert data["protocol"] == before["protocol"]
+
+
 def test_compare_exits_with_one_when_a_mixer_fails(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "bad.py"
@@ -342,6 +354,8 @@ def test_a_file_that_holds_no_recurrence_is_one_clear_line(tmp_path, source, fun
             "d_model 2 is so small that no MLP",
         ),
         (("compare", "s6", "--device", "tpu"), "expected cpu or cuda"),
+        (("compare", "--from", "nowhere.json"), "nowhere.json: cannot be read"),
+        (("compare", "s6", "--config", "nowhere.json"), "nowhere.json: cannot be read"),
     ],
 )
 def test_bad_options_are_one_clear_line(args, expected):

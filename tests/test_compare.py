@@ -14,7 +14,8 @@ import torch
 import dsf
 from dsf import Scalar, System
 from dsf.analysis import compare as engine
-from dsf.analysis.compare import fair, recall
+from dsf.analysis import report
+from dsf.analysis.compare import fair, recall, saved
 from dsf.analysis.probe import disagreement, first, spectrum, speeds
 from dsf.analysis.subjects import find, find_all
 from dsf.analysis.text import load_text
@@ -75,6 +76,63 @@ def test_every_mixer_has_a_whole_record(result):
         assert len(m["state"]["here"]) == len(m["state"]["at_paper_width"]) == len(data["contexts"])
         assert set(m["tokens_per_second"]) == {"naive", "recurrent", "scan", "chunk", "kernel"}
         assert all(speed > 0 for speed in m["tokens_per_second"].values())
+
+
+def test_a_saved_comparison_is_drawn_again_as_it_was(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    from dsf.analysis.compare.page import page
+
+    report.write_json(tmp_path / "compare.json", result.to_dict())
+    again = saved.load(tmp_path / "compare.json")
+    assert report.finite(again.to_dict()) == report.finite(json.loads(json.dumps(result.to_dict())))
+    assert page(again).html() == page(result).html()
+    report.write_json(tmp_path / "again.json", again.to_dict())
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "compare.json").read_text()
+    of_setup, of_protocol = saved.settings(tmp_path / "compare.json")
+    assert Setup(**of_setup) == result.setup and engine.Protocol(**of_protocol) == result.protocol
+
+
+def test_half_lives_that_never_end_come_back_as_infinite(result, tmp_path):
+    data = result.to_dict()
+    data["mixers"][0]["half_life"]["percentiles"]["90"] = math.inf
+    data["mixers"][0]["equal"]["before"] = math.nan
+    report.write_json(tmp_path / "compare.json", data)
+    mixer = saved.load(tmp_path / "compare.json").mixers[0]
+    assert mixer.half_life["percentiles"]["90"] == math.inf and math.isnan(mixer.equal.before)
+    assert saved.load(tmp_path / "compare.json").mixers[-1].paper is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": "dsf.compare/1"}, "of the schema 'dsf.compare/1'; this release of dsf draws dsf.compare/2"),
+        ({"schema": None}, "no compare.json"),
+        ({"seconds": "long"}, "seconds: input should be a valid number"),
+        ({"mixers": [{"name": "x"}]}, r"mixers\.0\.given: field required"),
+        ({"more": 1}, "more: extra inputs are not permitted"),
+    ],
+)
+def test_a_file_that_is_no_comparison_is_refused_in_one_line(result, tmp_path, change, said):
+    report.write_json(tmp_path / "compare.json", result.to_dict() | change)
+    with pytest.raises(dsf.language.errors.InputError, match=said):
+        saved.load(tmp_path / "compare.json")
+
+
+@pytest.mark.parametrize(
+    ("text_of_file", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"steps": 3}', "steps is not known; expected setup and protocol"),
+        ('{"setup": {"stepz": 3}}', "setup has no field 'stepz'; expected d_model"),
+        ('{"setup": {"steps": "many"}}', r"setup\.steps: input should be a valid integer"),
+        ('{"protocol": {"rates": 3}}', r"protocol\.rates: input should be a valid tuple"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_line(tmp_path, text_of_file, said):
+    (tmp_path / "settings.json").write_text(text_of_file)
+    with pytest.raises(dsf.language.errors.InputError, match=said):
+        saved.settings(tmp_path / "settings.json")
 
 
 def test_all_models_have_the_same_number_of_parameters(result):

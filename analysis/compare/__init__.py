@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.text import Text
 from dsf.analysis.training import ByteLM, Setup
 
+if TYPE_CHECKING:
+    from dsf.analysis.compare.saved import SavedText
+
 SCHEMA = "dsf.compare/2"
 LAW = 1e-9  # how far forms may be apart in float64
 CONTEXTS = tuple(4**i for i in range(11))  # 1 … 1,048,576 tokens
@@ -38,15 +41,20 @@ Report = Callable[[str, int, int, float], None]  # (what is trained, steps done,
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was run and what came out. mixers: a record each (the JSON's), failed: name -> what went wrong."""
+    """What was run and what came out. mixers: a record each (the JSON's), failed: name -> what went wrong.
+
+    machine, version: what it ran on, this machine and release where None. dsf.analysis.compare.saved reads it back.
+    """
 
     setup: Setup
     protocol: Protocol
-    text: Text
+    text: Text | SavedText
     sentence: str
     mixers: list[MixerRecord]
     failed: dict[str, str]
     seconds: float
+    machine: dict[str, str] | None = None
+    version: str = dsf.__version__
 
     def worst(self) -> float:
         """The largest disagreement of any form of any mixer."""
@@ -61,8 +69,8 @@ class Comparison:
         """Everything as plain data, the content of compare.json."""
         return {
             "schema": SCHEMA,
-            "dsf": dsf.__version__,
-            "machine": machine(),
+            "dsf": self.version,
+            "machine": self.machine or machine(),
             "setup": asdict(self.setup),
             "protocol": {**asdict(self.protocol), "keep": str(self.protocol.keep) if self.protocol.keep else None},
             "parameters_apart": self.parameters_apart(),

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import dsf
 from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, machine, pictures, recall
 from dsf.analysis.compare.learnt import learning, summary
 from dsf.analysis.probe import MATRIX_TOKENS
@@ -281,7 +280,7 @@ class Builder:
     def what_was_run(self, out: Page) -> None:
         """Machine, versions, sizes."""
         setup, data = self.comparison.setup, self.comparison.text
-        box = machine()
+        box = self.comparison.machine or machine()
         rows = {
             "Text": f"{data.name}: {len(data.train):,} bytes to train on, the last {len(data.held_out):,} held out",
             "Model": f"byte embedding, {setup.layers} blocks of norm, mixer, norm, MLP; tied head; width "
@@ -294,7 +293,7 @@ class Builder:
             if self.comparison.protocol.recall_steps
             else "not trained",
             "Machine": f"{box['cpu']}, {box['cores']} cores, {box['system']}",
-            "Versions": f"dsf {dsf.__version__}, torch {box['torch']}, Python {box['python']}",
+            "Versions": f"dsf {self.comparison.version}, torch {box['torch']}, Python {box['python']}",
             "Time": f"{self.comparison.seconds:.0f} s",
         }
         out.section(
