@@ -53,6 +53,8 @@ class Span(NamedTuple):
         mask = like.new_zeros(batch, tokens + 1)  # one spare column: an empty last sequence begins at T
         if not self.fresh:
             return mask[:, :tokens]
+        if self.places is not None and self.places.place is not None:  # whatever ranks before this one hold
+            return (self.places.place == 0).to(like.dtype).expand(batch, -1)
         if self.places is not None:
             first = self.places.begins
         else:
@@ -102,6 +104,7 @@ class Mixer(Owner):
     dims: tuple[int, int, int]  # heads H, key axis N, value axis P of the recurrence
     conv1d: ShortConv | TokenShift | None
     positional = False  # True: `Span.positions` goes on where the state left off
+    resets = False  # True: `arguments` asks for `Span.starts`
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
 
     def __init__(self, layer_idx: int | None = None) -> None:
@@ -251,7 +254,7 @@ class Mixer(Owner):
         if world is not None:
             from dsf.parallel.places import places_of
 
-            span = span._replace(places=places_of(world, x, cu_seqlens, self.positional))
+            span = span._replace(places=places_of(world, x, cu_seqlens, self.positional or self.resets))
         u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world)
         inputs = self.arguments(u, side, span, **tokens)
         position = span.after(x) if self.positional else None

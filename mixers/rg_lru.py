@@ -70,6 +70,7 @@ class RGLRU(Mixer):
     """
 
     recurrence = rg_lru
+    resets = True
     Lambda: Tensor
 
     def __init__(

@@ -123,6 +123,14 @@ def positions(*worlds):
     return worst(pairs)
 
 
+def behind_nobody(cp):
+    """RG-LRU, which asks where sequences begin, where all tokens are the second rank's and nobody said so."""
+    torch.manual_seed(1)
+    layer, x = mixers.RGLRU(16).double(), torch.randn(2, 7, 16, dtype=torch.float64)
+    got = layer(x if cp.rank else x[:, :0], parallel=cp)[0]
+    return float((got - layer(x)[0][:, : got.shape[1]]).abs().max()) if cp.rank else 0.0
+
+
 def small_model():
     torch.manual_seed(4)
     config = ModelConfig(d_model=32, n_layers=3, vocab_size=17, mixers=["gated_deltanet", "softmax_attention", "rwkv6"])
@@ -164,6 +172,7 @@ def two():
         found[f"recurrence {name}"] = whole_and_own(recurrence, inputs, cp, state)
     for name in LAYERS:
         found[f"layer {name}"] = layer_error(name, cp)
+    found["empty first"] = behind_nobody(cp)
     found["layer of one tap"] = layer_error("gated_deltanet", cp, d_conv=1)
     found["positions"] = positions(cp, Sequence(mesh["cp"], "headtail"), Sequence(mesh["cp"], sizes=(11, 1)))
     found["model"] = model_error(Sequence(mesh["cp"], sizes=(7, 3)))
@@ -203,7 +212,10 @@ def two():
         refused(lambda: softmax(**{n: short[n] for n in ("q", "k", "v")}, parallel=checking)),
         refused(lambda: attach(small_model(), cp)(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5).long())),
     ]
-    return found, logs, errors, in_a_graph()
+    found["placed"], refusals = placed(mesh)
+    found["prepared"], rough, more = prepared(mesh)
+    assert rough < 0.05
+    return found, logs, errors, [*refusals, *more], in_a_graph()
 
 
 def compiled(cp):
@@ -286,6 +298,69 @@ def failing():
     if cp.rank:
         raise RuntimeError("one rank fails")
     gated_delta(**sample(gated_delta), parallel=cp)
+
+
+def prepared(mesh):
+    """A model over both ranks' tokens and parameters: errors of gradients, a decoding step, what is refused."""
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    ids, whole = torch.randint(17, (1, 12), generator=torch.Generator().manual_seed(0)), small_model()
+    cp = Sequence(mesh["cp"])
+    whole(ids).logits.sin().sum().backward()
+    model = small_model()
+    parallelize_module(model, mesh["cp"], {"": dsf.parallel.SequenceShard()})
+    dsf.parallel.prepare(model, mesh=mesh["cp"])
+    (model(cp.shard(ids)).logits.sin().sum() * cp.ranks).backward()
+    expected = dict(whole.named_parameters())
+    error = 0.0
+    for name, p in model.named_parameters():
+        g = expected[name.replace("rates.", "")].grad
+        error = max(error, float((p.grad.full_tensor() - g).abs().max() / g.abs().max().clamp(min=1e-3)))
+    layer = mixers.SSD(16, headdim=16)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    x, early = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(1)), layer(torch.ones(1, 3, 16))[1]
+    y, after = copy.deepcopy(layer)(x, early)
+    sharded = dsf.parallel.prepare(copy.deepcopy(layer), mesh=mesh["cp"], mp_policy=policy)
+    found, state = sharded(x, early)
+    again, _ = sharded.step(x[:, 0], early)
+    rough = max(float((found - y).abs().max()), float((again - y[:, 0]).abs().max())) / float(y.abs().max())
+    assert state.recurrent.dtype == torch.float32 and sharded.A_log.dtype == torch.float32
+    cast = fsdp.fully_shard(copy.deepcopy(layer), mesh=mesh["cp"], mp_policy=policy)
+    return (
+        error,
+        rough,
+        [refused(lambda: dsf.parallel.prepare(cast)), refused(lambda: dsf.parallel.prepare(torch.nn.Linear(2, 2)))],
+    )
+
+
+def placed(mesh):
+    """Calls on DTensors of heads, of the batch and of tokens: the error, and what is refused."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs, ssd = sample(gated_delta, B=2, T=8), sample(mixers.ssd, B=2, T=8)
+    cp = Sequence(mesh["cp"])
+
+    def run(recurrence, given, places, **options):
+        leaves = {n: distribute_tensor(x, mesh["cp"], [places[n]]).requires_grad_() for n, x in given.items()}
+        y, last = recurrence(**leaves, return_state=True, **options)
+        grads = torch.autograd.grad(y.full_tensor().sin().sum(), list(leaves.values()))
+        return [x.full_tensor() for x in (y, last, *grads)]
+
+    most = 0.0
+    for recurrence, given in ((gated_delta, inputs), (mixers.ssd, ssd)):
+        leaves = {n: x.clone().requires_grad_() for n, x in given.items()}
+        y, last = recurrence(**leaves, return_state=True)
+        expected = [y, last, *torch.autograd.grad(y.sin().sum(), list(leaves.values()))]
+        for param, timed, how in ((Shard(0), 2, {}), (Replicate(), 0, {}), (Replicate(), 1, {"parallel": cp})):
+            places = {i.name: Shard(timed) if i.kind.time else param for i in recurrence.spec.inputs}
+            found = run(recurrence, given, places, **how)
+            most = max(most, *(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)))
+    tokens = {n: distribute_tensor(x, mesh["cp"], [Shard(1)]) for n, x in inputs.items()}
+    heads = {n: distribute_tensor(x, mesh["cp"], [Shard(2)]) for n, x in inputs.items()}
+    wide = {n: distribute_tensor(x, mesh["cp"], [Shard(3 if n == "q" else 2)]) for n, x in inputs.items()}
+    calls = [tokens, {**heads, "q": tokens["q"]}, {**heads, "q": inputs["q"]}, wide]
+    return most, [refused(lambda given=given: gated_delta(**given)) for given in calls]
 
 
 def in_a_graph():

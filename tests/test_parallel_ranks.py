@@ -31,13 +31,24 @@ def test_two_ranks_issue_the_same_collectives(two):
 
 
 def test_bad_input_is_refused_on_every_rank(two):
-    (_, _, first, _), (_, _, second, _) = two
+    (_, _, first, *_), (_, _, second, *_) = two
     assert "these are all of them: give this rank's alone, cp.shard(x)" in first[0]
     assert "two runs of one length, got 5 tokens" in first[1]
     assert all(isinstance(text, str) for text in (*first, *second))
     assert first[1:] == second[1:]
     assert "float32" in first[2] and "rank 1" in first[2]
     assert "move whole labels on by one place" in first[-1]
+
+
+def test_placements_and_policies_that_do_not_fit_are_refused(two):
+    (*_, first, _), (*_, second, _) = two
+    assert first == second and all(isinstance(text, str) for text in first)
+    tokens, mixed, plain, entries, cast, none = first
+    assert "`q` is sharded over tokens; give parallel=" in tokens
+    assert "give parallel=" in mixed
+    assert "`q` is no DTensor and others are" in plain
+    assert "expected Replicate() or a Shard of one of batch (dim 0), heads (dim 2)" in entries
+    assert "casts the rate" in cast and "torch.bfloat16" in cast and "has no dsf mixer" in none
 
 
 def test_four_ranks_of_two_nodes_equal_the_whole(four):

@@ -100,6 +100,10 @@ class Recurrence:
         through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
+        if any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in (*args, *kwargs.values())):
+            how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "return_state": return_state, "form": form}
+            how |= {"backend": backend, "parallel": parallel, "reverse": reverse}
+            return self._call_placed(args, kwargs, initial_state, how)
         if parallel is not None:
             return self._call_parallel(
                 args, kwargs, initial_state, return_state, form, backend, cu_seqlens, parallel, reverse
@@ -113,6 +117,16 @@ class Recurrence:
                 allow()
                 return call_in_graph(self._key, "_call", options, tuple(kwargs), initial_state, cu_seqlens, *tensors)
         return self._call(args, kwargs, initial_state, return_state, form, backend, reverse, cu_seqlens)
+
+    def _call_placed(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, options: dict[str, Any]) -> Any:
+        """A call on DTensors: the same on every rank's part of them."""
+        from dsf.parallel import placements
+
+        given = dict(zip([i.name for i in self.spec.inputs], args, strict=False)) | kwargs
+        if len(given) < len(args) + len(kwargs) or set(given) != {i.name for i in self.spec.inputs}:
+            bind(self.spec, args, kwargs)  # says what is wrong
+        shared = options["parallel"] is not None
+        return placements.call(self.spec, lambda **x: self(**x, **options), given, state, shared)
 
     def _call_parallel(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,

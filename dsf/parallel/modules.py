@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from dsf.call.recurrence import Recurrence
 from dsf.language.errors import InputError
 from dsf.parallel.world import World
+
+METHODS = ("step", "inputs")  # of a module that is sharded, beside forward
 
 
 def attach(model: nn.Module, world: World | None) -> nn.Module:
@@ -34,3 +39,108 @@ def mixers_of(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(getattr(module, "recurrence", None), Recurrence) and hasattr(module, "parallel"):
             yield module
+
+
+def prepare(model: nn.Module, blocks: Sequence[nn.Module] | None = None, **options: Any) -> nn.Module:
+    """Shard a model with mixers over ranks by FSDP2, so that it computes what it computed.
+
+    Rates (decays' parameters, which bfloat16 is too coarse for) become groups of their own that no policy casts
+    (`dsf.mixers.shard_rates`); then every block, then the model, by torch.distributed.fsdp.fully_shard. The states that
+    mixers take pass FSDP's casts as they are, and `step` and `inputs` of a sharded module gather its parameters as
+    forward does. blocks: None for the entries of the model's nn.ModuleLists that hold mixers. options: of fully_shard:
+    mesh, mp_policy, reshard_after_forward, ... A model that is sharded already is only given the rest of it.
+
+    FSDP takes the mean of gradients over its mesh: where that holds ranks of one sequence too, scale the loss by their
+    number. Returns the model. Raises InputError for a model without mixers, or one whose rates are cast.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not any(True for _ in mixers_of(model)):
+        raise InputError(f"{type(model).__name__} has no dsf mixer; shard it by fully_shard alone")
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        from dsf.mixers import shard_rates
+
+        shard_rates(model, **{name: x for name, x in options.items() if name != "mp_policy"})
+        for block in _blocks(model) if blocks is None else blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+    _check_rates(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for name in METHODS:
+                if hasattr(module, name):
+                    _gather_for(module, name)
+            module.register_forward_pre_hook(_hide, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(_show, with_kwargs=True)
+    return model
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    for several in model.modules():
+        if isinstance(several, nn.ModuleList):
+            yield from (block for block in several if any(True for _ in mixers_of(block)))
+
+
+def _check_rates(model: nn.Module) -> None:
+    """Raise InputError for rates in a group whose policy casts them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        policy = module._get_fsdp_state()._mp_policy
+        if group is None or policy.param_dtype is None:
+            continue
+        for param in group.fsdp_params:
+            owner, name = param._module_info.module, param._module_info.param_name
+            if getattr(owner, "kinds", {}).get(name) == "rate":
+                raise InputError(
+                    f"{path or type(model).__name__}: the policy of this group casts the rate `{name}` to "
+                    f"{policy.param_dtype}; call dsf.parallel.prepare(model, mp_policy=...) instead of fully_shard, or "
+                    "dsf.mixers.shard_rates(model) before it"
+                )
+
+
+def _gather_for(module: nn.Module, name: str) -> None:
+    """Let a method gather the module's parameters as forward does, past whose casts states are carried."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    own = getattr(module, name)
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _show(module, args, kwargs)
+        return own(*args, **kwargs)
+
+    setattr(module, name, inside)
+    register_fsdp_forward_method(module, name)
+    gathering = getattr(module, name)
+
+    @functools.wraps(own)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _hide(module, args, kwargs)
+        return gathering(*args, **kwargs)
+
+    setattr(module, name, outside)
+
+
+class _Hidden:
+    """A mixer's state where nothing maps over its tensors."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "recurrent")
+
+
+def _hide(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def hidden(x: Any) -> Any:
+        return _Hidden(x) if _is_state(x) else x
+
+    return pytree.tree_map(hidden, (args, kwargs), is_leaf=_is_state)
+
+
+def _show(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return pytree.tree_map(lambda x: x.state if isinstance(x, _Hidden) else x, (args, kwargs))

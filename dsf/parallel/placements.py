@@ -1,0 +1,139 @@
+"""Calls on DTensors: what each input's placement means for a recurrence, and the local call that follows from it.
+
+Sequences of a batch and heads do not know of each other, so calls on shards of these are calls on local tensors. Tokens
+do: a shard of them without `parallel=` would begin with nothing on every rank, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dsf.language.annotations import Kind
+from dsf.language.errors import InputError
+from dsf.language.spec import Spec
+
+BATCH, TOKENS, HEADS = "batch", "tokens", "heads"
+OF_OUTPUT = {BATCH: Shard(0), TOKENS: Shard(1), HEADS: Shard(2)}
+OF_STATE = {BATCH: Shard(0), TOKENS: Replicate(), HEADS: Shard(1)}
+
+
+def are_some(tensors: Sequence[Any]) -> bool:
+    """Whether there is a DTensor among the inputs."""
+    return any(isinstance(x, DTensor) for x in tensors)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What every dimension of a mesh holds shards of: batch, tokens, heads, or None."""
+
+    mesh: Any
+    ways: tuple[str | None, ...]
+
+    def out(self, x: Tensor, of: Mapping[str, Placement]) -> DTensor:
+        """A local result as a DTensor."""
+        places = [Replicate() if way is None else of[way] for way in self.ways]
+        return DTensor.from_local(x, self.mesh, places, run_check=False)
+
+
+def call(spec: Spec, run: Callable[..., Any], given: Mapping[str, Any], state: Any, shared: bool) -> Any:
+    """run(**local inputs, initial_state=local state), its results as DTensors.
+
+    shared: the call has parallel=, so that tokens may be sharded. Raises InputError for placements that a recurrence
+    cannot be computed from locally, and for inputs that are no DTensors beside ones that are.
+    """
+    kinds = {i.name: i.kind for i in spec.inputs}
+    plain = [name for name, x in given.items() if not isinstance(x, DTensor)]
+    if plain:
+        raise InputError(
+            f"{spec.name}: `{plain[0]}` is no DTensor and others are; distribute it, as Replicate() for instance"
+        )
+    first = next(iter(given.values()))
+    ways = []
+    for dim in range(first.device_mesh.ndim):
+        ways.append(_way(spec, dim, kinds, given, shared))
+    dealt = Dealt(first.device_mesh, tuple(ways))
+    for name, x in given.items():
+        if x.device_mesh != dealt.mesh:
+            raise InputError(f"{spec.name}: `{name}` is on another mesh than `{next(iter(given))}`")
+    local = {name: _local(x, dealt) for name, x in given.items()}
+    start = None if state is None else _local_state(spec, state, dealt)
+    found = run(**local, initial_state=start)
+    if isinstance(found, tuple):
+        return dealt.out(found[0], OF_OUTPUT), dealt.out(found[1], OF_STATE)
+    return dealt.out(found, OF_OUTPUT)
+
+
+def _axes(kind: Kind) -> tuple[str | None, ...]:
+    """What each axis of an input is, as far as it may be sharded."""
+    names = {"B": BATCH, "T": TOKENS, "H": HEADS}
+    return tuple(names.get(axis) for axis in kind.layout(False))
+
+
+def _way(spec: Spec, dim: int, kinds: Mapping[str, Kind], given: Mapping[str, DTensor], shared: bool) -> str | None:
+    """What one dimension of the mesh holds shards of."""
+    found: dict[str, str | None] = {}
+    for name, x in given.items():
+        place, axes = x.placements[dim], _axes(kinds[name])
+        if isinstance(place, Replicate):
+            found[name] = None
+            continue
+        axis = axes[place.dim] if isinstance(place, Shard) else None
+        if axis is None:
+            raise InputError(
+                f"{spec.name}: `{name}` is {place} on dimension {dim} of the mesh; a recurrence takes shards of the "
+                f"batch or the heads, and whole tensors: expected Replicate() or a Shard of one of {_shown(axes)}"
+            )
+        if axis == TOKENS and not shared:
+            raise InputError(
+                f"{spec.name}: `{name}` is sharded over tokens; give parallel=dsf.parallel.Sequence(mesh), or the "
+                "recurrence would begin with nothing on every rank"
+            )
+        found[name] = axis
+    ways = {way for way in found.values() if way is not None}
+    if len(ways) > 1:
+        raise InputError(
+            f"{spec.name}: dimension {dim} of the mesh holds shards of {' and '.join(sorted(ways))}: {found}"
+        )
+    if not ways:
+        return None
+    (way,) = ways
+    for name, own in found.items():
+        axes = _axes(kinds[name])
+        if own is None and way in axes and not (way == HEADS and given[name].shape[axes.index(way)] == 1):
+            raise InputError(
+                f"{spec.name}: `{name}` is whole on dimension {dim} of the mesh, where others are sharded over {way}: "
+                f"expected Shard({axes.index(way)})"
+            )
+        if own is not None and given[name].shape[axes.index(way)] % given[name].device_mesh.size(dim) and way == HEADS:
+            raise InputError(
+                f"{spec.name}: the {given[name].shape[axes.index(way)]} heads of `{name}` do not divide among "
+                f"{given[name].device_mesh.size(dim)} ranks"
+            )
+    return way
+
+
+def _shown(axes: Sequence[str | None]) -> str:
+    return ", ".join(f"{name} (dim {i})" for i, name in enumerate(axes) if name is not None and name != TOKENS)
+
+
+def _local(x: DTensor, dealt: Dealt) -> Tensor:
+    """This rank's part; where it is whole and others are not, its gradient is a part of a sum."""
+    grads = [
+        Partial() if isinstance(place, Replicate) and way is not None else place
+        for place, way in zip(x.placements, dealt.ways, strict=True)
+    ]
+    found: Tensor = x.to_local(grad_placements=grads)
+    return found
+
+
+def _local_state(spec: Spec, state: Any, dealt: Dealt) -> Tensor:
+    expected = [Replicate() if way is None else OF_STATE[way] for way in dealt.ways]
+    if not isinstance(state, DTensor) or list(state.placements) != expected:
+        given = list(state.placements) if isinstance(state, DTensor) else type(state).__name__
+        raise InputError(f"{spec.name}: initial_state must be a DTensor placed {expected}, got {given}")
+    return _local(state, dealt)
