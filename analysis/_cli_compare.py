@@ -202,7 +202,8 @@ class Bars:
         return self  # nothing is shown before something is trained: errors stand alone
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        if self.tasks:
+            self.progress.stop()
 
     def report(self, name: str, step: int, steps: int, bits: float) -> None:
         """Step `step` of a layer is done."""

@@ -127,6 +127,15 @@ class Mixer(Owner):
             )
         return found
 
+    def inner_heads(self, d_inner: int, headdim: int, n_groups: int) -> int:
+        """Heads of headdim channels, in groups that share keys. Raises InputError where either does not divide."""
+        heads = d_inner // headdim
+        if heads * headdim != d_inner or heads % n_groups:
+            raise InputError(
+                f"{type(self).__name__}: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads"
+            )
+        return heads
+
     def width(self, channels: int, n_heads: int, given: int | None, name: str) -> int:
         """The width of a head: as given, or channels / n_heads. Raises InputError where that does not divide."""
         if n_heads < 1 or (given is not None and given < 1):

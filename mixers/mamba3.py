@@ -107,9 +107,7 @@ class Mamba3(Mixer):
     ):
         super().__init__(layer_idx)
         d_inner = self.inner(d_model, expand)
-        heads = d_inner // headdim
-        if heads * headdim != d_inner or heads % n_groups:
-            raise InputError(f"Mamba3: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
+        heads = self.inner_heads(d_inner, headdim, n_groups)
         if rope_fraction not in (0.5, 1.0) or d_state % 2 or int(d_state * rope_fraction) < 2:
             raise InputError(
                 f"Mamba3: rope_fraction is 0.5 or 1.0 of an even d_state, got {rope_fraction} of {d_state}"

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Param, Recurrence, Scalar, System, Value, exp, maximum, minimum, softplus
-from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -75,9 +74,7 @@ class SSD(Mixer):
     ):
         super().__init__(layer_idx)
         d_inner = self.inner(d_model, expand)
-        heads = d_inner // headdim
-        if heads * headdim != d_inner or heads % n_groups:
-            raise InputError(f"SSD: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
+        heads = self.inner_heads(d_inner, headdim, n_groups)
         self.recurrence = ssd_with(dt_limit)
         self.dims = (heads, d_state, headdim)
         self.n_groups = n_groups

@@ -11,13 +11,10 @@ from dsf.mixers import parameter_groups
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Names of parameters that weight decay must leave alone: vectors (norms, biases) and what a mixer marks
-    `_no_weight_decay` (A_log, dt_bias, D, Lambda: a smaller rate is another memory, not a smaller weight)."""
-    return {
-        name
-        for name, p in model.named_parameters()
-        if p.dim() < 2 or getattr(p, "_no_weight_decay", False)
-    }  # fmt: skip
+    """Names of learnt parameters that weight decay must leave alone, by the rule of `dsf.mixers.parameter_groups`:
+    vectors (norms, biases) and what a mixer marks (A_log, dt_bias, D, Lambda: a smaller rate is another memory)."""
+    spared = {id(p) for p in parameter_groups(model, 0.0)[1]["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in spared}
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

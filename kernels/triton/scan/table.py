@@ -197,11 +197,18 @@ def shares(n: int, programs: int, device: torch.device) -> int:
 @functools.cache
 def _shared(device: torch.device) -> int:
     """Bytes of shared memory a processor (without a GPU, as if on an H200)."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 228 << 10
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
+PROCESSORS = 132  # of an H100 or H200, where these tables were measured
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    if not torch.cuda.is_available():  # a plan for a GPU elsewhere, on which nothing is launched
+        return PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
