@@ -5,14 +5,17 @@ y_i = Σ_{j ≤ i} exp(⟨a_i, k_j⟩) v_j / Σ_{j ≤ i} exp(⟨a_i, k_j⟩)  (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsf.kernels.turns import turn_pairs
+
+LEAST_ROOM = 64  # places of a cache that tokens are appended to
 
 
 class KVCache(NamedTuple):
@@ -110,6 +113,38 @@ def extend(
     if bias is not None and old.bias is not None:
         bias = put(old.bias if left is None else old.bias + left.unsqueeze(-1), bias)
     return KVCache(put(old.k, k), put(old.v, v), lengths, bias, angle)
+
+
+class _Room(NamedTuple):
+    """Memory behind a cache's k and v, with places to spare at the end."""
+
+    k: Tensor
+    v: Tensor
+
+
+# By the keys of the latest cache in it, and of none before: who extends an older one gets memory of its own.
+_ROOMS: MutableMapping[Tensor, _Room] = WeakTensorKeyDictionary()
+
+
+def append(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
+    """`extend` for as many new tokens of every row, without a bias, a turn or a window, and without gradients.
+
+    Nothing is copied but the new tokens, and nothing waited for, while the cache is the latest in its memory and that
+    has room; else it moves to memory of twice its size. A cache stays what it is when it is appended to.
+    """
+    held, new = cache.k.shape[2], k.shape[2]
+    room = _ROOMS.pop(cache.k, None)
+    stale = room is not None and room.k.is_inference() and not torch.is_inference_mode_enabled()
+    if room is None or stale or room.k.shape[2] < held + new or room.v.data_ptr() != cache.v.data_ptr():
+        places = max(LEAST_ROOM, 2 * (held + new))
+        room = _Room(*(x.new_zeros(*x.shape[:2], places, x.shape[3]) for x in (cache.k, cache.v)))
+        room.k[:, :, :held], room.v[:, :, :held] = cache.k, cache.v
+    place = (cache.lengths[:, None] + torch.arange(new, device=k.device))[:, None, :, None]
+    for whole, fresh in zip(room, (k, v), strict=True):
+        whole.scatter_(2, place.expand(fresh.shape), fresh)
+    after = KVCache(room.k[:, :, : held + new], room.v[:, :, : held + new], cache.lengths + new)
+    _ROOMS[after.k] = room
+    return after
 
 
 def visible(cache: KVCache | None, tokens: int, device: torch.device) -> Tensor | None:

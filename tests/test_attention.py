@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import dsf
-from dsf import I, Key, KVCache, Param, Scalar, System, Value, exp_features
+from dsf import I, Key, KVCache, Param, Scalar, System, Value, exp_features, mixers
 from dsf.kernels.attention import extend, spread_heads, visible
 
 softmax = structures.softmax
@@ -213,3 +213,64 @@ def test_a_truncation_is_a_finite_recurrence_like_any_other(order):
         y, state = r(q / 2, k, v, form=form, return_state=True)
         torch.testing.assert_close(y.transpose(1, 2), expected, rtol=1e-6, atol=1e-6)
         assert state.shape[2:] == r.state_shape(N=3, P=2) == (sum(3**p for p in range(order + 1)), 2 + 1)
+
+
+def appended(state, tokens, seed):
+    """softmax_attention of `tokens` new tokens after a state, from a seed."""
+    q, k, v = torch.randn(3, 2, tokens, 4, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (q, k, v), mixers.softmax_attention(q, k, v, initial_state=state, return_state=True)
+
+
+@torch.no_grad()
+def test_a_decoded_token_is_written_where_the_cache_lies():
+    _, (_, state) = appended(None, 5, 0)
+    _, (_, state) = appended(state, 1, 1)  # moves it to memory with room
+    place = state.k.data_ptr(), state.v.data_ptr()
+    for seed in range(2, 30):
+        _, (_, state) = appended(state, 1, seed)
+        assert (state.k.data_ptr(), state.v.data_ptr()) == place and state.k.shape[2] == 4 + seed + 1
+
+
+@torch.no_grad()
+def test_caches_that_were_kept_stay_what_they_are_and_go_on_each_for_itself():
+    pieces, (_, kept) = appended(None, 3, 0)
+    for seed in (1, 2):
+        more, (_, kept) = appended(kept, 1, seed)
+        pieces = tuple(torch.cat(pair, 1) for pair in zip(pieces, more, strict=True))
+    before = [x.clone() for x in (kept.k, kept.v, kept.lengths)]
+    for seeds in ((5, 6, 7), (8, 9), range(10, 90)):  # branches, the last one beyond the room
+        state, parts = kept, pieces
+        for seed in seeds:
+            new = 2 if seed % 3 == 0 else 1
+            more, (y, state) = appended(state, new, seed)
+            parts = tuple(torch.cat(pair, 1) for pair in zip(parts, more, strict=True))
+            expected = mixers.softmax_attention(*parts)[:, -new:]
+            torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    assert all(torch.equal(x, y) for x, y in zip(before, (kept.k, kept.v, kept.lengths), strict=True))
+
+
+@torch.no_grad()
+def test_rows_of_unequal_lengths_are_appended_each_at_its_end():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 7, 4, 8, dtype=torch.float64)
+    packed = {"cu_seqlens": torch.tensor([0, 2, 7])}
+    _, state = mixers.softmax_attention(q, k, v, return_state=True, **packed)
+    parts = [[x[:, :2], x[:, 2:]] for x in (q, k, v)]
+    for seed in range(4):
+        new, (y, state) = appended(state, 1, seed)
+        for row in (0, 1):
+            for place, x in enumerate(new):
+                parts[place][row] = torch.cat([parts[place][row], x[row : row + 1]], 1)
+            expected = mixers.softmax_attention(*(p[row] for p in parts))[:, -1]
+            torch.testing.assert_close(y[row], expected[0, None], rtol=0, atol=1e-12)
+
+
+def test_gradients_go_through_a_cache_that_was_decoded_from():
+    with torch.no_grad():
+        _, (_, state) = appended(None, 3, 0)
+        _, (_, state) = appended(state, 1, 1)
+    (q, k, v), _ = appended(state, 2, 2)
+    leaf = k.clone().requires_grad_()
+    y, after = mixers.softmax_attention(q, leaf, v, initial_state=state, return_state=True)
+    assert torch.autograd.grad(y.sum() + after.k.sum(), leaf)[0].abs().sum() > 0
+    assert after.k.data_ptr() != state.k.data_ptr()

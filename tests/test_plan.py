@@ -145,3 +145,10 @@ def test_the_plan_says_why_a_cuda_call_stays_on_torch():
     plan = longhorn.plan(T=100, device="cuda", dtype=torch.bfloat16)
     assert plan.backend == "torch" and "not on triton: " in plan.reason
     assert "not on triton" not in longhorn.plan(T=100).reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("sizes", [{}, {"N": 16, "P": 4096}, {"T": 1}], ids=str)
+def test_every_mixer_has_a_plan_for_a_gpu_that_is_not_there(sizes):
+    for entry in mixers.ZOO:
+        assert entry.recurrence.plan(device="cuda", **sizes).reason

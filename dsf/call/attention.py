@@ -14,7 +14,7 @@ from dsf.call.bind import Bound, angle_width, cache_layout, cached_heads, enviro
 from dsf.call.plan import Plan
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
-from dsf.kernels.attention import KVCache, extend, fused, joined, spread_heads, visible
+from dsf.kernels.attention import KVCache, append, extend, fused, joined, spread_heads, visible
 from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_of
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
 from dsf.language.attention import divides_by_one
@@ -241,16 +241,26 @@ def _fused(
     s: Summed | None = None,
 ) -> tuple[Tensor, KVCache]:  # fmt: skip
     """A quotient that nothing decays: torch's fused attention."""
-    counts = _counts(counts, a)
+    even, counts = counts is None, _counts(counts, a)
     whole, seen = KVCache(k, v, counts), visible(cache, a.shape[2], a.device)
     if cache is not None and seen is not None:
-        cache = cache.to(k.dtype)
+        kept, cache = cache, cache.to(k.dtype)
+        if even and (s is None or s.angle is None) and _may_append(kept, k, v):
+            whole = append(cache, k, v)
+            return fused(a, whole.k, whole.v, seen, scale).transpose(1, 2), whole.to(dtype)
         whole = extend(cache, k, v, torch.full_like(counts, a.shape[2]))
         seen = seen[..., : whole.k.shape[2]]
     y = fused(a, whole.k, whole.v, seen, scale).transpose(1, 2)
     if s is None or s.angle is None:
         return y, extend(cache, k, v, counts).to(dtype)
     return y, _extended(cache, replace(s, k=k), v, counts, None).to(dtype)
+
+
+def _may_append(cache: KVCache, k: Tensor, v: Tensor) -> bool:
+    """Whether new tokens may be written behind a cache's own: nothing is traced, mapped or differentiated."""
+    plain = all(type(x) is Tensor and not x.requires_grad for x in (cache.k, cache.v, k, v))
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return plain and not traced and not torch.is_grad_enabled()
 
 
 def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor, float]:
