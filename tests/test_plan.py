@@ -7,7 +7,7 @@ import structures
 import torch
 
 import dsf
-from dsf import FormError
+from dsf import FormError, mixers
 from dsf.call.plan import FORMS, SHORT
 
 STRUCTURES = {

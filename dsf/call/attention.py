@@ -156,6 +156,9 @@ def _run(
     spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, counts: Tensor | None, form: str
 ) -> tuple[Tensor, KVCache]:
     window = spec.system.window
+    decoded = form == "recurrent" and cache is not None and counts is None and bound.sizes.tokens == 1
+    if decoded and spec.is_plain_softmax and not torch.is_grad_enabled():
+        form = "chunk"  # of one token the same sums, and torch's attention reads the cache once
     if form == "chunk" and bound.device.type == "cuda" and spec.is_plain_softmax and not spec.turns:
         a, k, v, scale = fused_operands(spec, bound, timed)
         return _fused(a, k, v, scale, cache, counts, bound.dtype)
