@@ -16,6 +16,8 @@ from dsf.language.annotations import Key, Pair, Param, Scalar, Steps, Value
 from dsf.language.discretise import Discrete, bilinear, euler, zoh
 from dsf.language.errors import DsfError, FormError, InputError, LawError, TraceError
 from dsf.language.expr import Expr
+from dsf.language.learn import learn
+from dsf.language.memory import Memory, inner, norm2
 from dsf.language.operator import I, Operator, diag, outer, turn
 from dsf.language.primitives import (
     N,
@@ -35,6 +37,7 @@ from dsf.language.primitives import (
     maximum,
     minimum,
     pair,
+    phi1,
     prev,
     quarter_turn,
     relu,
@@ -78,10 +81,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Discrete", "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "N", "Operator",
-    "P", "Packing", "Pair", "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System", "TraceError",
-    "Trajectory", "Value", "abs", "atan2", "bilinear", "compose", "cos", "diag", "dot", "elu1", "euler", "exp",
-    "exp_features", "expm1", "l2norm", "log", "log1p", "logsigmoid", "maximum", "minimum", "outer", "pair", "prev",
-    "quarter_turn", "ratio", "recurrence", "relu", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "sum_key",
+    "Discrete", "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "Memory", "N",
+    "Operator", "P", "Packing", "Pair", "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System",
+    "TraceError", "Trajectory", "Value", "abs", "atan2", "bilinear", "compose", "cos", "diag", "dot", "elu1", "euler",
+    "exp", "exp_features", "expm1", "inner", "l2norm", "learn", "log", "log1p", "logsigmoid", "maximum", "minimum",
+    "norm2", "outer", "pair", "phi1", "prev", "quarter_turn", "ratio", "recurrence", "relu", "rsqrt", "sigmoid",
+    "silu", "sin", "softplus", "sqrt", "sum_key",
     "sum_value", "tanh", "taylor_features", "turn", "where", "zoh",
 ]  # fmt: skip

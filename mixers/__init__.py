@@ -27,6 +27,7 @@ from dsf.mixers.delta_product import (
 )
 from dsf.mixers.deltanet import DeltaNet, deltanet
 from dsf.mixers.dss import DSS, dss
+from dsf.mixers.efla import EFLA, efla
 from dsf.mixers.fox import ForgettingAttention, fox
 from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_deltanet_log
 from dsf.mixers.gla import GLA, gla
@@ -129,6 +130,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(rg_lru, RGLRU),
     Entry(deltanet, DeltaNet),
     Entry(gated_deltanet, GatedDeltaNet),
+    Entry(efla, EFLA),
     Entry(longhorn, Longhorn),
     Entry(longhorn_exact, _variant(Longhorn, exact=True)),
     Entry(retnet, RetNet),
@@ -240,6 +242,7 @@ __all__ = [
     "DSS",
     "DeltaNet",
     "DeltaProduct",
+    "EFLA",
     "Entry",
     "GLA",
     "ForgettingAttention",
@@ -280,6 +283,7 @@ __all__ = [
     "delta_product",
     "delta_product_of",
     "deltanet",
+    "efla",
     "dss",
     "fox",
     "gated_delta_product",

@@ -37,6 +37,7 @@ class DeltaNet(Mixer):
 
     recurrence = deltanet
     blur: float | None = 0.3
+    key_length: float | None = 1.0  # to which keys are brought
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class DeltaNet(Mixer):
             raise InputError(f"{type(self).__name__}: n_key_heads ({keys}) must divide n_heads ({n_heads})")
         n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
         self.dims = (n_heads, n, p)
-        self.split, self.lengths = (keys, n, keys, n, n_heads, p), (n**-0.5, 1.0, None)
+        self.split, self.lengths = (keys, n, keys, n, n_heads, p), (n**-0.5, self.key_length, None)
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
         channels = 2 * keys * n + n_heads * p
         self.qkv_proj = nn.Linear(d_model, channels, bias=False)

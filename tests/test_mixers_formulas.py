@@ -98,6 +98,15 @@ def deltanet(q, k, v, beta):
         yield memory @ q[t]
 
 
+def efla(q, k, v, beta):
+    memory = zeros(v.shape[1], k.shape[1])
+    for t in range(len(q)):
+        length = k[t] @ k[t]
+        alpha = (1 - exp(-beta[t] * length)) / length
+        memory = memory - alpha * outer(memory @ k[t] - v[t], k[t])
+        yield memory @ q[t]
+
+
 def gated_deltanet(q, k, v, alpha, beta):
     memory = zeros(v.shape[1], k.shape[1])
     for t in range(len(q)):
@@ -226,6 +235,7 @@ FORMULAS = [
         rg_lru,
         deltanet,
         gated_deltanet,
+        efla,
         kda,
         longhorn,
         longhorn_exact,

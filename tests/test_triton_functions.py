@@ -24,6 +24,7 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, tuple[
     "rough_logsigmoid": (lambda x: -torch.logaddexp(-x, x.new_zeros(())), 2e-5, (-3e38, 4.0)),
     "expm1": (torch.expm1, 2e-6, (-3e38, 4.0)),
     "expm1_from_root": (torch.expm1, 3e-6, (-3e38, 4.0)),
+    "phi1": (lambda x: torch.where(x == 0, 1.0, torch.expm1(x) / torch.where(x == 0, 1.0, x)), 1e-6, (-3e38, 4.0)),
     "rsqrt": (torch.rsqrt, EXACT, (1e-37, 3e38)),
 }
 EDGES = {

@@ -64,7 +64,7 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
 
     The demands, in this order:
 
-    * domain: denominators and arguments of log, sqrt, rsqrt positive;
+    * domain: denominators and arguments of log, sqrt, rsqrt positive; those of phi1, which grows as exp, at most 0;
     * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0]);
     * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
       that is a factor of scale (DeltaNet's β) in [0, 2/R];
@@ -161,6 +161,8 @@ class _Inference:
                 self.positive(node.args[1])
             elif node.op in ("log", "sqrt", "rsqrt"):
                 self.positive(node.args[0])
+            elif node.op == "phi1":
+                self.demand(node.args[0], -INF, 0.0)
 
     def positive(self, x: Expr) -> None:
         """Demand x well above 0, unless it is above 0 as it is."""

@@ -23,8 +23,8 @@ KINDS = {
 }  # fmt: skip
 FUNCTIONS = (
     "I", "N", "System", "abs", "compose", "diag", "dot", "exp", "elu1", "expm1", "l2norm", "log1p", "logsigmoid",
-    "maximum", "minimum", "outer", "prev", "ratio", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "sum_key",
-    "tanh", "turn", "where",
+    "maximum", "minimum", "outer", "phi1", "prev", "ratio", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt",
+    "sum_key", "tanh", "turn", "where",
 )  # fmt: skip
 NAME = "fuzzed"
 

@@ -75,6 +75,11 @@ DELTAS = [
     "b * outer(k, k)",
     "sigmoid(b) * outer(l2norm(k), l2norm(k))",
 ]
+LEARNT = [
+    "softplus(b) / (1 + softplus(b) * dot(k, k))", "softplus(bv) / (1 + softplus(bv) * dot(k, k))",
+    "softplus(b) * phi1(-(softplus(b) * dot(k, k)))", "exp(ps) * phi1(-(exp(ps) * dot(k, k)))",
+    "softplus(b) / (1 + softplus(s) + softplus(b) * dot(k, k))",
+]  # fmt: skip
 CHANNELS = [
     "sigmoid(bv) * outer(k, k)",
     "sigmoid(b) * outer(k * sigmoid(bv), l)",
@@ -153,6 +158,16 @@ def _delta(pick: Pick) -> Declaration:
     return _single(pick, "delta", a, pick([f"k * ({tied} * v)", "k * (sigmoid(b) * v)", pick(WRITES)]))
 
 
+def _learnt(pick: Pick) -> Declaration:
+    """What dsf.learn makes of a square: strengths that fall with the length of the key, after any decay."""
+    strength = pick(LEARNT)
+    erase = "I - d * outer(k, k)"
+    a = pick([
+        erase, f"{pick(SCALAR)} * ({erase})", f"({erase}) @ diag({pick(KEYWISE)})",
+    ])  # fmt: skip
+    return _single(pick, "learnt", a, pick(["k * (d * v)", "k * (d * (v - x))", "k * v"]), lets=(("d", strength),))
+
+
 def _rank_one(pick: Pick) -> Declaration:
     decay, low = pick(RANK_ONE)
     sign = " - " if low.startswith("-") else " + "
@@ -207,13 +222,13 @@ def _turned(pick: Pick) -> Declaration:
 FAMILIES: dict[str, Callable[[Pick], Declaration]] = {
     "elementwise": _elementwise, "dense write": _dense_write, "decay": _decay, "value decay": _value_decay,
     "vector": _vector, "delta": _delta, "rank one": _rank_one, "micro-steps": _product, "normalised": _normalised,
-    "exponential gate": _exponential, "turned": _turned,
+    "exponential gate": _exponential, "turned": _turned, "learnt": _learnt,
 }  # fmt: skip
 # What run() deals from, in turn: half elementwise, where the kernels differ most from one declaration to the next.
 DECK = (
     "elementwise", "decay", "elementwise", "delta", "vector", "elementwise", "rank one", "value decay", "elementwise",
-    "micro-steps", "dense write", "delta", "elementwise", "normalised", "exponential gate", "elementwise", "decay",
-    "turned",
+    "micro-steps", "dense write", "learnt", "delta", "elementwise", "normalised", "exponential gate", "elementwise",
+    "decay", "turned",
 )  # fmt: skip
 # Wrong once: rows of a last block that no token fills, left unwritten. Every run tries it first.
 KNOWN = Declaration(

@@ -29,6 +29,13 @@ class OperatorBase:
 
     __slots__ = ()
 
+    def misplaced(self) -> str:
+        """What is said where it stands in an expression's place."""
+        return (
+            f"an operator on the Key axis (`{self}`) stands where an expression is needed; operators add, scale and "
+            "multiply with @, and are the A of a System"
+        )
+
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 _lock = threading.RLock()  # of _interned: a garbage collection while it is held may build expressions in this thread
@@ -189,10 +196,8 @@ class Expr:
 
 
 def _no_matmul(a: Any, b: Any) -> Any:
-    from dsf.language.operator import Operator  # `expression @ operator` is the operator's own affair
-
-    if isinstance(a, Operator) or isinstance(b, Operator):
-        return NotImplemented
+    if isinstance(a, OperatorBase) or isinstance(b, OperatorBase):
+        return NotImplemented  # the operator's own affair
     raise TraceError(
         f"({a}) @ ({b}): @ multiplies operators; of expressions, dot(a, b) is the inner product over the Key axis and "
         "k * v of a Key and a Value the outer one"
@@ -234,10 +239,7 @@ def as_expr(x: Any) -> Expr:
     if isinstance(x, int | float) and not math.isnan(x):
         return const(x)
     if isinstance(x, OperatorBase):
-        raise TraceError(
-            f"an operator on the Key axis (`{x}`) stands where an expression is needed; operators add, scale and "
-            "multiply with @, and are the A of a System"
-        )
+        raise TraceError(x.misplaced())
     raise TraceError(f"expected an expression or a number, got {type(x).__name__}: {x!r}")
 
 

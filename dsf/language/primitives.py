@@ -103,6 +103,11 @@ def silu(x: Like) -> Expr:
     return x * sigmoid(x)
 
 
+def phi1(x: Like) -> Expr:
+    """(e^x - 1) / x, and 1 at 0: the φ₁ of exponential integrators."""
+    return _call("phi1", x)
+
+
 def relu(x: Like) -> Expr:
     """max(x, 0); derivative 0 at 0."""
     x = as_expr(x)
@@ -343,6 +348,29 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, x.new_zeros(()))
 
 
+NEAR, TERMS = 0.3, 14  # |x| up to which phi1 is a series; its rest, and that of its derivative, is below 1e-15
+
+
+def _phi1(x: Tensor) -> Tensor:
+    """Without the cancellation of e^x - 1 near 0, nor that of its derivative."""
+    near = x.abs() < NEAR
+    small = torch.where(near, x, 0.0)  # far from 0 the series is left out, and must not overflow
+    series = torch.ones_like(x)
+    for term in range(TERMS, 1, -1):
+        series = 1 + small / term * series
+    return torch.where(near, series, torch.expm1(x) / torch.where(near, 1.0, x))
+
+
+def _grad_phi1(x: Expr, ct: Expr) -> Cotangents:
+    """φ₁ + (1 - φ₁) / x, near 0 the series Σ x^j / (j! (j + 2))."""
+    near = abs(x.args[0]) < NEAR
+    small = where(near, x.args[0], 0.0)
+    series: Expr = const(1 / (math.factorial(TERMS) * (TERMS + 2)))
+    for j in range(TERMS - 1, -1, -1):
+        series = series * small + 1 / (math.factorial(j) * (j + 2))
+    return (ct * where(near, series, x + (1 - x) / where(near, 1.0, x.args[0])),)
+
+
 def _taylor(x: Tensor, order: int) -> Tensor:
     """x [..., N, 1] -> [..., Σ N^p, 1]: monomials of each degree p, weighted 1/√p!."""
     flat = x.squeeze(-1)
@@ -363,6 +391,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "log": Primitive(torch.log, lambda x, ct: (ct / x.args[0],)),
     "log1p": Primitive(torch.log1p, lambda x, ct: (ct / (x.args[0] + 1.0),)),
     "expm1": Primitive(torch.expm1, lambda x, ct: (ct * (x + 1.0),)),
+    "phi1": Primitive(_phi1, _grad_phi1),
     "sqrt": Primitive(torch.sqrt, lambda x, ct: (ct * 0.5 / x,), _scaled_log(0.5)),
     "rsqrt": Primitive(torch.rsqrt, lambda x, ct: (ct * -0.5 * x * x * x,), _scaled_log(-0.5)),
     "sigmoid": Primitive(torch.sigmoid, lambda x, ct: (ct * x * (1.0 - x),), lambda x: logsigmoid(x.args[0])),

@@ -23,7 +23,7 @@ LOAD = {True: 4 * ENTRIES, False: 14}  # of a tensor a token, with and without a
 LAUNCH = 12  # what the kernel before the scan must spare it
 SUM = 48  # of a sum over the Key axis: where one is left, a scan cannot take one state entry after the other
 PRICES = dict.fromkeys(("div", "sqrt", "rsqrt", "exp", "log"), 8) | {"sigmoid": 16, "pow": 16, "size": 0}
-PRICES |= dict.fromkeys(("expm1", "log1p", "tanh", "softplus", "logsigmoid"), 30)
+PRICES |= dict.fromkeys(("expm1", "phi1", "log1p", "tanh", "softplus", "logsigmoid"), 30)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,14 @@ def expm1_of(x, root):
 
 
 @triton.jit
+def phi1(x):
+    """(e^x - 1) / x; a series where e^x would round x away."""
+    series = 0.008333334 + x * (0.001388889 + x * 0.00019841270)
+    series = 1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * series)))
+    return tl.where(tl.abs(x) < 0.3, series, (exp(x) - 1.0) / tl.where(tl.abs(x) < 0.3, 1.0, x))
+
+
+@triton.jit
 def sqrt(x):
     """Square root."""
     return tl.sqrt(x)

@@ -1,0 +1,240 @@
+"""`dsf.learn`: a System from a loss in its state and a rule that lowers it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, VALUE, Expr, as_expr, const
+from dsf.language.memory import Linear, Loss, Product, total
+from dsf.language.operator import I, Operator, as_operator, diag, outer, times
+from dsf.language.primitives import dot, exp, phi1
+from dsf.language.system import Rule, System
+
+RULES = ("hebb", "gradient", "implicit", "flow", "exact")
+By = Literal["hebb", "gradient", "implicit", "flow", "exact"]
+Squares = list[tuple[Expr, Expr, list[Product]]]  # key, weight times the rate, the weight's products
+
+
+def learn(
+    loss: Any,
+    by: By | str,
+    C: Any = None,
+    *,
+    rate: Any = 1,
+    decay: Any = None,
+    D: Any = 0,
+    read: Literal["after", "before"] = "after",
+    normalize: Rule | None = None,
+    drive: Any = None,
+    gauge: Any = None,
+) -> System:
+    """The System whose every token lowers a loss once, from the last state decayed: S' = decay S.
+
+    loss: a quadratic in a `Memory` S, with the gradient H S - R (docs/objective.md). by: how it is lowered,
+
+        hebb      S = S' + rate R, the gradient at S = 0
+        gradient  S = S' - rate (H S' - R)
+        implicit  the S of least loss + |S - S'|² / (2 rate): (1 + rate H)⁻¹ (S' + rate R), by Sherman-Morrison
+        flow      dS/ds = R - H S followed from S' for s from 0 to rate
+
+    ("exact", the least of all tokens' losses, is a solve at every read-out and no System: refused.) rate: a number or
+    an expression without a Key axis. decay: what A may be. C, D, read, normalize, drive, gauge: as in System.
+
+    Raises TraceError for a loss that is not a quadratic in S, with the term, and for a step that has no closed form.
+    """
+    _check(loss, by)
+    rate = as_expr(rate)
+    if KEY in rate.axes:
+        raise TraceError(
+            f"rate = {rate} has a Key axis; a step's rate is a Scalar or a Value. Rows of their own rates are another "
+            "metric: scale the key, or decay rows by decay="
+        )
+    step = _Step(loss, rate)
+    A, B = {"hebb": step.hebb, "gradient": step.gradient, "implicit": step.implicit, "flow": step.flow}[by]()
+    if decay is not None:
+        A = _after(A, as_operator(decay))
+    return System(A=A, B=B, C=C, D=D, read=read, normalize=normalize, drive=drive, gauge=gauge)
+
+
+def _check(loss: Any, by: Any) -> None:
+    if by not in RULES:
+        raise TraceError(f"by={by!r}: a loss is lowered by {', '.join(RULES)}")
+    if isinstance(loss, Linear):
+        raise TraceError(f"the loss `{loss}` is a vector; write norm2({loss}), or inner({loss}, v) with some v")
+    if not isinstance(loss, Loss):
+        raise TraceError(
+            f"the loss `{loss}` does not depend on S: write it with S = dsf.Memory(), as norm2(S.T @ k - v)"
+        )
+    if by == "exact":
+        raise TraceError(
+            "by='exact': the S of least loss over all tokens so far is a solve with the sum of their Hessians at every "
+            "read-out (MesaNet), a second state that C would have to read, and a System's C reads none; by='implicit' "
+            "solves one token's loss exactly"
+        )
+
+
+class _Step:
+    """One step's A, before the decay, and B."""
+
+    def __init__(self, loss: Loss, rate: Expr) -> None:
+        self.loss, self.rate = loss, rate
+        found: dict[Expr, list[Product]] = {}
+        for key, weight in loss.squares:
+            found.setdefault(key, []).append(weight)
+        self.squares: Squares = []
+        for key, weights in found.items():
+            whole = total(weights)
+            if whole is not const(0):
+                self.squares.append((key, times(rate, whole), _merged(weights)))
+        self.ridge = total(loss.ridge)
+
+    @property
+    def shrink(self) -> Expr:
+        """rate · ridge."""
+        return times(self.rate, self.ridge)
+
+    def writes(self, strength: Expr, along: Expr | None = None, weights: list[Product] | None = None) -> Expr:
+        """rate R as an expression.
+
+        along, weights: of the loss's one square; what is written at that key has the square's own strength in place of
+        the rate times its weight, so that a correction is seen to erase what is written.
+        """
+        whole = const(0)
+        for key, products in self._by_key().items():
+            value = total(products)
+            if key is along and weights is not None and len(weights) == 1:
+                own = [p.over(weights[0]) for p in products]
+                if all(p is not None for p in own):
+                    whole = whole + key * times(strength, total(cast(list[Product], own)))
+                    continue
+            whole = whole + _at(key, times(self.rate, value))
+        return whole
+
+    def _by_key(self) -> dict[Expr, list[Product]]:
+        found: dict[Expr, list[Product]] = {}
+        for w in self.loss.writes:
+            found.setdefault(w.key, []).append(w.value)
+        return found
+
+    def hebb(self) -> tuple[Operator, Expr]:
+        """The gradient at S = 0."""
+        return I, self.writes(self.rate)
+
+    def gradient(self) -> tuple[Operator, Expr]:
+        """One explicit step."""
+        a = I if self.ridge is const(0) else diag(1 - self.shrink)
+        for key, strength, _ in self.squares:
+            a = a - _scaled(strength, outer(key, key))
+        if len(self.squares) == 1:
+            key, strength, weights = self.squares[0]
+            return a, self.writes(strength, key, weights)
+        return a, self.writes(self.rate)
+
+    def implicit(self) -> tuple[Operator, Expr]:
+        """(m + Σ g k kᵀ)⁻¹ with m = 1 + rate · ridge, one square after the other by Sherman and Morrison."""
+        m = 1 + self.shrink
+        if self.squares and m.axes >= {KEY, VALUE}:
+            raise TraceError(
+                f"by='implicit': `{m}` differs by entry of S, and `{self.loss}` also has squares of S.T @ "
+                f"{self.squares[0][0]}; no rank-one solve holds both, give the first a Key or a Value axis alone"
+            )
+        if len(self.squares) == 1 and KEY not in m.axes:
+            key, g, weights = self.squares[0]
+            strength = g / (m + g * dot(key, key))
+            a = I - _scaled(strength, outer(key, key))
+            rest = [k for k in self._by_key() if k is not key]
+            if not rest and len(weights) == 1 and all(w.value.over(weights[0]) for w in self.loss.writes):
+                return _scaled(1 / m, a), self.writes(strength, key, weights)
+        inverse = _Inverse(m)
+        for key, g, _ in self.squares:
+            inverse.add(key, g)
+        b = const(0)
+        for key, products in self._by_key().items():
+            b = b + inverse(key) * times(self.rate, total(products))
+        return inverse.operator, b
+
+    def flow(self) -> tuple[Operator, Expr]:
+        """exp(-rate H), and its integral over the way there."""
+        shrink = self.shrink
+        if not self.squares:
+            if self.ridge is const(0):
+                return I, self.writes(self.rate)
+            b = const(0)
+            for key, products in self._by_key().items():
+                b = b + _at(key, times(self.rate, total(products)) * phi1(-shrink))
+            return diag(exp(-shrink)), b
+        key, g, weights = self.squares[0]
+        others = [k for k in (*(k for k, _, _ in self.squares), *self._by_key()) if k is not key]
+        if others or KEY in shrink.axes:
+            second = f"S.T @ {others[0]}" if others else f"`{self.ridge}` on the rows of S"
+            raise TraceError(
+                f"by='flow': the flow of `{self.loss}` along {key} and along {second} together has no closed form; "
+                "take them one after the other, dsf.compose(dsf.learn(...), dsf.learn(...)), or by='implicit'"
+            )
+        turned = g * dot(key, key)
+        a = I - _scaled(g * phi1(-turned), outer(key, key))
+        if self.ridge is const(0):
+            return a, self.writes(g * phi1(-turned), key, weights)
+        return _scaled(exp(-shrink), a), self._by_flow(key, phi1(-(shrink + turned)))
+
+    def _by_flow(self, key: Expr, share: Expr) -> Expr:
+        return key * (times(self.rate, total(self._by_key().get(key, []))) * share)
+
+
+class _Inverse:
+    """(m + Σ g k kᵀ)⁻¹ = 1/m - Σ s u uᵀ, on Key vectors and as an operator."""
+
+    def __init__(self, m: Expr) -> None:
+        self.m = m
+        self.terms: list[tuple[Expr, Expr]] = []
+
+    def __call__(self, x: Expr) -> Expr:
+        found = x if self.m is const(1) else x / self.m
+        for s, u in self.terms:
+            found = found - s * dot(u, x) * u
+        return found
+
+    def add(self, key: Expr, g: Expr) -> None:
+        """One more square."""
+        if VALUE in self.m.axes or any(VALUE in s.axes for s, _ in self.terms):
+            raise TraceError(
+                f"by='implicit': channels of S differ, so that {key} would be solved for with a vector a channel; give "
+                "weights of several squares no Value axis"
+            )
+        u = self(key)
+        self.terms.append((g / (1 + g * dot(key, u)), u))
+
+    @property
+    def operator(self) -> Operator:
+        """As A holds it."""
+        found = I if self.m is const(1) else diag(1 / self.m)
+        for s, u in self.terms:
+            found = found - _scaled(s, outer(u, u))
+        return found
+
+
+def _merged(weights: list[Product]) -> list[Product]:
+    """Products of the same factors as one."""
+    found: dict[tuple[Expr, ...], float] = {}
+    for w in weights:
+        found[w.factors] = found.get(w.factors, 0.0) + w.number
+    return [Product(number, factors) for factors, number in found.items() if number]
+
+
+def _at(key: Expr, value: Expr) -> Expr:
+    """What is written: key ⊗ value."""
+    return value if key is const(1) else key * value
+
+
+def _scaled(factor: Expr, a: Operator) -> Operator:
+    return a if factor is const(1) else factor * a
+
+
+def _after(a: Operator, decay: Operator) -> Operator:
+    """a of the decayed state, as a user would write it."""
+    if a is I:
+        return decay
+    if decay.kind == "diag" and KEY not in decay.exprs[0].axes:
+        return decay.exprs[0] * a
+    return a @ decay
