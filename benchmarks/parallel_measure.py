@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gpu_compile import tune_quickly
 
-from dsf.parallel import Link, Sequence, Simulated
+from dsf.parallel import Link, Sequence, Simulated, fused
 from dsf.parallel.collectives import Gather
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import AllGather, _frame, _payload
@@ -271,21 +271,38 @@ class Silent(Sequence):
 
 
 def pieces(recurrence, given, cp, clock):
-    """Milliseconds of F, M (which two ranks do not need), the exchange of maps, the fold and C, each alone."""
-    bound = recurrence._calls.prepare(recurrence.spec, (), given, None, "auto", "auto")[0]
-    rank = Rank(cp.rank, cp.layout, summary_of(recurrence, bound, "auto", "auto"), None, None)
-    tokens, found = bound.sizes.tokens, {}
+    """Milliseconds of F, what M adds (which two ranks do not need), the exchange of maps, the fold and C, each alone.
+
+    Where the kernels have a call's passes (fused) also of the pass after the exchange, without gradients.
+    """
+    bound, plan = recurrence._calls.prepare(recurrence.spec, (), given, None, "auto", "auto")
+    summary = summary_of(recurrence, bound, "auto", "auto")
+    found = {"fused": fused.fits(recurrence.spec, bound, plan)}
+    rank = Rank(cp.rank, cp.layout, summary, None, None)
+    if found["fused"]:
+        rank = fused.rank_of(cp.rank, cp.layout, summary, None)
+    dy = torch.ones(*next(iter(bound.tensors.values())).shape[:2], bound.sizes.heads, bound.sizes.p)
+    dy = dy.to(bound.device, bound.dtype)
     with torch.no_grad():
-        found["F"] = clock(lambda: rank.summary.written(0, tokens, None))[0]
-        found["M"] = clock(lambda: rank.summary.move(0, tokens))[0]
+        start = rank.empty()
+        if found["fused"]:
+            shard = rank.shard
+            found["F"] = clock(lambda: shard.summary(None, False))[0]
+            found["M"] = max(0.0, clock(lambda: shard.summary(None, True))[0] - found["F"])
+            held = shard.summary(None, False)[2]
+            found["main"] = clock(lambda: shard.forward(start, False, held))[0]
+            _, _, saved = shard.forward(start, True, held)
+            found["C"] = clock(lambda: shard.adjoint(dy, None, start, saved, held))[0]
+        else:
+            tokens = bound.sizes.tokens
+            found["F"] = clock(lambda: rank.summary.written(0, tokens, None))[0]
+            found["M"] = clock(lambda: rank.summary.move(0, tokens))[0]
         x = _payload(rank, _frame(rank))
         found["exchange"] = clock(lambda: cp.run([told(x)]))[0]
         (rows,) = cp.run([told(x)])
         found["fold"] = clock(lambda: AllGather._fold(rank).forward(rows))[0]
-        rank.starts = [rank.empty()]
-        dy = torch.ones(*next(iter(bound.tensors.values())).shape[:2], bound.sizes.heads, bound.sizes.p)
-        dy = dy.to(bound.device, bound.dtype)
-    found["C"] = clock(lambda: rank.summary.adjoint(0, tokens, rank.empty(), dy, None))[0]
+    if not found["fused"]:
+        found["C"] = clock(lambda: rank.summary.adjoint(0, tokens, start, dy, None))[0]
     return found
 
 

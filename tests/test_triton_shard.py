@@ -135,3 +135,13 @@ def test_what_is_summed_up_before_changes_no_bit(monkeypatch):
         plain, end = recurrence(**given, initial_state=state, return_state=True, backend="triton")
         assert held and torch.equal(y, plain) and torch.equal(final, end)
         torch.testing.assert_close(last, end, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "mlstm", "rwkv7", "s6"])
+def test_third_calls_are_played_on_other_numbers(name, monkeypatch, counted):
+    cut_time(monkeypatch, 2)
+    recurrence, world = get(name).recurrence, Simulated(2, exchange="gather")
+    given = draw(recurrence, 70)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    for turn in range(3):
+        compare(recurrence, {n: x.roll(turn, 1) if n in timed else x for n, x in given.items()}, None, world, counted)
