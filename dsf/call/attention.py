@@ -22,8 +22,10 @@ from dsf.language.errors import FormError
 from dsf.language.expr import KEY, Expr, const, inputs_of
 from dsf.language.operator import split_scale
 from dsf.language.spec import Spec
+from dsf.language.system import DEN, NUM
 from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import apply_rule
+from dsf.triton.attention import attend
 
 Timed = Mapping[str, Tensor]
 FORMS = {"recurrent": scores.stepwise, "chunk": scores.blocks, "kernel": scores.dense}
@@ -40,12 +42,12 @@ def run_attention(
         return y.to(bound.compute), KVCache(*final[:3], *kept)
     timed = timed_inputs(spec, bound)
     if bounds is None:
-        return _run(spec, bound, timed, cache, None, plan.form)
+        return _run(spec, bound, timed, cache, None, plan)
     outputs, caches = [], []
     batches = packing.batches(bounds, bound.device)
     for batch in batches:
         start = None if cache is None else cache.rows(batch.chosen)
-        y, final = _run(spec, bound, batch.take(timed), start, batch.counts, plan.form)
+        y, final = _run(spec, bound, batch.take(timed), start, batch.counts, plan)
         outputs.append((batch, y))
         caches.append(final)
     rest = _untouched(spec, bound, cache, batches[0].without)
@@ -99,15 +101,35 @@ def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
     (term,) = row.terms
     gate, core = (const(1), spec.readout) if spec.is_softmax else spec.gated_read
     query, key = (core.args[0], term.key.args[0]) if spec.is_softmax else (core, term.key)
-    (k_heads, v_heads), (b_heads, a_heads) = cached_heads(spec, sizes)
+    k_heads, v_heads = cached_heads(spec, sizes)[0]
 
     def layout(x: Tensor, width: int, fewer: int) -> Tensor:
         return x.expand(batch, tokens, heads, width)[:, :, :: heads // fewer].transpose(1, 2)
 
+    n = key_width(spec, bound.sizes)
+    log, gain, angle = rates(spec, bound, values, batch, tokens)
+    skip = None if spec.system.D is const(0) else values(spec.system.D).squeeze(-2)
+    return Operands(
+        layout(values(query).squeeze(-1), n, heads), layout(values(key).squeeze(-1), n, k_heads),
+        layout(values(term.value).squeeze(-2), sizes.p, v_heads), log, gain, angle,
+        None if gate is const(1) else values(gate).squeeze(-2), skip, values,
+    )  # fmt: skip
+
+
+def rates(
+    spec: Spec, bound: Bound, values: Evaluator, batch: int, tokens: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """log, gain and angle of Operands."""
+    (row,) = spec.rows
+    (term,) = row.terms
+    sizes, (b_heads, a_heads) = bound.sizes, cached_heads(spec, bound.sizes)[1]
+
+    def layout(x: Tensor, width: int, fewer: int) -> Tensor:
+        return x.expand(batch, tokens, sizes.heads, width)[:, :, :: sizes.heads // fewer].transpose(1, 2)
+
     def number(x: Expr) -> Tensor:
         return layout(values(x).squeeze(-1), 1, b_heads).squeeze(-1).double()
 
-    n = key_width(spec, bound.sizes)
     log = gain = angle = None
     if b_heads:
         assert spec.log_decays is not None
@@ -117,12 +139,7 @@ def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
         found = values(row.normal.angle).squeeze(-1)
         found = found[..., ::2] if KEY in row.normal.angle.axes else found
         angle = layout(found, angle_width(spec, sizes), a_heads)
-    skip = None if spec.system.D is const(0) else values(spec.system.D).squeeze(-2)
-    return Operands(
-        layout(values(query).squeeze(-1), n, heads), layout(values(key).squeeze(-1), n, k_heads),
-        layout(values(term.value).squeeze(-2), sizes.p, v_heads), log, gain, angle,
-        None if gate is const(1) else values(gate).squeeze(-2), skip, values,
-    )  # fmt: skip
+    return log, gain, angle
 
 
 @dataclass(frozen=True)
@@ -153,9 +170,11 @@ def summed(x: Operands, cache: KVCache | None) -> Summed:
 
 
 def _run(
-    spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, counts: Tensor | None, form: str
+    spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, counts: Tensor | None, plan: Plan
 ) -> tuple[Tensor, KVCache]:
-    window = spec.system.window
+    window, form = spec.system.window, plan.form
+    if plan.backend == "triton" and cache is None:
+        return _on_triton(spec, bound, timed, counts)
     decoded = form == "recurrent" and cache is not None and counts is None and bound.sizes.tokens == 1
     if decoded and spec.is_plain_softmax and not torch.is_grad_enabled():
         form = "chunk"  # of one token the same sums, and torch's attention reads the cache once
@@ -177,6 +196,33 @@ def _run(
     else:
         read = FORMS[form](scores_of(spec, x, s, cache))
     return finish(spec, x, read), _extended(cache, s, x.v, counts, window).to(bound.dtype)
+
+
+def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None) -> tuple[Tensor, KVCache]:
+    """Exponential features with a bias, a window or a rule of its own, from no state: the attention kernels.
+
+    Only what is no bare input is evaluated: queries, keys and values of half precision reach the kernel as they came.
+    """
+    a, k, v, scale = fused_operands(spec, bound, timed)
+    (row,), wide = spec.rows, bound.compute
+    exprs = [row.normal.angle, *(spec.log_decays or ()), *([] if spec.rule is None else [spec.rule])]
+    names = {i.attrs[0] for i in inputs_of(*exprs)}
+    few = replace(spec, inputs=tuple(i for i in spec.inputs if i.name in names))
+    env = environment(few, bound, timed) or {spec.readout: torch.zeros((), dtype=wide, device=bound.device)}
+    values = Evaluator(env, bound.sizes.keys, bound.sizes.p)
+    log, _, angle = rates(spec, bound, values, a.shape[0], a.shape[2])
+    if angle is not None:
+        a, k = a.to(wide), k.to(wide)
+    x = Operands(a, k, v, log, None, angle, None, None, values)
+    s = summed(x, None)
+    a, k = s.a.to(bound.dtype), s.k.to(bound.dtype)
+    y, lse = attend(a, k, v, s.late, scale, spec.system.window)
+    final = _extended(None, replace(s, a=s.a.to(wide), k=k), v, _counts(counts, a), spec.system.window)
+    if spec.rule is NUM / DEN:
+        return y.transpose(1, 2), final
+    m = lse.detach().clamp(min=FLOOR)
+    total = (lse - m).exp()
+    return finish(spec, x, Read(y.to(wide) * total.unsqueeze(-1), total, m)), final
 
 
 def _counts(counts: Tensor | None, a: Tensor) -> Tensor:

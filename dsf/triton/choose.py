@@ -10,6 +10,7 @@ from torch import Tensor
 from dsf.call.bind import Bound, Sizes
 from dsf.language.expr import VALUE
 from dsf.language.spec import Spec
+from dsf.triton import attention as gpu_attention
 from dsf.triton import chunk as gpu_matrix
 from dsf.triton import scan as gpu_scan
 from dsf.triton import support
@@ -27,6 +28,10 @@ def refusal(
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if spec.mixes_pairs:
         return "turns whose decay differs within a pair run on torch only"
+    if spec.is_attention:
+        if form not in ("auto", "chunk"):
+            return f"the {form} form of {spec.structure} runs on torch only"
+        return gpu_attention.refusal(spec, sizes, dtype)
     if steps(spec, sizes, dtype, form, grad):
         return None
     if form not in ("auto", *forms_of(spec)):
@@ -66,6 +71,8 @@ def kernel_of(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device, one_step: bool = False
 ) -> tuple[str, int]:
     """Name of the kernel, with its tiles, and its chunk length in tokens."""
+    if spec.is_attention:
+        return gpu_attention.kernel_of(sizes, dtype)
     if one_step:
         return gpu_matrix.step_kernel_of(spec, sizes), 0
     return (
@@ -74,7 +81,9 @@ def kernel_of(
 
 
 def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
-    """The source printed for this spec and inputs of a dtype."""
+    """The source printed for this spec and inputs of a dtype; none for attention, whose kernels have no holes."""
+    if spec.is_attention:
+        return ""
     if one_step:
         return gpu_matrix.step_of(spec)[0].text
     return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
@@ -87,7 +96,7 @@ def packs(spec: Spec) -> bool:
 
 def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
     """True where packed sequences are found on the GPU alone: the chunk kernels take a tensor of boundaries."""
-    return not is_scan(spec) and gpu_matrix.refusal(spec, sizes, dtype) is None
+    return not (spec.is_attention or is_scan(spec)) and gpu_matrix.refusal(spec, sizes, dtype) is None
 
 
 def packs_hidden(spec: Spec, form: str) -> bool:

@@ -1,0 +1,104 @@
+"""The operator `dsf::attention` and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.triton.attention.kernel import attention_columns, attention_forward, attention_rows
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.operators import LIBRARY, operator
+
+WAY_OUT = "the attention kernels; ask for form='recurrent' or 'kernel', which have them"
+
+
+def tiles(n: int, p: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
+    """Rows and columns of a tile, warps and stages. float32 products are not on tensor cores and need small tiles."""
+    wide, large = dtype == torch.float32, max(n, p) > 128
+    rows = 32 if wide or (large and backward) else 64 if backward or large else 128
+    columns = 32 if wide or large else 64
+    warps = 4 if wide or rows < 128 or max(n, p) <= 64 else 8
+    return {"R": rows, "C": columns, "num_warps": warps, "num_stages": 1 if wide else 2}
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _options(q: Tensor, v: Tensor, biased: bool, window: int, backward: bool) -> dict[str, Any]:
+    n, p = q.shape[3], v.shape[3]
+    fixed = {"WINDOW": window, "BIASED": biased, "D": _padded(n), "E": _padded(p)}
+    return {**fixed, **tiles(n, p, q.dtype, backward)}
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """T, H, HK, HV, N, P."""
+    return q.shape[1], q.shape[2], k.shape[2], v.shape[2], q.shape[3], v.shape[3]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, P] in the dtype of v and lse [B, H, T] in float32.
+
+    q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. c: [B, H, 2, T] float32, two parts of a
+    number whose difference between query and key is added to their score, or None. scale: of scores. window: the last
+    tokens that are seen, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores.
+    """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    batch, tokens, heads, _ = q.shape
+    y = v.new_empty(batch, tokens, heads, v.shape[3])
+    lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
+    options = _options(q, v, c is not None, window, False)
+    bias = lse if c is None else c.contiguous()
+    grid = (batch * heads, -(-tokens // options["R"]))
+    launch(attention_forward, grid, q, k, v, bias, y, lse, scale, *_sizes(q, k, v), **options)
+    return y, lse
+
+
+def _adjoint(
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor, scale: float,
+    window: int,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k, v, and of the first part of c, [B, H, T], where there is one."""
+    batch, tokens, heads, _ = q.shape
+    delta = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - dlse).contiguous()
+    q, k, v, dy = q.contiguous(), k.contiguous(), v.contiguous(), dy.contiguous()
+    alone = k.shape[2] == heads == v.shape[2]  # else every head's share, to be added in float32
+    dq = q.new_empty(q.shape)
+    dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
+    dc = lse.new_empty(batch, heads, tokens)
+    bias = lse if c is None else c.contiguous()
+    options, sizes = _options(q, v, c is not None, window, True), _sizes(q, k, v)
+    grid = (batch * heads, -(-tokens // options["R"]))
+    launch(attention_rows, grid, q, k, v, bias, dy, lse, delta, dq, dc, scale, *sizes, **options)
+    grid = (batch * heads, -(-tokens // options["C"]))
+    launch(attention_columns, grid, q, k, v, bias, dy, lse, delta, dk, dv, dc, scale, *sizes, **options)
+    if not alone:
+        dk, dv = (g.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype) for g, x in ((dk, k), (dv, v)))
+    return [dq, dk, dv] if c is None else [dq, dk, dv, dc]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, c, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, c, *output)
+
+
+def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_second_order(WAY_OUT)
+    q, k, v, c, y, lse = ctx.saved_tensors
+    dy = torch.zeros_like(y) if dy is None else dy
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    dq, dk, dv, *dc = attention_adjoint(q, k, v, c, y, lse, dy, dlse, ctx.scale, ctx.window)
+    both = torch.stack([dc[0], torch.zeros_like(dc[0])], dim=2) if dc else None
+    return dq, dk, dv, both, None, None
+
+
+_GIVEN = "Tensor q, Tensor k, Tensor v, Tensor? c"
+attention = operator(f"attention({_GIVEN}, float scale, int window) -> (Tensor, Tensor)", _forward)
+attention_adjoint = operator(
+    f"attention_adjoint({_GIVEN}, Tensor y, Tensor lse, Tensor dy, Tensor dlse, float scale, int window) -> Tensor[]",
+    _adjoint,
+)
+torch.library.register_autograd("dsf::attention", _backward, setup_context=_setup, lib=LIBRARY)

@@ -1,0 +1,77 @@
+"""The attention kernels in Triton's interpreter: gradients against float64, biases, windows, groups, sinks, packing."""
+
+import pytest
+import torch
+from interpreted import interpreted
+from test_attention_bias import alibi, drawn, everything, forgetting, linear, rotary, sinking, sliding
+
+import dsf
+
+pytestmark = interpreted
+BLOCK = 16
+
+
+def judged(got, exact, limit):
+    """Largest error of a block of tokens of a head, over the norm of the typical one."""
+    got, exact = got.detach(), exact.detach()
+    error = (got.double() - exact).flatten(3) if exact.dim() > 3 else (got.double() - exact).unsqueeze(-1)
+    size = exact.flatten(3) if exact.dim() > 3 else exact.unsqueeze(-1)
+    if exact.dim() < 3:
+        assert error.norm() <= limit * size.norm()
+        return
+    blocks = error.split(BLOCK, 1)
+    typical = size.square().mean(dim=(1, 3), keepdim=True).sqrt()
+    assert max(float((b.square().mean(dim=(1, 3), keepdim=True).sqrt() / typical).max()) for b in blocks) <= limit
+
+
+@pytest.mark.parametrize("recurrence", [everything, forgetting, alibi, sliding, sinking], ids=lambda r: r.name)
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.float16, 1e-2)])
+@pytest.mark.parametrize("T, N, P", [(70, 4, 3), (37, 16, 20)])
+def test_kernels_are_the_definition(recurrence, dtype, limit, T, N, P):
+    x = {n: z.to(dtype) for n, z in drawn(recurrence, T, H=4, N=N, P=P).items()}
+    x["k"], x["v"] = torch.randn(2, T, 2, N).to(dtype), torch.randn(2, T, 4, P).to(dtype)
+    dy = torch.randn(2, T, 4, P).to(dtype)
+    found = {}
+    for backend in ("triton", "torch"):
+        wide = torch.float64 if backend == "torch" else dtype
+        leaves = {n: z.to(wide).requires_grad_() for n, z in x.items()}
+        y, cache = recurrence(**leaves, backend=backend, return_state=True)
+        assert y.dtype == wide
+        grads = torch.autograd.grad(y, list(leaves.values()), dy.to(wide))
+        found[backend] = [y, *grads, cache]
+    for got, exact in zip(found["triton"][:-1], found["torch"][:-1], strict=True):
+        judged(got, exact, limit)
+    for got, exact in zip(found["triton"][-1], found["torch"][-1], strict=True):
+        assert (got is None) == (exact is None)
+        if got is not None:
+            torch.testing.assert_close(got.double(), exact.double(), rtol=limit, atol=limit)
+
+
+def test_packed_sequences_and_third_calls():
+    x = {n: z.float() for n, z in drawn(everything, 60, B=1).items()}
+    bounds = torch.tensor([0, 17, 17, 60])
+    y = everything(**x, cu_seqlens=bounds, backend="triton")
+    torch.testing.assert_close(y, everything(**x, cu_seqlens=bounds, backend="torch"), rtol=1e-4, atol=1e-5)
+    runs = [everything(**x, backend="triton") for _ in range(3)]
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+
+
+def test_the_bias_keeps_its_digits():
+    x = {n: z.float() for n, z in drawn(forgetting, 700, B=1, H=1).items()}
+    x["f"] = x["f"] * 10
+    y, exact = forgetting(**x, backend="triton"), forgetting(**{n: z.double() for n, z in x.items()})
+    torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-6)
+
+
+def test_plans_and_refusals():
+    plan = everything.plan(T=100, N=64, P=64, dtype=torch.bfloat16, backend="triton")
+    assert plan.form == "chunk" and plan.kernel.startswith("attention by tiles")
+    for recurrence, sizes, message in [
+        (linear, {}, "backend='triton' was asked for, but the attention kernels take exponential features"),
+        (rotary, {}, "plain softmax attention is torch's fused attention"),
+        (forgetting, {"dtype": torch.float64}, "the inputs are float64"),
+        (forgetting, {"N": 512}, "N and P up to 256, got N = 512"),
+        (forgetting, {"form": "kernel"}, "the kernel form of .* runs on torch only"),
+    ]:
+        with pytest.raises(dsf.FormError, match=message):
+            recurrence.plan(T=100, backend="triton", **sizes)
