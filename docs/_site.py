@@ -19,7 +19,7 @@ def fields_as_lists(text: str) -> str:
     """A docstring's fields as list items, and what it returns and raises as paragraphs of its own."""
     lines: list[str] = []
     in_list = False
-    for line in re.sub(r"\((\*+)(?=\w)", lambda stars: "(" + stars[1].replace("*", "\\*"), text).splitlines():
+    for line in escaped(text).splitlines():
         field = FIELD.match(line)
         if SENTENCE.match(line) or (in_list and line and not field and not line.startswith(" ")):
             lines.append("")
@@ -32,6 +32,13 @@ def fields_as_lists(text: str) -> str:
             lines.append(f"    {line.strip()}" if in_list and line else line)
             in_list = in_list and bool(line)
     return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """A docstring whose shapes [B, T] are no links and whose *arguments are no emphasis; `code` stays as it is."""
+    parts = re.split(r"(`+[^`]*`+)", text)
+    parts[::2] = [re.sub(r"\[|(?<=\()\*+(?=\w)", lambda m: "".join("\\" + c for c in m[0]), p) for p in parts[::2]]
+    return "".join(parts)
 
 
 try:
@@ -47,6 +54,15 @@ else:
             """Rewrite the docstring in place."""
             if obj.docstring is not None:
                 obj.docstring.value = fields_as_lists(obj.docstring.value)
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that nobody gave a place in mkdocs.yml behind the others, so that a new page is one file."""
+    placed = set(re.findall(r"[\w/-]+\.md", repr(config.nav)))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    if left := sorted(pages - placed):
+        config.nav.append({"More": left})
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -66,20 +82,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def all_of(module: str, kind: str) -> str:
-    """A reference to each name of a module's __all__: of kind "classes" the classes, else what is no class."""
+    """A reference to each name of a module's __all__ that no page lists: its "classes", the others, or the "rest"."""
     room = importlib.import_module(module)
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", pages, re.MULTILINE))
     found = [
         name
-        for name in sorted(room.__all__)
-        if name not in HAND.get(module, ()) and isinstance(getattr(room, name), type) == (kind == "classes")
+        for name in sorted(set(room.__all__) - listed)
+        if kind == "rest" or isinstance(getattr(room, name), type) == (kind == "classes")
     ]
     return "\n\n".join(f"::: {module}.{name}" for name in found)
-
-
-# Names that a page lists itself, in an order of meaning.
-HAND = {
-    "dsf.mixers": (
-        "Mixer", "MixerState", "Layer", "Entry", "ZOO", "get", "canonical", "layer_for", "parameter_groups",
-        "shard_rates",
-    ),
-}  # fmt: skip
