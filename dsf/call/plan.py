@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from dsf.call.bind import Sizes, cached_heads, key_width
+from dsf.call.launches import Planned
 from dsf.language.errors import FormError
 from dsf.language.expr import KEY, VALUE
 from dsf.language.invariant import invariant, is_invariant
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
+
+if TYPE_CHECKING:
+    from dsf.kernels.triton.schedule import Schedule
 
 FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")  # of every finite state
 CONVOLUTION = "convolution"  # of time-invariant ones besides
@@ -38,6 +44,7 @@ class Plan:
     a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one forward call. bytes:
     inputs read and outputs written once. reason: the choice in a sentence. source: the code generated for it, or empty.
     one_step: whether that is the decode kernel. exchange: what ranks that share the tokens tell each other, or empty.
+    call: on the Triton backend, what `schedules` are of.
     """
 
     recurrence: str
@@ -55,6 +62,15 @@ class Plan:
     source: str = ""
     one_step: bool = False
     exchange: str = ""
+    call: Planned | None = field(default=None, repr=False, compare=False)
+
+    def schedules(self, gradients: bool = False) -> tuple[Schedule, ...]:
+        """What the call allocates, asks of torch and launches, one printable schedule for each operator that it runs.
+
+        gradients: of the call whose gradients are taken, and of its backward pass. Empty where the torch backend runs,
+        for decode steps, and with reverse or parallel. Of a GPU that is not there: as on an H200.
+        """
+        return () if self.call is None else self.call.schedules(gradients)
 
     def __str__(self) -> str:
         rows = [
@@ -68,6 +84,10 @@ class Plan:
             ("state", f"{list(self.state_shape)}, {self.state_bytes:,} bytes"),
             ("work", f"{self.flops:,} flops, {self.bytes:,} bytes in and out"),
         ]
+        if self.call is not None:
+            kernels = Counter(x.kernel.__name__ for made in self.schedules() for x in made.launches)
+            text = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in kernels.items())
+            rows.append(("launches", text))
         if self.exchange:
             rows.append(("ranks", self.exchange))
         return f"{self.recurrence}\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows)

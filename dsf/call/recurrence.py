@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,6 +14,7 @@ from dsf.call.attention import run_attention
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.frame import run_framed
+from dsf.call.launches import Planned
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
 from dsf.call.run import run, run_packed
@@ -329,7 +330,7 @@ class Recurrence:
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
             plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
-            return self._planned(plan, bound.sizes, bound.dtype, parallel, reverse)
+            return self._planned(plan, bound.sizes, bound.dtype, parallel, reverse, bound.tensors, form, bound.device)
         for name, size in numbers.items():
             if not isinstance(size, int) or size < 1:
                 given = size if isinstance(size, int) else type(size).__name__
@@ -337,10 +338,20 @@ class Recurrence:
         keys = N if self.spec.has_key else 1
         sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
         plan = make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
-        return self._planned(plan, sizes, dtype, parallel, reverse)
+        lengths = {"B": B, "T": T, "H": H, "N": N, "N/2": N // 2, "P": P}
+        tensors = {}
+        for i in self.spec.inputs:
+            shape = [lengths.get(a, i.kind.steps or 1) for a in i.kind.layout()]
+            tensors[i.name] = torch.empty(shape, dtype=dtype, device="meta")
+        return self._planned(plan, sizes, dtype, parallel, reverse, tensors, form, torch.device(device))
 
-    def _planned(self, plan: Plan, sizes: Sizes, dtype: torch.dtype, parallel: World | None, reverse: bool) -> Plan:
+    def _planned(
+        self, plan: Plan, sizes: Sizes, dtype: torch.dtype, parallel: World | None, reverse: bool,
+        tensors: Mapping[str, Tensor], form: str, device: torch.device,
+    ) -> Plan:  # fmt: skip
         """A plan with what options of the call add to it."""
+        if plan.backend == "triton" and not (plan.one_step or reverse or parallel):
+            plan = replace(plan, call=Planned.of(self.spec, tensors, form, device))
         if reverse:
             plan = backwards.planned(self.spec, plan, sizes, dtype)
         return plan if parallel is None else _parallel().planned(self.spec, plan, sizes, dtype, parallel)

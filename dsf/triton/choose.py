@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -16,6 +19,18 @@ from dsf.triton import scan as gpu_scan
 from dsf.triton import support
 from dsf.triton.chunk import Timed
 
+_elsewhere: ContextVar[bool] = ContextVar("_elsewhere", default=False)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Inside, tensors on torch's meta device stand for those on a GPU that is not there."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
 
 def refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device, grad: bool = False
@@ -24,7 +39,7 @@ def refusal(
     unsupported = support.refusal(device)
     if unsupported is not None:
         return unsupported
-    if device.type != "cuda" and not interpreted():
+    if device.type != "cuda" and not interpreted() and not (device.type == "meta" and _elsewhere.get()):
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if spec.mixes_pairs:
         return "turns whose decay differs within a pair run on torch only"

@@ -8,6 +8,8 @@ take several times as long as launching.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +25,18 @@ _functions: Recent[Callable[..., Any]] = Recent(4096)
 
 
 _known: dict[Any, Scheduled] = {}
+_notes: ContextVar[list[Schedule] | None] = ContextVar("_notes", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[list[Schedule]]:
+    """The schedules of the operators that are called on fake tensors inside, in order."""
+    found: list[Schedule] = []
+    token = _notes.set(found)
+    try:
+        yield found
+    finally:
+        _notes.reset(token)
 
 
 def forget() -> None:
@@ -69,7 +83,11 @@ class Scheduled:
     def schedule(self, *args: Any) -> Schedule:
         """What a call with these arguments does: all but what tensors hold, so that they may be fake ones."""
         tensors = list(_tensors(args))
-        return self._made(args, tensors, [0] * len(tensors))
+        made = self._made(args, tensors, [0] * len(tensors))
+        notes = _notes.get()
+        if notes is not None:
+            notes.append(made)
+        return made
 
     def shapes(self, *args: Any) -> Any:
         """Memory of the result's sizes."""

@@ -136,7 +136,7 @@ def _rows(go: Launch, hole: Hole, device: torch.device) -> tuple[dict[str, Any],
     t, n, runs = go.tile, go.sizes.n, go.tile.M // go.tile.K
     keys = sum(o.along for o in hole.operands)
     found = shared_states(t, n, hole.keyed, keys, device)
-    slots, shared = found or runs, found > 0 and device.type == "cuda"
+    slots, shared = found or runs, found > 0 and device.type != "cpu"
     left = (-(-runs // slots) - 1) * slots
     some = 1 if n % AHEAD else AHEAD
     rows = 0 if shared else (n + some) * (1 + 2 * hole.keyed + slots)

@@ -207,8 +207,7 @@ PROCESSORS = 132  # of an H100 or H200, where these tables were measured
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    if not torch.cuda.is_available():  # a plan for a GPU elsewhere, on which nothing is launched
-        return PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Of the GPU, or of an H200 where there is none; one where the interpreter runs, on the CPU."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1 if device.type == "cpu" else PROCESSORS
