@@ -138,12 +138,50 @@ def s6(tokens: int, peer: str) -> Case:
     return Case(f"s6_T{T}", shape, inputs, ours, {"mambapy": mambapy}, {"mambapy": 1.5})
 
 
+def s4d() -> Case:
+    """64 channels, each a head with N=32; the scan of the same declaration is the peer."""
+    rule = mixers.get("s4d").recurrence
+    B, T, H, N = 1, 2048, 64, 32
+
+    def inputs() -> dict[str, Tensor]:
+        return {
+            "x": torch.randn(B, T, H, 1), "dt": torch.empty(H).uniform_(-7.0, -2.3),
+            "A_log": torch.full((H, N // 2), -0.7), "A_imag": torch.pi * torch.arange(N // 2).repeat(H, 1),
+            "C": torch.randn(H, N), "D": torch.randn(H, 1),
+        }  # fmt: skip
+
+    def scan(**given: Tensor) -> Tensor:
+        return rule(**given, form="scan")
+
+    return Case("s4d", f"B={B} T={T} H={H} N={N} P=1", inputs, rule, {"dsf, scan": scan}, {"dsf, scan": 3.0}, repeats=5)
+
+
+def s4d_real() -> Case:
+    """512 channels, N=16; the scan of the same declaration is the peer."""
+    rule = mixers.get("s4d_real").recurrence
+    B, T, N, P = 1, 2048, 16, 512
+
+    def inputs() -> dict[str, Tensor]:
+        A_log = torch.arange(1, N + 1).float().log()[:, None].expand(N, P)[None].contiguous()
+        return {
+            "x": torch.randn(B, T, 1, P), "dt": torch.empty(1, P).uniform_(-7.0, -2.3), "A_log": A_log,
+            "C": torch.randn(1, N, P), "D": torch.randn(1, P),
+        }  # fmt: skip
+
+    def scan(**given: Tensor) -> Tensor:
+        return rule(**given, form="scan")
+
+    return Case("s4d_real", f"B={B} T={T} channels={P} N={N}", inputs, rule, {"dsf, scan": scan}, {"dsf, scan": 3.0})
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "gated_deltanet": gated_deltanet,
     "ssd": ssd,
     "s6_T2048": lambda: s6(2048, "mambapy"),
     "s6_T512_sequential": lambda: s6(512, "transformers"),
     "s6_T2048_sequential": lambda: s6(2048, "transformers"),
+    "s4d": s4d,
+    "s4d_real": s4d_real,
 }
 
 

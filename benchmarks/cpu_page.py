@@ -27,7 +27,8 @@ ours; in brackets is what the project set out to reach.
 |---|---|---|---:|---:|---:|---:|
 {rows}
 
-The other implementations are the pure-torch paths that run without a GPU: `torch_chunk_gated_delta_rule`,
+Time-invariant systems (s4d) are compared with the scan of the same declaration; they run as convolutions. The other
+implementations are the pure-torch paths that run without a GPU: `torch_chunk_gated_delta_rule`,
 `mamba2_chunk_scan` and `mamba_selective_scan` of transformers, and the parallel scan of mambapy. The backward pass of
 `mamba_selective_scan` is quadratic in T (it slices the whole sequence at every token), so its ratio depends on T.
 """

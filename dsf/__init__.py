@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dsf.call.long import long_convolution
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence, recurrence
@@ -84,8 +85,8 @@ __all__ = [
     "Discrete", "DsfError", "Expr", "FormError", "I", "InputError", "KVCache", "Key", "LawError", "Memory", "N",
     "Operator", "P", "Packing", "Pair", "Param", "Plan", "Recurrence", "Scalar", "Spec", "Steps", "System",
     "TraceError", "Trajectory", "Value", "abs", "atan2", "bilinear", "compose", "cos", "diag", "dot", "elu1", "euler",
-    "exp", "exp_features", "expm1", "inner", "l2norm", "learn", "log", "log1p", "logsigmoid", "maximum", "minimum",
-    "norm2", "outer", "pair", "phi1", "prev", "quarter_turn", "ratio", "recurrence", "relu", "rsqrt", "sigmoid",
-    "silu", "sin", "softplus", "sqrt", "sum_key",
-    "sum_value", "tanh", "taylor_features", "turn", "where", "zoh",
+    "exp", "exp_features", "expm1", "inner", "l2norm", "learn", "log", "log1p", "logsigmoid", "long_convolution",
+    "maximum", "minimum", "norm2", "outer", "pair", "phi1", "prev", "quarter_turn", "ratio", "recurrence", "relu",
+    "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "sum_key", "sum_value", "tanh", "taylor_features", "turn",
+    "where", "zoh",
 ]  # fmt: skip

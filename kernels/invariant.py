@@ -1,8 +1,8 @@
 """Time-invariant recurrences as convolutions: S_t = A S_{t-1} + Σ_g b_g x_{g,t}, y_t = cᵀ S_t with A, b and c fixed.
 
 The output is the input convolved with the impulse response h_l = cᵀ A^l b, by FFT (S4, arXiv 2111.00396, Section 2.3).
-h itself is one product of two small tables, with l = i m + j: h_l = ((Aᵀ)^{i m} c)ᵀ (A^j b), each of about √T powers,
-made by doubling; states go in and out by the same tables. So all of it is O(T log T) beside matrix products of T N.
+h itself is one product of two small tables, with l = i m + j: h_l = ((Aᵀ)^{i m} c)ᵀ (A^j b), each of about √T powers;
+states go in and out by the same tables. So all of it is O(T log T) beside matrix products of T N.
 
 An FFT mixes the roundings of all tokens: an output errs by a rounding of the largest numbers of its sequence, also of
 later ones. The other forms err by roundings of what came before.
@@ -55,6 +55,16 @@ class Diagonal:
             x = turn_pairs(x, -angle if adjoint else angle)
         return decay.to(x.dtype) * x
 
+    def table(self, x: Tensor, count: int, stride: int, adjoint: bool) -> Tensor:
+        """x, A^stride x, A^{2 stride} x, … of x [H, N, p]: [count, H, N, P or p], by few operations."""
+        power = stride * torch.arange(count, device=x.device, dtype=torch.float64)[:, None, None, None]
+        decay = self.decay.double()
+        decay = (power * decay.clamp(min=LOWEST)).exp() if self.log else decay**power
+        if self.angle is not None:
+            angle = torch.remainder(power * self.angle, 2 * math.pi).to(x.dtype)
+            x = turn_pairs(x, -angle if adjoint else angle)
+        return decay.to(x.dtype) * x
+
 
 class Dense:
     """A as matrices, [H, p, N, N] with p in {1, P}. Its squares are kept: powers take about log2 of them."""
@@ -96,7 +106,9 @@ class Invariant:
     before: bool = False
 
     def columns(self, x: Tensor, count: int, stride: int = 1, adjoint: bool = False) -> Tensor:
-        """x, A^stride x, A^{2 stride} x, …: [count, ..., H, N, p], by doubling."""
+        """x, A^stride x, A^{2 stride} x, …: [count, ..., H, N, p], by doubling where A is no diagonal."""
+        if isinstance(self.step, Diagonal) and x.dim() == 3:
+            return self.step.table(x, count, stride, adjoint)
         found = x.unsqueeze(0)
         while found.shape[0] < count:
             more = found if 2 * found.shape[0] <= count else found[: count - found.shape[0]]

@@ -35,6 +35,7 @@ from dsf.mixers.h3 import H3, h3
 from dsf.mixers.hgrn import HGRN, hgrn
 from dsf.mixers.hgrn2 import HGRN2, hgrn2
 from dsf.mixers.hydra import Hydra, semiseparable
+from dsf.mixers.hyena import Hyena
 from dsf.mixers.kda import KDA, kda
 from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
@@ -244,8 +245,8 @@ __all__ = [
     "DeltaProduct",
     "EFLA",
     "Entry",
-    "GLA",
     "ForgettingAttention",
+    "GLA",
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "GeneralizedLinearAttention",
@@ -253,6 +254,7 @@ __all__ = [
     "HGRN",
     "HGRN2",
     "Hydra",
+    "Hyena",
     "KDA",
     "LRU",
     "Layer",

@@ -22,9 +22,9 @@ KINDS = {
     "th": "Pair", "pth": "Param[Pair]",  # angles
 }  # fmt: skip
 FUNCTIONS = (
-    "I", "N", "System", "abs", "compose", "diag", "dot", "exp", "elu1", "expm1", "l2norm", "log1p", "logsigmoid",
-    "maximum", "minimum", "outer", "phi1", "prev", "ratio", "relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt",
-    "sum_key", "tanh", "turn", "where",
+    "I", "N", "System", "abs", "bilinear", "compose", "diag", "dot", "elu1", "exp", "expm1", "l2norm", "log1p",
+    "logsigmoid", "maximum", "minimum", "outer", "pair", "phi1", "prev", "quarter_turn", "ratio", "relu", "rsqrt",
+    "sigmoid", "silu", "sin", "softplus", "sqrt", "sum_key", "tanh", "turn", "where", "zoh",
 )  # fmt: skip
 NAME = "fuzzed"
 

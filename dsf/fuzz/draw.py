@@ -83,7 +83,7 @@ class Cases:
         # A direction of one number never changes, nor does a quotient with the one query that both its parts are times:
         # such gradients are nothing but rounding, relative to nothing.
         unchanged = _has_directions(recurrence) or recurrence.spec.rule is not None
-        turned = bool(recurrence.spec.turns)  # in pairs
+        turned = recurrence.spec.keys_of(1) == 2  # in pairs
         self.keys = [n for n in profile.n if not (n == 1 and unchanged) and not (n % 2 and turned)]
 
     def draw(self) -> Case:

@@ -219,16 +219,28 @@ def _turned(pick: Pick) -> Declaration:
     return Declaration("turned", ((a, b),), pick(["q", "q", "q * sigmoid(o)"]), pick(["0", "pv * v"]))
 
 
+def _invariant(pick: Pick) -> Declaration:
+    """A and C of Params: the convolution form beside all others, driven by channels or by entries."""
+    decays = ["sigmoid(ps)", "sigmoid(pk)", "exp(-exp(pk))", "exp(-exp(pkv))", "2 * sigmoid(pk) - 1", "I"]
+    turned = ["sigmoid(ps) * turn(pth)", "diag(sigmoid(pk)) @ turn(pth)", "turn(ps)"]
+    low = "diag(sigmoid(pk)) - 0.5 * outer(l2norm(pk), l2norm(pk))"
+    a = pick([*decays, *turned, low, "diag(zoh(-exp(pk), 1, sigmoid(ps)).A)", "bilinear(-exp(pk), 1, sigmoid(ps)).A"])
+    b = pick(["pk * v", "pk * (sigmoid(b) * v)", "pkv * v - pk * x", "k * v", "zoh(-exp(pk), pk, sigmoid(ps)).B * v",
+              "pk * v + 0.5 * pk * prev(v)", "quarter_turn(pk) * v", "pair(pth, sin(ps)) * v"])  # fmt: skip
+    c = pick(["pk", "pk * sigmoid(o)", "pk * sigmoid(s)", "pkv", "sin(pk)"])
+    return Declaration("time-invariant", ((a, b),), c, pick(["0", "pv * v", "tanh(i) * v"]), _read(pick))
+
+
 FAMILIES: dict[str, Callable[[Pick], Declaration]] = {
     "elementwise": _elementwise, "dense write": _dense_write, "decay": _decay, "value decay": _value_decay,
     "vector": _vector, "delta": _delta, "rank one": _rank_one, "micro-steps": _product, "normalised": _normalised,
-    "exponential gate": _exponential, "turned": _turned, "learnt": _learnt,
+    "exponential gate": _exponential, "turned": _turned, "learnt": _learnt, "time-invariant": _invariant,
 }  # fmt: skip
 # What run() deals from, in turn: half elementwise, where the kernels differ most from one declaration to the next.
 DECK = (
     "elementwise", "decay", "elementwise", "delta", "vector", "elementwise", "rank one", "value decay", "elementwise",
     "micro-steps", "dense write", "learnt", "delta", "elementwise", "normalised", "exponential gate", "elementwise",
-    "decay", "turned",
+    "decay", "turned", "time-invariant",
 )  # fmt: skip
 # Wrong once: rows of a last block that no token fills, left unwritten. Every run tries it first.
 KNOWN = Declaration(

@@ -1,0 +1,120 @@
+"""Hyena: gates and long convolutions whose filters a small network makes of the lag."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dsf import Packing, long_convolution
+from dsf.call.packing import tensor_of
+from dsf.language.errors import FormError, InputError
+from dsf.mixers._conv import ShortConv
+from dsf.mixers._own import Owner, normal
+
+DECAYS = (0.3, 1.5)  # share of the length after which a channel's window has fallen to FLOOR: from fast to slow
+FLOOR = 1e-2
+
+
+class Filter(Owner):
+    """Filters of all lags: a network of sines on features of the lag, under a window that falls exponentially.
+
+    Source: Poli et al. (arXiv 2302.10866), Section 3.3, with the released code's features (the lag and `bands` waves),
+    frequency and window. Returns [channels, T].
+    """
+
+    deltas: Tensor
+
+    def __init__(self, channels: int, l_max: int, bands: int = 1, width: int = 64, frequency: float = 1.0):
+        super().__init__()
+        self.l_max, self.bands, self.frequency = l_max, bands, frequency
+        self.inner = nn.ModuleList([nn.Linear(1 + 2 * bands, width), nn.Linear(width, width)])
+        self.outer = nn.Linear(width, channels, bias=False)
+        self.own("deltas", _windows, channels, kind="constant")
+
+    def forward(self, tokens: int) -> Tensor:
+        """The filter at the lags 0 … tokens-1."""
+        like = self.outer.weight
+        lag = torch.arange(tokens, device=like.device, dtype=self.deltas.dtype)
+        share = lag / max(self.l_max - 1, 1)
+        wave = torch.linspace(1e-4, self.bands - 1, self.bands, device=like.device, dtype=share.dtype)
+        angle = 2 * math.pi * lag[:, None] / self.l_max * wave
+        found = torch.cat([share[:, None], angle.cos(), -angle.sin()], dim=-1).to(like.dtype)
+        for layer in self.inner:
+            found = torch.sin(self.frequency * layer(found))
+        return (self.outer(found) * torch.exp(-share[:, None] * self.deltas).to(like.dtype)).T
+
+
+def _windows(channels: int) -> Tensor:
+    """Rates of the windows, evenly spread."""
+    slow, fast = (-math.log(FLOOR) / share for share in reversed(DECAYS))
+    return torch.linspace(slow, fast, channels)
+
+
+class Hyena(Owner):
+    """The Hyena operator: `order` + 1 projections, short convolutions, `order` gated long convolutions, out_proj.
+
+    v is multiplied by a projection and convolved with a long filter, `order` - 1 times, then gated by the last
+    projection. Source: Poli et al. (arXiv 2302.10866), Definition 3.1 and Algorithms 1 to 3. l_max: the longest
+    sequence, on which the filters are laid out. d_conv: taps of the short convolution.
+
+    A filter of its own number a lag has no state of fixed size. So there is no `step` and no state: both are refused in
+    words, and the operator is a layer without a recurrence.
+    """
+
+    D: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        l_max: int = 2048,
+        order: int = 2,
+        d_conv: int = 3,
+        width: int = 64,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if order < 2 or l_max < 1:
+            raise InputError(f"Hyena: order is {order} and l_max {l_max}; expected at least 2 and 1")
+        self.d_model, self.order, self.layer_idx = d_model, order, layer_idx
+        self.in_proj = nn.Linear(d_model, (order + 1) * d_model)
+        self.conv1d = ShortConv((order + 1) * d_model, d_conv, activation=None)
+        self.filter = Filter((order - 1) * d_model, l_max, width=width)
+        self.own("D", partial(normal, std=1.0), order - 1, d_model, kind="rate")
+        self.out_proj = nn.Linear(d_model, d_model)
+        if device is not None or dtype is not None:
+            self.to(device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Packing | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """x: [B, T, d_model] -> (y, None). cu_seqlens: boundaries of sequences packed along T, B = 1.
+
+        Raises FormError for a state, InputError for sequences longer than l_max.
+        """
+        if state is not None:
+            self._refuse("continues no state")
+        tokens = x.shape[1]
+        if tokens > self.filter.l_max and cu_seqlens is None:
+            raise InputError(f"Hyena: {tokens} tokens, but its filters are laid out on l_max = {self.filter.l_max}")
+        u, _ = self.conv1d(self.in_proj(x), None, tensor_of(cu_seqlens, x.device))
+        *gates, v = u.unsqueeze(2).chunk(self.order + 1, dim=-1)  # [B, T, 1, d_model]
+        filters = self.filter(min(tokens, self.filter.l_max)).unflatten(0, (self.order - 1, -1)).mT  # [order-1, L, C]
+        for place, gate in enumerate(reversed(gates[1:])):
+            v = long_convolution(v * gate, filters[place][None], D=self.D[place][None], cu_seqlens=cu_seqlens)
+        return self.out_proj((v * gates[0]).squeeze(2)), None
+
+    def step(self, x: Tensor, state: Any = None) -> NoReturn:
+        """Refused: FormError."""
+        self._refuse("has no step")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise FormError(
+            f"Hyena {what}: its filters have a number of their own for every lag, so there is no state of fixed size; "
+            "run the whole sequence, or take a layer whose filters are sums of exponentials (S4D, H3)"
+        )
