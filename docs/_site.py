@@ -86,9 +86,11 @@ def all_of(module: str, kind: str) -> str:
     room = importlib.import_module(module)
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", pages, re.MULTILINE))
+    lazy = set(room.__all__) - vars(room).keys()  # made by the module's __getattr__: seen where they are defined
     found = [
         name
         for name in sorted(set(room.__all__) - listed)
         if kind == "rest" or isinstance(getattr(room, name), type) == (kind == "classes")
     ]
-    return "\n\n".join(f"::: {module}.{name}" for name in found)
+    found = [f"{getattr(room, name).__module__ if name in lazy else module}.{name}" for name in found]
+    return "\n\n".join(f"::: {name}" for name in found)
