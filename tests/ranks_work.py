@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -212,6 +213,7 @@ def two():
         refused(lambda: softmax(**{n: short[n] for n in ("q", "k", "v")}, parallel=checking)),
         refused(lambda: attach(small_model(), cp)(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5).long())),
     ]
+    found["resumed"] = resumed(mesh)
     found["placed"], refusals = placed(mesh)
     found["prepared"], rough, more = prepared(mesh)
     assert rough < 0.05
@@ -332,6 +334,25 @@ def prepared(mesh):
         rough,
         [refused(lambda: dsf.parallel.prepare(cast)), refused(lambda: dsf.parallel.prepare(torch.nn.Linear(2, 2)))],
     )
+
+
+def resumed(mesh):
+    """A model's distributed checkpoint of two ranks, loaded on one: the largest difference."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    model = dsf.parallel.prepare(small_model(), mesh=mesh["cp"])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.5)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder[0])
+    one, before = small_model(), small_model().state_dict()
+    state = {"model": one.state_dict()}
+    dcp.load(state, checkpoint_id=folder[0])
+    one.load_state_dict(state["model"])
+    names = dict(one.named_parameters())
+    return max(float((one.state_dict()[n] - before[n] - 0.5).abs().max()) for n in names)
 
 
 def placed(mesh):
