@@ -259,6 +259,38 @@ def test_two_models_of_a_type_are_converted_one_by_one(ids):
     assert len(recording) == 2
 
 
+@pytest.mark.parametrize(
+    "name, names",
+    [("mistral", ["windowed"] * 2), ("gpt_oss", ["windowed_sinking", "sinking"])],
+    ids=["mistral", "gpt_oss"],
+)
+def test_windows_and_sinks_run_as_declarations(name, names, monkeypatch):
+    """Logits and the gradient of every weight, the sinks' too, are the model's; padded rows keep to their masks."""
+    from dsf.analysis.convert import softmax
+
+    model, ran, run = zoo.build(name), [], softmax._run
+    monkeypatch.setattr(softmax, "_run", lambda r, x: ran.append(r.name.removesuffix("_attention")) or run(r, x))
+    ids = torch.randint(3, 64, (2, 20))
+    weights = [p.requires_grad_() for p in model.parameters()]
+
+    def everything():
+        with torch.enable_grad():
+            logits = model(input_ids=ids).logits
+            return [logits.detach(), *torch.autograd.grad(logits.sin().sum(), weights, allow_unused=True)]
+
+    plain = everything()
+    dsf.convert(model)
+    for a, b in zip(everything(), plain, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
+    assert ran == names
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    model(input_ids=ids, attention_mask=padded)
+    assert ran == names
+
+
 def test_the_report_names_layers_notes_and_what_is_left(ids):
     model = zoo.build("jamba")
     model.extra = nn.LSTM(4, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dsf
+from dsf import I, Key, Param, Recurrence, Scalar, System, Value, exp, exp_features
 from dsf.analysis.convert.layer import Layer, Run
 from dsf.kernels.attention import fused, spread_heads
 from dsf.mixers import softmax_attention
@@ -49,13 +52,60 @@ def attention(
     operands = Attention(query * scale, key, value, seen, bias, sink)
     layer.window = options.get("sliding_window") or layer.window
     layer.state, layer.key_heads = (query.shape[1], key.shape[-1], value.shape[-1]), key.shape[1]
-    layer.show(Run(softmax_attention, {}, None, layer.call.get("runs", 0), operands))
     dropped = dropout if module.training else 0.0
+    own = _declared_as(operands, options.get("sliding_window"))
+    layer.show(Run(own or softmax_attention, {}, None, layer.call.get("runs", 0), operands))
+    if own is not None and not dropped and not options.get("output_attentions"):
+        return _run(own, operands), None
     if sink is None and not dropped and not options.get("output_attentions"):
         return _fused(operands).transpose(1, 2).contiguous(), None
     weights = operands.matrix()
     y = F.dropout(weights, dropped).to(value.dtype) @ spread_heads(value, query.shape[1])
     return y.transpose(1, 2).contiguous(), weights
+
+
+@functools.cache
+def declared(window: int | None, sunk: bool) -> Recurrence:
+    """Softmax attention of scaled queries over the last `window` tokens, with a sink s in its sum where `sunk`."""
+
+    def windowed(q: Key, k: Key, v: Value) -> System:
+        return System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=dsf.ratio, window=window)
+
+    def sinking(q: Key, k: Key, v: Value, s: Param[Scalar]) -> System:
+        def rule(num: Any, den: Any, one: Any) -> Any:
+            return num / (den + exp(s) * one)
+
+        return System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=rule, window=window)
+
+    name = "_".join(["windowed"] * (window is not None) + ["sinking"] * sunk)
+    return dsf.recurrence(name=f"{name}_attention")(sinking if sunk else windowed)
+
+
+def _declared_as(operands: Attention, window: int | None) -> Recurrence | None:
+    """The declaration that these operands are a call of, from no cache; None where there is none but plain attention.
+
+    What is seen has to be the last tokens and nothing else: padding and packed sequences go by their masks.
+    """
+    tokens, places = operands.a.shape[2], operands.k.shape[2]
+    if (window is None and operands.sink is None) or operands.bias is not None or tokens != places:
+        return None
+    if operands.seen is not None:
+        age = torch.arange(tokens, device=operands.a.device)
+        age = age[:, None] - age
+        band = (age >= 0) & (age < (tokens if window is None else window))
+        if not bool((operands.seen == band).all()):
+            return None
+    elif window is not None and window < tokens:
+        return None
+    return declared(window, operands.sink is not None)
+
+
+def _run(recurrence: Recurrence, operands: Attention) -> Tensor:
+    """y [b, t, h, p] of a declaration."""
+    q, k, v = (x.transpose(1, 2) for x in (operands.a, operands.k, operands.v.to(operands.a.dtype)))
+    sink = [] if operands.sink is None else [operands.sink.to(torch.promote_types(q.dtype, torch.float32))]
+    y: Tensor = recurrence(q, k.to(q.dtype), v, *sink)
+    return y.contiguous()
 
 
 def _fused(operands: Attention) -> Tensor:
