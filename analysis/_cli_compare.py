@@ -23,7 +23,7 @@ from dsf.mixers import ZOO
 LAW_BROKEN = 1
 FAILED = "dsf: {} failed: {}"
 RATES = "2e-3,6e-3,1.8e-2"
-QUICK = {"steps": 120, "recall": 300}  # of each run, without names or options, so that it ends within minutes
+QUICK = {"steps": 100, "recall": 240}  # of each run, without names or options, so that it ends within minutes
 LONG = {"steps": 400, "recall": 600}  # --thorough
 SIZES = ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq")
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
@@ -35,7 +35,7 @@ def compare(
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
     out: Annotated[Path, typer.Option(help="folder for compare.html and compare.json")] = Path("report"),
     thorough: Annotated[bool, typer.Option("--thorough", help="more mixers (18 without names) and steps")] = False,
-    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run: 120, thorough 400")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run: 100, thorough 400")] = None,
     recall: Annotated[int | None, typer.Option(min=0, help="steps of the recall task, 0: without it")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="runs of each layer: 3")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of weights and batches of the first run: 0")] = None,
