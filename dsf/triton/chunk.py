@@ -86,11 +86,27 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     except _Unfit as reason:
         return str(reason)
     for name, size in (("N", sizes.n), ("P", sizes.p + ops.column)):
-        if size > LARGEST:
+        if size > LARGEST and not (name == "P" and has_channels_apart(spec)):
             return f"the matrix kernels hold at most {name} = {LARGEST}, got {size}"
     if sizes.heads > GRID:
         return f"the matrix kernels take at most {GRID:,} heads, got {sizes.heads:,}"
     return None
+
+
+@derived
+def has_channels_apart(spec: Spec) -> bool:
+    """True where no channel knows of another, so that a call may run some of them at a time."""
+    nodes = children_first(spec.readout, spec.system.D, *operands_of(spec).all)
+    between = any(x.op == "sum_value" or (x.op == "size" and x.attrs[0] == VALUE) for x in nodes)
+    return spec.rule is None and not between
+
+
+def channels(spec: Spec, p: int) -> int:
+    """How many of P channels run at a time: all, or equal parts, in whole cache lines, of more than kernels hold."""
+    if p <= LARGEST or not has_channels_apart(spec):
+        return p
+    parts = -(-p // LARGEST)
+    return -(-p // (parts * 16)) * 16
 
 
 def fits(spec: Spec) -> bool:
@@ -109,7 +125,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
     ops, spec = operands_of(spec), written_apart(spec)
     kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
     kind = "rank_one" if ops.lefts else kind
-    t = tiles(sizes.n, sizes.p + ops.column, dtype, kind, bool(ops.erases or ops.lefts), device)
+    t = tiles(sizes.n, channels(spec, sizes.p) + ops.column, dtype, kind, bool(ops.erases or ops.lefts), device)
     name = "WY transform and chunk walk" if ops.erases else "chunk walk"
     name = "generalised WY transform and chunk walk" if ops.lefts else name
     return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)
@@ -285,8 +301,10 @@ def run_matrix(
     """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them.
 
     bounds: of packed sequences, [S + 1]; they have a state each. A batch with more heads than a grid has programs runs
-    in parts. Raises InputError for more packed sequences than that.
+    in parts, and so do more channels than kernels hold. Raises InputError for more packed sequences than that.
     """
+    if channels(spec, bound.sizes.p) < bound.sizes.p:
+        return _by_channels(spec, bound, timed, state, bounds)
     from dsf.kernels.triton.chunk.operator import matrix_mixer
 
     _, name = program_of(spec)
@@ -307,6 +325,27 @@ def run_matrix(
         outputs.append(y)
         finals.append(final)
     return (outputs[0], finals[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(finals))
+
+
+def _by_channels(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`run_matrix` of some channels after the others; what has no channels is read by every part."""
+    valued = {i.name for i in spec.inputs if VALUE in i.kind.axes}
+    size = channels(spec, bound.sizes.p)
+    outputs, finals = [], []
+    for first in range(0, bound.sizes.p, size):
+        part = slice(first, first + size)
+
+        def cut(tensors: Timed, part: slice = part) -> dict[str, Tensor]:
+            return {name: x[..., part] if name in valued else x for name, x in tensors.items()}
+
+        sizes = replace(bound.sizes, p=min(size, bound.sizes.p - first))
+        mine = replace(bound, tensors=cut(bound.tensors), sizes=sizes)
+        y, final = run_matrix(spec, mine, cut(timed), None if state is None else state[..., part], bounds)
+        outputs.append(y)
+        finals.append(final)
+    return torch.cat(outputs, dim=-1), torch.cat(finals, dim=-1)
 
 
 def step_refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:

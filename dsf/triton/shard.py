@@ -25,7 +25,8 @@ def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
         return False
     if is_scan(spec):
         return spec.rule is None
-    return bound.sizes.batch * bound.sizes.heads <= chunk.GRID
+    whole = chunk.channels(spec, bound.sizes.p) == bound.sizes.p
+    return whole and bound.sizes.batch * bound.sizes.heads <= chunk.GRID
 
 
 @dataclass

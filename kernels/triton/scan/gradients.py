@@ -182,9 +182,12 @@ def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
     """Sum the parts, in a fixed order, to the operand's shape and dtype."""
     if o.start:
         return g
+    if o.time:  # without the tokens behind the last one, which nobody wrote
+        g = g[:, : x.shape[1]] if o.value else g[:, :, : x.shape[1]]
     if not o.value:
         g = g.sum(0) if g.shape[0] > 1 else g[0]
-    g = g[:, : x.shape[1]] if o.time else g.flatten(0, 1).sum(0)
+    if not o.time:
+        g = g.flatten(0, 1).sum(0)
     heads = 2 if o.time else 0
     if g.shape[heads] != x.shape[heads]:
         g = g.unflatten(heads, (x.shape[heads], -1)).sum(heads + 1)
