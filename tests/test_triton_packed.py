@@ -191,12 +191,18 @@ def test_operator_passes_opcheck(name):
     torch.library.opcheck(matrix_mixer, (operands, state, program_of(recurrence.spec)[1], True, bounds))
 
 
-def test_more_sequences_than_one_program_counts_at_a_time():
+def tables(bounds, tokens, chunk, span=None):
+    from dsf.kernels.triton.operators import Scheduled
     from dsf.kernels.triton.packed import Sequences
+
+    return Scheduled(lambda x: list(Sequences(x).tables(tokens, chunk, span)))(bounds)
+
+
+def test_more_sequences_than_one_program_counts_at_a_time():
 
     lengths = torch.randint(0, 40, (600,))
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    chunks, segments, sequences = Sequences(bounds).tables(int(bounds[-1]), 16, 2)
+    chunks, segments, sequences = tables(bounds, int(bounds[-1]), 16, 2)
     first = [(low + 16 * i, high, s) for s, (low, high) in enumerate(pairwise(bounds.tolist()))
              for i in range(-(-(high - low) // 16))]  # fmt: skip
     assert chunks[: len(first), :3].tolist() == [list(x) for x in first] and not chunks[len(first) :, :2].any()
@@ -208,10 +214,8 @@ def test_more_sequences_than_one_program_counts_at_a_time():
 
 
 def test_wrong_boundaries_write_nothing_outside():
-    from dsf.kernels.triton.packed import Sequences
-
     for wrong in ([0, 90, -5, 64], [0, 2**20, 3, 64], [-9, 64, 0, 64, 10]):
-        chunks, segments, sequences = Sequences(torch.tensor(wrong)).tables(64, 16)
+        chunks, segments, sequences = tables(torch.tensor(wrong), 64, 16)
         assert int(sequences.min()) >= 0 and int(sequences[:, :2].max()) <= len(chunks)
         assert int(sequences[:, 2:].max()) <= len(segments) and int(segments[:, 1].max()) <= len(chunks)
         assert int(chunks[:, :2].min()) >= 0 and int(chunks[:, :2].max()) <= 64
