@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsf import Packing, Recurrence
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
@@ -219,6 +219,15 @@ class Mixer(Owner):
         if after is not None:
             after = MixerState(*(flipped_rows(part, packed) for part in after))
         return y.flip(1), after
+
+    def shard_rates(self, **options: Any) -> nn.Module | None:
+        """Shard this layer's own rates by FSDP2 in float32, apart from its block (`dsf.mixers.shard_rates`).
+
+        Returns the module that holds them now, None for a layer without rates.
+        """
+        from dsf.mixers._shard import shard_own
+
+        return shard_own(self, **options)
 
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
         """Decode one token. x: [B, d_model] -> (y [B, d_model], state). Raises InputError for reverse=True."""

@@ -73,20 +73,22 @@ def shard_rates(model: nn.Module, **options: Any) -> list[nn.Module]:
     their names; named_parameters() says `rates.A_log` for `A_log`. options: of fully_shard (mesh=...), but mp_policy.
     Returns the modules that were sharded. Raises TypeError for a policy among the options.
     """
+    found = [module.shard_rates(**options) for module in list(model.modules()) if isinstance(module, Mixer)]
+    return [child for child in found if child is not None]
+
+
+def shard_own(module: Mixer, **options: Any) -> nn.Module | None:
+    """`Mixer.shard_rates`."""
     from torch.distributed.fsdp import fully_shard
 
     if "mp_policy" in options:
         raise TypeError("shard_rates keeps rates in float32: give the policy to fully_shard for the blocks, not here")
-    sharded: list[nn.Module] = []
-    for module in list(model.modules()):
-        if not isinstance(module, Mixer):
-            continue
-        names = [name for name, kind in module.kinds.items() if kind == "rate"]
-        if names:
-            child = Rates(module, names)
-            module.add_module(CHILD, child)
-            reads = {name: property(partial(_read, name=name)) for name in names}
-            module.__class__ = type(type(module).__name__, (_Apart, type(module)), reads)
-            fully_shard(child, **options)
-            sharded.append(child)
-    return sharded
+    names = [name for name, kind in module.kinds.items() if kind == "rate"]
+    if not names:
+        return None
+    child = Rates(module, names)
+    module.add_module(CHILD, child)
+    reads = {name: property(partial(_read, name=name)) for name in names}
+    module.__class__ = type(type(module).__name__, (_Apart, type(module)), reads)
+    fully_shard(child, **options)
+    return child

@@ -58,9 +58,10 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module] | None = None, **optio
     if not any(True for _ in mixers_of(model)):
         raise InputError(f"{type(model).__name__} has no dsf mixer; shard it by fully_shard alone")
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        from dsf.mixers import shard_rates
-
-        shard_rates(model, **{name: x for name, x in options.items() if name != "mp_policy"})
+        for mixer in list(mixers_of(model)):
+            shard: Any = getattr(mixer, "shard_rates", None)  # what is no layer of ours has no rates either
+            if shard is not None:
+                shard(**{name: x for name, x in options.items() if name != "mp_policy"})
         for block in _blocks(model) if blocks is None else blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)

@@ -14,12 +14,11 @@ into states and the states that are read. What rounding left of scores or rows i
 AHEAD: the values of a chunk are loaded into registers one chunk before they are used; so are, in the forward walk, the
 scores (three pipeline stages of their second terms do not fit into shared memory), and in the reverse walk the given
 gradients and the scores.
-SUMMARY: what segments do to states, so that all of them can be walked at once: what each adds to a state of zero, and
-either the product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
+SUMMARY: what segments do to states, so that all can be walked at once: what each adds to a state of zero, and the
+product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
 KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
 NORMAL: y's normaliser is read too, of each chunk's first one, made before (kernels.triton.weights), and of its rows.
-WHOLE: no chunk ends beyond the tokens, so that rows are loaded and stored without masks.
-Grouped heads are read by dividing the head's index; nothing is copied.
+WHOLE: no chunk ends beyond the tokens: rows need no masks. Grouped heads: the head's index is divided, nothing copied.
 """
 
 from __future__ import annotations
