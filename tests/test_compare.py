@@ -447,7 +447,7 @@ from dsf.analysis.training import Setup
 def interrupt():
     while not multiprocessing.active_children():
         time.sleep(0.01)
-    time.sleep(1.0)
+    time.sleep(float(sys.argv[1]))
     os.killpg(0, signal.SIGINT)  # as a terminal does: this process and its workers, which are importing torch
 
 if __name__ == "__main__":
@@ -461,9 +461,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
-def test_an_interrupt_while_workers_start_ends_them_without_a_word(tmp_path):
+@pytest.mark.parametrize("pause", ["0", "1"])  # seconds: the first comes while jobs are handed out
+def test_an_interrupt_while_workers_start_ends_them_without_a_word(pause, tmp_path):
     (tmp_path / "program.py").write_text(INTERRUPTED)
     done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=120, start_new_session=True
-    )
+        [sys.executable, tmp_path / "program.py", pause], capture_output=True, text=True, timeout=120,
+        start_new_session=True,
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "ended []\n", "")

@@ -180,9 +180,9 @@ def _together(jobs: list[Job], workers: int, report: Report | None) -> list[Resu
     news: Any = context.Queue()
     with ProcessPoolExecutor(workers, context, initializer=_worker, initargs=(news,)) as pool:
         others = mp.active_children()
-        with _without_interrupts():
-            futures: list[Future[Result]] = [pool.submit(_measure_there, job) for job in jobs]
         try:
+            with _without_interrupts():  # one that came meanwhile is raised at its end
+                futures: list[Future[Result]] = [pool.submit(_measure_there, job) for job in jobs]
             waiting: set[Future[Result]] = set(futures)
             while waiting:
                 waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED).not_done
@@ -199,15 +199,23 @@ def _together(jobs: list[Job], workers: int, report: Report | None) -> list[Resu
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes started in here do not see Ctrl-C, of which each would print what it was importing; it waits for us."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
+    """Processes started in here do not see Ctrl-C, of which each would print what it was importing; it waits for us.
+
+    They inherit the mask. Another thread of ours may take the signal, so that it is also noted down until the end.
+    """
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield
         return
+    came: list[int] = []
+    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler if usual is None else usual)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _arrived(news: Any) -> Iterator[tuple[str, int, int, float]]:
