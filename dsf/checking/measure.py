@@ -257,13 +257,16 @@ class Subject:
 
     def without_gain(self, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
         """The running maximum of a stabilised state is a choice of scale, so its columns have no gradient."""
-        layout = columns(self.recurrence.spec.inner, p)
-        if layout.gain and "initial_state" in grads:
-            whole = grads["initial_state"]
-            grads["initial_state"] = torch.cat(
-                [whole[..., : layout.p + layout.den], whole[..., layout.total :]], dim=-1
-            )
-        return grads
+        return without_gain(self.recurrence, grads, p)
+
+
+def without_gain(recurrence: Recurrence, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
+    """`Subject.without_gain`, of a recurrence."""
+    layout = columns(recurrence.spec.inner, p)
+    if layout.gain and "initial_state" in grads:
+        whole = grads["initial_state"]
+        grads["initial_state"] = torch.cat([whole[..., : layout.p + layout.den], whole[..., layout.total :]], dim=-1)
+    return grads
 
 
 def _farther(known: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

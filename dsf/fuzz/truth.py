@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dsf.call.recurrence import Recurrence
-from dsf.checking.measure import HALF, LARGEST, ORACLE, typical_entry
+from dsf.checking.measure import HALF, LARGEST, ORACLE, typical_entry, without_gain
 from dsf.fuzz.case import Case
-from dsf.torch.lower import columns
 
 DENSE = 4_000_000  # numbers of dense A's up to which the naive form is the oracle; above, the recurrent one in float64
 TOO_LARGE = 1e3  # in float16: beyond it what comes between gradients may leave its range
@@ -72,11 +71,7 @@ def truths(
         y, state = _run(recurrence, case, given, start)
     wrt = leaves if start is None else leaves | {"initial_state": start}
     grads = _grads(case, y, state, wrt, cotangents) if case.loss else {}
-    layout = columns(recurrence.spec.inner, case.p)
-    if layout.gain and "initial_state" in grads:  # the running maximum is a choice of scale: no derivative in it
-        whole = grads["initial_state"]
-        parts = [whole[..., : layout.p + layout.den], whole[..., layout.total :]]
-        grads["initial_state"] = torch.cat(parts, dim=-1)
+    grads = without_gain(recurrence, grads, case.p)
     true = None if start is None else recurrence.true_state(start.detach(), case.p)
     found = []
     for call in range(calls):
