@@ -141,15 +141,14 @@ def version(sanitizer):
     return next((x for x in done.stdout.splitlines() if "ersion" in x), done.stdout.strip())
 
 
-def write(given, rows):
-    """The record of the rows so far: what is cut off keeps them."""
-    if given.out is None:
+def write(out, about, rows):
+    """The record of the rows so far: what is cut off keeps them. about: what ran them."""
+    if out is None:
         return
-    record = {
-        "machine": machine(given.device), "commit": given.commit or commit(), "sanitizer": version(given.sanitizer),
+    record = about | {
         "findings": sum(row["found"] or 0 for row in rows), "wrong": sum(not row["ok"] for row in rows), "rows": rows,
     }  # fmt: skip
-    given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def main():
@@ -183,13 +182,15 @@ def main():
         return 2
     first = [(None, name, dtype) for name in given.only for dtype in given.dtypes]
     rows = []
+    where = given.commit or commit()
+    about = {"machine": machine(given.device), "commit": where, "sanitizer": version(given.sanitizer)}
     with ThreadPoolExecutor(given.workers) as pool:
         for part in (first, jobs):
             for row in pool.map(lambda job: run_one(given.sanitizer, *job, given.limit), part):
                 rows.append(row)
                 word = "ok" if row["ok"] else f"FOUND {row['found']} {row['kinds']} {row['said']}"
                 print(f"{row['tool']:<10}{row['name']:<20}{row['dtype']:<10}{row['seconds']:>7} s  {word}", flush=True)
-                write(given, rows)
+                write(given.out, about, rows)
     wrong = [row for row in rows if not row["ok"]]
     print(f"{len(rows)} runs, {len(wrong)} with findings, {sum(row['found'] or 0 for row in rows)} findings")
     return 1 if wrong else 0
