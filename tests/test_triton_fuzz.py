@@ -9,6 +9,7 @@ import torch
 from interpreted import interpreted
 from test_triton_scan import small_tiles  # noqa: F401, a fixture
 
+from dsf import mixers
 from dsf.fuzz import Case, Declaration, attempt, run
 from dsf.fuzz.draw import INTERPRETER
 from dsf.fuzz.grammar import KNOWN
@@ -126,3 +127,10 @@ def test_rows_that_no_program_writes_are_found(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_interpreter_profile_is_small() -> None:
     assert INTERPRETER.longest <= 40 and max(INTERPRETER.n) <= 8
+
+
+@pytest.mark.parametrize("lengths", [(), (3, 0, 4)])
+def test_more_channels_than_kernels_hold(lengths: tuple[int, ...]) -> None:
+    case = Case(tokens=7, n=2, p=260, dtype="float32", initial=True, lengths=lengths, calls=2)
+    verdict = attempt(mixers.gated_deltanet, case)
+    assert verdict.status == "right", str(verdict)
