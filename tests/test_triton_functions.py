@@ -9,7 +9,7 @@ import triton.language as tl
 from interpreted import INTERPRETED
 
 from dsf.kernels.triton import functions as fn
-from dsf.kernels.triton import lanes
+from dsf.kernels.triton import lanes, tile
 
 BLOCK = 1 << 13
 EXACT = 5e-7  # as near to the true value as float32's arguments and powers of two allow
@@ -120,11 +120,11 @@ def _run(x, y, z, SHORT: tl.constexpr):
     found = lanes.run_of(lanes.load_lanes(x, lane, 8), 8, SHORT)
     for i in tl.static_range(8):
         tl.store(y + i * 32 + lane, tl.broadcast_to(found[i], (1, 1, 32)))
-    tile = tl.load(fn.in_order(x + tl.arange(0, 8)[:, None, None] * 32 + lane))
-    values = fn.tokens_of(tile)
+    rows = tl.load(tile.in_order(x + tl.arange(0, 8)[:, None, None] * 32 + lane))
+    values = tile.tokens_of(rows)
     sums = lanes.begin_run(values + values, lane, lane < 20, 0, True)
     lanes.end_run(lanes.places(z, 16, 32, True, other=z + 8), sums, True, 16, 32, True)
-    lanes.store_tokens(z + 16, 2, tile, lane, lane < 20, 0, True)
+    lanes.store_tokens(z + 16, 2, rows, lane, lane < 20, 0, True)
 
 
 @pytest.mark.parametrize("device", on_a_device)
@@ -143,7 +143,7 @@ def test_numbers_handed_to_lanes_and_sums_over_them(dtype: torch.dtype, device: 
 @triton.jit
 def _widened(x, y):
     lane = tl.arange(0, 64)[None, None, :]
-    tl.store(y + lane, fn.widened(tl.load(x + lane)))
+    tl.store(y + lane, tile.widened(tl.load(x + lane)))
 
 
 @pytest.mark.parametrize("device", on_a_device)

@@ -13,7 +13,7 @@ from test_triton_scan import close, draw, gradients
 
 import dsf
 from dsf import Expr, FormError, System, maximum, minimum, sigmoid, softplus, tanh, where
-from dsf.kernels.triton import functions
+from dsf.kernels.triton import functions, lanes, tile
 from dsf.mixers import ZOO
 from dsf.triton import scan as gpu_scan
 from dsf.triton.print_scan import emit
@@ -61,8 +61,9 @@ def test_whatever_a_printed_scan_calls_exists(recurrence: dsf.Recurrence, rough:
         text = emit(recurrence.spec, rough=rough).text
     except FormError:
         return  # a normalised system, which is printed as num and den side by side
-    called = set(re.findall(r"\bfn\.(\w+)", text))
-    assert called and not [name for name in called if not hasattr(functions, name)]
+    called = re.findall(r"\b(fn|tile|lanes)\.(\w+)", text)
+    modules = {"fn": functions, "tile": tile, "lanes": lanes}
+    assert called and not [name for room, name in called if not hasattr(modules[room], name)]
     compile(text, recurrence.name, "exec")
 
 

@@ -295,7 +295,7 @@ class _Writer(Writer):
             den = Access(".dden", None, True, False, False, True)
         # What rounding makes of num's gradient is what it makes of dy: den's gradient is of the same dy, since the two
         # all but cancel where a sequence is short.
-        kept = Expr("rounded", (slopes[0],), (".dnum",)) / slopes[0]
+        kept = Expr("round_to", (slopes[0],), (".dnum",)) / slopes[0]
         given = times(GIVEN, where(absolute(slopes[0]) > 0, kept, 1.0))
         return self.function("readout_adjoint", [num, (substitute(slopes[1], {GIVEN: given}), den)])
 

@@ -12,7 +12,7 @@ ALONG = "(((place * grads[0] + batch) * H + head) * N + n) * rows + t0 + shift" 
 
 def _row(batch: str, token: str) -> str:
     """Where token t0 lies, by two strides."""
-    return f"fn.row_of(batch, t0, T, {batch}, {token})"
+    return f"tile.row_of(batch, t0, T, {batch}, {token})"
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Operand:
         return (2 if self.time else 0) + 2 + len(self.axes)
 
     def load(self, fixed: bool = False, widen: bool = False) -> str:
-        """The expression that loads this tile of it as float32. fixed: for tokens one after the other (fn.fixed).
+        """The expression that loads this tile of it as float32. fixed: for tokens one after the other (tile.fixed).
 
-        widen: of one token, of so many channels that lanes have two (fn.widened).
+        widen: of one token, of so many channels that lanes have two (tile.widened).
         """
         at = iter(range(self.place + 1, self.place + 10))
         terms: list[str] = [f"args[{self.place}]"]
@@ -54,17 +54,17 @@ class Operand:
             masks.append("p_ok")
         where = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
         pointers = " + ".join(terms)
-        pointers = f"fn.fixed({pointers}, {last[0]})" if fixed else " + ".join([pointers, *last])
+        pointers = f"tile.fixed({pointers}, {last[0]})" if fixed else " + ".join([pointers, *last])
         found = f"tl.load({pointers}{where})"
-        return f"fn.widened({found})" if widen else f"{found}.to(tl.float32)"
+        return f"tile.widened({found})" if widen else f"{found}.to(tl.float32)"
 
     def prefetch(self) -> str:
         """The line that asks for L tokens of it ahead of time."""
         batch, token, stride, group, *last = (f"args[{self.place + i}]" for i in range(1, 5 + len(self.axes)))
         row = f"args[{self.place}] + {_row(batch, token)} + head // {group} * {stride}"
         if self.axes == {KEY}:
-            return f"fn.prefetch_run({row}, {last[0]}, N, L)"
-        return f"fn.prefetch_rows({row} + edge * {last[0]}, {token}, {last[0]}, edge, P, T - t0, L, BP)"
+            return f"tile.prefetch_run({row}, {last[0]}, N, L)"
+        return f"tile.prefetch_rows({row} + edge * {last[0]}, {token}, {last[0]}, edge, P, T - t0, L, BP)"
 
     def _run(self) -> str:
         """Where L tokens of one entry of a Key input begin that lies along time."""
@@ -73,7 +73,7 @@ class Operand:
 
     def load_run(self) -> str:
         """The expression that loads L tokens of one entry as float32, each the same in all lanes."""
-        return f"fn.load_run({self._run()}, L)"
+        return f"tile.load_run({self._run()}, L)"
 
     def load_lanes(self) -> str:
         """The expression that loads L tokens of one entry, a token a lane (dsf.kernels.triton.scan.launches)."""
@@ -103,15 +103,15 @@ class Operand:
             row = f"(({lead} * segments + segment) * H + head)"
         pointer = f"grads[{self.index}]"
         target = " + ".join([pointer, f"{row} * {width}", *ends])
-        target = f"fn.fixed({target}, {last[0]})" if fixed else " + ".join([target, *last])
+        target = f"tile.fixed({target}, {last[0]})" if fixed else " + ".join([target, *last])
         if summed:
             base = " + ".join([pointer, f"{row} * {width}", *last])
-            call = f"fn.store_sums({base}, {value}, n, p, p_ok, t_ok, N)"
+            call = f"tile.store_sums({base}, {value}, n, p, p_ok, t_ok, N)"
             return [f"if {pointer} is not None:", f"    {call}"]
         if self.axes == {KEY}:
-            target = f"fn.to_lanes({target}, p)"
+            target = f"tile.to_lanes({target}, p)"
         mask = " & ".join(masks)
-        return [f"if {pointer} is not None:", f"    fn.store({target}, {value}, {mask})"]
+        return [f"if {pointer} is not None:", f"    tile.store({target}, {value}, {mask})"]
 
     def places(self, others: Sequence[Operand], rough: bool) -> str:
         """Where sums over the channels (lanes.begin_run) of L tokens and one entry lie, along time.
@@ -157,4 +157,4 @@ class Initial(Operand):
     def store(self, value: str, summed: bool = False, fixed: bool = False) -> list[str]:
         """The lines that store its gradient."""
         pointer = f"grads[{self.index}]"
-        return [f"if {pointer} is not None:", f"    fn.store({self._place(pointer)}, {value}, {self._mask()})"]
+        return [f"if {pointer} is not None:", f"    tile.store({self._place(pointer)}, {value}, {self._mask()})"]

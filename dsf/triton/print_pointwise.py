@@ -79,7 +79,7 @@ class Body:
         spread: a Key vector is loaded by every lane of the channels. optional: zeros where there is no tensor.
         """
         pointer, address, mask = self.reach(access)
-        address = f"fn.to_lanes({address}, p)" if spread else address
+        address = f"tile.to_lanes({address}, p)" if spread else address
         masked = f", mask={mask}, other=0.0" if mask else ""
         line = f"{self.names[node]} = tl.load({address}{masked}){'.to(tl.float32)' * convert}"
         if optional:
@@ -92,9 +92,9 @@ class Body:
         if access.tail:
             self.lines.append(f"beside = tl.arange(0, {2 * PADDING})[None, None, :]")
             # The second column holds what the first one's dtype has no room for, or the first again.
-            second = value if access.again else f"{value} - fn.rounded({value}, {self.kinds[access.role]})"
+            second = value if access.again else f"{value} - fn.round_to({value}, {self.kinds[access.role]})"
             value = f"tl.where(beside == 0, {value}, tl.where(beside == 1, {second}, 0.0))"
-        self.lines += [f"if {pointer} is not None:", f"    fn.store({address}, {value}, {mask or EVERYWHERE})"]
+        self.lines += [f"if {pointer} is not None:", f"    tile.store({address}, {value}, {mask or EVERYWHERE})"]
 
 
 class Writer:
@@ -157,7 +157,7 @@ class Writer:
         if not sums:
             return "return sums"
         return "return (" + ", ".join(
-            f"sums[{i}] + fn.sum_time(tl.where(t_ok, {v}, 0.0), n)" for i, (_, v, _) in enumerate(sums)
+            f"sums[{i}] + tile.sum_time(tl.where(t_ok, {v}, 0.0), n)" for i, (_, v, _) in enumerate(sums)
         ) + ",)"  # fmt: skip
 
     def pulled(

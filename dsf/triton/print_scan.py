@@ -274,14 +274,14 @@ class _Emission:
         terms = values[len(self.tokens) :]
         if not self.spec.has_key:  # of a tile of several tokens, those past the end are computed from zeros: maybe NaN
             terms = [f"tl.where(t_ok, {v}, 0.0)" for v in terms]
-        added = [f"sums[{i}] + fn.sum_time({v}, n)" for i, v in enumerate(terms)] or ["sums[0]"]
+        added = [f"sums[{i}] + tile.sum_time({v}, n)" for i, v in enumerate(terms)] or ["sums[0]"]
         body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
         return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink):", *indented(body)]
 
     def _finish(self) -> list[str]:
         given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]
         slopes = derivatives(pairing(zip(self.invariants, given, strict=True)), const(1), self.params)
-        sums = [f"fn.sum_value(sums[{i}], p_ok)" if x else f"sums[{i}]" for i, x in enumerate(self._over_channels())]
+        sums = [f"tile.sum_value(sums[{i}], p_ok)" if x else f"sums[{i}]" for i, x in enumerate(self._over_channels())]
         scope = {x: self.names[x] for x in self.params} | dict(zip(given, sums, strict=True))
         printer = Printer(scope, RESERVED)
         values = printer.print(slopes)

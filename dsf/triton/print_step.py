@@ -145,7 +145,7 @@ class _Printer(Printer):
 
     def _expression(self, node: Expr) -> str:
         if node.op == "max_key":
-            return f"fn.max_key({self.text[node.args[0]]}, n_ok)"
+            return f"tile.max_key({self.text[node.args[0]]}, n_ok)"
         return super()._expression(node)
 
 

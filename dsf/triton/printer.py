@@ -17,9 +17,9 @@ BOTH = frozenset({KEY, VALUE})
 # What functions, arguments and constants of printed files are called, and so no input can be.
 RESERVED = {
     *AT.replace(" = at", "").split(", "), *SINK.replace(" = sink", "").split(", "),
-    "at", "args", "grads", "held", "sums", "tokens", "fn", "tl", "triton", "sink", "found", "keyed", "loose", "values",
-    "setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP", "rate", "kept",
-    "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "blank", "L", "dA_A",
+    "at", "args", "grads", "held", "sums", "tokens", "fn", "tile", "tl", "triton", "sink", "found", "keyed", "loose",
+    "values", "setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP", "rate",
+    "kept", "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "blank", "L", "dA_A",
     "plain_back", "runs_back", "spread", "parted", "run", "lanes", "moved", "passed", "state", "places", "ok",
     "keys_at", "keys_added", "keys_stored",
 }  # fmt: skip
@@ -35,7 +35,7 @@ ROUGH = {
 }  # where 16-bit inputs say less than float32  # fmt: skip
 NEAR = {"fn.tanh": "fn.near_tanh", "fn.tanh2": "fn.near_tanh2"}  # where it is next to 1 that they must not err
 FAR = 1e-20  # a sum with a constant that is larger is 0, or no denormal number
-ROUNDED = ("rounded", "rest_of")  # to the dtype of the tensor whose role is their attribute
+ROUNDED = ("round_to", "rest_of")  # to the dtype of the tensor whose role is their attribute
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -133,7 +133,7 @@ class Printer:
             return f"fn.{node.op}({args[0]}, {self.kinds[node.attrs[0]]})"
         if node.op in REDUCTIONS:
             mask = "n_ok" if node.op == "sum_key" else "p_ok"
-            return f"fn.{node.op}({args[0]}, {mask})"
+            return f"tile.{node.op}({args[0]}, {mask})"
         return f"{self._rough(f'fn.{node.op}', node)}({', '.join(args)})"
 
     def _rough(self, function: str, node: Expr) -> str:

@@ -67,7 +67,7 @@ class Source:
 def file_of(about: Sequence[str], functions: Iterable[Sequence[str]]) -> str:
     """A printed file: the lines of what it says of itself, what it imports, and its functions."""
     head = ['"""' + about[0], *about[1:], '"""', "", "import triton", "import triton.language as tl", ""]
-    head += ["from dsf.kernels.triton import functions as fn", "from dsf.kernels.triton import lanes", ""]
+    head += ["from dsf.kernels.triton import functions as fn", "from dsf.kernels.triton import lanes, tile", ""]
     return "\n".join(head) + "".join("\n\n@triton.jit\n" + "\n".join(x) + "\n" for x in functions)
 
 

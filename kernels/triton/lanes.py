@@ -6,7 +6,8 @@ What kernels need that take one state entry after the other (dsf.kernels.triton.
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.functions import INTERPRETED, in_order, swap, tokens_of
+from dsf.kernels.triton.functions import INTERPRETED
+from dsf.kernels.triton.tile import in_order, swap, tokens_of
 
 # Cutting a value to 11 bits makes it smaller by 0.00035 of itself on average; sums of cut values are scaled by this.
 CUT = tl.constexpr(1.00035)

@@ -7,7 +7,6 @@ dD_t = dy_t. Nothing is divided by A, so zero and negative decays are as good as
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.functions import sum_key, take
 from dsf.kernels.triton.scan.walk import (
     _program,
     blend,
@@ -22,6 +21,7 @@ from dsf.kernels.triton.scan.walk import (
     turns,
     walk,
 )
+from dsf.kernels.triton.tile import sum_key, take
 
 
 @triton.jit

@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton import lanes
-from dsf.kernels.triton.functions import fixed, in_order, tile_of, tokens_of
 from dsf.kernels.triton.scan.forward import token
 from dsf.kernels.triton.scan.walk import _program, packed_ends
+from dsf.kernels.triton.tile import fixed, in_order, tile_of, tokens_of
 
 
 @triton.jit

@@ -15,8 +15,8 @@ its next turn. No entry may wait for another's, and besides the holes of dsf.ker
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.functions import widened
 from dsf.kernels.triton.scan.walk import _program, state_offset
+from dsf.kernels.triton.tile import widened
 
 
 @triton.jit

@@ -23,7 +23,7 @@ tokens' is set to zero there, after it was computed.
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.functions import sum_key, take
+from dsf.kernels.triton.tile import sum_key, take
 
 
 @triton.jit
