@@ -17,10 +17,7 @@ from dsf.language.annotations import Key, Pair, Param, Scalar, Steps, Value
 from dsf.language.discretise import Discrete, bilinear, euler, zoh
 from dsf.language.errors import DsfError, FormError, InputError, LawError, TraceError
 from dsf.language.expr import Expr
-from dsf.language.learn import learn
-from dsf.language.memory import Memory, inner, norm2
-from dsf.language.operator import I, Operator, diag, outer, turn
-from dsf.language.primitives import (
+from dsf.language.functions import (
     N,
     P,
     abs,
@@ -54,6 +51,9 @@ from dsf.language.primitives import (
     taylor_features,
     where,
 )
+from dsf.language.learn import learn
+from dsf.language.memory import Memory, inner, norm2
+from dsf.language.operator import I, Operator, diag, outer, turn
 from dsf.language.spec import Spec
 from dsf.language.system import System, compose, ratio
 from dsf.trajectory import Trajectory

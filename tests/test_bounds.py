@@ -9,7 +9,7 @@ import dsf
 from dsf import I, Key, System, Value, diag, exp, outer, sigmoid
 from dsf.language.bounds import bounds
 from dsf.language.expr import KEY
-from dsf.language.primitives import abs, logsigmoid, maximum, minimum, softplus, tanh
+from dsf.language.functions import abs, logsigmoid, maximum, minimum, softplus, tanh
 from dsf.mixers import get
 from dsf.torch.evaluate import Evaluator
 

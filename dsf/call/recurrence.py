@@ -22,7 +22,7 @@ from dsf.kernels.attention import KVCache
 from dsf.language.derived import interned
 from dsf.language.errors import FormError, InputError, TraceError
 from dsf.language.expr import substitute
-from dsf.language.primitives import taylor_features
+from dsf.language.functions import taylor_features
 from dsf.language.spec import Spec
 from dsf.language.trace import trace
 from dsf.torch.columns import columns, state_columns

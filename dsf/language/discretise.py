@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dsf.language.expr import KEY, Expr, Like, as_expr, const
+from dsf.language.functions import atan2, cos, dot, exp, expm1, pair, quarter_turn, sin, sqrt
 from dsf.language.operator import diag, outer, turn
-from dsf.language.primitives import atan2, cos, dot, exp, expm1, pair, quarter_turn, sin, sqrt
 
 Rate = Any  # an expression, or a pair (re, im) of them
 

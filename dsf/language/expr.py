@@ -56,6 +56,11 @@ IN_PAIRS = frozenset({"pair", "quarter_turn"})  # whose two entries of a pair di
 BY_TORCH = frozenset({"sin", "cos", "atan2", *IN_PAIRS})  # made by torch before a kernel runs
 
 
+def _sides(op: str) -> tuple[Callable[[Any, Like], Any], Callable[[Any, Like], Any]]:
+    """The methods of an operation, with the expression on its left and on its right."""
+    return lambda self, other: _binary(op, self, other), lambda self, other: _binary(op, other, self)
+
+
 class Expr:
     """One node of a traced expression.
 
@@ -103,50 +108,15 @@ class Expr:
     def __deepcopy__(self, memo: dict[int, Any]) -> Expr:
         return self
 
-    def __add__(self, other: Like) -> Any:
-        return _binary("add", self, other)
-
-    def __radd__(self, other: Like) -> Any:
-        return _binary("add", other, self)
-
-    def __sub__(self, other: Like) -> Any:
-        return _binary("sub", self, other)
-
-    def __rsub__(self, other: Like) -> Any:
-        return _binary("sub", other, self)
-
-    def __mul__(self, other: Like) -> Any:
-        return _binary("mul", self, other)
-
-    def __rmul__(self, other: Like) -> Any:
-        return _binary("mul", other, self)
-
-    def __truediv__(self, other: Like) -> Any:
-        return _binary("div", self, other)
-
-    def __rtruediv__(self, other: Like) -> Any:
-        return _binary("div", other, self)
-
-    def __pow__(self, other: Like) -> Any:
-        return _binary("pow", self, other)
-
-    def __rpow__(self, other: Like) -> Any:
-        return _binary("pow", other, self)
+    __add__, __radd__ = _sides("add")
+    __sub__, __rsub__ = _sides("sub")
+    __mul__, __rmul__ = _sides("mul")
+    __truediv__, __rtruediv__ = _sides("div")
+    __pow__, __rpow__ = _sides("pow")
+    __gt__, __ge__, __lt__, __le__ = (_sides(op)[0] for op in ("gt", "ge", "lt", "le"))
 
     def __neg__(self) -> Any:
         return _binary("mul", -1.0, self)
-
-    def __gt__(self, other: Like) -> Any:
-        return _binary("gt", self, other)
-
-    def __ge__(self, other: Like) -> Any:
-        return _binary("ge", self, other)
-
-    def __lt__(self, other: Like) -> Any:
-        return _binary("lt", self, other)
-
-    def __le__(self, other: Like) -> Any:
-        return _binary("le", self, other)
 
     __hash__ = object.__hash__
 
@@ -204,6 +174,7 @@ def _no_matmul(a: Any, b: Any) -> Any:
     )
 
 
+FUNCTIONS: set[str] = set()  # names of dsf.language.functions
 _OF_AXES = {"T", "mT", "H", "mH", "t", "transpose", "permute", "movedim", "unsqueeze", "squeeze", "view", "reshape"}
 
 
@@ -218,9 +189,7 @@ def _instead_of(x: Expr, name: str) -> str:
         return "expressions have no shape; N and P are the sizes of the Key and the Value axis"
     if name in ("sum", "mean", "norm"):
         return f"write sum_key({x}) or sum_value({x}), or l2norm({x}) for a Key of unit length"
-    from dsf.language import primitives  # which is made of expressions
-
-    if callable(getattr(primitives, name, None)) and not name.startswith("_"):
+    if name in FUNCTIONS:
         return f"write {name}({x})"
     return f"expressions have no {name!r}; they take + - * / ** and comparisons, and go into dsf's functions"
 
@@ -360,17 +329,7 @@ def inputs_of(*roots: Expr) -> list[Expr]:
     return [n for n in children_first(*roots) if n.op == "input"]
 
 
-_SYMBOLS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "pow": "**",
-    "gt": ">",
-    "ge": ">=",
-    "lt": "<",
-    "le": "<=",
-}
+_SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 # How tightly Python binds, and the least tight operands that need no parentheses: op -> (own, left, right).
 _UNARY = 3
 _PRECEDENCE = {

@@ -6,9 +6,9 @@ from typing import Any, Literal, cast
 
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, as_expr, const
+from dsf.language.functions import dot, exp, phi1
 from dsf.language.memory import Linear, Loss, Product, total
 from dsf.language.operator import I, Operator, as_operator, diag, outer, times
-from dsf.language.primitives import dot, exp, phi1
 from dsf.language.system import Rule, System
 
 RULES = ("hebb", "gradient", "implicit", "flow", "exact")

@@ -13,7 +13,7 @@ from typing import Any
 
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, OperatorBase, as_expr, const, show
-from dsf.language.primitives import sum_key, sum_value
+from dsf.language.functions import sum_key, sum_value
 
 
 @dataclass(frozen=True)

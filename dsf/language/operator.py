@@ -12,7 +12,7 @@ from typing import Any
 
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, Like, OperatorBase, as_expr, const, is_paired, show
-from dsf.language.primitives import dot
+from dsf.language.functions import dot
 
 
 @dataclass(frozen=True, eq=False)

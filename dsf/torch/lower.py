@@ -19,8 +19,8 @@ from dsf.kernels.problem import Problem
 from dsf.kernels.turns import turn_pairs, turned_decay
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
+from dsf.language.functions import exp
 from dsf.language.operator import split_factors, split_scale
-from dsf.language.primitives import exp
 from dsf.language.spec import Row, Spec, Term
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.columns import Columns, columns

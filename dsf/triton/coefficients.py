@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dsf.language.expr import KEY, Expr, const
+from dsf.language.functions import sum_key, where
 from dsf.language.operator import normal_form, split_scale, times
-from dsf.language.primitives import sum_key, where
 from dsf.language.spec import Spec
 from dsf.language.system import System
 

@@ -17,8 +17,8 @@ from dsf.call.bind import Bound, environment
 from dsf.language.annotations import Kind
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
+from dsf.language.functions import exp, where
 from dsf.language.operator import times
-from dsf.language.primitives import exp, where
 from dsf.language.spec import Input, Spec
 from dsf.language.system import System
 from dsf.torch.columns import Columns, columns

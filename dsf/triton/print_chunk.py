@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 from dsf.kernels.triton.pointwise.programs import MADE_THERE, VECTORS, Access, Made, Program, Role
 from dsf.language.bounds import bounds
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.functions import abs as absolute
+from dsf.language.functions import exp, log, maximum, minimum, where
 from dsf.language.operator import factors_of, times
-from dsf.language.primitives import abs as absolute
-from dsf.language.primitives import derivatives, exp, log, maximum, minimum, where
+from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.lower import FLOOR

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from dsf.kernels.triton.pointwise.programs import Access
 from dsf.kernels.triton.pointwise.step_ops import StepProgram
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.functions import abs as absolute
+from dsf.language.functions import exp, log, maximum, minimum, sum_key
 from dsf.language.operator import times
-from dsf.language.primitives import abs as absolute
-from dsf.language.primitives import exp, log, log_of, maximum, minimum, sum_key
+from dsf.language.primitives import log_of
 from dsf.language.spec import Row, Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.lower import FLOOR

@@ -6,8 +6,8 @@ import keyword
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const
+from dsf.language.functions import exp, sum_key, sum_value
 from dsf.language.operator import times
-from dsf.language.primitives import exp, sum_key, sum_value
 
 WIDTH = 60  # characters up to which an expression used once is written inside its user
 AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from dsf.language.expr import KEY, Expr, children_first, const, inputs_of, rebuild
+from dsf.language.functions import sum_key, where
 from dsf.language.operator import times
-from dsf.language.primitives import sum_key, where
 from dsf.language.spec import summands
 
 Sides = tuple["Expr | None", "Expr | None"]  # the factors with a Key axis, and those without

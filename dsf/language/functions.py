@@ -1,0 +1,216 @@
+"""The functions that declarations are written in: each makes an expression. What they mean: `primitives`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsf.language.errors import TraceError
+from dsf.language.expr import COMPARISONS, FUNCTIONS, KEY, VALUE, Expr, Like, as_expr, inputs_of, is_paired, reduction
+
+N = Expr("size", (), (KEY,), frozenset())
+P = Expr("size", (), (VALUE,), frozenset())
+
+
+def _call(op: str, *args: Like) -> Expr:
+    return Expr(op, tuple(as_expr(a) for a in args))
+
+
+def exp(x: Like) -> Expr:
+    """e^x."""
+    return _call("exp", x)
+
+
+def expm1(x: Like) -> Expr:
+    """e^x - 1, accurate near 0."""
+    return _call("expm1", x)
+
+
+def phi1(x: Like) -> Expr:
+    """(e^x - 1) / x, and 1 at 0: the φ₁ of exponential integrators."""
+    return _call("phi1", x)
+
+
+def log(x: Like) -> Expr:
+    """Natural logarithm."""
+    return _call("log", x)
+
+
+def log1p(x: Like) -> Expr:
+    """log(1 + x), accurate near 0."""
+    return _call("log1p", x)
+
+
+def sqrt(x: Like) -> Expr:
+    """Square root."""
+    return _call("sqrt", x)
+
+
+def rsqrt(x: Like) -> Expr:
+    """1 / sqrt(x)."""
+    return _call("rsqrt", x)
+
+
+def sigmoid(x: Like) -> Expr:
+    """1 / (1 + e^-x)."""
+    return _call("sigmoid", x)
+
+
+def silu(x: Like) -> Expr:
+    """x · sigmoid(x)."""
+    x = as_expr(x)
+    return x * sigmoid(x)
+
+
+def logsigmoid(x: Like) -> Expr:
+    """log(sigmoid(x)) without underflow."""
+    return _call("logsigmoid", x)
+
+
+def softplus(x: Like) -> Expr:
+    """log(1 + e^x) without overflow."""
+    return _call("softplus", x)
+
+
+def tanh(x: Like) -> Expr:
+    """Hyperbolic tangent."""
+    return _call("tanh", x)
+
+
+def relu(x: Like) -> Expr:
+    """max(x, 0); derivative 0 at 0."""
+    x = as_expr(x)
+    return where(x > 0, x, 0.0)
+
+
+def elu1(x: Like) -> Expr:
+    """elu(x) + 1, the feature map of linear attention (Katharopoulos et al. 2020, eq. 7)."""
+    x = as_expr(x)
+    return where(x > 0, x + 1.0, exp(minimum(x, 0.0)))
+
+
+def abs(x: Like) -> Expr:
+    """|x|; derivative 0 at 0."""
+    return _call("abs", x)
+
+
+def minimum(a: Like, b: Like) -> Expr:
+    """The smaller; where equal, both share the derivative."""
+    return _call("minimum", a, b)
+
+
+def maximum(a: Like, b: Like) -> Expr:
+    """The larger; where equal, both share the derivative."""
+    return _call("maximum", a, b)
+
+
+def where(condition: Any, a: Like, b: Like) -> Expr:
+    """a where condition (a comparison such as x > 0) holds, else b. Raises TraceError for any other condition."""
+    if not (isinstance(condition, Expr) and condition.op in COMPARISONS):
+        raise TraceError(f"where needs a comparison of expressions (>, >=, <, <=) as its condition, got {condition!r}")
+    return Expr("where", (condition, as_expr(a), as_expr(b)))
+
+
+def sin(x: Like) -> Expr:
+    """Sine, of radians."""
+    return _call("sin", x)
+
+
+def cos(x: Like) -> Expr:
+    """Cosine, of radians."""
+    return _call("cos", x)
+
+
+def atan2(y: Like, x: Like) -> Expr:
+    """The angle of the point (x, y), between -π and π; at (0, 0) it has no derivative."""
+    return _call("atan2", y, x)
+
+
+def pair(re: Like, im: Like) -> Expr:
+    """Complex numbers along the Key axis: re at the places 2i, im at the places 2i + 1.
+
+    re, im: expressions equal within a pair, of Pair inputs, or without a Key axis. Raises TraceError for others.
+    """
+    re, im = as_expr(re), as_expr(im)
+    for x in (re, im):
+        if not is_paired(x):
+            raise TraceError(
+                f"pair({re}, {im}): `{x}` has an entry a place, a pair is made of one number each; annotate it Pair or "
+                "Param[Pair] (N / 2 entries), or make it of Scalars"
+            )
+    return Expr("pair", (re, im), (), re.axes | im.axes | {KEY})
+
+
+def quarter_turn(x: Like) -> Expr:
+    """Pairs (x, y) of the Key axis become (-y, x): complex numbers times i. Raises TraceError without a Key axis."""
+    x = as_expr(x)
+    if KEY not in x.axes or x.features is not None:
+        raise TraceError(f"quarter_turn({x}) turns pairs of the N places of the Key axis, which its argument lacks")
+    return Expr("quarter_turn", (x,))
+
+
+def sum_key(x: Like) -> Expr:
+    """Sum over the Key axis. Raises TraceError when x has none."""
+    return reduction("sum_key", as_expr(x))
+
+
+def sum_value(x: Like) -> Expr:
+    """Sum over the Value axis. Raises TraceError when x has none."""
+    return reduction("sum_value", as_expr(x))
+
+
+def dot(a: Like, b: Like) -> Expr:
+    """⟨a, b⟩, the sum of a·b over the Key axis."""
+    return sum_key(as_expr(a) * b)
+
+
+def l2norm(x: Like, eps: float = 1e-6) -> Expr:
+    """x / sqrt(⟨x, x⟩ + eps) over the Key axis."""
+    x = as_expr(x)
+    return x * rsqrt(dot(x, x) + eps)
+
+
+def exp_features(x: Like) -> Expr:
+    """Infinite features with ⟨φ(a), φ(b)⟩ = exp(⟨a, b⟩): all monomials, degree p weighted 1/√p! (DSF Lemma 1).
+
+    Raises TraceError unless x has the Key axis alone.
+    """
+    x = _key_vector("exp_features", x)
+    return Expr("exp_features", (x,), (), x.axes, "exp")
+
+
+def taylor_features(x: Like, order: int) -> Expr:
+    """The same, cut after degree `order`: N' = Σ_{p ≤ order} N^p finite features.
+
+    Raises TraceError unless x has the Key axis alone and order is an integer of at least 0.
+    """
+    x = _key_vector("taylor_features", x)
+    if type(order) is not int or order < 0:
+        raise TraceError(f"taylor_features({x}, {order}): the order must be an integer of at least 0")
+    return Expr("taylor_features", (x,), (order,), x.axes, f"taylor{order}")
+
+
+def _key_vector(name: str, x: Like) -> Expr:
+    x = as_expr(x)
+    if x.axes != {KEY} or x.features is not None:
+        raise TraceError(f"{name}({x}): features are made of an expression with the Key axis alone and N entries")
+    return x
+
+
+def prev(x: Like) -> Expr:
+    """x of the token before, zero where a sequence begins. A state holds what this takes: the factors of a product.
+
+    Raises TraceError for a number; a recurrence refuses an x of Params alone, which no token changes.
+    """
+    x = as_expr(x)
+    if not inputs_of(x):
+        raise TraceError(
+            f"prev({x}): a number is the same for every token; prev takes what changes from token to token"
+        )
+    if x.features is not None:
+        raise TraceError(f"prev({x}): features have no previous value; take the features of prev of their argument")
+    return Expr("prev", (x,))
+
+
+FUNCTIONS.update(
+    name for name, x in list(globals().items()) if getattr(x, "__module__", "") == __name__ and name[0] != "_"
+)
