@@ -41,7 +41,7 @@ def elsewhere(q: Key, k: Key, v: Value, e: Key, g: Key) -> System:
 
 def test_corrections_are_delta_rules_only_along_the_key_that_is_written():
     pytest.importorskip("triton")
-    from dsf.triton.chunk import operands_of
+    from dsf.triton.operands import operands_of
 
     rwkv7, other = operands_of(get("rwkv7").recurrence.spec), operands_of(elsewhere.spec)
     assert rwkv7.lefts and other.lefts and rwkv7.erases is None and other.erases is None

@@ -144,7 +144,8 @@ def test_every_operator_passes_opcheck(name):
     from dsf.kernels.triton.chunk.operator import matrix_mixer, matrix_mixer_backward
     from dsf.kernels.triton.pointwise.programs import PROGRAMS
     from dsf.kernels.triton.pointwise.step_ops import matrix_step, matrix_step_in_place
-    from dsf.triton.chunk import program_of, step_of
+    from dsf.triton.chunk import program_of
+    from dsf.triton.step import program_of as step_of
 
     recurrence = get(name).recurrence
     given = draw(recurrence, 70, 16, 16, torch.float32, batch=1, heads=1)

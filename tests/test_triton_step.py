@@ -108,7 +108,7 @@ def test_elementwise_systems_take_many_channels_and_overwrite_their_state():
 @pytest.mark.parametrize("name", ["mlstm", "gated_delta_product"])
 def test_operators_pass_opcheck(name):
     from dsf.kernels.triton.pointwise.step_ops import matrix_step, matrix_step_in_place
-    from dsf.triton.chunk import step_of
+    from dsf.triton.step import program_of as step_of
 
     recurrence = mixers.get(name).recurrence
     given = sample(recurrence, tokens=1)

@@ -16,6 +16,7 @@ from dsf.language.spec import Spec
 from dsf.triton import attention as gpu_attention
 from dsf.triton import chunk as gpu_matrix
 from dsf.triton import scan as gpu_scan
+from dsf.triton import step as gpu_step
 from dsf.triton import support
 from dsf.triton.chunk import Timed
 
@@ -59,12 +60,12 @@ def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -
     """True for calls that the decode kernel takes: one token, and no gradients, which it does not have."""
     if sizes.tokens != 1 or grad or spec.mixes_pairs or form not in ("auto", "recurrent"):
         return False
-    return gpu_matrix.step_refusal(spec, sizes, dtype) is None
+    return gpu_step.refusal(spec, sizes, dtype) is None
 
 
 def step(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """y [B, 1, H, P] and the new state, one launch."""
-    return gpu_matrix.run_step(spec, bound, state, in_place)
+    return gpu_step.run(spec, bound, state, in_place)
 
 
 def is_scan(spec: Spec) -> bool:
@@ -89,7 +90,7 @@ def kernel_of(
     if spec.is_attention:
         return gpu_attention.kernel_of(sizes, dtype)
     if one_step:
-        return gpu_matrix.step_kernel_of(spec, sizes), 0
+        return gpu_step.kernel_of(spec, sizes), 0
     return (
         gpu_scan.kernel_of(spec, sizes, device) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype, device)
     )
@@ -100,7 +101,7 @@ def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
     if spec.is_attention:
         return ""
     if one_step:
-        return gpu_matrix.step_of(spec)[0].text
+        return gpu_step.program_of(spec)[0].text
     return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 

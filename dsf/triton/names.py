@@ -6,20 +6,11 @@ well; its programs are printed again when the graph asks for them.
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any
-
 from dsf.kernels.triton.registry import Registry
-from dsf.language.derived import by_digest, digest
+from dsf.language.derived import by_digest
 from dsf.language.errors import DsfError
 from dsf.language.spec import Spec
-from dsf.triton.source import Source
-
-
-def name_of(spec: Spec, source: Source, known: Any) -> str:
-    """A program's name. known: what operators know of it, its functions left out."""
-    printed = hashlib.sha256(f"{source.text}\n{known!r}".encode()).hexdigest()[:16]
-    return f"{spec.name}-{digest(spec)}-{printed}"
+from dsf.triton import chunk, scan, step
 
 
 def declared(name: str, content: str) -> Spec:
@@ -48,11 +39,9 @@ def register_operators() -> None:
 
 def _print(kind: str, name: str) -> None:
     """Print the programs of a kind of the declaration that a name tells of. Raises DsfError where none has the name."""
-    from dsf.triton import chunk, scan
-
     title, _, rest = name.rpartition("-")[0].rpartition("-")
     spec = declared(title or name, rest)
-    printers = {"program": chunk.names, "step": chunk.step_names, "prologue": scan.prologue_names, "hole": scan.names}
+    printers = {"program": chunk.names, "step": step.names, "prologue": scan.prologue_names, "hole": scan.names}
     if name not in printers[kind](spec):
         raise DsfError(
             f"{title}: a graph runs a program of this recurrence, {name}, that is printed otherwise here: it is of "

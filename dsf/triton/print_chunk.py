@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dsf.kernels.triton.pointwise.programs import MADE_THERE, VECTORS, Access, Made, Program, Role
 from dsf.language.bounds import bounds
-from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, inputs_of, substitute
 from dsf.language.functions import abs as absolute
 from dsf.language.functions import exp, log, maximum, minimum, where
 from dsf.language.operator import factors_of, times
@@ -29,17 +28,13 @@ from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.lower import FLOOR
+from dsf.triton.operands import UNIT, ZERO, Operands
 from dsf.triton.print_pointwise import Body, Writer
 from dsf.triton.printer import RESERVED, Printer, as_comment, identifier, indented, pairing, symbol
 from dsf.triton.source import Source, file_of
 
-if TYPE_CHECKING:
-    from dsf.triton.chunk import Operands
-
-ZERO, UNIT = const(0), const(1)
 SCALAR: frozenset[str] = frozenset()
 TURNED = ("left", "right", "decay")  # what transitions are made of that are diagonal plus rank one
-LAST = ("vectors_adjoint", "adjoint")
 # What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
 WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
@@ -163,9 +158,6 @@ class _Writer(Writer):
         drift = maximum(decay if self.ops.log else log(absolute(decay)), FLOOR)
         return drift, self.ops.gains[0]
 
-    def _made(self) -> list[Root]:
-        return [r for r in self.roots if r.name not in self.bare and r.name not in self.there]
-
     def _vectors(self) -> list[Expr]:
         """The inputs of TURNED, where they are keys a token, in nothing else, and met key by key."""
         if not self.ops.lefts:
@@ -183,9 +175,9 @@ class _Writer(Writer):
         found = [r.expr for r in self.roots if r.name == name]
         if not self.vectors or not found or name in self.bare:
             return None
+        expr = found[0]
         if name != "own":
-            return found[0]
-        (expr,) = found
+            return expr
         if expr.op != "sum_key" or any(x.op in {*REDUCTIONS, "size"} for x in children_first(expr.args[0])):
             return None
         return expr.args[0]
@@ -199,7 +191,7 @@ class _Writer(Writer):
         stores = [
             (r.expr, Access(f".{r.name}", r.step, True, KEY in r.axes, VALUE in r.axes or self._is_column(r.name), True,
                             tail=self._is_column(r.name), again=True))
-            for r in self._made()
+            for r in self.roots if r.name not in self.bare and r.name not in self.there
         ]  # fmt: skip
         if not stores:
             return None
@@ -310,10 +302,7 @@ class _Writer(Writer):
             uses.setdefault(x.attrs[0], set()).add("y")
         pulled = {x.attrs[0] for x in self.vectors}
         found = {entry: name for name, entry in self.bare.items() if uses[entry] == {name} and entry not in pulled}
-        return {entry: name for entry, name in found.items() if name in VECTORS or self._keywise(name)}
-
-    def _keywise(self, name: str) -> bool:
-        return name == "decay" and self.ops.keywise
+        return {entry: name for entry, name in found.items() if name in (*VECTORS, *["decay"] * self.ops.keywise)}
 
     def adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores the gradients of every input that is not direct."""
@@ -365,7 +354,8 @@ class _Writer(Writer):
     def program(self) -> tuple[Source, Program]:
         """The printed file and what the operator knows of it."""
         parts, accesses = [], {}
-        for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint", *LAST):
+        for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint",
+                     "vectors_adjoint", "adjoint"):  # fmt: skip
             printed = getattr(self, name)()
             if printed is not None:
                 parts.append(printed[0])
@@ -395,10 +385,8 @@ class _Writer(Writer):
                 used |= {x.attrs[0] for e in self.ops.ones for x in inputs_of(e)} & self.kinds.keys()
             rows = self.spec.micro if mine[0].step is not None else 1
             made.append(Made(name, KEY in mine[0].axes, VALUE in mine[0].axes, rows, tuple(sorted(used))))
-        inputs = tuple(
-            Access(name, kind.steps, kind.time, KEY in kind.axes, VALUE in kind.axes)
-            for name, kind in self.kinds.items()
-        )  # fmt: skip
+        kinds = self.kinds.items()
+        inputs = tuple(Access(name, x.steps, x.time, KEY in x.axes, VALUE in x.axes) for name, x in kinds)
         return Program(
             inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
             self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.gated, self.factor is not None,

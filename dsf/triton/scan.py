@@ -15,9 +15,8 @@ from dsf.language.expr import KEY, VALUE, Expr, children_first
 from dsf.language.spec import Spec
 from dsf.triton import normalised as gpu_ratio
 from dsf.triton.hoist import parts
-from dsf.triton.names import name_of
 from dsf.triton.print_scan import INITIAL, STARTS, VALID, emit
-from dsf.triton.source import Source
+from dsf.triton.source import Source, name_of
 
 LARGEST = 256  # state entries a program holds
 PACKED = "packed", "continued"  # sequences that begin with nothing, and with states of their own

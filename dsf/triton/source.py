@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from dsf.language.derived import digest
 from dsf.language.errors import DsfError
+from dsf.language.spec import Spec
 from dsf.triton.print_operand import Operand
 
 STALE = 3600.0  # seconds after which a file that is still being written has been left
@@ -62,6 +65,12 @@ class Source:
             exec(compile(self.text, str(path), "exec"), module.__dict__)
             sys.modules[name] = module
         return sys.modules[name]
+
+
+def name_of(spec: Spec, source: Source, known: Any) -> str:
+    """A program's name. known: what operators know of it, its functions left out."""
+    printed = hashlib.sha256(f"{source.text}\n{known!r}".encode()).hexdigest()[:16]
+    return f"{spec.name}-{digest(spec)}-{printed}"
 
 
 def file_of(about: Sequence[str], functions: Iterable[Sequence[str]]) -> str:

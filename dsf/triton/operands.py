@@ -1,0 +1,218 @@
+"""A Spec of the chunkwise matrix families as the operands of their kernels, or why it is none.
+
+A bare input stays as it is: its dtype, its strides, its own number of heads. Scales without a Key or Value axis are
+taken out of keys, values and readouts and travel as float32 scalars a token; the rest of an expression (feature maps,
+normalised keys) is evaluated by a printed kernel (dsf.triton.print_chunk) in float32 and rounded once to the
+inputs' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from dsf.language.bounds import bounds
+from dsf.language.derived import derived
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const
+from dsf.language.operator import I, factors_of, normal_form, split_factors, split_scale, times
+from dsf.language.spec import Row, Spec, summands
+from dsf.language.system import System
+
+ZERO, UNIT = const(0), const(1)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = gate · read · query' S: expressions by micro-step.
+
+    Where lefts are given: S = (a + left right') S + key value', and y may have a row's own value beside what it reads:
+    y = query' S + own · value. decays are logarithms when `log`, none of them further from zero than floor; ones: value
+    of the column driven by ones; gains: exponents of a running maximum.
+    """
+
+    query: Expr
+    read: Expr
+    keys: tuple[Expr, ...]
+    values: tuple[Expr, ...]
+    sources: tuple[Expr, ...]
+    erases: tuple[Expr, ...] | None
+    decays: tuple[Expr, ...] | None
+    log: bool
+    keywise: bool
+    ones: tuple[Expr, ...] | None
+    gains: tuple[Expr, ...] | None
+    gate: Expr = UNIT
+    lefts: tuple[Expr, ...] | None = None
+    rights: tuple[Expr, ...] | None = None
+    floor: float = -math.inf
+    own: Expr | None = None
+
+    @property
+    def column(self) -> bool:
+        """True where a normaliser is a column beside the values; with one decay a head the kernels compute it apart."""
+        return self.ones is not None and (self.erases is not None or self.keywise)
+
+    @property
+    def all(self) -> list[Expr]:
+        """Every expression among them."""
+        found: list[Expr] = []
+        for entry in fields(self):
+            x = getattr(self, entry.name)
+            found += [x] if isinstance(x, Expr) else list(x) if isinstance(x, tuple) else []
+        return found
+
+
+class Unfit(Exception):
+    """Why a spec is not of these families."""
+
+
+@derived
+def operands_of(spec: Spec) -> Operands:
+    """The operands of `spec`. Raises Unfit with the reason where it has none."""
+    spec = written_apart(spec)
+    if spec.is_attention or spec.is_elementwise or VALUE in spec.decay_axes:
+        raise Unfit(f"the matrix kernels take scalar or key-diagonal decays and delta rules, this is {spec.structure}")
+    if spec.is_stabilised and (spec.rank or spec.gain_axes or spec.system.D is not ZERO or _gains_differ(spec)):
+        raise Unfit("the matrix kernels take exponential gains of one number a head, without corrections or D")
+    if spec.is_stabilised and spec.micro > 1:
+        raise Unfit("the matrix kernels take exponential gains of one micro-step a token")
+    logs = spec.log_decays
+    decays = logs if logs is not None else tuple(r.normal.decay for r in spec.rows)
+    keywise = KEY in spec.decay_axes
+    if keywise and logs is None:
+        raise Unfit("the matrix kernels take key-diagonal decays made of exp and sigmoid, whose logarithm is derived")
+    plain = all(r.normal.decay is UNIT for r in spec.rows) and not spec.is_stabilised
+    general = spec.rank == 1 and not all(is_delta(r) for r in spec.rows)
+    rows = [_row(r, general) for r in spec.rows]
+    keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
+    gate, core = spec.gated_read
+    read, query = split_scale(core)
+    ones = None
+    if spec.ones is not None:
+        ones = tuple(r.terms[0].value if r.terms else ZERO for r in spec.ones.rows)
+        if spec.den_has_channels:
+            raise Unfit("the matrix kernels take a normaliser of one number a head")
+        if any(one is not source for one, source in zip(ones, sources, strict=True)):
+            values = tuple(times(s, v) for s, v in zip(sources, values, strict=True))
+            sources = (UNIT,) * len(sources)
+        else:
+            ones = (UNIT,) * len(sources)
+    gains = None
+    if spec.is_stabilised:
+        gains = tuple(_gain(r) for r in spec.rows)
+    found = Operands(
+        query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
+        logs is not None, keywise, ones, gains, gate,
+    )  # fmt: skip
+    if general:
+        found = _rank_one(spec, found)
+    _check_printable(spec, found)
+    return found
+
+
+@derived
+def written_apart(spec: Spec) -> Spec:
+    """The same with a micro-step for each product of B: the first with A, the others added to what it leaves.
+
+    The first is the one that a delta rule's correction erases. A spec whose rows write one product is itself.
+    """
+    if spec.is_attention or spec.mixes_pairs or all(len(r.terms) < 2 and r.dense is None for r in spec.rows):
+        return spec
+    if any(r.dense is not None for r in spec.rows):
+        return spec
+    steps: list[System] = []
+    for step in spec.system.micro_steps:
+        parts = [sign * part if sign < 0 else part for sign, part in summands(step.B)]
+        erased = [c.left for c in normal_form(step.A)[-1].corrections]
+        parts.sort(key=lambda part: not any(f is x for x in erased for f, _ in factors_of(part)))
+        steps.append(System(A=step.A, B=parts[0]))
+        steps += [System(A=I, B=part) for part in parts[1:]]
+    last = replace(spec.system, A=steps[-1].A, B=steps[-1].B, earlier=tuple(steps[:-1]), drive=spec.drives or None)
+    return replace(spec, system=last)
+
+
+def _check_printable(spec: Spec, found: Operands) -> None:
+    """Raise Unfit for expressions that no printed kernel evaluates."""
+    for node in children_first(*found.all, spec.system.D, *([] if spec.rule is None else [spec.rule])):
+        if node.op == "taylor_features":
+            raise Unfit("no printed kernel evaluates Taylor features")
+        if node.axes == {KEY, VALUE}:
+            raise Unfit(f"the printed kernels hold vectors of a token, and `{node}` is a matrix")
+
+
+def _gains_differ(spec: Spec) -> bool:
+    return any(_gain(r).axes for r in spec.rows)
+
+
+def _gain(row: Row) -> Expr:
+    gain = row.terms[0].gain if row.terms else None
+    return ZERO if gain is None else gain
+
+
+def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
+    """(key, source, value, erase) of one micro-step; erase is nothing where corrections are `general`."""
+    if row.dense is not None or len(row.terms) > 1:
+        raise Unfit("the matrix kernels take a B of one product, a Key times a Value expression")
+    if len(row.normal.corrections) > 1:
+        raise Unfit("the matrix kernels take one correction a micro-step")
+    scale, key, source, value = UNIT, UNIT, ZERO, UNIT
+    if row.terms:
+        scale, key = split_scale(row.terms[0].key)
+        source, value = split_value(row.terms[0].value)
+        source = times(scale, source)
+    for c in row.normal.corrections:
+        if VALUE in c.scale.axes | c.left.axes | c.right.axes:
+            raise Unfit("the matrix kernels erase alike in all channels")
+    if general or not row.normal.corrections:
+        return key, source, value, ZERO
+    erase = _erase(row)
+    assert erase is not None
+    return row.normal.corrections[0].left, source, value, erase
+
+
+def is_delta(row: Row) -> bool:
+    """True where the state decays, then the key that is written is erased, if anything is."""
+    return not row.normal.corrections or _erase(row) is not None
+
+
+def _rank_one(spec: Spec, found: Operands) -> Operands:
+    """Operands of a transition that is diagonal plus rank one. Scales are left in the vectors, decays differ by key."""
+    if spec.log_decays is None:
+        raise Unfit("beside a correction the matrix kernels take decays made of exp and sigmoid, whose log is derived")
+    corrections = [r.normal.corrections[0] if r.normal.corrections else None for r in spec.rows]
+    lefts = tuple(ZERO if c is None else times(c.scale, c.left) for c in corrections)
+    rights = tuple(ZERO if c is None else c.right for c in corrections)
+    keys = tuple(times(s, k) for s, k in zip(found.sources, found.keys, strict=True))
+    own, core = split_value(spec.system.D)
+    alone = core is found.values[-1] and not own.axes and spec.micro == 1 and spec.system.read == "after"
+    bare = spec.rule is None and found.gate is UNIT
+    return replace(
+        found, query=times(found.read, found.query), read=UNIT, keys=keys, sources=(UNIT,) * len(keys), erases=None,
+        decays=spec.log_decays, log=True, keywise=True, lefts=lefts, rights=rights,
+        floor=min(min(low, -high) for low, high in map(bounds, spec.log_decays)), own=own if alone and bare else None,
+    )  # fmt: skip
+
+
+def _erase(row: Row) -> Expr | None:
+    """erase of A = decay (I - erase · key keyᵀ), or of (I - erase · key keyᵀ) diag(decay); None if A is neither."""
+    decay, (c, *more) = row.normal.decay, row.normal.corrections
+    decayed = KEY in decay.axes and c.right is decay * c.left
+    if more or not (decayed or (c.left is c.right and KEY not in decay.axes)):
+        return None
+    if row.terms and c.left is not split_scale(row.terms[0].key)[1]:
+        return None
+    left = factors_of(c.scale)
+    for wanted in factors_of(decay) if decay is not UNIT and not decayed else []:
+        if wanted not in left:
+            return None
+        left.remove(wanted)
+    out: Expr = const(-1)
+    for factor, inverse in left:
+        out = out / factor if inverse else times(out, factor)
+    return out
+
+
+def split_value(x: Expr) -> tuple[Expr, Expr]:
+    """x = scale · core: factors without a Value axis on the left, the others on the right."""
+    core, scale = split_factors(x, lambda factor: VALUE in factor.axes)
+    return scale, core
