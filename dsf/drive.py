@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsf.language.expr import VALUE, Expr, const, inputs_of
-from dsf.language.operator import factors_of, times
-from dsf.language.spec import Spec, summands
+from dsf.language.operator import factors_of, summands, times
+from dsf.language.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dsf import Recurrence
 from dsf.call.bind import state_keys
 from dsf.checking.ranges import Range, key_axis
+from dsf.language.annotations import Input
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
-from dsf.language.spec import Input
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm, gated

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from dsf import Recurrence
 from dsf.checking.ranges import Range, key_axis, ranges_of
+from dsf.language.annotations import Input
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, inputs_of
-from dsf.language.spec import Input, Spec
+from dsf.language.spec import Spec
 from dsf.mixers._own import inverse_softplus
 
 # What turns an input into a gate or a rate: under one of these it is not read as it is.

@@ -101,6 +101,14 @@ else:
             return Kind(_axes_of(tuple(marks), "Steps"), steps=count, pair=_is_pair(tuple(marks)))
 
 
+@dataclass(frozen=True)
+class Input:
+    """A named input and its kind."""
+
+    name: str
+    kind: Kind
+
+
 def _axes_of(items: tuple[Any, ...], where: str) -> Axes:
     for item in items:
         if not (isinstance(item, type) and hasattr(item, "kind")):

@@ -11,12 +11,14 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from dsf.language.expr import Expr, children_first
 from dsf.language.operator import Operator
-from dsf.language.spec import Spec
 from dsf.language.system import System, rule_of
+
+if TYPE_CHECKING:
+    from dsf.language.spec import Spec
 
 Rest = ParamSpec("Rest")
 Found = TypeVar("Found")

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from dsf.language.annotations import Kind
+from dsf.language.annotations import Input, Kind
+from dsf.language.derived import interned
 from dsf.language.errors import TraceError
 from dsf.language.expr import (
     BY_TORCH,
@@ -31,7 +32,7 @@ from dsf.language.expr import (
     rebuild,
     substitute,
 )
-from dsf.language.operator import Operator, diag, factors_of, outer, split_factors, times
+from dsf.language.operator import Operator, diag, factors_of, outer, split_factors, summands, times
 from dsf.language.system import System
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ def frame_of(spec: Spec, way: Way) -> Frame:
     if way == "gauge":
         system = map_system(system, made.by_torch)
     leaves = tuple(Leaf(made.without_pairs(x), tuple(nodes)) for x, nodes in made.leaves.items())
-    from dsf.language.derived import interned  # what is kept on Specs is above them
-
     return Frame(
         interned(made.spec(system)), leaves, tuple(whole), tuple(made.pairs.items()),
         tuple(Turned(node, *key) for key, node in made.turned.items()), angles, tuple(made.torch.items()),
@@ -196,8 +195,6 @@ class _Made:
 
     def spec(self, system: System) -> Spec:
         """The declaration with another system, and the inputs that it uses."""
-        from dsf.language.spec import Input
-
         rule = [] if self.of.rule is None else [self.of.rule]
         used = {n.attrs[0] for n in inputs_of(*roots_of(system), *rule)}
         if rule:
@@ -349,8 +346,6 @@ class _Gauge:
 
     def injection(self, b: Expr, row: int) -> Expr:
         """B with its keys turned."""
-        from dsf.language.spec import summands
-
         total: Expr = const(0)
         for sign, part in summands(b):
             if part is const(0):

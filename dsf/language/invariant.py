@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, Expr, const, inputs_of, is_paired
-from dsf.language.operator import Normal, normal_form, split_factors
-from dsf.language.spec import Spec, summands
+from dsf.language.operator import Normal, normal_form, split_factors, summands
+from dsf.language.spec import Spec
 
 
 @dataclass(frozen=True)

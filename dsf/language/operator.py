@@ -270,3 +270,12 @@ def factors_of(x: Expr) -> list[tuple[Expr, bool]]:
     if x.op == "div":
         return factors_of(x.args[0]) + [(f, not inverse) for f, inverse in factors_of(x.args[1])]
     return [(x, False)]
+
+
+def summands(x: Expr, sign: float = 1.0) -> list[tuple[float, Expr]]:
+    """The terms of a sum or difference, each with its sign."""
+    if x.op == "add":
+        return summands(x.args[0], sign) + summands(x.args[1], sign)
+    if x.op == "sub":
+        return summands(x.args[0], sign) + summands(x.args[1], -sign)
+    return [(sign, x)]

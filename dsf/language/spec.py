@@ -6,21 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dsf.language.annotations import Kind
+from dsf.language.annotations import Input
+from dsf.language.derived import interned
 from dsf.language.errors import TraceError
 from dsf.language.expr import IN_PAIRS, KEY, VALUE, Expr, children_first, const, inputs_of, show, substitute
 from dsf.language.frame import Frame, frame_of, needs_frame, roots_of, turns
-from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, times
+from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, summands, times
 from dsf.language.primitives import log_of
 from dsf.language.system import DEN, NUM, System, rule_of
-
-
-@dataclass(frozen=True)
-class Input:
-    """A named input and its kind."""
-
-    name: str
-    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -304,7 +297,7 @@ class Spec:
         """D with its exponential factors split off when the system is stabilised; what has none has a gain of 0."""
         if not self.is_stabilised or self.system.D is const(0):
             return Term(const(1), self.system.D)
-        term = None if _is_sum(self.system.D) else self._term(1.0, self.system.D)
+        term = None if self.system.D.op in ("add", "sub") else self._term(1.0, self.system.D)
         return term if term is not None and term.gain is not None else Term(const(1), self.system.D, const(0))
 
     @cached_property
@@ -393,19 +386,4 @@ class Spec:
 
 def restored(*declared: Any) -> Spec:
     """A Spec that was pickled."""
-    from dsf.language.derived import interned  # what is kept on Specs is above them
-
     return interned(Spec(*declared))
-
-
-def summands(x: Expr, sign: float = 1.0) -> list[tuple[float, Expr]]:
-    """The terms of a sum or difference, each with its sign."""
-    if x.op == "add":
-        return summands(x.args[0], sign) + summands(x.args[1], sign)
-    if x.op == "sub":
-        return summands(x.args[0], sign) + summands(x.args[1], -sign)
-    return [(sign, x)]
-
-
-def _is_sum(x: Expr) -> bool:
-    return x.op in ("add", "sub")

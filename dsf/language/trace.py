@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dsf.language.annotations import Kind, kinds_of
+from dsf.language.annotations import Input, Kind, kinds_of
 from dsf.language.attention import check_attention
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, symbol_of
-from dsf.language.spec import Input, Spec
+from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE, System
 from dsf.torch.evaluate import Evaluator
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.affine import Frame
-from dsf.language.annotations import Kind
+from dsf.language.annotations import Input, Kind
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.functions import dot
 from dsf.language.operator import I, Normal, Operator, diag, outer, times
-from dsf.language.spec import Input, Spec
+from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.torch.lower import columns
 

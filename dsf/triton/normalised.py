@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, environment
-from dsf.language.annotations import Kind
+from dsf.language.annotations import Input, Kind
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
 from dsf.language.functions import exp, where
 from dsf.language.operator import times
-from dsf.language.spec import Input, Spec
+from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.torch.columns import Columns, columns
 from dsf.torch.evaluate import Evaluator

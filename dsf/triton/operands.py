@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 from dsf.language.bounds import bounds
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const
-from dsf.language.operator import I, factors_of, normal_form, split_factors, split_scale, times
-from dsf.language.spec import Row, Spec, summands
+from dsf.language.operator import I, factors_of, normal_form, split_factors, split_scale, summands, times
+from dsf.language.spec import Row, Spec
 from dsf.language.system import System
 
 ZERO, UNIT = const(0), const(1)

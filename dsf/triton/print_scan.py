@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
-from dsf.language.annotations import Kind
+from dsf.language.annotations import Input, Kind
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.language.primitives import derivatives
-from dsf.language.spec import Input, Spec
+from dsf.language.spec import Spec
 from dsf.triton.coefficients import masked, packed
 from dsf.triton.hoist import parts
 from dsf.triton.print_entries import Entries

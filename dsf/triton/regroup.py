@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from dsf.language.expr import KEY, Expr, children_first, const, inputs_of, rebuild
 from dsf.language.functions import sum_key, where
-from dsf.language.operator import times
-from dsf.language.spec import summands
+from dsf.language.operator import summands, times
 
 Sides = tuple["Expr | None", "Expr | None"]  # the factors with a Key axis, and those without
 
