@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
+from dsf.kernels.triton.chunk.call import Call, last_rows
 from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.chunk.row_gradients import Skip
 from dsf.kernels.triton.operators import operator
-from dsf.kernels.triton.pointwise.programs import PROGRAMS, Call, gathered, last_rows
+from dsf.kernels.triton.pointwise.programs import PROGRAMS, gathered
 
 
 def starting(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsf.kernels.affine import exact_product
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
+from dsf.kernels.triton.chunk.call import Call
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks
 from dsf.kernels.triton.chunk.operator import by_row, first_reads, read_gradient, resumed, starting
 from dsf.kernels.triton.chunk.walks import (
@@ -26,7 +27,7 @@ from dsf.kernels.triton.chunk.walks import (
     transform,
 )
 from dsf.kernels.triton.operators import operator
-from dsf.kernels.triton.pointwise.programs import PROGRAMS, Call
+from dsf.kernels.triton.pointwise.programs import PROGRAMS
 
 
 def _run(

@@ -1,6 +1,6 @@
-"""What the matrix families' operator knows of a spec, and one call of it: sizes, tensors by name, pointwise launches.
+"""What operators know of printed files, and one call of their functions: sizes, tensors by name, pointwise launches.
 
-A `Program` is registered for every printed file (dsf.triton.print_chunk); `Call` binds one call's tensors to its names.
+A `Program` is registered for every file of the matrix families (dsf.triton.print_chunk).
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.launch import launch, row_strides
-from dsf.kernels.triton.packed import Sequences, slots
-from dsf.kernels.triton.pointwise.kernel import level_blocks, levels, no_finish, no_sums, pointwise
+from dsf.kernels.triton.pointwise.kernel import no_finish, no_sums, pointwise
 from dsf.kernels.triton.registry import Registry
 from dsf.kernels.triton.sizes import power
 
 PADDING = 16  # columns beside a normalised system's values, the first two of them driven by ones: rows stay aligned
-LEVEL_TOKENS = 1024  # tokens a program of the running maximum
 LARGEST = 256
 EMPTY = -1e30  # the running maximum of no tokens
 MANY = 12  # vectors that a printed function loads and stores, beyond which its tiles are smaller
@@ -250,196 +247,3 @@ def gathered(a: Access, x: Tensor, like: Tensor) -> Tensor:
     if x.shape[axis] != fewer:
         x = x.unflatten(axis, (fewer, -1)).sum(axis + 1, dtype=torch.float32)
     return x.to(like.dtype)
-
-
-class Call(Pointwise):
-    """One call of the matrix families."""
-
-    def __init__(self, program: Program, operands: Sequence[Tensor], bounds: Tensor | None = None) -> None:
-        super().__init__(program, operands)
-        self.program = program
-        self.packed = None if bounds is None else Sequences(bounds.contiguous(), program.micro)
-        self.beside = min(PADDING + -self.p % PADDING, LARGEST - self.p) if program.column else 0
-        self.columns = self.p + self.beside
-
-    def beside_values(self, start: Tensor) -> Tensor:
-        """A state [..., P + 1] with all columns: the normaliser's twice, as it is driven twice."""
-        twice = torch.cat([start, start[..., self.p :]], dim=-1)[..., : self.columns]
-        return torch.nn.functional.pad(twice, (0, self.columns - twice.shape[-1]))
-
-    def of_ones(self, x: Tensor) -> Tensor:
-        """The normaliser's [...] of a gradient [..., COLUMNS]: its column's, and what that one has no room for."""
-        return x[..., self.p : self.p + 2].sum(-1, dtype=torch.float32)
-
-    def make(self) -> list[Tensor]:
-        """Run the prologue: every operand that is no bare input, in order."""
-        made = []
-        for m in self.program.made:
-            rows = (m.rows,) if self.program.micro > 1 and m.name not in ("query", "read") else ()
-            if m.key or m.value:
-                size = self.n if m.key else self.columns
-                kind = torch.float32 if m.name in ("decay", "left") else self.dtype
-                x = self.empty(self.batch, self.tokens, *rows, self.heads_of(m.of), size, dtype=kind)
-            else:  # contiguous in time, as the chunk kernels read them
-                x = self.empty(self.batch, self.heads, self.tokens, *rows)
-                x = x.movedim(1, -1)
-            made.append(x)
-        self.keep(made)
-        if made:
-            self.launch("prologue")
-        return made
-
-    def keep(self, made: Sequence[Tensor]) -> None:
-        """Name what the prologue makes or made."""
-        for m, x in zip(self.program.made, made, strict=True):
-            self.tensors[f".{m.name}"] = x
-            if m.name == "value" and self.program.column:
-                self.tensors[".value"], self.tensors[".ones"] = x[..., : self.p], x[..., self.p :]
-                self.tensors[".values"] = x
-
-    def operand(self, name: str) -> Tensor | None:
-        """An operand of the chunk kernels, [B, rows, H, ·]; query and read still one row a token."""
-        role = self.program.roles.get(name)
-        if name == "read" and ".factor" in self.tensors:
-            return self.tensors[".factor"]
-        if role is None or f"made_{name}" in self.program.accesses:
-            return None
-        if role.bare is not None:
-            x = self.need(role.bare)
-            a = self.inputs[role.bare]
-            if (a.key or a.value) and x.stride(-1) != 1:
-                x = x.contiguous()
-            if not (a.key or a.value) and a.heads(x) != self.heads:
-                x = x.repeat_interleave(self.heads // a.heads(x), dim=-1)
-        else:
-            x = self.need(".values" if name == "value" and self.program.column else f".{name}")
-        wide = name in VECTORS or (name == "decay" and self.program.keywise)
-        return x.flatten(1, 2) if x.dim() > 3 + wide else x
-
-    def reading(self, name: str) -> Tensor | None:
-        """query or read as the chunk kernels take them: of the row that is read, of the next token for "before"."""
-        x = self.operand(name)
-        if x is None:
-            return None
-        if self.program.before:  # the last rows of packed sequences get others' queries: what they read nobody takes
-            x = torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
-        if self.program.micro > 1:
-            x = last_rows(x, self.program.micro)
-        return x
-
-    def level(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The running maximum before and after every token [2, B, H, T], and the last; it begins with `first` [B, H].
-
-        Of packed sequences the first and the last are [S, H].
-        """
-        out = self.empty(2, self.batch, self.heads, self.tokens)
-        last = self.empty(self.ends, self.heads) if first is None else first.clone()
-        if self.packed is not None and first is None:  # some may have no tokens
-            last.fill_(EMPTY)
-        block = min(LEVEL_TOKENS, max(16, power(self.tokens)))
-        blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None
-        if self.packed is not None:
-            blocks = slots(self.tokens, self.packed.count, block)
-            table = self.packed.tables(self.tokens, block).chunks
-        maps = self.empty(lanes, blocks, 2)
-        args, body = self.arguments(self.program.accesses["levels"]), self.program.functions.levels
-        sizes = (self.tokens, self.heads, blocks)
-        if blocks > 1:
-            launch(level_blocks, (blocks, lanes), args, maps, table, *sizes, body=body, K=block)
-        launch(levels, (blocks, lanes), args, maps, first, out, last, table, *sizes, body=body, K=block)
-        return out, last
-
-    def keep_level(self, level: Tensor) -> None:
-        """Name the running maximum before, after and as seen by the readout of every token."""
-        before, after = level.movedim(2, 3)
-        self.tensors[".level_before"], self.tensors[".level_after"] = before, after
-        self.tensors[".level_read"] = before if self.program.before else after
-
-    def keep_output(self, num: Tensor, den: Tensor | None) -> None:
-        """Name what was read: of the values, and of the normaliser."""
-        if self.program.column:
-            num, den = num[..., : self.p], num[..., self.p]
-        self.tensors[".num"], self.tensors[".den"] = num, den
-
-    def chunk_arguments(self, start: Tensor | None) -> dict[str, Any]:
-        """The chunk kernels' arguments, by name. start: with the normaliser's column, if there is one."""
-        found: dict[str, Any] = {"q": self.reading("query"), "k": self.operand("key"), "v": self.operand("value")}
-        found["packed"] = self.packed
-        if self.program.floor is not None:
-            found |= {name: self.operand(name) for name in ("decay", "left", "right", "own")}
-            found["made"] = {name: self.printed_with(f"made_{name}") for name in MADE_THERE}
-            return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
-        found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
-        found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
-        found["positive"] = "source" in self.program.roles and self.program.roles["source"].positive
-        normal = None
-        if self.inside:
-            start, column = self.split(start)
-            normal = Normaliser(self.operand("ones"), column)
-        return found | {"state": start, "normal": normal}
-
-    def printed_with(self, name: str) -> tuple[Any, tuple[Any, ...]] | None:
-        """A printed function that chunk kernels call, and its pointers and strides; None where there is none."""
-        accesses = self.program.accesses.get(name)
-        return None if accesses is None else (getattr(self.program.functions, name), self.arguments(accesses))
-
-    @property
-    def ends(self) -> int:
-        """How many sequences have a state."""
-        return self.batch if self.packed is None else self.packed.count
-
-    @property
-    def firsts(self) -> Tensor:
-        """The first tokens of packed sequences [S]; T for those that have none."""
-        assert self.packed is not None
-        bounds = self.packed.bounds.long()
-        return torch.where(bounds[1:] > bounds[:-1], bounds[:-1], self.tokens)
-
-    def first(self, x: Tensor) -> Tensor:
-        """Rows [B or sequences, ...] of x [B, T, ...] at first tokens, zeros where there are none."""
-        if self.packed is None:
-            return x[:, 0]
-        at = self.firsts
-        rows = x[0, at.clamp(max=self.tokens - 1)]
-        return rows.masked_fill((at == self.tokens).view(-1, *[1] * (rows.dim() - 1)), 0)
-
-    def later(self, x: Tensor, first: Tensor) -> Tensor:
-        """x [B, T, ...] a token later, with `first` [B or sequences, ...] at first tokens."""
-        if self.packed is None:
-            return torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1)
-        moved = torch.cat([x[0, :1], x[0]])
-        return moved.index_copy_(0, self.firsts, first.to(x.dtype))[None, : self.tokens]
-
-    def earlier(self, x: Tensor) -> Tensor:
-        """x [B, T, ...] of the token after each, zeros at last tokens."""
-        whole = torch.cat([x, torch.zeros_like(x[:, :1])], dim=1)
-        if self.packed is not None:
-            whole[0].index_fill_(0, self.firsts, 0)
-        return whole[:, 1:]
-
-    @property
-    def varying(self) -> set[str]:
-        """The operands that have gradients."""
-        return {name for name, role in self.program.roles.items() if role.varies}
-
-    @property
-    def inside(self) -> bool:
-        """True where the chunk kernels compute a normaliser."""
-        return self.program.ones and not self.program.column
-
-    @property
-    def refined(self) -> bool:
-        """True where the backward pass reads y with more digits than it is given in."""
-        return self.program.quotient and self.dtype in (torch.bfloat16, torch.float16)
-
-    def split(self, state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """A state [B, H, N, P + 1] as that of the values and the normaliser [B, H, N]."""
-        if state is None:
-            return None, None
-        return state[..., : self.p].contiguous(), state[..., self.p].contiguous()
-
-
-def last_rows(x: Tensor, micro: int) -> Tensor:
-    """[B, T, ...] at the last micro-step of every token, zeros at the others: [B, T · micro, ...]."""
-    empty = x.new_zeros(x.shape[0], x.shape[1], micro - 1, *x.shape[2:])
-    return torch.cat([empty, x.unsqueeze(2)], dim=2).flatten(1, 2)
