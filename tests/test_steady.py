@@ -11,7 +11,7 @@ from interpreted import INTERPRETED
 
 import dsf
 from dsf import I, Key, Param, Scalar, System, Value, dot, exp, mixers, outer, sigmoid
-from dsf.checking.laws import OUTPUT
+from dsf.checking.compare import OUTPUT
 from dsf.checking.measure import distance
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

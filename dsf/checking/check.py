@@ -15,8 +15,9 @@ import torch
 
 from dsf.call.plan import BACKENDS
 from dsf.call.recurrence import Recurrence
+from dsf.checking.compare import Measure
 from dsf.checking.examples import Example, lengths, regimes_of
-from dsf.checking.laws import LAWS, Law, Measure
+from dsf.checking.laws import LAWS, Law
 from dsf.checking.measure import AGAINST, KERNELS, ORACLE, TOLERANCE, Subject
 from dsf.checking.ranges import Given, ranges_of
 from dsf.checking.report import Failure, Report, Row

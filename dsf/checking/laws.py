@@ -6,7 +6,7 @@ A law is a function (subject, form, example) -> measures; `LAWS` is the table, i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,10 +17,10 @@ from torch.autograd.gradcheck import GradcheckError
 
 from dsf.call.plan import CONVOLUTION
 from dsf.call.recurrence import Recurrence, State
+from dsf.checking.compare import Measure, Measures, compare, difference, same
 from dsf.checking.examples import Example, lengths, same_state
 from dsf.checking.measure import (
     AGAINST,
-    HALF,
     KERNELS,
     ORACLE,
     TOLERANCE,
@@ -31,33 +31,10 @@ from dsf.checking.measure import (
     gradients,
     row_of,
     stacked,
-    typical_entry,
 )
 from dsf.checking.ranges import Given, ranges_of
 from dsf.kernels.attention import KVCache
-from dsf.language.annotations import Kind
-from dsf.language.expr import VALUE
 from dsf.torch.columns import columns
-
-OUTPUT = Kind(frozenset({VALUE}))
-
-
-@dataclass(frozen=True)
-class Measure:
-    """How far one quantity of a form is from where a law puts it. detail: what a reader needs to know if it fails."""
-
-    quantity: str
-    error: float
-    tolerance: float
-    detail: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """True when the law holds."""
-        return self.error <= self.tolerance
-
-
-Measures = Iterator[Measure]
 
 
 def forms(subject: Subject, form: str, example: Example) -> Measures:
@@ -79,53 +56,6 @@ def finite(subject: Subject, form: str, example: Example) -> Measures:
         ("grad of state", tuple(got.state_grads.values())),
     ):
         yield Measure(quantity, 0.0 if all(x.isfinite().all() for x in tensors) else math.inf, 0.0, detail)
-
-
-def compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str) -> Measures:
-    """One measure for y, the state, the gradient in each input, and all gradients through the final state.
-
-    Where one fails, what the declaration's own roundings make of these inputs is found, and allowed for (`distance`).
-    """
-    found = list(_compare(subject, got, expected, dtype, None))
-    if expected.condition is not None and dtype not in HALF and not all(m.ok for m in found):
-        found = list(_compare(subject, got, expected, dtype, expected.condition()))
-    yield from found
-
-
-def _compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str, condition: Outcome | None) -> Measures:
-    tolerance, kinds = TOLERANCE[dtype], subject.kinds
-    off = condition or Outcome(got.y.new_zeros(()), tuple(x.new_zeros(()) for x in expected.state))
-    held = max([expected.start, typical_entry(expected.y, OUTPUT), *(typical_entry(x, None) for x in expected.state)])
-    yield Measure("y", distance(got.y, expected.y, OUTPUT, dtype, held, condition=off.y), tolerance)
-    if got.state:
-        each = zip(got.state, expected.state, off.state, strict=True)
-        yield Measure("state", max(distance(a, b, None, dtype, held, condition=c) for a, b, c in each), tolerance)
-    yield from _gradients("grad {}", got.grads, expected.grads, expected.terms, off.grads, kinds, dtype)
-    if got.state_grads:
-        terms = expected.state_terms
-        found = _gradients("{}", got.state_grads, expected.state_grads, terms, off.state_grads, kinds, dtype, 1.0)
-        worst = max(found, key=lambda m: _order(m.error))
-        yield Measure("grad of state", worst.error, tolerance, f"the gradient in `{worst.quantity}`")
-
-
-def _gradients(
-    title: str,
-    got: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    terms: Mapping[str, Tensor],
-    off: Mapping[str, Tensor],
-    kinds: Mapping[str, Kind],
-    dtype: str,
-    cotangent: float = 0.0,
-) -> Measures:
-    scale = max([cotangent, *(typical_entry(x, kinds.get(name)) for name, x in expected.items())])
-    for name, reference in expected.items():
-        error = distance(got[name], reference, kinds.get(name), dtype, scale, terms.get(name), off.get(name))
-        yield Measure(title.format(name), error, TOLERANCE[dtype])
-
-
-def _order(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def gradcheck(subject: Subject, form: str, example: Example) -> Measures:
@@ -188,7 +118,7 @@ def causality(subject: Subject, form: str, example: Example) -> Measures:
 
     def change(a: Tensor, b: Tensor, *computed: Tensor) -> float:
         size = max((float(x.abs().max()) for x in (a, b, *computed) if x.numel()), default=0.0)
-        return _change(a, b) / (max(size, 1.0) if rounded else 1.0)
+        return difference(a, b) / (max(size, 1.0) if rounded else 1.0)
 
     yield Measure("y", change(y_first, y_second, *whole), tolerance, where)
     for name in grads_first:
@@ -200,14 +130,6 @@ def causality(subject: Subject, form: str, example: Example) -> Measures:
             yield Measure(f"grad future {name}", change(b[:, cut:], nothing, b), tolerance, late)
         else:
             yield Measure(f"grad {name}", change(a, b), tolerance, where)
-
-
-def _change(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference; exactly 0 when equal."""
-    if a.shape != b.shape:
-        return math.inf
-    worst = float((a - b).abs().max()) if a.numel() else 0.0
-    return math.inf if math.isnan(worst) else worst
 
 
 def split(subject: Subject, form: str, example: Example) -> Measures:
@@ -385,23 +307,17 @@ def contract(subject: Subject, form: str, example: Example) -> Measures:
     inputs, state = subject.inputs(example), subject.state(example)
     sizes = subject.sizes(inputs)
     y, final = subject.run(form, inputs, state)
-    yield _same("y", y, (sizes.batch, sizes.tokens, sizes.heads, sizes.p), example.torch_dtype)
+    yield same("y", y, (sizes.batch, sizes.tokens, sizes.heads, sizes.p), example.torch_dtype)
     if isinstance(final, Tensor):
         wide = torch.float64 if example.dtype == "float64" else torch.float32
         shape = (sizes.batch, sizes.heads, *subject.recurrence.state_shape(sizes.keys, sizes.p))
-        yield _same("state", final, shape, wide)
+        yield same("state", final, shape, wide)
     elif isinstance(final, KVCache):
         before = int(state.lengths[0]) if isinstance(state, KVCache) else 0
         window = subject.recurrence.spec.system.window
         kept = before + sizes.tokens if window is None else min(before + sizes.tokens, window)
         held = final.k.shape[2] == kept and int(final.lengths[0]) == before + sizes.tokens
         yield Measure("state", 0.0 if held else math.inf, 0.0, f"cache of {final.k.shape[2]} places")
-
-
-def _same(quantity: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Measure:
-    held = tuple(x.shape) == shape and x.dtype == dtype
-    detail = f"expected {list(shape)} {dtype}, got {list(x.shape)} {x.dtype}"
-    return Measure(quantity, 0.0 if held else math.inf, 0.0, detail)
 
 
 def parallel(subject: Subject, form: str, example: Example) -> Measures:

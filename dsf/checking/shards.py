@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dsf.call.recurrence import State
+from dsf.checking.compare import Measure, Measures, compare
 from dsf.checking.examples import Example, lengths
-from dsf.checking.laws import Measure, Measures, compare
 from dsf.checking.measure import AGAINST, Subject, cotangent
 from dsf.parallel import Simulated
 from dsf.parallel.derive import kind_of_map

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsf.call import packing
 from dsf.call.recurrence import Recurrence
-from dsf.checking.laws import OUTPUT
+from dsf.checking.compare import OUTPUT
 from dsf.checking.measure import BLOCK, KERNELS, Subject, distance, misfits, typical_entry
 from dsf.checking.ranges import Given, ranges_of
 from dsf.fuzz.case import Case
@@ -257,7 +257,7 @@ def _differentiated(pairs: list[tuple[Tensor, Tensor]], wrt: Mapping[str, Tensor
 def _measures(
     subject: Subject, case: Case, ran: Ran, expected: Expected
 ) -> Iterator[tuple[str, tuple[float, tuple[Any, ...]]]]:
-    """Every quantity's error, and what it was measured with. The scales are those of dsf.checking.laws.compare."""
+    """Every quantity's error, and what it was measured with. The scales are those of dsf.checking.compare."""
     held = max(expected.start, typical_entry(expected.y, OUTPUT), typical_entry(expected.state, None))
     kinds: Mapping[str, Kind | None] = subject.kinds
     scale = max(
