@@ -3,8 +3,11 @@
 python benchmarks/hashes.py [--only ssd s6] --json before.json      # then change the code, and
 python benchmarks/hashes.py [--only ssd s6] --against before.json   # prints what is no longer the same, and fails
 
-A launch's hash is that of its grid, of its numbers and of the intermediate code (TTIR, with everything inlined, for
-sm_90) of its kernel, so it stays where code only moves. Hashes of one release of Triton say nothing of another's.
+A launch's hash is that of its grid and of the intermediate code (TTIR, with everything inlined, for sm_90) of its
+kernel, and of its arguments: numbers, and which tensors of the schedule, and where in them. So it stays where code only
+moves. Values and parameters are named by the order in which the code has them, and tensors by that in which launches
+do; constants and arithmetic of scalars stand where they are used. So it stays, too, where parameters, or the addresses
+made of them, only change places. Hashes of one release of Triton say nothing of another's.
 Tensors are on the CPU, and nothing is launched: what is hashed is what operators' schedules say. Options that ask for
 the device take that of an H200, but those of the scans, which take what the interpreter has.
 """
@@ -16,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import triton
@@ -32,28 +36,41 @@ from triton.runtime import jit
 from dsf.kernels.convolution import short_convolution
 from dsf.kernels.norm import gated, gated_rms_norm
 from dsf.kernels.triton import operators
-from dsf.kernels.triton.launch import _pointers
+from dsf.kernels.triton.launch import Pointer
+from dsf.kernels.triton.schedule import Ref, mapped
 from dsf.triton import choose
 
 TARGET = GPUTarget("cuda", 90, 32)
-MODULE, LOCATION, NAME = re.compile(r"#loc.*\n"), re.compile(r" ?loc\(.*?\)+"), re.compile(r"@[\w.]+")
+HEAD = re.compile(r"tt\.func public @[\w.]+\((.*)\) attributes")
+NAME = re.compile(r"%[\w.$-]+")
+SCALAR = re.compile(r" *(%[\w.$-]+) = (arith\.constant .*|(?:arith\.|tt\.get_|tt\.addptr)(?!.*(?:tensor|\{$)).*)")
+
+
+class Place(Pointer):
+    """What Triton asks of a tensor, and which one it is."""
+
+    def __init__(self, x):
+        super().__init__(x)
+        self.ref = x
 
 
 class Kernels:
     """The hashes of launches in order; what one is compiled for is compiled once."""
 
-    def __init__(self):
+    def __init__(self, folder=None):
         self.backend = make_backend(TARGET)
-        self.code, self.launches = {}, []
+        self.code, self.launches, self.folder = {}, [], folder
 
     def run(self, schedule):
         """In the place of what makes a function of a schedule: one that returns memory of its result's sizes."""
+        order = {}
         for x in schedule.launches:
-            self.note(x.kernel, *_pointers(x.args), grid=x.grid, **x.named)
+            args = mapped(lambda y: Place(y) if isinstance(y, Ref) else y, x.args)
+            self.note(x.kernel, *args, order=order, grid=x.grid, **x.named)
         return lambda *tensors: schedule.empty(next(x for x in tensors if x is not None)), False
 
-    def note(self, kernel, *args, grid, **named):
-        """Hash a launch."""
+    def note(self, kernel, *args, order, grid, **named):
+        """Hash a launch. order: of the schedule's tensors, as launches use them."""
         binder = jit.create_function_from_signature(kernel.signature, kernel.params, self.backend)
         named |= {"debug": False, "instrumentation_mode": ""}
         bound, specialization, options = binder(*args, **named)
@@ -65,9 +82,14 @@ class Kernels:
         functions = [x.cache_key for x in tree_leaves(tuple(constants.values())) if hasattr(x, "cache_key")]
         key = about, *functions
         if key not in self.code:
-            self.code[key] = _digest(self.ttir(kernel, signature, constants, attributes, options))
-        numbers = [x for x in tree_leaves(tuple(bound.values())) if type(x) is int]
-        self.launches.append([kernel.fn.__name__, list(grid), _digest(str(numbers)), self.code[key]])
+            found = Canonical(self.ttir(kernel, signature, constants, attributes, options))
+            self.code[key] = _digest(found.text), found.used
+            if self.folder:
+                (self.folder / f"{kernel.fn.__name__}_{self.code[key][0]}.mlir").write_text(found.text)
+        code, used = self.code[key]
+        given = [x for name, kind in signature.items() for x in _given(kind, bound[name])]
+        known = [_argument(given[i], order) for i in used]
+        self.launches.append([kernel.fn.__name__, list(grid), _digest(str(known)), code])
 
     def ttir(self, kernel, signature, constants, attributes, options):
         """The kernel's intermediate code, without what tells where it stood."""
@@ -82,8 +104,53 @@ class Kernels:
         )
         stages = {}
         backend.add_stages(stages, options, source.language)
-        text = str(stages["ttir"](made, {}))
-        return NAME.sub("@f", LOCATION.sub("", MODULE.sub("", text)))
+        return stages["ttir"](made, {}).str_nodebug()
+
+
+class Canonical:
+    """A kernel's code with constants and scalars' arithmetic where they are used, and its parameters in that order."""
+
+    def __init__(self, text):
+        head = HEAD.search(text)
+        parameters = [x.split(":", 1) for x in re.split(r", (?=%)", head[1])]
+        self.places = {name: place for place, (name, _) in enumerate(parameters)}
+        self.scalars, self.names, self.used, self.values = {}, {}, [], 0
+        lines = []
+        for line in text[head.end() :].splitlines():
+            found = SCALAR.fullmatch(line)
+            if found:
+                self.scalars[found[1]] = found[2]
+            else:
+                lines.append(line)
+        body = [NAME.sub(self._name, line) for line in lines]
+        self.text = "\n".join([*(parameters[i][1].strip() for i in self.used), *body])
+
+    def _name(self, found):
+        name = found[0]
+        if name not in self.names:
+            if name in self.scalars:
+                code = NAME.sub(self._name, self.scalars[name])
+                self.names[name] = f"({code})" if len(code) < 100 else f"(%{_digest(code)})"
+            elif name in self.places:
+                self.names[name] = f"%used{len(self.used)}"
+                self.used.append(self.places[name])
+            else:
+                self.names[name] = f"%{self.values}"
+                self.values += 1
+        return self.names[name]
+
+
+def _given(kind, x):
+    """What of an argument the compiled kernel takes. kind: of its parameter."""
+    if isinstance(kind, tuple):
+        return [z for each, y in zip(kind, x, strict=True) for z in _given(each, y)]
+    return [] if kind == "constexpr" else [x]
+
+
+def _argument(x, order):
+    if not isinstance(x, Place):
+        return x
+    return order.setdefault(x.ref.number, len(order)), x.ref.offset, str(x.ref.dtype)
 
 
 def _digest(text):
@@ -138,8 +205,9 @@ def main():
     parser.add_argument("--only", nargs="*", default=[], help="the first words of rows")
     parser.add_argument("--json", help="where to write them")
     parser.add_argument("--against", help="what an earlier run wrote")
+    parser.add_argument("--code", type=Path, help="a folder to write to what is hashed of each kernel")
     options = parser.parse_args()
-    kernels, found = Kernels(), {}
+    kernels, found = Kernels(options.code), {}
     operators.runnable, choose.interpreted = kernels.run, lambda: True  # CPU tensors pass
     for name, call, leaves in rows():
         if options.only and name.split()[0] not in options.only:

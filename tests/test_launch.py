@@ -1,7 +1,10 @@
 """Kernels compiled before a call runs: all at once, each once, errors where a plain launch has them."""
 
+import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 import triton
 from triton.runtime._async_compile import active_mode
 
-from dsf.kernels.triton import launch, launcher, operators
+from dsf.kernels.triton import launch, launcher, operators, structs
 from dsf.kernels.triton.operators import Scheduled
 
 pytestmark = pytest.mark.skipif(launch._Mode is None, reason="this Triton compiles one kernel after the other")
@@ -53,6 +56,7 @@ class Kernel:
         def run(*args, **named):
             self.get_ready()
             self.launches += 1
+            self.given = args
 
         return run
 
@@ -112,3 +116,47 @@ def test_a_caller_that_compiles_on_threads_himself_is_left_alone():
     with ThreadPoolExecutor(2) as threads, triton.AsyncCompileMode(threads):
         run(kernels)
     assert all(k.ready for k in kernels)
+
+
+class Pair(NamedTuple):
+    at: object
+    step: object
+
+
+@dataclass(frozen=True, repr=False)
+class Sized(structs.Config):
+    SIZE: int
+    HOLE: object
+
+
+def hole_of(tmp_path, name, source):
+    """A printed function: always `hole` of the module `holes`."""
+    path = tmp_path / name / "holes.py"
+    path.parent.mkdir()
+    path.write_text(f"import triton\n\n\n@triton.jit\ndef hole(x):\n    return {source}\n")
+    spec = importlib.util.spec_from_file_location("holes", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.hole
+
+
+def test_structs_reach_triton_as_structs():
+    kernel = Kernel()
+
+    def host(x):
+        launch.launch(kernel, (1,), Pair(x, 3), (Pair(x[1:], 2), None))
+        return x.new_empty(1)
+
+    Scheduled(host)(torch.ones(2))
+    ((first, (second, nothing)),) = kernel.asked
+    assert (first.step, second.step, nothing) == (3, 2, None) and second.at.data_ptr() == 4
+    assert isinstance(kernel.given[0], Pair) and isinstance(kernel.given[1][0].at, torch.Tensor)
+
+
+def test_a_config_is_another_where_a_function_in_it_has_another_source(tmp_path):
+    holes = [hole_of(tmp_path, name, source) for name, source in (("a", "x + 1"), ("b", "x * 2"), ("c", "x + 1"))]
+    assert len({repr(x) for x in holes}) == 1
+    first, second, again = (Sized(16, x) for x in holes)
+    assert first == Sized(16, holes[0]) and hash(first) == hash(Sized(16, holes[0]))
+    assert first != second and str(first) == str(second) == "Sized(SIZE=16, HOLE=hole)"
+    assert first.cache_key != second.cache_key == repr(second) and first.cache_key == again.cache_key

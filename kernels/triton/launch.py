@@ -23,16 +23,16 @@ from triton.runtime.jit import JITFunction
 
 from dsf.kernels.triton.launcher import launcher, prove, proven
 from dsf.kernels.triton.recent import Recent
-from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of
+from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
 
 THREADS = min(8, os.cpu_count() or 1)
 _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
 _ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, and the constants behind arguments
 
 
-def constant(number: int) -> Any:
-    """A number that a kernel is compiled for: addresses made of it are part of instructions, and take no registers."""
-    return number if triton.knobs.runtime.interpret else tl.constexpr(number)
+def constant(x: Any) -> Any:
+    """What a kernel is compiled for, a number mostly: addresses made of it are part of instructions, in no register."""
+    return x if triton.knobs.runtime.interpret else tl.constexpr(x)
 
 
 def row_strides(x: Tensor) -> tuple[Any, Any]:
@@ -45,7 +45,7 @@ def row_strides(x: Tensor) -> tuple[Any, Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """Write down kernel[grid](*args, **named): args are slots, numbers or tuples of them; named are constants."""
+    """Write down kernel[grid](*args, **named): args are slots, numbers or structs of them; named are constants."""
     book_of(args).launch(kernel, grid, args, named)
 
 
@@ -83,11 +83,9 @@ def _key(x: Launch) -> Any:
     return x.kernel.fn, torch.cuda.current_device(), _kinds(x.args), *x.named.items()
 
 
-def _kinds(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _kinds(args: tuple[Any, ...]) -> Any:
     """What Triton compiles for: integers, and tensors' dtypes and alignment."""
-    return tuple([
-        (x.dtype, x.align) if isinstance(x, Ref) else _kinds(x) if type(x) is tuple else x for x in args
-    ])  # fmt: skip
+    return mapped(lambda x: (x.dtype, x.align) if isinstance(x, Ref) else x, args)
 
 
 class Pointer:
@@ -103,8 +101,8 @@ class Pointer:
         return self.align
 
 
-def _pointers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([Pointer(x) if isinstance(x, Ref) else _pointers(x) if type(x) is tuple else x for x in args])
+def _pointers(args: tuple[Any, ...]) -> Any:
+    return mapped(lambda x: Pointer(x) if isinstance(x, Ref) else x, args)
 
 
 class _Ahead(_Mode or object):  # type: ignore[misc]

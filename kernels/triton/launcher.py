@@ -8,7 +8,7 @@ is launched in public, 20 to 40 µs a launch slower.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,11 +19,16 @@ TRIED = frozenset({(3, 6)})  # (major, minor) of Triton that were run on a GPU
 _proof: bool | None = None
 
 
+class _Factor(NamedTuple):
+    at: Any
+    times: Any
+
+
 @triton.jit
-def _probe(out, pair, count, nothing, SCALE: tl.constexpr):
-    """Every kind of argument that kernels have: a pointer, a tuple with a pointer, a number, None, a constant."""
+def _probe(out, factor, count, nothing, SCALE: tl.constexpr):
+    """Every kind of argument that kernels have: a pointer, a struct with a pointer, a number, None, a constant."""
     i = tl.program_id(0) + tl.program_id(1) * 2
-    tl.store(out + i, (tl.load(pair[0] + i) * pair[1] + count * (nothing is None)) * SCALE)
+    tl.store(out + i, (tl.load(factor.at + i) * factor.times + count * (nothing is None)) * SCALE)
 
 
 def launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -64,8 +69,8 @@ def _launches_alike() -> bool:
     with _disable_current_modes():
         first, second = (torch.tensor(x, device="cuda") for x in ([1.5, -2.0, 7.0, 0.25], [3.0, 9.0, -4.0, 0.5]))
         expected, found, other = (torch.full((4,), -1.0, device="cuda") for _ in range(3))
-        compiled = _probe[(2, 2)](other, (first, 5), 7, None, SCALE=2)
-        _probe[(2, 2)](expected, (second, 5), 7, None, SCALE=2)
+        compiled = _probe[(2, 2)](other, _Factor(first, 5), 7, None, SCALE=2)
+        _probe[(2, 2)](expected, _Factor(second, 5), 7, None, SCALE=2)
         try:
             launcher(compiled, (2, 2, 1))(found, (second, 5), 7, None, 2)
         except (TypeError, AttributeError, RuntimeError):

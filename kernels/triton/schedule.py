@@ -22,6 +22,14 @@ ROOM = ("empty_like", "new_empty_strided")  # functions that make memory which n
 ALIGNED = 16  # bytes: what Triton tells pointers apart by
 
 
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """x with what function makes of each thing in its tuples, NamedTuples and lists, which stay what they are."""
+    if isinstance(x, (tuple, list)) and not isinstance(x, Ref):
+        found = [mapped(function, y) for y in x]
+        return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
+    return function(x)
+
+
 class Ref(NamedTuple):
     """A tensor: the number of the memory that it lies in, and where it begins there, in elements.
 
@@ -156,11 +164,9 @@ class Schedule:
         """Memory of its result's sizes, on the device of `like`: what a fake kernel returns."""
 
         def room(x: Any) -> Any:
-            if isinstance(x, Ref):
-                return like.new_empty_strided(x.shape, x.stride, dtype=x.dtype)
-            return type(x)(map(room, x)) if isinstance(x, (tuple, list)) else x
+            return like.new_empty_strided(x.shape, x.stride, dtype=x.dtype) if isinstance(x, Ref) else x
 
-        return room(self.result)
+        return mapped(room, self.result)
 
     def function(self, runner: Runner) -> Callable[..., Any]:
         """The call as a function of its tensors. runner: what launches a Launch, and the constants that this takes
@@ -216,6 +222,8 @@ class _Text:
             return f"t{x.number}.as_strided({self._name(tuple(x.shape))}, {self._name(x.stride)}, {start})"
         if isinstance(x, (tuple, list)):
             inside = "".join(f"{self._text(y, pointers)}, " for y in x)
+            if hasattr(x, "_fields") and not pointers:  # what launches by addresses asks for no names
+                return f"{self._name(type(x))}({inside})"
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
         return repr(x) if x is None or x is True or x is False else self._name(x)
 
@@ -391,16 +399,16 @@ def _slots(args: Any) -> Iterator[Slot]:
 
 
 def _metas(x: Any) -> Any:
-    if isinstance(x, Slot):
-        return x.meta
+    return mapped(_meta, x)
+
+
+def _meta(x: Any) -> Any:
     assert not isinstance(x, Tensor), f"a schedule does not know a tensor of shape {tuple(x.shape)}: it is no argument"
-    return type(x)(map(_metas, x)) if type(x) in (tuple, list) else x
+    return x.meta if isinstance(x, Slot) else x
 
 
 def _refs(x: Any) -> Any:
-    if isinstance(x, Slot):
-        return x.ref
-    return type(x)(map(_refs, x)) if type(x) in (tuple, list) else x
+    return mapped(lambda y: y.ref if isinstance(y, Slot) else y, x)
 
 
 def book_of(args: Any) -> Book:

@@ -27,6 +27,7 @@ from dsf.kernels.triton.chunk.tiles import PLANES, arithmetic, prepare
 from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, reverse, transform
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.packed import Sequences, slots
+from dsf.kernels.triton.structs import Rows, Sizes
 
 # Printed: what loads, what makes y of that and of what is read; pointers; where more digits of y go.
 Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
@@ -80,6 +81,11 @@ class _Call:
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
             "PRECISION": precision,
+        }  # fmt: skip
+        self.measures = Sizes(self.tokens, constant(heads), self.length, self.plane)
+        self.common = self.sizes | {
+            "DECAY": self.decay, "KEYWISE": self.keywise, "DELTA": self.delta, "SCALED": self.scaled,
+            "READ_SCALED": self.read,
         }  # fmt: skip
         self.key_block = self.tiles.gradient_keys
         if q.dtype != torch.bfloat16:  # where narrower blocks of keys were seen wrong
@@ -164,6 +170,10 @@ class _Call:
     def rows(self, x: Tensor) -> tuple[int, Any, int, int]:
         """Strides of batch, token (a constant) and head, and how many heads share one of x's."""
         return x.stride(0), constant(x.stride(1)), x.stride(2), self.heads // x.shape[2]
+
+    def struct(self, x: Tensor) -> Rows:
+        """x [B, T, H', ·] as kernels take it."""
+        return Rows(x, *self.rows(x))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""

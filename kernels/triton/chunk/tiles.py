@@ -11,6 +11,7 @@ Decays of any sign are run as their absolute values: with the running product's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.structs import Config
 
 LOG_TINY = tl.constexpr(-55.262042)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,6 +39,28 @@ SUFFIX = tl.constexpr(7)
 TOTAL = tl.constexpr(8)  # at each chunk's first row
 WRITE = tl.constexpr(5)  # or, without delta rule, SUFFIX times SOURCE
 PLANES = 9
+
+
+@dataclass(frozen=True, repr=False)
+class Chunked(Config):
+    """What all chunk kernels of a call are compiled for: N and P, L rows a chunk; BN: N, filled up to a power of two.
+
+    DECAY 0: none, or KEYWISE one for every key; 1: logarithms; 2: decays of any sign. DELTA: the delta rule. SCALED:
+    written rows have scales s (2: positive ones, which go into exponents), READ_SCALED: rows that are read, c. KIND and
+    PRECISION: of products (`arithmetic`).
+    """
+
+    N: int
+    P: int
+    BN: int
+    L: int
+    DECAY: int
+    KEYWISE: bool
+    DELTA: bool
+    SCALED: int
+    READ_SCALED: int
+    KIND: Any
+    PRECISION: str
 
 
 def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:

@@ -7,60 +7,69 @@ X it stays as well conditioned as forward substitution when keys repeat.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import ERASE, READ, between, load_rows, product, split, store_lower
+from dsf.kernels.triton.chunk.tiles import ERASE, READ, Chunked, between, load_rows, product, split, store_lower
 from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.structs import of_head
+
+
+@dataclass(frozen=True, repr=False)
+class Transform(Chunked):
+    """TERMS: of operands of the inverse. STATE_TERMS: of the inverse as it is kept, ROW_TERMS: of SCORES, likewise.
+
+    Triangles of a chunk lie PITCH entries behind those of the one before; there are 2 ^ LEVELS rows in it.
+    """
+
+    LEVELS: int
+    SCORES: bool
+    TERMS: int
+    ROW_TERMS: int
+    STATE_TERMS: int
+    PITCH: int
 
 
 @triton.jit
-def delta_transform(
-    q, k, scalars, system_of, solve, scores_of, table,
-    tokens, heads: tl.constexpr, length, plane,
-    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group,
-    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr,
-    DECAY: tl.constexpr, READ_SCALED: tl.constexpr, SCORES: tl.constexpr, KEYWISE: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, ROW_TERMS: tl.constexpr,
-    STATE_TERMS: tl.constexpr, PITCH: tl.constexpr,
-):  # fmt: skip
+def delta_transform(q, k, scalars, system_of, solve, scores_of, table, sizes, C: tl.constexpr):
     """Write the inverse less the identity, in STATE_TERMS; rows beyond the sequence are zero.
 
-    SCORES: also, in ROW_TERMS, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P. Triangles of a chunk lie
-    PITCH entries behind those of the one before.
+    SCORES: also, in ROW_TERMS, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = lane // heads, lane % heads
-    k += batch * k_b + head // k_group * k_h
-    begin, end = place_of_chunk(table, chunk, tokens, L)
-    scalars += lane * length + chunk * L - begin
-    at = (lane * (length // L) + chunk) * PITCH
-    keys, local = tl.arange(0, BN), tl.arange(0, L)
+    batch, head = lane // sizes.heads, lane % sizes.heads
+    k = of_head(k, batch, head)
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
+    scalars += lane * sizes.length + chunk * C.L - begin
+    at = (lane * (sizes.length // C.L) + chunk) * C.PITCH
+    keys, local = tl.arange(0, C.BN), tl.arange(0, C.L)
     rows = begin + local
-    if KEYWISE:
-        system_of += (batch * tokens * heads + head) * L
-        system = load_rows(system_of, heads * L, rows, end, local, L, L, tl.float32)
+    if C.KEYWISE:
+        system_of += (batch * sizes.tokens * sizes.heads + head) * C.L
+        system = load_rows(system_of, sizes.heads * C.L, rows, end, local, C.L, C.L, tl.float32)
     else:
         strict = local[:, None] > local[None, :]
-        rows_k = load_rows(k, k_t, rows, end, keys, N, BN, KIND)
-        system = tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION)
-        if DECAY:
+        rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BN, C.KIND)
+        system = tl.dot(rows_k, tl.trans(rows_k), input_precision=C.PRECISION)
+        if C.DECAY:
             weights = between(scalars, rows, local[:, None] >= local[None, :], False)
-            if SCORES:
-                q += batch * q_b + head // q_group * q_h
-                rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
-                scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * weights
-                if READ_SCALED:
-                    scores *= tl.load(scalars + READ * plane + rows)[:, None]
-                store_lower(scores_of + at, local, split(scores, ROW_TERMS, KIND), L, ROW_TERMS)
+            if C.SCORES:
+                q = of_head(q, batch, head)
+                rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BN, C.KIND)
+                scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=C.PRECISION) * weights
+                if C.READ_SCALED:
+                    scores *= tl.load(scalars + READ * sizes.plane + rows)[:, None]
+                store_lower(scores_of + at, local, split(scores, C.ROW_TERMS, C.KIND), C.L, C.ROW_TERMS)
             system = tl.where(strict, system * weights, 0.0)
         else:
             system = tl.where(strict, system, 0.0)
-    system *= tl.load(scalars + ERASE * plane + rows)[:, None]
-    inverse = unit_lower_inverse(system, local, LEVELS, KIND, PRECISION, TERMS)
-    if STATE_TERMS == 2:
-        inverse = refined(system, inverse, KIND, PRECISION)
-    store_lower(solve + at, local, split(inverse, STATE_TERMS, KIND, True), L, STATE_TERMS)
+    system *= tl.load(scalars + ERASE * sizes.plane + rows)[:, None]
+    inverse = unit_lower_inverse(system, local, C.LEVELS, C.KIND, C.PRECISION, C.TERMS)
+    if C.STATE_TERMS == 2:
+        inverse = refined(system, inverse, C.KIND, C.PRECISION)
+    store_lower(solve + at, local, split(inverse, C.STATE_TERMS, C.KIND, True), C.L, C.STATE_TERMS)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsf.kernels.triton.chunk.normaliser import by_lane, kind_of
 from dsf.kernels.triton.chunk.sums import combine_moves, combine_segments, sum_piece
 from dsf.kernels.triton.chunk.table import limits, lower
-from dsf.kernels.triton.chunk.transform import delta_transform
+from dsf.kernels.triton.chunk.transform import Transform, delta_transform
 from dsf.kernels.triton.chunk.walk import both_walks, forward_walk, reverse_walk
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sizes import bases, power
@@ -56,16 +56,15 @@ def transform(call: _Call) -> Tensor:
     """The delta rule's triangular inverses [B, H, chunks, ·], in their terms; with scalar decays scores lie behind."""
     t = call.tiles
     solve = call.empty(call.batch, call.heads, call.chunks, call.pitch)
-    sizes = {name: x for name, x in call.sizes.items() if name != "P"}
+    config = Transform(
+        **call.common | {"P": 0}, LEVELS=call.levels, SCORES=call.scored, TERMS=t.transform_terms,
+        ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, PITCH=call.pitch,
+    )  # fmt: skip
     launch(
         delta_transform, (call.chunks, call.lanes),
-        call.q, call.k, call.scalars, call.system, solve, scores_of(call, solve), call.chunk_table,
-        call.tokens, call.heads, call.length, call.plane,
-        *call.rows(call.q), *call.rows(call.k),
-        LEVELS=call.levels, DECAY=call.decay, READ_SCALED=call.read, SCORES=call.scored, KEYWISE=call.keywise,
-        TERMS=t.transform_terms, ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, PITCH=call.pitch,
-        num_warps=t.transform_warps,
-        maxnreg=t.transform_registers, **sizes,
+        call.struct(call.q), call.struct(call.k), call.scalars, call.system, solve, scores_of(call, solve),
+        call.chunk_table, call.measures,
+        C=config, num_warps=t.transform_warps, maxnreg=t.transform_registers,
     )  # fmt: skip
     return solve
 
