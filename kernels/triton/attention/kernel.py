@@ -2,15 +2,50 @@
 
 q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], y as q with P. c: [B, H, 2, T] float32, two parts of the sums of
 log decays, whose differences are added to scores part by part, so that those of near tokens are exact. lse: [B, H, T],
-the logarithm of the sum of a row's weights. R: tile of rows (queries), C: of columns (keys), D, E: N and P padded.
+the logarithm of the sum of a row's weights.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.structs import Config
+
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Attended(NamedTuple):
+    """q, k, v, c and the scale of scores; how many heads q, k and v have, and how wide they are."""
+
+    q: Any
+    k: Any
+    v: Any
+    c: Any
+    scale: Any
+    H: Any
+    HK: Any
+    HV: Any
+    N: Any
+    P: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Tiles(Config):
+    """WINDOW: the last tokens that a row sees, 0 for all. BIASED: by c. R rows (queries) and C columns (keys) a tile.
+
+    D, E: N and P, filled up to a power of two.
+    """
+
+    WINDOW: int
+    BIASED: bool
+    R: int
+    C: int
+    D: int
+    E: int
 
 
 @triton.jit
@@ -52,107 +87,117 @@ def _seen(rows, columns, T, WINDOW: tl.constexpr):
     return seen
 
 
-@triton.jit(do_not_specialize=["T"])
-def attention_forward(
-    q, k, v, c, y, lse, scale, T, H, HK, HV, N, P,
-    WINDOW: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """y and lse of R queries."""
-    first, bh = (tl.num_programs(1) - 1 - tl.program_id(1)) * R, tl.program_id(0)
-    b, h = bh // H, bh % H
-    rows = first + tl.arange(0, R)
-    a = _tile(q, b, h, H, rows, T, N, D)
-    top = tl.full([R], float("-inf"), tl.float32)
-    total, out = tl.zeros([R], tl.float32), tl.zeros([R, E], tl.float32)
+@triton.jit
+def _queries(H, tile: tl.constexpr):
+    """The rows of this program, the longest first: (sequence and head in one, sequence, head, rows, first column)."""
+    first, bh = (tl.num_programs(1) - 1 - tl.program_id(1)) * tile.R, tl.program_id(0)
     begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first - WINDOW + 1, 0) // C * C
-    for start in range(begin, tl.minimum(first + R, T), C):
-        columns = start + tl.arange(0, C)
-        keys = _tile(k, b, h // (H // HK), HK, columns, T, N, D)
-        s = tl.dot(a, tl.trans(keys), input_precision="ieee") * scale
-        if BIASED:
-            s += _difference(c, bh, rows, columns, T)
-        s = tl.where(_seen(rows, columns, T, WINDOW), s * LOG2E, float("-inf"))
+    if tile.WINDOW > 0:
+        begin = tl.maximum(first - tile.WINDOW + 1, 0) // tile.C * tile.C
+    return bh, bh // H, bh % H, first, begin
+
+
+@triton.jit
+def _keys(x, b, h, columns, T, tile: tl.constexpr):
+    return _tile(x.k, b, h // (x.H // x.HK), x.HK, columns, T, x.N, tile.D)
+
+
+@triton.jit
+def _values(x, b, h, columns, T, tile: tl.constexpr):
+    return _tile(x.v, b, h // (x.H // x.HV), x.HV, columns, T, x.P, tile.E)
+
+
+@triton.jit
+def _exponents(x, a, level, bh, rows, columns, T, tile: tl.constexpr):
+    """The keys `columns`, and log2 of the weights that a, queries `rows`, give them, less `level` if there is one."""
+    keys = _keys(x, bh // x.H, bh % x.H, columns, T, tile)
+    s = tl.dot(a, tl.trans(keys), input_precision="ieee") * x.scale
+    if tile.BIASED:
+        s += _difference(x.c, bh, rows, columns, T)
+    seen = _seen(rows, columns, T, tile.WINDOW)
+    s *= LOG2E
+    if level is not None:
+        s -= level[:, None]
+    return keys, tl.where(seen, s, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["T"])
+def attention_forward(x, y, lse, T, tile: tl.constexpr):
+    """y and lse of R queries."""
+    bh, b, h, first, begin = _queries(x.H, tile)
+    rows = first + tl.arange(0, tile.R)
+    a = _tile(x.q, b, h, x.H, rows, T, x.N, tile.D)
+    top = tl.full([tile.R], float("-inf"), tl.float32)
+    total, out = tl.zeros([tile.R], tl.float32), tl.zeros([tile.R, tile.E], tl.float32)
+    for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
+        columns = start + tl.arange(0, tile.C)
+        _, s = _exponents(x, a, None, bh, rows, columns, T, tile)
         new = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
         w, gain = tl.exp2(s - base[:, None]), tl.exp2(top - base)
         total, top = total * gain + tl.sum(w, 1), new
-        values = _tile(v, b, h // (H // HV), HV, columns, T, P, E)
+        values = _values(x, b, h, columns, T, tile)
         out = out * gain[:, None] + tl.dot(w.to(values.dtype), values, input_precision="ieee")
     total = tl.where(total > 0, total, 1.0)
-    _store(y, out / total[:, None], b, h, H, rows, T, P, E)
+    _store(y, out / total[:, None], b, h, x.H, rows, T, x.P, tile.E)
     tl.store(lse + bh.to(tl.int64) * T + rows, (top + tl.log2(total)) / LOG2E, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=["T"])
-def attention_rows(
-    q, k, v, c, dy, lse, delta, dq, dc, scale, T, H, HK, HV, N, P,
-    WINDOW: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
     """The gradients of R queries and of c as their rows have it. delta: [B, H, T], ⟨dy, y⟩ less the gradient of lse."""
-    first, bh = (tl.num_programs(1) - 1 - tl.program_id(1)) * R, tl.program_id(0)
-    b, h = bh // H, bh % H
-    rows = first + tl.arange(0, R)
-    a, up = _tile(q, b, h, H, rows, T, N, D), _tile(dy, b, h, H, rows, T, P, E)
+    bh, b, h, first, begin = _queries(x.H, tile)
+    rows = first + tl.arange(0, tile.R)
+    a, up = _tile(x.q, b, h, x.H, rows, T, x.N, tile.D), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
     level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
-    da, dlate = tl.zeros([R, D], tl.float32), tl.zeros([R], tl.float32)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first - WINDOW + 1, 0) // C * C
-    for start in range(begin, tl.minimum(first + R, T), C):
-        columns = start + tl.arange(0, C)
-        keys = _tile(k, b, h // (H // HK), HK, columns, T, N, D)
-        s = tl.dot(a, tl.trans(keys), input_precision="ieee") * scale
-        if BIASED:
-            s += _difference(c, bh, rows, columns, T)
-        w = tl.exp2(tl.where(_seen(rows, columns, T, WINDOW), s * LOG2E - level[:, None], float("-inf")))
-        values = _tile(v, b, h // (H // HV), HV, columns, T, P, E)
+    da, dlate = tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R], tl.float32)
+    for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
+        columns = start + tl.arange(0, tile.C)
+        keys, s = _exponents(x, a, level, bh, rows, columns, T, tile)
+        w = tl.exp2(s)
+        values = _values(x, b, h, columns, T, tile)
         ds = w * (tl.dot(up, tl.trans(values), input_precision="ieee") - shift[:, None])
         dlate += tl.sum(ds, 1)
         da += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
-    _store(dq, da * scale, b, h, H, rows, T, N, D)
-    if BIASED:
+    _store(dq, da * x.scale, b, h, x.H, rows, T, x.N, tile.D)
+    if tile.BIASED:
         tl.store(dc + bh.to(tl.int64) * T + rows, dlate, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=["T"])
-def attention_columns(
-    q, k, v, c, dy, lse, delta, dk, dv, dc, scale, T, H, HK, HV, N, P,
-    WINDOW: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+def attention_columns(x, dy, lse, delta, dk, dv, dc, T, tile: tl.constexpr):
     """The gradients of C keys and values, one for each head of q, and what they take from c (added to its rows').
 
     Scores are made transposed, because what is to be multiplied again must not be a product that was transposed.
     """
-    first, bh = tl.program_id(1) * C, tl.program_id(0)
-    b, h = bh // H, bh % H
-    columns = first + tl.arange(0, C)
-    keys = _tile(k, b, h // (H // HK), HK, columns, T, N, D)
-    values = _tile(v, b, h // (H // HV), HV, columns, T, P, E)
-    da, db, dearly = tl.zeros([C, D], tl.float32), tl.zeros([C, E], tl.float32), tl.zeros([C], tl.float32)
+    first, bh = tl.program_id(1) * tile.C, tl.program_id(0)
+    b, h = bh // x.H, bh % x.H
+    columns = first + tl.arange(0, tile.C)
+    keys, values = _keys(x, b, h, columns, T, tile), _values(x, b, h, columns, T, tile)
+    da, db = tl.zeros([tile.C, tile.D], tl.float32), tl.zeros([tile.C, tile.E], tl.float32)
+    dearly = tl.zeros([tile.C], tl.float32)
     end = T
-    if WINDOW > 0:
-        end = tl.minimum(T, first + C + WINDOW - 1)
-    for start in range(first // R * R, end, R):
-        rows = start + tl.arange(0, R)
-        a, up = _tile(q, b, h, H, rows, T, N, D), _tile(dy, b, h, H, rows, T, P, E)
+    if tile.WINDOW > 0:
+        end = tl.minimum(T, first + tile.C + tile.WINDOW - 1)
+    for start in range(first // tile.R * tile.R, end, tile.R):
+        rows = start + tl.arange(0, tile.R)
+        a, up = _tile(x.q, b, h, x.H, rows, T, x.N, tile.D), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
         level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
-        s = tl.dot(keys, tl.trans(a), input_precision="ieee") * scale
-        if BIASED:
-            s -= _difference(c, bh, columns, rows, T)
+        s = tl.dot(keys, tl.trans(a), input_precision="ieee") * x.scale
+        if tile.BIASED:
+            s -= _difference(x.c, bh, columns, rows, T)
         age = rows[None] - columns[:, None]
         seen = (age >= 0) & (rows < T)[None] & (columns < T)[:, None]
-        if WINDOW > 0:
-            seen = seen & (age < WINDOW)
+        if tile.WINDOW > 0:
+            seen = seen & (age < tile.WINDOW)
         w = tl.exp2(tl.where(seen, s * LOG2E - level[None], float("-inf")))
         db += tl.dot(w.to(up.dtype), up, input_precision="ieee")
         ds = w * (tl.dot(values, tl.trans(up), input_precision="ieee") - shift[None])
         dearly += tl.sum(ds, 1)
         da += tl.dot(ds.to(a.dtype), a, input_precision="ieee")
-    _store(dk, da * scale, b, h, H, columns, T, N, D)
-    _store(dv, db, b, h, H, columns, T, P, E)
-    if BIASED:
+    _store(dk, da * x.scale, b, h, x.H, columns, T, x.N, tile.D)
+    _store(dv, db, b, h, x.H, columns, T, x.P, tile.E)
+    if tile.BIASED:
         place = dc + bh.to(tl.int64) * T + columns
         late = tl.load(place, mask=columns < T, other=0.0)
         tl.store(place, late - dearly, mask=columns < T)

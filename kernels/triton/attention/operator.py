@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
-from dsf.kernels.triton.attention.kernel import attention_columns, attention_forward, attention_rows
+from dsf.kernels.triton.attention.kernel import (
+    Attended,
+    Tiles,
+    attention_columns,
+    attention_forward,
+    attention_rows,
+)
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import LIBRARY, operator
 
@@ -28,15 +34,17 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _options(q: Tensor, v: Tensor, biased: bool, window: int, backward: bool) -> dict[str, Any]:
-    n, p = q.shape[3], v.shape[3]
-    fixed = {"WINDOW": window, "BIASED": biased, "D": _padded(n), "E": _padded(p)}
-    return {**fixed, **tiles(n, p, q.dtype, backward)}
-
-
-def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """T, H, HK, HV, N, P."""
-    return q.shape[1], q.shape[2], k.shape[2], v.shape[2], q.shape[3], v.shape[3]
+def _given(
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, spare: Tensor, scale: float, window: int, backward: bool
+) -> tuple[Attended, int, int, dict[str, Any]]:
+    """What all kernels take, rows and columns of a tile, what they are compiled for. spare: in the place of no c."""
+    (heads, n), p = q.shape[2:], v.shape[3]
+    bias = spare if c is None else c.contiguous()
+    x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), bias, scale, heads, k.shape[2], v.shape[2], n, p)
+    options: dict[str, Any] = tiles(n, p, q.dtype, backward)
+    rows, columns = options.pop("R"), options.pop("C")
+    options["tile"] = Tiles(window, c is not None, rows, columns, _padded(n), _padded(p))
+    return x, rows, columns, options
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, scale: float, window: int) -> tuple[Tensor, Tensor]:
@@ -46,14 +54,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, scale: float, wi
     number whose difference between query and key is added to their score, or None. scale: of scores. window: the last
     tokens that are seen, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores.
     """
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     batch, tokens, heads, _ = q.shape
     y = v.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
-    options = _options(q, v, c is not None, window, False)
-    bias = lse if c is None else c.contiguous()
-    grid = (batch * heads, -(-tokens // options["R"]))
-    launch(attention_forward, grid, q, k, v, bias, y, lse, scale, *_sizes(q, k, v), **options)
+    x, rows, _, options = _given(q, k, v, c, lse, scale, window, False)
+    launch(attention_forward, (batch * heads, -(-tokens // rows)), x, y, lse, tokens, **options)
     return y, lse
 
 
@@ -64,17 +69,14 @@ def _adjoint(
     """The gradients of q, k, v, and of the first part of c, [B, H, T], where there is one."""
     batch, tokens, heads, _ = q.shape
     delta = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - dlse).contiguous()
-    q, k, v, dy = q.contiguous(), k.contiguous(), v.contiguous(), dy.contiguous()
     alone = k.shape[2] == heads == v.shape[2]  # else every head's share, to be added in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
     dc = lse.new_empty(batch, heads, tokens)
-    bias = lse if c is None else c.contiguous()
-    options, sizes = _options(q, v, c is not None, window, True), _sizes(q, k, v)
-    grid = (batch * heads, -(-tokens // options["R"]))
-    launch(attention_rows, grid, q, k, v, bias, dy, lse, delta, dq, dc, scale, *sizes, **options)
-    grid = (batch * heads, -(-tokens // options["C"]))
-    launch(attention_columns, grid, q, k, v, bias, dy, lse, delta, dk, dv, dc, scale, *sizes, **options)
+    x, rows, columns, options = _given(q, k, v, c, lse, scale, window, True)
+    given = x, dy.contiguous(), lse, delta
+    launch(attention_rows, (batch * heads, -(-tokens // rows)), *given, dq, dc, tokens, **options)
+    launch(attention_columns, (batch * heads, -(-tokens // columns)), *given, dk, dv, dc, tokens, **options)
     if not alone:
         dk, dv = (g.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype) for g, x in ((dk, k), (dv, v)))
     return [dq, dk, dv] if c is None else [dq, dk, dv, dc]
