@@ -25,7 +25,8 @@ from dsf.language.spec import Spec
 from dsf.torch.columns import columns
 from dsf.torch.dense import run_naive
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import EMPTY, apply_rule, decay_factors, finish, lower, true_state
+from dsf.torch.lower import apply_rule, decay_factors, finish, lower, true_state
+from dsf.torch.stabilise import EMPTY
 from dsf.triton.choose import packs, run_gpu, run_packed_gpu
 
 Timed = Mapping[str, Tensor]

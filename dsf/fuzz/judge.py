@@ -23,7 +23,7 @@ from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
 from dsf.fuzz.poison import poisoned
 from dsf.fuzz.truth import Expected, moved, truths
 from dsf.language.annotations import Kind
-from dsf.torch.lower import columns
+from dsf.torch.columns import columns
 
 UNDECIDED = 0.5  # share of a tolerance by which the oracle itself moves when its inputs move by one rounding
 Cotangents = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from dsf.language.functions import dot
 from dsf.language.operator import I, Normal, Operator, diag, outer, times
 from dsf.language.spec import Spec
 from dsf.language.system import System
-from dsf.torch.lower import columns
+from dsf.torch.columns import columns
 
 DRIVER = "dy"
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dsf.language.expr import KEY, VALUE
+import torch
+from torch import Tensor
+
+from dsf.language.expr import KEY, VALUE, Expr, const
 from dsf.language.frame import Leaf
 from dsf.language.spec import Spec
+from dsf.torch.evaluate import Evaluator
 
 
 @dataclass(frozen=True)
@@ -47,3 +51,24 @@ def state_columns(spec: Spec, n: int, keys: int, p: int) -> int:
     if spec.frame is None:
         return total
     return total + sum(len(leaf.nodes) * leaf_columns(leaf, n, keys, p) for leaf in spec.frame.leaves)
+
+
+def beside(num: Tensor, den: Tensor, layout: Columns) -> Tensor:
+    """[..., p] and [..., den] as columns of one tensor."""
+    lead = torch.broadcast_shapes(num.shape[:-1], den.shape[:-1])
+    return torch.cat([num.expand(*lead, layout.p), den.expand(*lead, layout.den)], dim=-1)
+
+
+def tiled(m: Tensor, layout: Columns) -> Tensor:
+    """The running maximum's columns for num and den side by side."""
+    return torch.cat([m, m], dim=-1) if m.shape[-1] > 1 and layout.den else m
+
+
+def skip_columns(values: Evaluator, num: Expr, den: Expr | None, layout: Columns) -> Tensor | None:
+    """D's columns [B|1, T|1, H|1, p], or None when there is no skip."""
+    if num is const(0):
+        return None
+    main = values(num).squeeze(-2)
+    if den is None:
+        return main.expand(*main.shape[:-1], layout.p)
+    return beside(main, values(den).squeeze(-2), layout)

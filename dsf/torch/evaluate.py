@@ -88,3 +88,11 @@ class Evaluator:
     def full(self, number: float) -> Tensor:
         """A number as a tensor that broadcasts."""
         return torch.full((1, 1, 1, 1, 1), number, dtype=self.dtype, device=self.device)
+
+
+def stack_rows(rows: list[Tensor]) -> Tensor:
+    """One tensor a micro-step, each [B|1, T|1, ...] -> [B|1, T·M, ...]."""
+    if len(rows) == 1:
+        return rows[0]
+    rows = list(torch.broadcast_tensors(*rows))
+    return torch.stack(rows, dim=2).flatten(1, 2)

@@ -1,9 +1,7 @@
 """Lowering: a Spec and the tensors of a call -> the numerics' `Problem`, and back from its output to y.
 
-Normalised systems are run once with the driving values and the ones side by side as columns. Exponential gains are
-taken out by a change of gauge: with a running maximum m_t ≥ gain_t and m_t ≥ m_{t-1} + log decay_t, the state
-e^{-m_t} S_t obeys the same recurrence with every factor at most one (the stabiliser of mLSTM, arXiv 2405.04517 eq. 15).
-m is a choice, not a quantity of the model: y and the true state do not depend on it, and it carries no gradient.
+Normalised systems are run once with the driving values and the ones side by side as columns; exponential gains are
+taken out by a running maximum (`stabilise`).
 """
 
 from __future__ import annotations
@@ -23,13 +21,9 @@ from dsf.language.functions import exp
 from dsf.language.operator import split_factors, split_scale
 from dsf.language.spec import Row, Spec, Term
 from dsf.language.system import DEN, NUM, ONE
-from dsf.torch.columns import Columns, columns
-from dsf.torch.evaluate import Evaluator
-
-EMPTY = -1e30  # running maximum before anything was written
-# Log decays below this count as this in the running maximum. Any floor gives a valid gauge; one token that forgets more
-# than this can underflow to 0/0, and T times this, summed in float32, must not be off by more than e^±80 can hold.
-FLOOR = -1e3
+from dsf.torch.columns import Columns, beside, columns, skip_columns, tiled
+from dsf.torch.evaluate import Evaluator, stack_rows
+from dsf.torch.stabilise import EMPTY, initial_maximum, largest_gain, running_maximum, stabilise
 
 
 @dataclass(frozen=True)
@@ -95,12 +89,13 @@ def lower(
         problem = _mask(problem, valid)
         gain = None if gain is None else torch.where(_rows(valid, spec.micro), gain, EMPTY)
     if gate is not const(1):
-        skip = _skip(values, spec.system.D, None, layout)
+        skip = skip_columns(values, spec.system.D, None, layout)
         return Lowered(problem, start, layout, rescale=values(gate).squeeze(-2), skip=skip)
     if not spec.is_stabilised:
         return Lowered(_with_skip(spec, problem, values, layout), start, layout)
     assert gain is not None
-    return _stabilise(spec, values, problem, layout, gain, state)
+    problem, start, *rest = stabilise(spec, values, problem, layout, gain, state)
+    return Lowered(problem, start, layout, *rest)
 
 
 @derived
@@ -127,14 +122,14 @@ def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
     rows = [values(e) for e in exprs]
     if len(rows) > 1:  # constant micro-steps alternate, so every token needs rows of its own
         rows = [x.expand(-1, tokens, -1, -1, -1) for x in rows]
-    return _stack(rows), logs is not None
+    return stack_rows(rows), logs is not None
 
 
 def _mixed_pairs(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """decay and cross of (decay ⊙) R(angle), every row, [B, rows, H, N, p]."""
     parts = [turned_decay(values(r.normal.decay), values(r.normal.angle), shape[3]) for r in spec.rows]
     decays, crosses = ([x.expand(*shape[:3], -1, -1) for x in each] for each in zip(*parts, strict=True))
-    return _stack(decays), _stack(crosses)
+    return stack_rows(decays), stack_rows(crosses)
 
 
 def _turned_reads(
@@ -147,15 +142,7 @@ def _turned_reads(
     angles = [values(r.normal.angle).expand(batch, tokens, heads, n, 1)[..., ::2, :] for r in spec.rows]
     right = low["right"]
     assert right is not None
-    return {"right": turn_pairs(right, -_stack(angles).unsqueeze(3))}
-
-
-def _stack(rows: list[Tensor]) -> Tensor:
-    """One tensor a micro-step, each [B|1, T|1, ...] -> [B|1, T·M, ...]."""
-    if len(rows) == 1:
-        return rows[0]
-    rows = list(torch.broadcast_tensors(*rows))
-    return torch.stack(rows, dim=2).flatten(1, 2)
+    return {"right": turn_pairs(right, -stack_rows(angles).unsqueeze(3))}
 
 
 def _injections(
@@ -172,15 +159,15 @@ def _injections(
     keys, vals, gains = [], [], []
     for index, row in enumerate(spec.rows):
         row_keys, row_values = [], []
-        gains.append(_gain(spec, values, row, shape))
+        gains.append(largest_gain(spec, values, row, shape))
         for g in range(groups):
             term = row.terms[g] if g < len(row.terms) else Term(const(1), const(0))
             row_keys.append(values(term.key).squeeze(-1).expand(batch, tokens, own, n))
             row_values.append(_value(spec, values, (index, g), term, layout).expand(batch, tokens, heads, -1))
         keys.append(_side_by_side(row_keys))
         vals.append(_side_by_side(row_values))
-    gain = None if gains[0] is None else _stack([g for g in gains if g is not None])
-    return _stack(keys), _stack(vals), gain
+    gain = None if gains[0] is None else stack_rows([g for g in gains if g is not None])
+    return stack_rows(keys), stack_rows(vals), gain
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
@@ -196,13 +183,7 @@ def _value(spec: Spec, values: Evaluator, place: tuple[int, int], term: Term, la
     row, g = place
     others = spec.ones.rows[row].terms
     ones = values(others[g].value if g < len(others) else const(0)).squeeze(-2)
-    return _beside(main, ones, layout)
-
-
-def _beside(num: Tensor, den: Tensor, layout: Columns) -> Tensor:
-    """[..., p] and [..., den] as columns of one tensor."""
-    lead = torch.broadcast_shapes(num.shape[:-1], den.shape[:-1])
-    return torch.cat([num.expand(*lead, layout.p), den.expand(*lead, layout.den)], dim=-1)
+    return beside(main, ones, layout)
 
 
 def _dense(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layout: Columns) -> Tensor | None:
@@ -214,9 +195,9 @@ def _dense(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layo
     for index, row in enumerate(spec.rows):
         full = values(_whole(row)).expand(batch, tokens, heads, n, -1)
         if spec.ones is not None:
-            full = _beside(full, values(_whole(spec.ones.rows[index])).expand(batch, tokens, heads, n, -1), layout)
+            full = beside(full, values(_whole(spec.ones.rows[index])).expand(batch, tokens, heads, n, -1), layout)
         rows.append(full.expand(*full.shape[:-1], layout.p + layout.den))
-    return _stack(rows)
+    return stack_rows(rows)
 
 
 def _whole(row: Row) -> Expr:
@@ -252,12 +233,12 @@ def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]
         lefts.append(_side_by_side([x.expand(batch, tokens, heads, 1 if tied else n, -1) for x in left]))
         rights.append(_side_by_side(right))
     if not tied:
-        return {"right": _stack(rights), "left": _stack(lefts)}
+        return {"right": stack_rows(rights), "left": stack_rows(lefts)}
     own = all(
         c.right is split_scale(t.key)[1] for r in spec.rows for c, t in zip(r.normal.corrections, r.terms, strict=False)
     )
-    whole = None if own and spec.rank == groups else _stack(rights)
-    return {"right": whole, "tie": _stack(lefts).squeeze(-1).squeeze(-1)}
+    whole = None if own and spec.rank == groups else stack_rows(rights)
+    return {"right": whole, "tie": stack_rows(lefts).squeeze(-1).squeeze(-1)}
 
 
 def _widen(problem: Problem, layout: Columns) -> Problem:
@@ -296,87 +277,13 @@ def _mask(problem: Problem, valid: Tensor) -> Problem:
     return _replace(problem, changes)
 
 
-def _skip(values: Evaluator, num: Expr, den: Expr | None, layout: Columns) -> Tensor | None:
-    """D's columns [B|1, T|1, H|1, p], or None when there is no skip."""
-    if num is const(0):
-        return None
-    main = values(num).squeeze(-2)
-    if den is None:
-        return main.expand(*main.shape[:-1], layout.p)
-    return _beside(main, values(den).squeeze(-2), layout)
-
-
 def _with_skip(spec: Spec, problem: Problem, values: Evaluator, layout: Columns) -> Problem:
     den = None if spec.ones is None else spec.ones.system.D
-    skip = _skip(values, spec.system.D, den, layout)
+    skip = skip_columns(values, spec.system.D, den, layout)
     return problem if skip is None else _replace(problem, {"skip": skip})
 
 
-def _gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int, int, int]) -> Tensor | None:
-    """Largest exponent of the row's terms over the axes the running maximum does not have: [B, T, H, n, p]."""
-    if not spec.is_stabilised:
-        return None
-    batch, tokens, heads, _ = shape
-    found = values.full(EMPTY)
-    for term in row.terms:
-        exponent = values(term.gain if term.gain is not None else const(0)).detach()
-        for axis, dim in ((KEY, -2), (VALUE, -1)):
-            if axis not in spec.gain_axes:
-                exponent = exponent.amax(dim, keepdim=True)
-        found = torch.maximum(found, exponent)
-    return found.expand(batch, tokens, heads, -1, -1)
-
-
-def _stabilise(
-    spec: Spec,
-    values: Evaluator,
-    problem: Problem,
-    layout: Columns,
-    gain: Tensor,
-    state: Tensor | None,
-) -> Lowered:
-    """Change of gauge S → e^{-m} S with the running maximum m."""
-    first, start = _initial_maximum(layout, gain, state)
-    before, after = _running_maximum(spec, problem.decay, problem.log, layout, gain, first)
-    widened = [_tile(m, layout) for m in (before, after)]
-    moved = widened[0] - widened[1]
-    decay = problem.decay + moved if problem.log else problem.decay * moved.exp()
-    changes: dict[str, Tensor | None] = {"decay": decay}
-    changes |= _gauged_corrections(spec, problem, moved)
-    changes |= _gauged_injection(spec, values, problem, layout, after)
-    micro = spec.micro
-    seen = before[:, ::micro] if problem.before else after[:, micro - 1 :: micro]  # [B, T, H, n, p]
-    top = seen.amax(-2, keepdim=True)
-    if seen.shape[-2] > 1:
-        changes["readout"] = problem.readout * _tile((seen - top).exp(), layout)
-    top = top.squeeze(-2)
-    skip_gain = spec.skip_term.gain
-    level = top
-    if skip_gain is not None:
-        own = values(skip_gain).squeeze(-2).detach()
-        level = torch.maximum(top, own if layout.gain > 1 else own.amax(-1, keepdim=True))
-    rescale = _tile(top - level, layout).exp()
-    skip = _gauged_skip(spec, values, layout, level)
-    one = (-level).clamp(max=80.0).exp()  # beyond e^80 the true 1 dwarfs num and den, and float32 would overflow
-    return Lowered(_replace(problem, changes), start, layout, rescale, skip, one, after[:, -1])
-
-
-def _tile(m: Tensor, layout: Columns) -> Tensor:
-    """The running maximum's columns for num and den side by side."""
-    return torch.cat([m, m], dim=-1) if m.shape[-1] > 1 and layout.den else m
-
-
-def _initial_maximum(layout: Columns, gain: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """m_0 [B, H, n, p] and the rescaled state; rows of a state may come with maxima of their own."""
-    if state is None:
-        return gain.new_full((), EMPTY).expand_as(gain[:, 0]), None
-    plain, own = state.split([layout.p + layout.den, layout.gain], dim=-1)
-    own = own.detach()
-    first = own if gain.shape[-2] > 1 else own.amax(-2, keepdim=True)
-    return first, plain * _tile(own - first, layout).exp()
-
-
-def running_maximum(
+def lower_maximum(
     spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], state: Tensor | None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """m_{t-1} and m_t of every token, [B, T, H, n, p], and the state that is entered, in the scale of m_0.
@@ -385,78 +292,13 @@ def running_maximum(
     """
     layout = columns(spec, values.p)
     decay, log = _decays(spec, values, shape[1])
-    gain = _gain(spec, values, spec.rows[0], shape)
+    gain = largest_gain(spec, values, spec.rows[0], shape)
     assert gain is not None
     if valid is not None:
         decay = torch.where(_rows(valid, 1), decay, 0.0 if log else 1.0)
         gain = torch.where(_rows(valid, 1), gain, EMPTY)
-    first, start = _initial_maximum(layout, gain, state)
-    return *_running_maximum(spec, decay, log, layout, gain, first), start
-
-
-def _running_maximum(
-    spec: Spec, decay: Tensor, in_logs: bool, layout: Columns, gain: Tensor, first: Tensor
-) -> tuple[Tensor, Tensor]:
-    """m_{r-1} and m_r of every row, m_r = max(m_{r-1} + log decay_r, gain_r), as cumulative sums and maxima."""
-    decay = decay.detach()
-    log = decay if in_logs else decay.abs().log()
-    log = log[..., : layout.p].clamp(min=FLOOR)  # the den columns repeat the num columns
-    if KEY not in spec.gain_axes:
-        log = log.amax(-2, keepdim=True)
-    gain = gain.expand(*torch.broadcast_shapes(gain.shape, log.shape))
-    drift = log.expand_as(gain).cumsum(1)
-    first = first.expand_as(gain[:, 0])
-    after = drift + torch.maximum(torch.cummax(gain - drift, dim=1).values, first.unsqueeze(1))
-    return torch.cat([first.unsqueeze(1), after[:, :-1]], dim=1), after
-
-
-def _gauged_corrections(spec: Spec, problem: Problem, moved: Tensor) -> dict[str, Tensor | None]:
-    """left times e^{m before - m after}, moved [B, rows, H, 1, p]; still tied to key where the key stays as it is."""
-    if not problem.rank:
-        return {}
-    keys_move = any(t.gain is not None and KEY in t.gain.axes for r in spec.rows for t in r.terms)
-    if problem.tie is not None and moved.shape[-1] == 1 and not keys_move:
-        return {"tie": problem.tie * moved.squeeze(-1).exp()}
-    left = problem.full_left() * moved.unsqueeze(-3).exp()
-    return {"left": left, "right": problem.full_right(), "tie": None}
-
-
-def _gauged_injection(
-    spec: Spec, values: Evaluator, problem: Problem, layout: Columns, after: Tensor
-) -> dict[str, Tensor | None]:
-    """Terms times e^{gain - m}: on the values where it has no Key axis, else on the keys, or both multiplied out."""
-    assert problem.key is not None and problem.value is not None
-    scale = torch.stack(_exponents(spec, values, problem, after), dim=3).exp()  # [B, rows, H, G, n, p]
-    if scale.shape[-2] == 1:
-        return {"value": problem.value * _tile(scale, layout).squeeze(-2)}
-    if scale.shape[-1] == 1:
-        return {"key": problem.key * scale.squeeze(-1)}
-    full = problem.key.unsqueeze(-1) * problem.value.unsqueeze(-2) * _tile(scale, layout)
-    return {"key": None, "value": None, "dense": full.sum(3)}  # the system is elementwise: nothing needs the factors
-
-
-def _exponents(spec: Spec, values: Evaluator, problem: Problem, after: Tensor) -> list[Tensor]:
-    """gain - m of every term, each [B, rows, H, n, p]."""
-    assert problem.key is not None
-    batch, rows, heads, groups, _ = problem.key.shape
-    found = []
-    for g in range(groups):
-        gains = [row.terms[g].gain if g < len(row.terms) else None for row in spec.rows]
-        own = [values(gain if gain is not None else const(0)) for gain in gains]
-        found.append(_stack([x.expand(batch, rows // spec.micro, heads, -1, -1) for x in own]) - after)
-    return list(torch.broadcast_tensors(*found))
-
-
-def _gauged_skip(spec: Spec, values: Evaluator, layout: Columns, level: Tensor) -> Tensor | None:
-    """D's columns times e^{gain - level}."""
-    assert spec.ones is not None
-    term = spec.skip_term
-    ones = spec.skip_ones
-    skip = _skip(values, term.value, ones.value, layout)
-    if skip is None:
-        return None
-    exponent = values(term.gain).squeeze(-2) if term.gain is not None else 0.0
-    return skip * _tile((exponent - level).exp(), layout)
+    first, start = initial_maximum(layout, gain, state)
+    return *running_maximum(spec, decay, log, layout, gain, first), start
 
 
 def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
@@ -493,6 +335,6 @@ def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
     if not layout.gain:
         return state
     plain, gain = state.split([layout.p + layout.den, layout.gain], dim=-1)
-    gain = _tile(gain.detach(), layout)
+    gain = tiled(gain.detach(), layout)
     overflows = gain > math.log(torch.finfo(gain.dtype).max)  # a zero stays zero there, elsewhere it has its slope
     return plain * torch.where((plain == 0) & overflows, 0.0, gain).exp()

@@ -1,8 +1,8 @@
 """Normalised elementwise systems on the fused scan: num and den as two heads of one system that share all inputs.
 
 What drives the system is v in the first head of a pair and 1 in the second, so that one launch walks both; the rule
-acts on their outputs. Exponential gains are taken out as in dsf.torch.lower: the running maximum comes in as inputs of
-its own, which carry no gradient, and every factor that the kernel computes is at most 1.
+acts on their outputs. Exponential gains are taken out as in dsf.torch.stabilise: the running maximum comes in as
+inputs of its own, which carry no gradient, and every factor that the kernel computes is at most 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.torch.columns import Columns, columns
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import apply_rule, running_maximum
+from dsf.torch.lower import apply_rule, lower_maximum
 
 DEN, BEFORE, AFTER, LEVEL = ".den", ".level_before", ".level_after", ".level"  # inputs of the doubled system
 
@@ -94,7 +94,7 @@ def prepare(
         logs = spec.log_decays or (spec.rows[0].normal.decay,)
         gains = [t.gain for t in spec.rows[0].terms if t.gain is not None]
         values = _values(spec, bound, timed, [*logs, *gains, *([] if skip is None else [skip])])
-        before, after, start = running_maximum(spec, values, shape, state, valid)
+        before, after, start = lower_maximum(spec, values, shape, state, valid)
         level = before if spec.system.read == "before" else after
         if skip is not None:
             own = values(skip).detach()

@@ -27,7 +27,7 @@ from dsf.language.operator import factors_of, times
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
-from dsf.torch.lower import FLOOR
+from dsf.torch.stabilise import FLOOR
 from dsf.triton.operands import UNIT, ZERO, Operands
 from dsf.triton.print_pointwise import Body, Writer
 from dsf.triton.printer import RESERVED, Printer, as_comment, identifier, indented, pairing, symbol

@@ -20,7 +20,7 @@ from dsf.language.operator import times
 from dsf.language.primitives import log_of
 from dsf.language.spec import Row, Spec
 from dsf.language.system import DEN, NUM, ONE
-from dsf.torch.lower import FLOOR
+from dsf.torch.stabilise import FLOOR
 from dsf.triton.operands import is_delta
 from dsf.triton.print_pointwise import Body
 from dsf.triton.printer import AT, RESERVED, STATE, Printer, as_comment, identifier, indented, name_of, symbol

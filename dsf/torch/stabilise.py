@@ -1,0 +1,152 @@
+"""Exponential gains taken out of a Problem by a change of gauge.
+
+With a running maximum m_t ≥ gain_t and m_t ≥ m_{t-1} + log decay_t, the state e^{-m_t} S_t obeys the same recurrence
+with every factor at most one (the stabiliser of mLSTM, arXiv 2405.04517 eq. 15). m is a choice, not a quantity of the
+model: y and the true state do not depend on it, and it carries no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.problem import Problem
+from dsf.language.expr import KEY, VALUE, const
+from dsf.language.spec import Row, Spec
+from dsf.torch.columns import Columns, skip_columns, tiled
+from dsf.torch.evaluate import Evaluator, stack_rows
+
+EMPTY = -1e30  # running maximum before anything was written
+# Log decays below this count as this in the running maximum. Any floor gives a valid gauge; one token that forgets more
+# than this can underflow to 0/0, and T times this, summed in float32, must not be off by more than e^±80 can hold.
+FLOOR = -1e3
+
+
+def largest_gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """Largest exponent of the row's terms over the axes the running maximum does not have: [B, T, H, n, p]."""
+    if not spec.is_stabilised:
+        return None
+    batch, tokens, heads, _ = shape
+    found = values.full(EMPTY)
+    for term in row.terms:
+        exponent = values(term.gain if term.gain is not None else const(0)).detach()
+        for axis, dim in ((KEY, -2), (VALUE, -1)):
+            if axis not in spec.gain_axes:
+                exponent = exponent.amax(dim, keepdim=True)
+        found = torch.maximum(found, exponent)
+    return found.expand(batch, tokens, heads, -1, -1)
+
+
+def stabilise(
+    spec: Spec,
+    values: Evaluator,
+    problem: Problem,
+    layout: Columns,
+    gain: Tensor,
+    state: Tensor | None,
+) -> tuple[Problem, Tensor | None, Tensor, Tensor | None, Tensor, Tensor]:
+    """Change of gauge S → e^{-m} S with the running maximum m.
+
+    Returns the Problem and the state in that gauge, the factor on y, what is added after it, the true scale's 1, and m
+    after the last row.
+    """
+    first, start = initial_maximum(layout, gain, state)
+    before, after = running_maximum(spec, problem.decay, problem.log, layout, gain, first)
+    widened = [tiled(m, layout) for m in (before, after)]
+    moved = widened[0] - widened[1]
+    decay = problem.decay + moved if problem.log else problem.decay * moved.exp()
+    changes: dict[str, Tensor | None] = {"decay": decay}
+    changes |= _gauged_corrections(spec, problem, moved)
+    changes |= _gauged_injection(spec, values, problem, layout, after)
+    micro = spec.micro
+    seen = before[:, ::micro] if problem.before else after[:, micro - 1 :: micro]  # [B, T, H, n, p]
+    top = seen.amax(-2, keepdim=True)
+    if seen.shape[-2] > 1:
+        changes["readout"] = problem.readout * tiled((seen - top).exp(), layout)
+    top = top.squeeze(-2)
+    skip_gain = spec.skip_term.gain
+    level = top
+    if skip_gain is not None:
+        own = values(skip_gain).squeeze(-2).detach()
+        level = torch.maximum(top, own if layout.gain > 1 else own.amax(-1, keepdim=True))
+    rescale = tiled(top - level, layout).exp()
+    skip = _gauged_skip(spec, values, layout, level)
+    one = (-level).clamp(max=80.0).exp()  # beyond e^80 the true 1 dwarfs num and den, and float32 would overflow
+    return replace(problem, **changes), start, rescale, skip, one, after[:, -1]  # type: ignore[arg-type]
+
+
+def initial_maximum(layout: Columns, gain: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """m_0 [B, H, n, p] and the rescaled state; rows of a state may come with maxima of their own."""
+    if state is None:
+        return gain.new_full((), EMPTY).expand_as(gain[:, 0]), None
+    plain, own = state.split([layout.p + layout.den, layout.gain], dim=-1)
+    own = own.detach()
+    first = own if gain.shape[-2] > 1 else own.amax(-2, keepdim=True)
+    return first, plain * tiled(own - first, layout).exp()
+
+
+def running_maximum(
+    spec: Spec, decay: Tensor, in_logs: bool, layout: Columns, gain: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """m_{r-1} and m_r of every row, m_r = max(m_{r-1} + log decay_r, gain_r), as cumulative sums and maxima."""
+    decay = decay.detach()
+    log = decay if in_logs else decay.abs().log()
+    log = log[..., : layout.p].clamp(min=FLOOR)  # the den columns repeat the num columns
+    if KEY not in spec.gain_axes:
+        log = log.amax(-2, keepdim=True)
+    gain = gain.expand(*torch.broadcast_shapes(gain.shape, log.shape))
+    drift = log.expand_as(gain).cumsum(1)
+    first = first.expand_as(gain[:, 0])
+    after = drift + torch.maximum(torch.cummax(gain - drift, dim=1).values, first.unsqueeze(1))
+    return torch.cat([first.unsqueeze(1), after[:, :-1]], dim=1), after
+
+
+def _gauged_corrections(spec: Spec, problem: Problem, moved: Tensor) -> dict[str, Tensor | None]:
+    """left times e^{m before - m after}, moved [B, rows, H, 1, p]; still tied to key where the key stays as it is."""
+    if not problem.rank:
+        return {}
+    keys_move = any(t.gain is not None and KEY in t.gain.axes for r in spec.rows for t in r.terms)
+    if problem.tie is not None and moved.shape[-1] == 1 and not keys_move:
+        return {"tie": problem.tie * moved.squeeze(-1).exp()}
+    left = problem.full_left() * moved.unsqueeze(-3).exp()
+    return {"left": left, "right": problem.full_right(), "tie": None}
+
+
+def _gauged_injection(
+    spec: Spec, values: Evaluator, problem: Problem, layout: Columns, after: Tensor
+) -> dict[str, Tensor | None]:
+    """Terms times e^{gain - m}: on the values where it has no Key axis, else on the keys, or both multiplied out."""
+    assert problem.key is not None and problem.value is not None
+    scale = torch.stack(_exponents(spec, values, problem, after), dim=3).exp()  # [B, rows, H, G, n, p]
+    if scale.shape[-2] == 1:
+        return {"value": problem.value * tiled(scale, layout).squeeze(-2)}
+    if scale.shape[-1] == 1:
+        return {"key": problem.key * scale.squeeze(-1)}
+    full = problem.key.unsqueeze(-1) * problem.value.unsqueeze(-2) * tiled(scale, layout)
+    return {"key": None, "value": None, "dense": full.sum(3)}  # the system is elementwise: nothing needs the factors
+
+
+def _exponents(spec: Spec, values: Evaluator, problem: Problem, after: Tensor) -> list[Tensor]:
+    """gain - m of every term, each [B, rows, H, n, p]."""
+    assert problem.key is not None
+    batch, rows, heads, groups, _ = problem.key.shape
+    found = []
+    for g in range(groups):
+        gains = [row.terms[g].gain if g < len(row.terms) else None for row in spec.rows]
+        own = [values(gain if gain is not None else const(0)) for gain in gains]
+        found.append(stack_rows([x.expand(batch, rows // spec.micro, heads, -1, -1) for x in own]) - after)
+    return list(torch.broadcast_tensors(*found))
+
+
+def _gauged_skip(spec: Spec, values: Evaluator, layout: Columns, level: Tensor) -> Tensor | None:
+    """D's columns times e^{gain - level}."""
+    assert spec.ones is not None
+    term = spec.skip_term
+    ones = spec.skip_ones
+    skip = skip_columns(values, term.value, ones.value, layout)
+    if skip is None:
+        return None
+    exponent = values(term.gain).squeeze(-2) if term.gain is not None else 0.0
+    return skip * tiled((exponent - level).exp(), layout)
