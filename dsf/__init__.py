@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dsf.call import guard
 from dsf.call.long import long_convolution
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan
@@ -59,6 +60,11 @@ from dsf.language.system import System, compose, ratio
 from dsf.trajectory import Trajectory
 
 __version__ = "0.1.0"
+
+if guard.EVERYWHERE:
+    from dsf.checking.validate import Guard
+
+    guard.everywhere = Guard()
 
 # Rooms and tools that load only when used: attribute -> module.
 _LAZY = {

@@ -8,11 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsf.call.attention import attention_of
-from dsf.call.bind import Bound, environment
-from dsf.call.frame import materialised
-from dsf.call.run import timed_inputs
-from dsf.drive import Drive, drive_of
 from dsf.kernels.attention import spread_heads
 from dsf.kernels.operators import Transition
 from dsf.kernels.phi import attention_matrix, attention_scores, injection_row, response, weights, window_matrix
@@ -22,9 +17,7 @@ from dsf.language.errors import FormError, InputError
 from dsf.language.expr import Expr, inputs_of
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
-from dsf.torch.columns import columns
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import Lowered, lower, true_state
 
 
 @dataclass(frozen=True)
@@ -350,92 +343,3 @@ def _select_attention(attention: Attention, parts: list[slice]) -> Attention:
         None if decay is None else cut(decay, b, t, h), None if share is None else cut(share, b, h, t),
         attention.exponential,
     )  # fmt: skip
-
-
-def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Trajectory:
-    """The trajectory of `spec` on one call's inputs. initial_state: [B, H, N, columns] as a call takes it.
-
-    Turns stay in A, so that its matrices and the states are the declaration's own; previous values are inputs.
-    """
-    if spec.turning is not None:
-        plain = materialised(spec, spec.turning, bound, initial_state)
-        start = None if initial_state is None else initial_state[..., : columns(spec.turning.spec, plain.sizes.p).total]
-        return record(spec.turning.spec, plain, start)
-    timed = timed_inputs(spec, bound)
-    if spec.is_attention:
-        return Trajectory(spec, None, None, Attention(**attention_of(spec, bound, timed)))
-    sizes = bound.sizes
-    values = Evaluator(environment(spec, bound), sizes.keys, sizes.p)
-    shape = (sizes.batch, sizes.tokens, sizes.heads, sizes.n)
-    problem = lower(spec.unnormalised, values, shape, None, None).whole
-    gauge = None
-    if spec.system.gauge is not None:
-        gauge = values(spec.system.gauge).squeeze(-1).squeeze(-1).expand(shape[:3])
-    start = None if initial_state is None else true_state(spec, initial_state, sizes.p)[..., : sizes.p]
-    found = drive_of(spec)
-    if found is None:
-        return Trajectory(spec, problem, gauge, initial_state=start)
-    drive = _driving(found, values, shape)
-    if spec.rule is None:
-        return Trajectory(spec, problem, gauge, None, drive, _unit(found, values, problem, shape), initial_state=start)
-    lowered = lower(spec, values, shape, None, None)
-    scale = _den(lowered.rescale, lowered), lowered.one
-    return Trajectory(spec, problem, gauge, None, drive, _quotient_unit(lowered), scale, start)
-
-
-def _driving(found: Drive, values: Evaluator, shape: tuple[int, int, int, int]) -> Tensor:
-    """u [B, rows, H, P]; zero in rows that write nothing."""
-    rows = [values.full(0.0) if node is None else values(node) for node in found.inputs]
-    spread = [x.squeeze(-2).expand(*shape[:3], values.p) for x in rows]
-    return torch.stack(spread, dim=2).flatten(1, 2)
-
-
-def _unit(found: Drive, values: Evaluator, problem: Problem, shape: tuple[int, int, int, int]) -> Problem:
-    """The system with u = 1."""
-    if problem.dense is not None:
-        rows = []
-        for gain, keys in zip(found.dense, found.gains, strict=True):
-            assert gain is not None or not keys
-            rows.append(values.full(0.0) if gain is None else values(gain))
-        dense = torch.stack([x.expand(*shape, values.p) for x in rows], dim=2).flatten(1, 2)
-        changed = replace(problem, dense=dense)
-    else:
-        assert problem.key is not None
-        groups = problem.key.shape[3]
-        rows = [
-            torch.stack([_gain(found.gains[r], g, values, shape) for g in range(groups)], dim=3)
-            for r in range(len(found.gains))
-        ]
-        value = torch.stack(torch.broadcast_tensors(*rows), dim=2).flatten(1, 2)
-        changed = replace(problem, value=value, p=value.shape[-1])
-    if problem.skip is None:
-        return changed
-    own = values(found.skip).squeeze(-2)
-    return replace(changed, skip=own.expand(*shape[:3], own.shape[-1]))
-
-
-def _gain(gains: tuple[Expr, ...], group: int, values: Evaluator, shape: tuple[int, int, int, int]) -> Tensor:
-    """A term's value with u = 1, [B, T, H, P or 1]; zero for a term the row does not have."""
-    x = values(gains[group]) if group < len(gains) else values.full(0.0)
-    x = x.squeeze(-2)
-    return x.expand(*shape[:3], x.shape[-1])
-
-
-PARTS = ("decay", "readout", "left", "right", "dense", "cross")
-
-
-def _quotient_unit(lowered: Lowered) -> Problem:
-    """The normaliser's columns of the lowered system: num with u = 1 in the gauge of the running maximum."""
-    problem = lowered.problem
-    skip = problem.skip if lowered.skip is None else lowered.skip
-    changes = {name: _den(getattr(problem, name), lowered) for name in PARTS}
-    value = None if problem.value is None else problem.value[..., lowered.columns.p :]
-    own = None if skip is None else skip.expand(*problem.readout.shape[:3], -1)[..., lowered.columns.p :]
-    return replace(problem, p=lowered.columns.den, value=value, skip=own, **changes)  # type: ignore[arg-type]
-
-
-def _den(x: Tensor | None, lowered: Lowered) -> Tensor | None:
-    """The normaliser's columns of a tensor that has those of num and den side by side, or one for both."""
-    if x is None or x.shape[-1] == 1:
-        return x
-    return x[..., lowered.columns.p :]

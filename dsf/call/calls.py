@@ -7,8 +7,8 @@ launches is traced through it (torch.compiler.allow_in_graph), expressions evalu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,12 @@ def is_transformed(tensors: Iterable[Any]) -> bool:
 
 
 class Calls:
-    """The bound sizes and plans of a recurrence's calls so far, by shapes, dtypes, devices and options."""
+    """The bound sizes and plans of a recurrence's calls so far, by shapes, dtypes, devices and options.
+
+    recurrence: makes what runs a declaration; dsf.call.recurrence says so.
+    """
+
+    recurrence: ClassVar[Callable[[Spec], Any]]
 
     def __init__(self) -> None:
         self.kept: dict[Any, tuple[Any, ...]] = {}
@@ -123,10 +128,7 @@ def call_in_graph(
     count = len(tensors) - len(names)
     kwargs = dict(zip(names, tensors[count:], strict=True))
     packing = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-    from dsf.call.recurrence import Recurrence
-
-    recurrence = Recurrence(_declared(name))
-    return getattr(recurrence, method)(tensors[:count], kwargs, state, *options, **packing)
+    return getattr(Calls.recurrence(_declared(name)), method)(tensors[:count], kwargs, state, *options, **packing)
 
 
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:

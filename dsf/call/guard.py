@@ -23,7 +23,7 @@ from dsf.call.bind import Sizes
 from dsf.language.spec import Spec
 
 if TYPE_CHECKING:
-    from dsf.checking.validate import Guard, Off
+    from dsf.checking.validate import Guard
 
 VARIABLE = "DSF_VALIDATE"
 
@@ -38,7 +38,20 @@ ON = EVERYWHERE
 _chosen: ContextVar[Guard | Off | None] = ContextVar("dsf_guard")
 _lock = threading.Lock()
 _open = 0  # blocks that are open in any thread
-_everywhere: Guard | None = None
+everywhere: Guard | None = None  # made by dsf/__init__.py where EVERYWHERE says so
+
+
+class Off:
+    """A guard that lets everything pass."""
+
+    def end(self) -> None:
+        """Nothing was held."""
+
+    def inputs(self, *_: object) -> None:
+        """Nothing is held."""
+
+    def outputs(self, *_: object) -> None:
+        """Nothing is held."""
 
 
 def current() -> Guard | Off | None:
@@ -46,17 +59,9 @@ def current() -> Guard | Off | None:
 
     None while torch.compile traces, which would stop at what a guard does.
     """
-    global _everywhere
     if torch.compiler.is_dynamo_compiling():
         return None
-    found = _chosen.get(None)
-    if found is not None or not EVERYWHERE:
-        return found
-    if _everywhere is None:
-        from dsf.checking.validate import Guard
-
-        _everywhere = Guard()
-    return _everywhere
+    return _chosen.get(everywhere)
 
 
 def enter(guard: Guard | Off) -> Token[Guard | Off | None]:
@@ -77,8 +82,6 @@ def unwatched() -> Iterator[None]:
     if not ON or torch.compiler.is_dynamo_compiling():
         yield
         return
-    from dsf.checking.validate import Off
-
     token = enter(Off())
     try:
         yield

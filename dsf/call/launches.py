@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-
-from dsf.language.spec import Spec
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.schedule import Schedule
@@ -21,20 +19,21 @@ if TYPE_CHECKING:
 class Planned:
     """A call of a recurrence: its inputs by name, each (sizes, strides, dtype), their device, the form asked for."""
 
-    spec: Spec
+    recurrence: Callable[..., Tensor]
     inputs: tuple[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     device: torch.device
     form: str
 
     @classmethod
-    def of(cls, spec: Spec, tensors: Mapping[str, Tensor], form: str, device: torch.device) -> Planned:
+    def of(
+        cls, recurrence: Callable[..., Tensor], tensors: Mapping[str, Tensor], form: str, device: torch.device
+    ) -> Planned:
         """The call with these inputs."""
         inputs = tuple((name, tuple(x.shape), x.stride(), x.dtype) for name, x in tensors.items())
-        return cls(spec, inputs, device, form)
+        return cls(recurrence, inputs, device, form)
 
     def schedules(self, gradients: bool) -> tuple[Schedule, ...]:
         """Of every operator that the call runs, in order; gradients: and of those of its backward pass."""
-        from dsf.call.recurrence import Recurrence
         from dsf.kernels.triton.operators import noted
         from dsf.triton.choose import elsewhere
 
@@ -47,7 +46,7 @@ class Planned:
                 name: torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=gradients)
                 for name, shape, stride, dtype in self.inputs
             }
-            y = Recurrence(self.spec)(**given, form=self.form, backend="triton")
+            y = self.recurrence(**given, form=self.form, backend="triton")
             if gradients:
                 torch.autograd.grad(y, list(given.values()), torch.empty_like(y), allow_unused=True)
         return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from dsf.call import backwards, guard, packing
 from dsf.call.attention import run_attention
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
-from dsf.call.calls import allow, call_in_graph, calls_of, key_of, packs_in_graph
+from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.frame import run_framed
 from dsf.call.launches import Planned
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
+from dsf.call.record import record
 from dsf.call.run import run, run_packed
 from dsf.kernels.attention import KVCache
+from dsf.language.attention import truncated
 from dsf.language.derived import interned
-from dsf.language.errors import FormError, InputError, TraceError
-from dsf.language.expr import substitute
-from dsf.language.functions import taylor_features
+from dsf.language.errors import FormError, InputError
 from dsf.language.spec import Spec
 from dsf.language.trace import trace
 from dsf.torch.columns import columns, state_columns
 from dsf.torch.lower import true_state
-from dsf.trajectory import Trajectory, record
+from dsf.trajectory import Trajectory
 from dsf.triton import choose as gpu
 
 if TYPE_CHECKING:
@@ -329,29 +329,20 @@ class Recurrence:
         kwargs |= {name: x for name, x in numbers.items() if isinstance(x, Tensor) and name in names}
         if args or kwargs:
             bound = bind(self.spec, args, kwargs)
-            plan = make_plan(self.spec, bound.sizes, bound.dtype, form, backend, bound.device)
-            return self._planned(plan, bound.sizes, bound.dtype, parallel, reverse, bound.tensors, form, bound.device)
-        for name, size in numbers.items():
-            if not isinstance(size, int) or size < 1:
-                given = size if isinstance(size, int) else type(size).__name__
-                raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
-        keys = N if self.spec.has_key else 1
-        sizes = Sizes(B, T, H, keys, state_keys(self.spec, keys), P)
-        plan = make_plan(self.spec, sizes, dtype, form, backend, torch.device(device))
-        lengths = {"B": B, "T": T, "H": H, "N": N, "N/2": N // 2, "P": P}
-        tensors = {}
-        for i in self.spec.inputs:
-            shape = [lengths.get(a, i.kind.steps or 1) for a in i.kind.layout()]
-            tensors[i.name] = torch.empty(shape, dtype=dtype, device="meta")
-        return self._planned(plan, sizes, dtype, parallel, reverse, tensors, form, torch.device(device))
-
-    def _planned(
-        self, plan: Plan, sizes: Sizes, dtype: torch.dtype, parallel: World | None, reverse: bool,
-        tensors: Mapping[str, Tensor], form: str, device: torch.device,
-    ) -> Plan:  # fmt: skip
-        """A plan with what options of the call add to it."""
+            sizes, dtype, device, tensors = bound.sizes, bound.dtype, bound.device, bound.tensors
+        else:
+            for name, size in numbers.items():
+                if not isinstance(size, int) or size < 1:
+                    given = size if isinstance(size, int) else type(size).__name__
+                    raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
+            keys = N if self.spec.has_key else 1
+            sizes, device = Sizes(B, T, H, keys, state_keys(self.spec, keys), P), torch.device(device)
+            lengths = {"B": B, "T": T, "H": H, "N": N, "N/2": N // 2, "P": P}
+            shapes = {i.name: [lengths.get(a, i.kind.steps or 1) for a in i.kind.layout()] for i in self.spec.inputs}
+            tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        plan = make_plan(self.spec, sizes, dtype, form, backend, device)
         if plan.backend == "triton" and not (plan.one_step or reverse or parallel):
-            plan = replace(plan, call=Planned.of(self.spec, tensors, form, device))
+            plan = replace(plan, call=Planned.of(self, tensors, form, device))
         if reverse:
             plan = backwards.planned(self.spec, plan, sizes, dtype)
         return plan if parallel is None else _parallel().planned(self.spec, plan, sizes, dtype, parallel)
@@ -380,18 +371,13 @@ class Recurrence:
         Raises TraceError for a recurrence without exponential features or with turns, whose features have no pairs of
         places, and for an order that is no integer of at least 0.
         """
-        if not self.spec.is_softmax:
-            raise TraceError(f"{self.name}: only exponential features have a Taylor truncation")
-        system = self.spec.system
-        if self.spec.turns:
-            raise TraceError(f"{self.name}: turns act on the argument of exponential features, not on their truncation")
-        term = self.spec.rows[0].terms[0]
-        swap = {x: taylor_features(x.args[0], order) for x in (system.C, term.key)}
-        cut = replace(system, B=substitute(system.B, swap), C=substitute(system.C, swap))
-        return Recurrence(replace(self.spec, name=f"{self.name}_taylor{order}", system=cut))
+        return Recurrence(truncated(self.spec, order))
 
     def __repr__(self) -> str:
         return str(self.spec)
+
+
+Calls.recurrence = Recurrence
 
 
 @overload

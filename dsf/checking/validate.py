@@ -59,7 +59,7 @@ class validate(ContextDecorator):
     """
 
     def __init__(self, *, ranges: GivenRanges | None = None, enabled: bool = True) -> None:
-        self.guard: Guard | Off = Guard(ranges) if enabled else Off()
+        self.guard: Guard | guard.Off = Guard(ranges) if enabled else guard.Off()
         self.tokens: list[Token[Any]] = []
 
     def _recreate_cm(self) -> validate:
@@ -74,19 +74,6 @@ class validate(ContextDecorator):
         if not torch.compiler.is_dynamo_compiling():
             guard.leave(self.tokens.pop())
             self.guard.end()
-
-
-class Off:
-    """A guard that lets everything pass."""
-
-    def end(self) -> None:
-        """Nothing was held."""
-
-    def inputs(self, *_: object) -> None:
-        """Nothing is held."""
-
-    def outputs(self, *_: object) -> None:
-        """Nothing is held."""
 
 
 class Guard:

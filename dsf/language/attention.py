@@ -7,8 +7,11 @@ exponential features, ⟨·, ·⟩ e^(c_t - c_j): a bias of scores and a turn of
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dsf.language.errors import TraceError
-from dsf.language.expr import VALUE, Expr, children_first, const
+from dsf.language.expr import VALUE, Expr, children_first, const, substitute
+from dsf.language.functions import taylor_features
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, ONE
 
@@ -36,6 +39,17 @@ def check_attention(spec: Spec, roots: list[Expr]) -> None:
         raise TraceError(
             f"{TRICK}; normalize = {spec.rule} does not use den, the sum of the weights, which gives them their scale"
         )
+
+
+def truncated(spec: Spec, order: int) -> Spec:
+    """Softmax attention with its exponential features cut after degree `order`. Raises TraceError where none can be."""
+    if not spec.is_softmax:
+        raise TraceError(f"{spec.name}: only exponential features have a Taylor truncation")
+    if spec.turns:
+        raise TraceError(f"{spec.name}: turns act on the argument of exponential features, not on their truncation")
+    swap = {x: taylor_features(x.args[0], order) for x in (spec.readout, spec.rows[0].terms[0].key)}
+    system = replace(spec.system, B=substitute(spec.system.B, swap), C=substitute(spec.readout, swap))
+    return replace(spec, name=f"{spec.name}_taylor{order}", system=system)
 
 
 def divides_by_one(spec: Spec) -> bool:

@@ -1,0 +1,159 @@
+"""The house: how long files and functions are, how many parameters, and that no modules import each other in a circle.
+
+What is above a limit stands here by name; nothing may join it.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("dsf", "mixers", "analysis", "benchmarks", "kernels")
+FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 120, 20
+
+LONG_FILES = {
+    "kernels/triton/chunk/gradient.py",
+    "kernels/triton/chunk/matrix.py",
+    "kernels/triton/chunk/walk.py",
+    "kernels/triton/scan/entries.py",
+    "kernels/triton/scan/walk.py",
+    "kernels/triton/schedule.py",
+}
+# Kernels whose operands are not in structs yet.
+WIDE_FUNCTIONS = {
+    "kernels/triton/attention/kernel.py:attention_columns",
+    "kernels/triton/attention/kernel.py:attention_rows",
+    "kernels/triton/chunk/gradient.py:_of_reads",
+    "kernels/triton/chunk/gradient.py:_of_writes",
+    "kernels/triton/chunk/gradient.py:chunk_gradient",
+    "kernels/triton/chunk/key_gradient.py:_of_keys",
+    "kernels/triton/chunk/key_gradient.py:_reads",
+    "kernels/triton/chunk/key_gradient.py:key_gradient",
+    "kernels/triton/chunk/key_gradient.py:key_pairs",
+    "kernels/triton/chunk/keywise.py:prepare_far_keys",
+    "kernels/triton/chunk/keywise.py:prepare_keys",
+    "kernels/triton/chunk/matrix.py:_chunk_matrix_backward",
+    "kernels/triton/chunk/rank_one.py:_scores",
+    "kernels/triton/chunk/rank_one.py:rank_one_chunk",
+    "kernels/triton/chunk/rank_one.py:rank_one_walk",
+    "kernels/triton/chunk/rank_one_gradient.py:_of_a_vector",
+    "kernels/triton/chunk/rank_one_gradient.py:rank_one_entries",
+    "kernels/triton/chunk/rank_one_gradient.py:rank_one_gradient",
+    "kernels/triton/chunk/shared_gradient.py:_of_head",
+    "kernels/triton/chunk/shared_gradient.py:_of_reads",
+    "kernels/triton/chunk/shared_gradient.py:_of_values",
+    "kernels/triton/chunk/shared_gradient.py:_of_writes",
+    "kernels/triton/chunk/shared_gradient.py:shared_gradient",
+    "kernels/triton/chunk/sums.py:sum_piece",
+    "kernels/triton/chunk/tiles.py:prepare",
+    "kernels/triton/chunk/transform.py:delta_transform",
+    "kernels/triton/chunk/walk.py:both_walks",
+    "kernels/triton/chunk/walk.py:forward_walk",
+    "kernels/triton/chunk/walk.py:reverse_walk",
+    "kernels/triton/scan/adjoint.py:gradients",
+    "kernels/triton/scan/adjoint.py:pull_chunk",
+    "kernels/triton/scan/entries.py:advance",
+    "kernels/triton/scan/entries.py:entry_gradients",
+    "kernels/triton/scan/entries.py:pull_run",
+    "kernels/triton/scan/forward.py:outputs_by_entry",
+    "kernels/triton/scan/forward.py:summaries_by_entry",
+    "kernels/triton/scan/walk.py:absorb_rest",
+    "kernels/triton/scan/walk.py:absorb_tile",
+    "kernels/triton/scan/walk.py:outputs",
+    "kernels/triton/scan/walk.py:read_tile",
+    "kernels/triton/scan/walk.py:summaries",
+}
+# Modules that import each other, if only within functions.
+CIRCLES = [
+    {
+        "dsf.call.recurrence", "dsf.parallel.call", "dsf.parallel.derive", "dsf.parallel.fused", "dsf.parallel.rank",
+        "dsf.parallel.softmax", "dsf.parallel.summary",
+    },
+    {"dsf.parallel.tokens", "dsf.parallel.world"},
+    {"dsf.mixers._module", "dsf.mixers._shard"},
+]  # fmt: skip
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_no_file_is_longer_than_its_limit() -> None:
+    long = {short(path) for path in FILES if len(path.read_text().splitlines()) > FILE_LINES}
+    assert not long - LONG_FILES
+
+
+def test_no_function_is_longer_or_takes_more_than_its_limit() -> None:
+    above = set()
+    for path in FILES:
+        for f in functions(ast.parse(path.read_text())):
+            taken = len([*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs])
+            lines = (f.end_lineno or f.lineno) - f.lineno + 1
+            if lines > FUNCTION_LINES or taken > PARAMETERS:
+                above.add(f"{short(path)}:{f.name}")
+    assert not above - WIDE_FUNCTIONS
+
+
+# Circles
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "dsf" else ("dsf", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"}
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Modules that are imported below a node, within functions too; not those for types alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            for alias in child.names:
+                inner = f"{child.module}.{alias.name}"
+                yield inner if inner in MODULES else str(child.module)
+        else:
+            yield from imported(child)
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            new = arrows[left.pop()] - seen
+            seen |= new
+            left += new
+        return seen
+
+    below = {name: reached(name) for name in arrows}
+    found = {frozenset(x for x in below[name] if name in below[x]) for name in arrows if name in below[name]}
+    return [set(x) for x in found]
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+    tree = ast.parse("def f():\n    from dsf.call import plan\nif TYPE_CHECKING:\n    import dsf.call.run")
+    assert list(imported(tree)) == ["dsf.call.plan"]
+
+
+def test_no_modules_import_each_other() -> None:
+    arrows = {
+        name: {x for x in imported(ast.parse(path.read_text())) if x in MODULES and x != name}
+        for name, path in MODULES.items()
+    }
+    new = [sorted(found) for found in circles(arrows) if not any(found <= known for known in CIRCLES)]
+    assert not new
