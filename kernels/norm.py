@@ -42,12 +42,12 @@ def gated_rms_norm(
         return gated_norm(x, gate, weight, size, True, gate_first, activation == "sigmoid", eps)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if gate is not None and gate_first:
-        y = y * _activated(gate.to(y.dtype), activation)
+        y = y * activated(gate.to(y.dtype), activation)
     y = F.rms_norm(y.unflatten(-1, (groups, size)), (size,), eps=eps).flatten(-2)
     if weight is not None:
         y = y * weight.to(y.dtype)
     if gate is not None and not gate_first:
-        y = y * _activated(gate.to(y.dtype), activation)
+        y = y * activated(gate.to(y.dtype), activation)
     return y.to(x.dtype)
 
 
@@ -58,10 +58,11 @@ def gated(x: Tensor, gate: Tensor, activation: str = "silu", backend: str = "aut
 
         return gated_norm(x, gate, None, x.shape[-1], False, False, activation == "sigmoid", 0.0)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * _activated(gate.to(wide), activation)).to(x.dtype)
+    return (x.to(wide) * activated(gate.to(wide), activation)).to(x.dtype)
 
 
-def _activated(gate: Tensor, activation: str) -> Tensor:
+def activated(gate: Tensor, activation: str) -> Tensor:
+    """act(gate): silu or sigmoid."""
     return F.silu(gate) if activation == "silu" else torch.sigmoid(gate)
 
 

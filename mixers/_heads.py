@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._norm import GatedRMSNorm
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 class Heads(Mixer):
@@ -37,6 +42,21 @@ class Heads(Mixer):
         self.g_proj = gate
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(heads * p, d_model, bias=bias)
+
+    def cut(self, to: Cuts) -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        to.count(n_heads=heads)
+        to.set(dims=(to.share(heads), n, p))
+        sections = self.steps_apart(*to.heads("sections"))
+        to.rows(self.in_proj, *sections)
+        to.conv(self.conv1d, *sections)
+        to.rows(self.g_proj)
+        to.summed(self.o_proj)
+
+    def steps_apart(self, *sections: int) -> tuple[int, ...]:
+        """The sections of what in_proj gives, those that hold the heads of several steps cut into these."""
+        return sections
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.in_proj(x), (x,)

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._norm import gated
 from dsf.mixers._own import Owner, time_step, uniform
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 class TimeStep(Owner):
@@ -66,6 +69,23 @@ class MambaBlock(Mixer):
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
         self.place(device, dtype)
 
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        channels = self.dims[2]
+        self.cut_between(to)
+        to.rows(self.in_proj, *[channels] * (self.in_proj.out_features // channels))
+        to.summed(self.out_proj)
+
+    def cut_between(self, to: "Cuts") -> None:
+        """`cut`, but for the projections in and out."""
+        heads, n, channels = self.dims
+        to.count(channels=channels)
+        to.set(dims=(heads, n, to.share(channels)))
+        to.conv(self.conv1d)
+        to.mixed(self.x_proj)
+        to.rows(self.dt_proj)
+        to.own(self, "A_log", "D")
+
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         u, *side = self.in_proj(x).split(self.dims[2], dim=-1)
         return u, tuple(side)
@@ -80,3 +100,22 @@ class MambaBlock(Mixer):
         for z in side:
             y = gated(y, z)
         return self.out_proj(y)
+
+
+def grouped(layer: Any, to: "Cuts") -> tuple[int, ...]:
+    """The sections x, b, c, ... of `layer.split`, of which a rank has whole groups, or a part of a single one."""
+    heads, p, groups, n, *_ = layer.split
+    if groups == 1 and to.ranks > 1:
+        to.count(d_state=n)
+        keys = (len(layer.split) - 2) // 2
+        to.set(split=(to.share(heads), p, *(1, to.share(n)) * keys))
+        return heads * p, *[n] * keys
+    to.count(n_groups=groups)
+    to.set(n_groups=to.share(groups))
+    return to.heads("split")
+
+
+def whole_group(layer: Any, *keys: Tensor) -> tuple[Tensor, ...]:
+    """b, c, ... [B, T, groups, N]: where ranks have parts of the one that all heads share, gathered."""
+    shared = layer.shares is not None and layer.n_groups == 1 and keys[0].shape[-1] < layer.dims[1]
+    return layer.shares.gather(*keys) if shared else keys

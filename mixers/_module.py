@@ -18,6 +18,7 @@ from dsf.mixers._shift import TokenShift
 if TYPE_CHECKING:
     from dsf.parallel import World
     from dsf.parallel.places import Places
+    from dsf.parallel.shares import Shares
 
 Side = tuple[Tensor, ...]
 
@@ -106,6 +107,7 @@ class Mixer(Owner):
     positional = False  # True: `Span.positions` goes on where the state left off
     resets = False  # True: `arguments` asks for `Span.starts`
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
+    shares: Shares | None = None  # the ranks that share the heads (dsf.parallel.HeadShard), or None
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()

@@ -40,7 +40,8 @@ class _Apart(Mixer):
     """
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__[GATHERED] = self._modules[CHILD]()  # type: ignore[misc]
+        rates = self._modules[CHILD]()  # type: ignore[misc]
+        self.__dict__[GATHERED] = rates if self.shares is None else self.shares.local(rates)
         try:
             return super()._prepare(*args, **kwargs)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._own import normal
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 def hippo_legs(n: int) -> tuple[Tensor, Tensor]:
@@ -92,8 +96,16 @@ class StateSpace(Mixer):
         self.own("A_log", halves, channels, n // 2, kind="rate")
         self.own("A_imag", partial(frequencies, init=init), channels, n // 2, kind="rate")
 
+    def cut(self, to: Cuts) -> None:
+        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        to.count(channels=heads * p)
+        to.set(dims=(heads, n, to.share(p)) if heads == 1 else (to.share(heads), n, p))
+        to.own(self, "log_dt", "D", "A_log", "A_imag", "B", "C", "W", "p")
+        to.summed(self.output_linear)
+
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        return x, ()
+        return x if self.shares is None else self.shares.own(x), ()
 
     def rates(self) -> dict[str, Tensor]:
         """The Params that all of these recurrences have."""

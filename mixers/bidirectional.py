@@ -15,6 +15,7 @@ from dsf.mixers._own import Owner
 
 if TYPE_CHECKING:
     from dsf.parallel import World
+    from dsf.parallel.shares import Shares
 
 
 class BothWays(Owner):
@@ -26,6 +27,7 @@ class BothWays(Owner):
     """
 
     parallel: World | None
+    shares: Shares | None = None  # the ranks that share the heads (dsf.parallel.HeadShard), or None
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()

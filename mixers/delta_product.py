@@ -1,7 +1,7 @@
 """DeltaProduct: several delta rules a token."""
 
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dsf.language.errors import InputError
 from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import log_uniform, time_step
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 Exprs = Any  # a tuple of expressions; type checkers take Steps[...] for one of them
 
@@ -118,6 +121,17 @@ class DeltaProduct(Heads):
         self.b_proj = nn.Linear(d_model, n_steps * n_heads, bias=False)
         self.place(device, dtype)
 
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        steps, heads = self.steps
+        to.rows(self.b_proj, *[heads] * steps)
+        to.set(steps=(steps, to.share(heads)))
+
+    def steps_apart(self, *sections: int) -> tuple[int, ...]:
+        queries, *rest = sections
+        steps = self.steps[0]
+        return queries, *(size // steps for size in rest for _ in range(steps))
+
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)
         return {
@@ -158,6 +172,11 @@ class GatedDeltaProduct(DeltaProduct):
         self.own("A_log", partial(log_uniform, low=1e-3, high=16.0), n_heads, kind="rate")
         self.own("dt_bias", time_step, n_heads, kind="rate")
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.rows(self.a_proj)
+        to.own(self, "A_log", "dt_bias")
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         inputs = super().arguments(u, side, span)

@@ -1,6 +1,6 @@
 """DeltaNet: linear attention that overwrites."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -69,6 +72,17 @@ class DeltaNet(Mixer):
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        to.count(n_heads=heads, n_key_heads=self.split[0])
+        to.set(dims=(to.share(heads), n, p))
+        sections = to.heads("split")
+        to.rows(self.qkv_proj, *sections)
+        to.conv(self.conv1d, *sections)
+        to.rows(self.b_proj)
+        to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.qkv_proj(x), (x,)

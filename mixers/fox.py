@@ -1,6 +1,6 @@
 """Forgetting attention (FoX): softmax attention with a forget gate."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers._own import uniform
 from dsf.mixers._shift import TokenShift
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -72,6 +75,22 @@ class ForgettingAttention(Mixer):
         self.o_norm = GatedRMSNorm(inner, groups=n_heads, activation="sigmoid") if pro else None
         self.o_proj = nn.Linear(inner, d_model, bias=False)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        (heads, n, p), kept = self.dims, self.n_kv_heads
+        to.count(n_heads=heads, n_kv_heads=kept)
+        to.set(dims=(to.share(heads), n, p), n_kv_heads=to.share(kept))
+        to.rows(self.q_proj)
+        to.rows(self.kv_proj, kept * n, kept * p)
+        to.rows(self.f_proj)
+        to.conv(self.conv1d)
+        to.rows(self.shift_proj, kept, kept)
+        to.norm(self.q_norm, heads)
+        to.norm(self.k_norm, kept)
+        to.rows(self.g_proj)
+        to.norm(self.o_norm, heads)
+        to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         kv = self.kv_proj(x)

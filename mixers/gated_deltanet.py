@@ -1,7 +1,7 @@
 """Gated DeltaNet: the delta rule with forgetting."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dsf.mixers._layers import side_by_side
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import log_uniform, time_step
 from dsf.mixers.deltanet import DeltaNet
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -71,6 +74,12 @@ class GatedDeltaNet(DeltaNet):
         self.own("dt_bias", time_step, n_heads, kind="rate")
         self.g_proj = None if bare else nn.Linear(d_model, n_heads * self.dims[2], bias=False)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.rows(self.a_proj)
+        to.rows(self.g_proj)
+        to.own(self, "A_log", "dt_bias")
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         b, a = side_by_side(side[0], self.b_proj, self.a_proj)

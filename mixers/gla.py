@@ -1,6 +1,6 @@
 """Gated linear attention: a decay for every key dimension."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ import dsf
 from dsf import Key, System, Value, diag, sigmoid
 from dsf.mixers._heads import Heads, low_rank
 from dsf.mixers._module import Side, Span
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -54,6 +57,10 @@ class GLA(Heads):
         super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, bias, layer_idx)
         self.gk_proj = low_rank(d_model, gate_rank, n_heads * n, bias=True)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.rows(self.gk_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)

@@ -1,7 +1,7 @@
 """H3, two state space models between gates: a shift of the keys, and a bank that remembers their products."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import normal
 from dsf.mixers._state_space import StateSpace, paired
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -57,6 +60,11 @@ class H3(StateSpace):
         self.own_rates("lin")
         self.own("C", partial(normal, std=0.5**0.5), d_model, d_state // 2, 2)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.rows(self.qkv_proj, *[self.dims[0]] * 3)
+        to.conv(self.conv1d)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)

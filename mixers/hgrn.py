@@ -1,7 +1,7 @@
 """HGRN: a gated recurrence whose input gate is what the forget gate leaves."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -68,6 +71,17 @@ class HGRN(Mixer):
         self.o_norm = GatedRMSNorm(d_inner)
         self.o_proj = nn.Linear(d_inner, d_model, bias=bias)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, channels = self.dims
+        to.count(channels=channels)
+        to.set(dims=(heads, n, to.share(channels)))
+        to.rows(self.in_proj, channels, channels)
+        to.conv(self.conv1d, channels, channels)
+        to.rows(self.g_proj)
+        to.norm(self.o_norm)
+        to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.in_proj(x), () if self.g_proj is None else (self.g_proj(x),)

@@ -1,6 +1,6 @@
 """HGRN2: HGRN with an outer-product state."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
 from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers.hgrn import bounded_below
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -58,6 +61,11 @@ class HGRN2(Heads):
         self.f_proj = nn.Linear(d_model, n_heads * n, bias=bias)
         self.o_norm = GatedRMSNorm(n_heads * p)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.rows(self.f_proj)
+        to.norm(self.o_norm)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, i = self.split(u)

@@ -15,12 +15,13 @@ from dsf.call.frame import Places, shifted
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._conv import split_heads
+from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers._own import time_step
 from dsf.mixers.bidirectional import BothWays
 
 if TYPE_CHECKING:
-    from dsf.parallel import World
+    from dsf.parallel import Cuts, World
 
 
 @dsf.recurrence
@@ -71,7 +72,7 @@ class Hydra(BothWays):
             raise InputError(f"Hydra: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
         if d_conv % 2 == 0:
             raise InputError(f"Hydra: its convolution is centred, so d_conv must be odd, got {d_conv}")
-        self.dims = (heads, d_state, headdim)
+        self.dims, self.n_groups = (heads, d_state, headdim), n_groups
         each = 2 * n_groups * d_state  # b and c of one direction
         self.widths = [d_inner, d_inner + 2 * each, 2 * heads]  # z, what is convolved, dt of both
         self.split = (heads, headdim, *(n_groups, d_state) * 4)  # x; b, c forward; b, c backward
@@ -85,20 +86,37 @@ class Hydra(BothWays):
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
         self.to(device=device, dtype=dtype)
 
+    def cut(self, to: Cuts) -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+
+        A single group's b and c are made by all ranks, a part each, and gathered.
+        """
+        (heads, n, p), (z, _, _) = self.dims, self.widths
+        to.count(n_heads=heads)
+        sections = grouped(self, to)
+        to.set(dims=(to.share(heads), n, p), widths=[to.share(width) for width in self.widths])
+        to.rows(self.in_proj, z, *sections, heads, heads)
+        to.conv(self.conv1d, *sections)
+        to.own(self, "A_log", "D", "dt_bias")
+        to.mixed(self.fc_D, kept=(heads,))
+        to.norm(self.norm)
+        to.summed(self.out_proj)
+
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
         if world is not None:
             raise InputError("Hydra: its convolution looks ahead, which is not spread over ranks; call it without them")
         bounds = tensor_of(cu_seqlens, x.device)
         places = None if bounds is None else Places.of(bounds, x.shape[1], x.device)
         z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
-        v, b, c, b_back, c_back = split_heads(F.silu(self._centred(u, places)), self.split)
+        v, *keys = split_heads(F.silu(self._centred(u, places)), self.split)
+        b, c, b_back, c_back = whole_group(self, *keys)
         heads = self.dims[0]
         y = semiseparable(
             _both(v, v, places), _both(dt[..., :heads], dt[..., heads:], places), _both(b, b_back, places),
             _both(c, c_back, places), self.A_log.repeat(2), self.dt_bias.repeat(2), cu_seqlens=cu_seqlens,
         )  # fmt: skip
         ahead, back = shifted(y, None, places).split(heads, dim=2)
-        skip = F.linear(v.flatten(2), self.fc_D.weight, self.D.to(v.dtype))
+        skip = self.fc_D(v.flatten(2)) + self.D.to(v.dtype)
         y = ahead + _turned(back, places) + v * skip.unsqueeze(-1)
         found: Tensor = self.out_proj(self.norm(y.flatten(2), z))
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from dsf.call.packing import tensor_of
 from dsf.language.errors import FormError, InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner, normal
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 DECAYS = (0.3, 1.5)  # share of the length after which a channel's window has fallen to FLOOR: from fast to slow
 FLOOR = 1e-2
@@ -89,6 +92,17 @@ class Hyena(Owner):
         self.out_proj = nn.Linear(d_model, d_model)
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)
+
+    def cut(self, to: Cuts) -> None:
+        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        channels, filters = [self.d_model] * (self.order + 1), [self.d_model] * (self.order - 1)
+        to.count(channels=self.d_model)
+        to.rows(self.in_proj, *channels)
+        to.conv(self.conv1d, *channels)
+        to.rows(self.filter.outer, *filters)
+        to.own(self.filter, "deltas", sections=filters)
+        to.own(self, "D", axis=1)
+        to.summed(self.out_proj)
 
     def forward(
         self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Packing | None = None, **_: Any

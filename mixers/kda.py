@@ -1,7 +1,7 @@
 """Kimi delta attention: the delta rule with a decay for each key dimension."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dsf.mixers._heads import Heads, low_rank
 from dsf.mixers._module import Side, Span
 from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers._own import log_uniform, time_step
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -69,6 +72,12 @@ class KDA(Heads):
         self.own("A_log", partial(log_uniform, low=1.0, high=16.0), n_heads, kind="rate")
         self.own("dt_bias", time_step, n_heads, n, kind="rate")
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.rows(self.f_proj)
+        to.rows(self.b_proj)
+        to.own(self, "A_log", "dt_bias")
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm, gated
 from dsf.mixers._own import Start, fill
 from dsf.mixers.ranges import known, random_inputs, shape_of, squash, unsquash
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 __all__ = ["Layer", "random_inputs", "shape_of", "squash"]
 
@@ -160,6 +163,25 @@ class Layer(Mixer):
         grouped = entry.name in self.known.plain and entry.kind.axes == {KEY}
         return torch.Size(shape_of(entry, (), self.key_heads if grouped else heads, n, p))
 
+    def cut(self, to: Cuts) -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        to.count(n_heads=heads, n_key_heads=self.key_heads)
+        convolved = [size for entry in self.convolved for size in self._sections(entry)]
+        to.rows(self.in_proj, *convolved)
+        to.conv(self.conv1d, *convolved)
+        to.rows(self.gates_proj, *(size for entry in self.direct for size in self._sections(entry)))
+        to.rows(self.g_proj)
+        to.own(self, *self.params.values())
+        to.summed(self.o_proj)
+        to.set(dims=(to.share(heads), n, p), key_heads=to.share(self.key_heads))
+
+    def _sections(self, entry: Input) -> list[int]:
+        """What all heads have of a token's input, for each of its steps."""
+        shape = self.shape(entry)
+        steps = shape[0] if entry.kind.steps else 1
+        return [shape.numel() // steps] * steps
+
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return x if self.in_proj is None else self.in_proj(x), (x,)
 
@@ -217,13 +239,13 @@ class Biased(nn.Linear):
     """A linear map whose bias begins, part by part, as start(*shape)."""
 
     def __init__(self, in_features: int, parts: tuple[tuple[torch.Size, Start], ...]):
-        self.parts = parts
+        self.starts: dict[str, Start] = {"bias": partial(_together, parts=parts)}
         super().__init__(in_features, sum(shape.numel() for shape, _ in parts))
 
     def reset_parameters(self) -> None:
         """Draw the weight as torch does, the bias anew."""
         super().reset_parameters()
-        fill(self.bias, partial(_together, parts=self.parts))
+        fill(self.bias, self.starts["bias"])
 
 
 def _together(*shape: int, parts: tuple[tuple[torch.Size, Start], ...]) -> Tensor:

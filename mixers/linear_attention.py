@@ -1,6 +1,6 @@
 """Linear attention, normalised and not."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,9 @@ from torch import Tensor, nn
 import dsf
 from dsf import I, Key, System, Value, elu1
 from dsf.mixers._module import Mixer, Side, Span
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -66,6 +69,15 @@ class LinearAttention(Mixer):
         self.v_proj = nn.Linear(d_model, n_heads * p, bias=bias)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=bias)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        to.count(n_heads=heads)
+        to.set(dims=(to.share(heads), n, p))
+        for linear in (self.q_proj, self.k_proj, self.v_proj):
+            to.rows(linear)
+        to.summed(self.o_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ import dsf
 from dsf import Key, Param, Scalar, System, Value, exp, turn
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import normal
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -25,6 +28,9 @@ def lru(
     paper's B u, N = 2; C reads both, P = 2.
     """
     return System(A=exp(-exp(nu_log)) * turn(exp(theta_log)), B=exp(gamma_log) * u, C=C)
+
+
+RATES = "nu_log", "theta_log", "gamma_log", "log_step", "Lambda_re", "Lambda_im"  # of LRU and of S5
 
 
 class ComplexUnits(Mixer):
@@ -44,15 +50,29 @@ class ComplexUnits(Mixer):
         self.own("parts", _both, d_state, 2, 2, kind="constant")
         self.out = None if bare else nn.Linear(d_model, 2 * d_model)
 
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose complex numbers are shared (`dsf.parallel.HeadShard`).
+
+        What comes behind them, D and the unit across channels, all ranks have whole.
+        """
+        heads, n, p = self.dims
+        to.count(**{"complex numbers": heads})
+        to.set(dims=(to.share(heads), n, p))
+        to.own(self, *RATES, "B", "parts")
+        to.own(self, "C", axis=1)
+        to.behind("out")
+
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return x, ()
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
-        return (u,)
+        return (u, self.D)
 
-    def mix(self, y: Tensor, u: Tensor, c: Tensor) -> Tensor:
-        """Re(C x) + D u and what comes after. y: x's two parts [B, T, H, 2]; c: [d_model, H, 2]."""
-        y = F.linear(y.flatten(2), (c * c.new_tensor([1.0, -1.0])).flatten(1)) + self.D.to(u.dtype) * u
+    def mix(self, y: Tensor, side: Side, c: Tensor) -> Tensor:
+        """Re(C x) + D u and what comes after. y: x's two parts [B, T, H, 2]; side: u and D; c: [d_model, H, 2]."""
+        y = F.linear(y.flatten(2), (c * c.new_tensor([1.0, -1.0])).flatten(1))
+        skip = side[1].to(y.dtype) * side[0]
+        y = y + skip if self.shares is None else self.shares.leave(y + self.shares.once(skip))
         return y if self.out is None else F.glu(self.out(F.gelu(y)), dim=-1)
 
 
@@ -106,7 +126,7 @@ class LRU(ComplexUnits):
         return {"u": driven, "C": self.parts, **rates}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.mix(y, side[0], self.C)
+        return self.mix(y, side, self.C)
 
 
 def _ring(*shape: int, r_min: float, r_max: float) -> Tensor:

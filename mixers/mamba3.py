@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,13 @@ from dsf import (
 )
 from dsf.language.errors import InputError
 from dsf.mixers._conv import split_heads
+from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm, gated
 from dsf.mixers._own import time_step
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 A_FLOOR = 1e-4  # no head keeps its state forever
 
@@ -129,6 +133,21 @@ class Mamba3(Mixer):
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
         self.place(device, dtype)
 
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+
+        The angles that all heads share, and a single group's B and C, are made by all ranks, a part each, and gathered.
+        """
+        heads, n, p = self.dims
+        to.count(n_heads=heads, angles=self.angles)
+        sections = grouped(self, to)
+        to.set(dims=(to.share(heads), n, p), widths=[to.share(width) for width in self.widths])
+        z, _, *rest = self.widths
+        to.rows(self.in_proj, *([z] if z else []), *sections, *rest)
+        to.own(self, "B_bias", "C_bias", "D", "dt_bias")
+        to.norm(self.norm, heads)
+        to.summed(self.out_proj)
+
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         z, u, *rest = self.in_proj(x).split(self.widths, dim=-1)
         return u, (z, *rest)
@@ -136,6 +155,9 @@ class Mamba3(Mixer):
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         _, dt, a, lam, angle = side
         x, b, c = split_heads(u, self.split)
+        b, c = whole_group(self, b, c)
+        if self.shares is not None:
+            (angle,) = self.shares.gather(angle)
         angle = nn.functional.pad(angle, (0, self.dims[1] // 2 - self.angles)).unsqueeze(2)  # the other pairs stay
         return {
             "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": self._keys(b, self.B_norm, self.B_bias),

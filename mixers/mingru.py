@@ -1,6 +1,6 @@
 """minGRU: the GRU whose gate does not see its state."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ import dsf
 from dsf import System, Value, sigmoid
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -51,6 +54,14 @@ class MinGRU(Mixer):
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, channels = self.dims
+        to.count(channels=channels)
+        to.set(dims=(heads, n, to.share(channels)))
+        to.rows(self.in_proj, channels, channels)
+        to.summed(self.out_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         z, h = self.in_proj(u).unsqueeze(2).chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """mLSTM, the matrix memory of xLSTM."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import gated
 from dsf.mixers._own import Owner, normal
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -113,6 +116,20 @@ class MLSTM(Mixer):
         self.own("norm", torch.ones, d_inner, kind="vector")
         self.down_proj = StartLinear(d_inner, d_model, partial(normal, std=(2 / (5 * d_inner)) ** 0.5))
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        channels = self.down_proj.in_features
+        to.count(n_heads=heads, blocks=len(self.q_proj.weight))
+        to.set(dims=(to.share(heads), n, p))
+        to.rows(self.up_proj, *[channels] * (self.up_proj.out_features // channels))
+        to.conv(self.conv1d)
+        for blocks in (self.q_proj, self.k_proj, self.v_proj):
+            to.own(blocks, "weight")
+        to.mixed(self.gates, channels, channels, channels, kept=(heads, heads))  # every gate sees every channel
+        to.own(self, "skip", "norm")
+        to.summed(self.down_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         u, *z = self.up_proj(x).split(self.down_proj.in_features, dim=-1)

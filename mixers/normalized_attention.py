@@ -1,6 +1,6 @@
 """Normalised attention: linear attention divided by a function of the newest input."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from dsf import I, Key, Scalar, System, Value, exp, sigmoid, softplus
 from dsf.language.errors import InputError
 from dsf.mixers._module import Side, Span
 from dsf.mixers.linear_attention import LinearAttention
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -80,6 +83,10 @@ class GeneralizedLinearAttention(LinearAttention):
         self.eta = eta or nn.Sequential(*layers)
         self.place(device, dtype)
 
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.sliced(self.eta, self.dims[0])  # any module: all ranks run it whole
+
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return {**super().arguments(u, side, span), "eta": self.eta(u)}
 
@@ -119,6 +126,10 @@ class NormalizedAttention(LinearAttention):
         self.recurrence = NORMALIZERS[eta]
         self.eta_proj = nn.Linear(d_model, n_heads, bias=bias)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.rows(self.eta_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return {**super().arguments(u, side, span), "eta": self.eta_proj(u)}

@@ -1,7 +1,7 @@
 """qLSTM: the LSTM without its tanh's, whose gates depend on the input alone."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import normal
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -71,6 +74,16 @@ class QLSTM(Mixer):
         else:
             self.a = None
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, channels = self.dims
+        to.count(channels=channels)
+        to.set(dims=(heads, n, to.share(channels)))
+        to.rows(self.in_proj, *[channels] * (self.in_proj.out_features // channels))
+        to.conv(self.conv1d)
+        to.rows(self.gates, channels, channels, channels, gathered=True)  # every gate sees every channel
+        to.summed(self.out_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         *side, u = self.in_proj(x).split(self.dims[2], dim=-1)

@@ -1,6 +1,6 @@
 """RetNet and Lightning attention: linear attention with a fixed decay a head."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ import dsf
 from dsf import Key, Param, Scalar, System, Value, exp
 from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -77,6 +80,10 @@ class RetNet(Heads):
         self.rotary_base = rotary_base
         self.own("slope", _slopes, n_heads, kind="constant")
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        to.own(self, "slope")
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)

@@ -1,7 +1,7 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import Owner, inverse_softplus, normal
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 POWER = 8.0  # the paper's c
 KNEE = 2.5e-7  # below it the slope of sqrt would pass 1000
@@ -98,6 +101,19 @@ class RGLRU(Mixer):
         self.own("Lambda", _slow_decays, n_heads, width, kind="rate")
         self.out_proj = nn.Linear(d_inner, d_model)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, width = self.dims
+        to.count(n_heads=heads)
+        to.set(dims=(to.share(heads), n, width))
+        to.rows(self.linear_x)
+        to.rows(self.linear_y)
+        to.conv(self.conv1d)
+        for gate in (self.input_gate, self.recurrence_gate):
+            to.own(gate, "weight", "bias")
+        to.own(self, "Lambda")
+        to.summed(self.out_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.linear_x(x), () if self.linear_y is None else (self.linear_y(x),)

@@ -1,7 +1,7 @@
 """RWKV-4's WKV: an exponentially weighted mean with a bonus for the newest token."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import Start
 from dsf.mixers._rwkv import TimeMix, ramp, zigzag
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -64,6 +67,16 @@ class RWKV4(TimeMix):
         self.receptance = None if bare else StartLinear(d_model, d_model, zeros, bias=bias)
         self.output = StartLinear(d_model, d_model, zeros, bias=bias)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, channels = self.dims
+        to.count(channels=channels)
+        to.set(dims=(heads, n, to.share(channels)))
+        for linear in (self.key, self.value, self.receptance):
+            to.rows(linear)
+        to.own(self, "time_decay", "time_first")
+        to.summed(self.output)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         # Released coefficients weigh the token itself: mix · x + (1 - mix) · last = last + mix · (x - last).

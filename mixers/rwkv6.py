@@ -1,7 +1,7 @@
 """RWKV-6's WKV: gated linear attention that reads before it writes."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from dsf import Key, Param, System, Value, diag, dot, exp
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import uniform
 from dsf.mixers._rwkv import TimeMix, group_norm, ramp, zigzag
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -85,6 +88,17 @@ class RWKV6(TimeMix):
         self.own("ln_weight", torch.ones, d_model, kind="vector")
         self.own("ln_bias", torch.zeros, d_model, kind="vector")
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        to.count(n_heads=heads)
+        to.set(dims=(to.share(heads), n, p))
+        for linear in (self.receptance, self.key, self.value, self.gate):
+            to.rows(linear)
+        to.own(self, "time_decay_w2", axis=1)
+        to.own(self, "time_decay", "time_faaaa", "ln_weight", "ln_bias")
+        to.summed(self.output)
 
     def _seen(self, x: Tensor, last: Tensor) -> dict[str, Tensor]:
         """What each map sees of a token and the one before."""

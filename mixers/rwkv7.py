@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import full, uniform
 from dsf.mixers._rwkv import TimeMix, group_norm, ramp
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -115,6 +118,20 @@ class RWKV7(TimeMix):
     def _low_rank(self, name: str, d_model: int, rank: int) -> None:
         self.own(f"{name}1", torch.zeros, d_model, rank)
         self.own(f"{name}2", _short_orthogonal, rank, d_model)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+
+        v_first is then that of the same heads: [B, T, d_model / ranks].
+        """
+        heads, n, p = self.dims
+        to.count(n_heads=heads)
+        to.set(dims=(to.share(heads), n, p))
+        for linear in (self.receptance, self.key, self.value):
+            to.rows(linear)
+        to.own(self, "w2", "a2", "v2", "g2", axis=1)
+        to.own(self, "w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias")
+        to.summed(self.output)
 
     def arguments(self, u: Tensor, side: Side, span: Span, v_first: Tensor | None = None) -> dict[str, Tensor]:
         x, change = side[0], u - side[0]

@@ -1,6 +1,6 @@
 """Softmax attention: the system with infinitely many states."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ import dsf
 from dsf import I, Key, N, System, Value, exp_features
 from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side, Span
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence
@@ -57,6 +60,15 @@ class SoftmaxAttention(Mixer):
         self.v_proj = nn.Linear(d_model, self.n_kv_heads * headdim, bias=bias)
         self.o_proj = nn.Linear(n_heads * headdim, d_model, bias=bias)
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        heads, n, p = self.dims
+        to.count(n_heads=heads, n_kv_heads=self.n_kv_heads)
+        to.set(dims=(to.share(heads), n, p), n_kv_heads=to.share(self.n_kv_heads))
+        for linear in (self.q_proj, self.k_proj, self.v_proj):
+            to.rows(linear)
+        to.summed(self.o_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims

@@ -2,7 +2,7 @@
 
 import math
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,13 @@ from torch import Tensor, nn
 import dsf
 from dsf import Key, Param, Recurrence, Scalar, System, Value, exp, maximum, minimum, softplus
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
+from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
 from dsf.mixers._own import log_uniform, time_step
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 NO_LIMIT = (0.0, math.inf)
 
@@ -90,12 +94,29 @@ class SSD(Mixer):
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
         self.place(device, dtype)
 
+    def cut(self, to: "Cuts") -> None:
+        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+
+        A single group's b and c are made by all ranks, a part each, and gathered.
+        """
+        heads, n, p = self.dims
+        to.count(n_heads=heads)
+        sections = grouped(self, to)
+        to.set(dims=(to.share(heads), n, p), widths=[to.share(width) for width in self.widths])
+        z, _, dt = self.widths
+        to.rows(self.in_proj, *([z] if z else []), *sections, dt)
+        to.conv(self.conv1d, *sections)
+        to.own(self, "A_log", "D", "dt_bias")
+        to.norm(self.norm, self.n_groups)
+        to.summed(self.out_proj)
+
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
         return u, (dt, z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         x, b, c = split_heads(u, self.split)
+        b, c = whole_group(self, b, c)
         return {"x": x, "dt": side[0], "b": b, "c": c, "A_log": self.A_log, "D": self.D, "dt_bias": self.dt_bias}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

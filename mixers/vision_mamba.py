@@ -12,7 +12,7 @@ from dsf.mixers.bidirectional import BothWays, run_ahead, run_back
 from dsf.mixers.s6 import S6, s6
 
 if TYPE_CHECKING:
-    from dsf.parallel import World
+    from dsf.parallel import Cuts, World
 
 
 class VisionMamba(BothWays):
@@ -46,6 +46,11 @@ class VisionMamba(BothWays):
         )
         del self.back.in_proj, self.back.out_proj
         self.to(device=device, dtype=dtype)
+
+    def cut(self, to: Cuts) -> None:
+        """Say what a rank has of this block whose channels are shared (`dsf.parallel.HeadShard`)."""
+        self.ahead.cut(to.inside(self.ahead))
+        self.back.cut_between(to.inside(self.back))
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
         u, side = self.ahead.project(x)

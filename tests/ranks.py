@@ -35,7 +35,7 @@ def spawned(world, work, limit=LIMIT):
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["ranks_work", "torch.distributed.device_mesh"]
+            ["ranks_work", "torch.distributed.device_mesh", "torch._dynamo"]
         )
         context = mp.start_processes(_enter, (world, work, folder), nprocs=world, join=False, start_method="forkserver")
         end = time.monotonic() + limit

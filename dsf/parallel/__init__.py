@@ -3,15 +3,27 @@
 from typing import Any
 
 from dsf.parallel.cost import Choice, Link
+from dsf.parallel.cuts import Cuts
 from dsf.parallel.modules import attach, prepare
 from dsf.parallel.world import Sequence, Simulated, World
 
-__all__ = ["Choice", "Link", "Sequence", "SequenceShard", "Simulated", "World", "attach", "prepare"]
+__all__ = [
+    "Choice",
+    "Cuts",
+    "HeadShard",
+    "Link",
+    "Sequence",
+    "SequenceShard",
+    "Simulated",
+    "World",
+    "attach",
+    "prepare",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SequenceShard":  # torch's styles take seconds to import, and few need them
-        from dsf.parallel.styles import SequenceShard
+    if name in ("HeadShard", "SequenceShard"):  # torch's styles take seconds to import, and few need them
+        from dsf.parallel import styles
 
-        return SequenceShard
+        return getattr(styles, name)
     raise AttributeError(f"module 'dsf.parallel' has no attribute {name!r}")

@@ -1,0 +1,229 @@
+"""What the ranks of tests/test_parallel_heads.py do: layers whose heads are shared, against the whole layers."""
+
+import copy
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from structures import gated_delta, product
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dsf import mixers
+from dsf.language.errors import InputError
+from dsf.mixers._own import fill
+from dsf.parallel import HeadShard, Sequence
+from dsf.parallel.heads import canonical
+
+D = 32
+M = mixers
+# Every layer of the zoo and what its options change; sizes that 4 ranks can share.
+LAYERS = {
+    **{e.name: e.module for e in mixers.ZOO if e.module is not None},
+    "deltanet, shared keys": partial(M.DeltaNet, n_heads=8, n_key_heads=4, allow_neg_eigval=True),
+    "gated_deltanet, bare": partial(M.GatedDeltaNet, bare=True),
+    "ssd": partial(M.SSD, headdim=8, d_state=16),
+    "ssd, groups": partial(M.SSD, headdim=8, d_state=16, n_groups=4),
+    "ssd, bare": partial(M.SSD, headdim=8, d_state=16, bare=True),
+    "mamba3": partial(M.Mamba3, headdim=8, d_state=16, rope_fraction=1.0),
+    "mamba3, groups": partial(M.Mamba3, headdim=8, d_state=16, n_groups=4, is_outproj_norm=True),
+    "s6, bare": partial(M.S6, bare=True),
+    "gla, convolved": partial(M.GLA, d_conv=4, bias=True),
+    "hgrn, convolved": partial(M.HGRN, d_conv=4, bias=True),
+    "fox, grouped": partial(M.ForgettingAttention, n_heads=8, n_kv_heads=4),
+    "fox, plain": partial(M.ForgettingAttention, pro=False),
+    "softmax_attention, grouped": partial(M.SoftmaxAttention, n_heads=8, n_kv_heads=4),
+    "rwkv6, bare": partial(M.RWKV6, bare=True),
+    "mlstm, bare": partial(M.MLSTM, bare=True),
+    "s5, bare": partial(M.S5, d_state=16, blocks=2, bare=True),
+    "h3": partial(M.H3, d_conv=4),
+    "hyena": partial(M.Hyena, l_max=16, order=3),
+    "hydra": partial(M.Hydra, headdim=8, d_state=16, bias=True),
+    "hydra, groups": partial(M.Hydra, headdim=8, d_state=16, n_groups=4),
+    "vision_lstm": M.VisionLSTM,
+    "vision_mamba": M.VisionMamba,
+    "bidirectional": lambda d: M.Bidirectional(M.GLA(d), M.S6(d)),
+    "layer of three steps": partial(M.Layer, product),
+    "layer of shared keys": partial(M.Layer, gated_delta, n_heads=8, n_key_heads=4),
+    "layer of kda": partial(M.Layer, M.kda),
+    "layer of s6": partial(M.Layer, M.s6),
+}  # fmt: skip
+
+# One of each way in which ranks tell each other of what they share.
+ON_FOUR = [
+    "gated_deltanet", "s6", "hgrn2", "mlstm", "qlstm", "lru", "s4d", "ssd", "mamba3", "hydra", "hyena",
+    "generalized_linear_attention", "fox, grouped", "rwkv7", "layer of three steps",
+]  # fmt: skip
+
+
+def inputs_of(layer):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 9, D, dtype=torch.float64, generator=generator)
+
+
+def stirred(layer):
+    """No parameter at a start that hides what it does, as zeros."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.1 * torch.randn(p.shape, dtype=p.dtype, generator=generator))
+    return layer
+
+
+def whole_of(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def in_order(layer, name, tensor):
+    """A gradient as the unsharded layer has it."""
+    for path, module in layer.named_modules():
+        prefix = f"{path}." if path else ""
+        if hasattr(module, "_local") and name.startswith(prefix):
+            tensor = canonical(module, name.removeprefix(prefix), tensor)
+    return whole_of(tensor)
+
+
+def gap(a, b):
+    a, b = whole_of(a.detach()), whole_of(b.detach())
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-3))
+
+
+def layer_error(name, mesh):
+    """Outputs, gradients and one step of AdamW, packed and decoding where the layer can; a state dict on one rank."""
+    torch.manual_seed(3)
+    whole = stirred(LAYERS[name](D).double())
+    shared = share(copy.deepcopy(whole), mesh)
+    x, found = inputs_of(whole), {}
+
+    def run(layer):
+        leaf = x.clone().requires_grad_()
+        y, _ = layer(leaf)
+        y.sin().sum().backward()
+        return y, leaf.grad
+
+    (y, dx), (got, gx) = run(whole), run(shared)
+    found["y"], found["dx"] = gap(got, y), gap(gx, dx)
+    grads = dict(whole.named_parameters())
+    for path, p in shared.named_parameters():
+        own = grads[path].grad
+        assert (own is None) == (p.grad is None), path
+        if own is not None:
+            found[f"d {path}"] = gap(in_order(shared, path, p.grad), own)
+    for layer in (whole, shared):
+        stepped(layer)
+    saved = {key: whole_of(value).clone() for key, value in shared.state_dict().items()}
+    expected = whole.state_dict()
+    assert list(saved) == list(expected)
+    for key, value in expected.items():
+        found[f"saved {key}"] = gap(saved[key], value)
+    with torch.no_grad():
+        for p in shared.parameters():
+            p.zero_()
+    shared.load_state_dict(saved)
+    found["loaded"] = gap(shared(x)[0], whole(x)[0])
+    if isinstance(whole, mixers.Mixer):
+        state, parted = whole(x[:, :4])[1], shared(x[:, :4])[1]
+        found["step"] = gap(shared.step(x[:, 4], parted)[0], whole.step(x[:, 4], state)[0])
+        cuts = torch.tensor([0, 3, 9])
+        found["packed"] = gap(shared(x[:1], cu_seqlens=cuts)[0], whole(x[:1], cu_seqlens=cuts)[0])
+    return {what: error for what, error in found.items() if not error < 1e-9}
+
+
+def stepped(layer):
+    """One step of AdamW: of DTensors on what they hold here, which is what it comes to."""
+    params = [p for p in layer.parameters() if p.grad is not None]
+    assert all(p.grad.placements == p.placements for p in params if isinstance(p, DTensor))
+    local = [nn.Parameter(p.to_local() if isinstance(p, DTensor) else p) for p in params]
+    for own, p in zip(local, params, strict=True):
+        own.grad = p.grad.to_local() if isinstance(p, DTensor) else p.grad
+    torch.optim.AdamW(local, lr=1e-2).step()
+
+
+def refusals(mesh):
+    """What is refused, in words, of layers that two ranks cannot share."""
+    calls = [
+        lambda: share(M.GatedDeltaNet(33, n_heads=3), mesh),
+        lambda: share(M.SoftmaxAttention(32, n_heads=4, n_kv_heads=1), mesh),
+        lambda: share(M.SSD(48, headdim=8, n_groups=3), mesh),
+        lambda: share(M.S6(5, expand=1, d_state=4), mesh),
+        lambda: share(M.MLSTM(8, n_heads=2, expand=1.5, qkv_block=4), mesh),
+        lambda: share(nn.Linear(2, 2), mesh),
+        lambda: share(nn.Sequential(M.GLA(32), M.SSD(24, headdim=16)), mesh),
+        lambda: share(share(M.GLA(32), mesh), mesh),
+        lambda: share(Own(32), mesh),
+    ]
+    found = []
+    for call in calls:
+        try:
+            found.append(call())
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+class Own(mixers.Mixer):
+    """A user's layer that says nothing of ranks."""
+
+    recurrence = mixers.gla
+
+
+def share(module, mesh):
+    return parallelize_module(module, mesh, {"": HeadShard()})
+
+
+def started(mesh):
+    """The difference of what layers made without memory begin as from what whole ones do, by the same draws."""
+    worst = 0.0
+    for make in (partial(M.MLSTM, D), partial(M.Layer, M.kda, D), partial(M.GatedDeltaNet, D), partial(M.KDA, D)):
+        whole = make()
+        with torch.device("meta"):
+            empty = make()
+        shared = share(empty, mesh).to_empty(device="cpu")
+        for module in shared.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for layer in (whole, shared):
+            for module in layer.modules():
+                for name, start in getattr(module, "starts", {}).items():
+                    torch.manual_seed(5)
+                    fill(getattr(module, name), start)
+        saved = shared.state_dict()
+        assert all(torch.isfinite(whole_of(value)).all() for value in saved.values())
+        for path, module in whole.named_modules():
+            for name in getattr(module, "starts", {}):
+                key = f"{path}.{name}" if path else name
+                worst = max(worst, gap(saved[key], whole.state_dict()[key]))
+    return worst
+
+
+def over_tokens_and_heads(mesh):
+    """Four ranks, two of tokens and two of heads: a layer's output and gradients."""
+    torch.manual_seed(3)
+    whole = stirred(M.GatedDeltaNet(D).double())
+    shared = share(copy.deepcopy(whole), mesh["tp"])
+    cp, x = Sequence(mesh["cp"]), inputs_of(whole)
+    y, _ = whole(x)
+    y.sin().sum().backward()
+    own, _ = shared(cp.shard(x), parallel=cp)
+    own.sin().sum().backward()
+    worst = gap(own, cp.shard(y))
+    for path, p in shared.named_parameters():
+        grad = in_order(shared, path, p.grad)
+        dist.all_reduce(grad, group=mesh["cp"].get_group())
+        worst = max(worst, gap(grad, dict(whole.named_parameters())[path].grad))
+    return worst
+
+
+def two():
+    """Errors of every layer on two ranks, and what is refused."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return {name: layer_error(name, mesh) for name in LAYERS}, refusals(mesh), started(mesh)
+
+
+def four():
+    """Errors of layers with each kind of collective, on four ranks, and on two by two."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    return {name: layer_error(name, mesh) for name in ON_FOUR}, over_tokens_and_heads(both)
