@@ -120,6 +120,16 @@ class Mixer(Owner):
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)
 
+    def own_more(self, d_model: int, bare: bool) -> None:
+        """What a subclass that takes its base's arguments has besides; bases with such subclasses call it last."""
+
+    def shared(self, name: str, given: int | None, n_heads: int) -> int:
+        """How many heads groups of n_heads share: as given, or all. Raises InputError where that does not divide."""
+        found = n_heads if given is None else given
+        if found < 1 or n_heads % found:
+            raise InputError(f"{type(self).__name__}: {name} ({found}) must divide n_heads ({n_heads})")
+        return found
+
     def inner(self, d_model: int, expand: float) -> int:
         """expand · d_model channels. Raises InputError unless that is a whole number."""
         found = int(expand * d_model)

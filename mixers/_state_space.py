@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -81,12 +81,24 @@ class StateSpace(Mixer):
     A_imag: Tensor
     D: Tensor
 
-    def __init__(self, d_model: int, d_state: int, dt_min: float, dt_max: float, bare: bool, layer_idx: int | None):
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 64,
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+        bare: bool = False,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(layer_idx)
         self.dims, self.bare = (d_model, d_state, 1), bare
         self.own("log_dt", partial(log_steps, low=dt_min, high=dt_max), d_model, kind="rate")
         self.own("D", partial(normal, std=1.0), d_model, kind="rate")
         self.output_linear = nn.Linear(d_model, d_model if bare else 2 * d_model)
+        self.own_more(d_model, bare)
+        self.place(device, dtype)
 
     def own_rates(self, init: str) -> None:
         """A_log and A_imag: N / 2 complex rates a channel, -exp(A_log) + i A_imag. Raises InputError for an odd N."""

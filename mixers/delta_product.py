@@ -119,6 +119,7 @@ class DeltaProduct(Heads):
         self.recurrence = delta_product_of(n_steps, "rate" if self.gated else False)
         self.steps, self.beta_max = (n_steps, n_heads), 2.0 if allow_neg_eigval else 1.0
         self.b_proj = nn.Linear(d_model, n_steps * n_heads, bias=False)
+        self.own_more(d_model, bare)
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
@@ -153,25 +154,11 @@ class GatedDeltaProduct(DeltaProduct):
     A_log: Tensor
     dt_bias: Tensor
 
-    def __init__(
-        self,
-        d_model: int,
-        n_heads: int = 4,
-        d_state: int | None = None,
-        headdim: int | None = None,
-        n_steps: int = 2,
-        d_conv: int = 4,
-        allow_neg_eigval: bool = True,
-        bare: bool = False,
-        layer_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(d_model, n_heads, d_state, headdim, n_steps, d_conv, allow_neg_eigval, bare, layer_idx)
+    def own_more(self, d_model: int, bare: bool) -> None:
+        n_heads = self.dims[0]
         self.a_proj = nn.Linear(d_model, n_heads, bias=False)
         self.own("A_log", partial(log_uniform, low=1e-3, high=16.0), n_heads, kind="rate")
         self.own("dt_bias", time_step, n_heads, kind="rate")
-        self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
         super().cut(to)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer
-from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -57,9 +56,7 @@ class DeltaNet(Mixer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layer_idx)
-        keys = n_key_heads or n_heads
-        if n_heads % keys:
-            raise InputError(f"{type(self).__name__}: n_key_heads ({keys}) must divide n_heads ({n_heads})")
+        keys = self.shared("n_key_heads", n_key_heads, n_heads)
         n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
         self.dims = (n_heads, n, p)
         self.split, self.lengths = (keys, n, keys, n, n_heads, p), (n**-0.5, self.key_length, None)
@@ -71,6 +68,7 @@ class DeltaNet(Mixer):
         self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False, pieces=pieces, blur=self.blur)
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
+        self.own_more(d_model, bare)
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:

@@ -1,9 +1,7 @@
 """DSS, the first diagonal state space model, with its exponential parametrisation."""
 
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 import dsf
@@ -34,21 +32,9 @@ class DSS(StateSpace):
     recurrence = dss
     W: Tensor
 
-    def __init__(
-        self,
-        d_model: int,
-        d_state: int = 64,
-        dt_min: float = 1e-3,
-        dt_max: float = 0.1,
-        bare: bool = False,
-        layer_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(d_model, d_state, dt_min, dt_max, bare, layer_idx)
+    def own_more(self, d_model: int, bare: bool) -> None:
         self.own_rates("legs")
-        self.own("W", partial(normal, std=1.0), d_model, d_state // 2, 2)
-        self.place(device, dtype)
+        self.own("W", partial(normal, std=1.0), d_model, self.dims[1] // 2, 2)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return {"x": u.unsqueeze(-1), "W": paired(self.W), **self.rates()}

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, N, Scalar, System, Value, exp_features, sigmoid
-from dsf.language.errors import InputError
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -59,9 +58,7 @@ class ForgettingAttention(Mixer):
     ):
         super().__init__(layer_idx)
         headdim = self.width(d_model, n_heads, headdim, "headdim")
-        self.n_kv_heads = n_kv_heads or n_heads
-        if n_heads % self.n_kv_heads:
-            raise InputError(f"ForgettingAttention: n_kv_heads ({self.n_kv_heads}) must divide n_heads ({n_heads})")
+        self.n_kv_heads = self.shared("n_kv_heads", n_kv_heads, n_heads)
         self.dims = (n_heads, headdim, headdim)
         inner, kept, pro = n_heads * headdim, self.n_kv_heads * headdim, pro and not bare
         self.q_proj = nn.Linear(d_model, inner, bias=False)

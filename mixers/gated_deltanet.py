@@ -1,9 +1,8 @@
 """Gated DeltaNet: the delta rule with forgetting."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 import dsf
@@ -54,26 +53,12 @@ class GatedDeltaNet(DeltaNet):
     A_log: Tensor
     dt_bias: Tensor
 
-    def __init__(
-        self,
-        d_model: int,
-        n_heads: int = 4,
-        n_key_heads: int | None = None,
-        d_state: int | None = None,
-        headdim: int | None = None,
-        d_conv: int = 4,
-        allow_neg_eigval: bool = False,
-        bare: bool = False,
-        layer_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(d_model, n_heads, n_key_heads, d_state, headdim, d_conv, allow_neg_eigval, bare, layer_idx)
+    def own_more(self, d_model: int, bare: bool) -> None:
+        n_heads, _, p = self.dims
         self.a_proj = nn.Linear(d_model, n_heads, bias=False)
         self.own("A_log", partial(log_uniform, low=1e-3, high=16.0), n_heads, kind="rate")
         self.own("dt_bias", time_step, n_heads, kind="rate")
-        self.g_proj = None if bare else nn.Linear(d_model, n_heads * self.dims[2], bias=False)
-        self.place(device, dtype)
+        self.g_proj = None if bare else nn.Linear(d_model, n_heads * p, bias=False)
 
     def cut(self, to: "Cuts") -> None:
         super().cut(to)

@@ -1,7 +1,6 @@
 """S4, the structured state space model: diagonal plus rank one, HiPPO's memory at start."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,23 +44,12 @@ class S4(StateSpace):
     B: Tensor
     C: Tensor
 
-    def __init__(
-        self,
-        d_model: int,
-        d_state: int = 64,
-        dt_min: float = 1e-3,
-        dt_max: float = 0.1,
-        bare: bool = False,
-        layer_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(d_model, d_state, dt_min, dt_max, bare, layer_idx)
+    def own_more(self, d_model: int, bare: bool) -> None:
+        n = self.dims[1]
         self.own_rates("legs")
-        self.own("p", partial(_legs, part=1), d_model, d_state, kind="rate")
-        self.own("B", partial(_legs, part=2), d_model, d_state, kind="rate")
-        self.own("C", partial(normal, std=0.5**0.5), d_model, d_state // 2, 2)
-        self.place(device, dtype)
+        self.own("p", partial(_legs, part=1), d_model, n, kind="rate")
+        self.own("B", partial(_legs, part=2), d_model, n, kind="rate")
+        self.own("C", partial(normal, std=0.5**0.5), d_model, n // 2, 2)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return {"x": u.unsqueeze(-1), "p": self.p, "B": self.B, "C": paired(self.C, 2.0), **self.rates()}

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, N, System, Value, exp_features
-from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side, Span
 
 if TYPE_CHECKING:
@@ -51,9 +50,7 @@ class SoftmaxAttention(Mixer):
     ):
         super().__init__(layer_idx)
         headdim = self.width(d_model, n_heads, headdim, "headdim")
-        self.n_kv_heads = n_kv_heads or n_heads
-        if n_heads % self.n_kv_heads:
-            raise InputError(f"SoftmaxAttention: n_kv_heads ({n_kv_heads}) must divide n_heads ({n_heads})")
+        self.n_kv_heads = self.shared("n_kv_heads", n_kv_heads, n_heads)
         self.dims = (n_heads, headdim, headdim)
         self.q_proj = nn.Linear(d_model, n_heads * headdim, bias=bias)
         self.k_proj = nn.Linear(d_model, self.n_kv_heads * headdim, bias=bias)
