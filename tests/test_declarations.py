@@ -1,0 +1,248 @@
+"""Recurrences of papers that are not in the zoo, and what one step may consist of, each declared in at most ten lines.
+
+Every formula is written again from its paper as a loop over tokens of one head.
+"""
+
+import inspect
+import math
+
+import mixer_inputs
+import pytest
+import torch
+from torch import eye, zeros
+
+import dsf
+from dsf import (
+    I,
+    Key,
+    Pair,
+    Param,
+    Scalar,
+    System,
+    Value,
+    atan2,
+    diag,
+    dot,
+    exp,
+    outer,
+    pair,
+    ratio,
+    sigmoid,
+    sqrt,
+    taylor_features,
+    turn,
+)
+
+
+@dsf.recurrence
+def comba(q: Key, k: Key, v: Value, g: Scalar, beta: Scalar, b: Param[Scalar], d: Param[Scalar]) -> System:
+    """Comba (Hu et al., arXiv 2506.02475): a decay less a weaker erasure, a query corrected by the key."""
+    return System(A=exp(g) * I - beta * sigmoid(b) * outer(k, k), B=beta * k * v, C=q - d * k)
+
+
+@dsf.recurrence
+def gdn2(q: Key, k: Key, v: Value, g: Key, b: Key, w: Value) -> System:
+    """Gated DeltaNet-2 (Hatamizadeh et al., arXiv 2605.22791): what is erased and what is written have own gates."""
+    return System(A=(I - outer(k, b * k)) @ diag(exp(g)), B=k * (w * v), C=q)
+
+
+@dsf.recurrence
+def metala(q: Key, a: Key, v: Value, w: Param[Key]) -> System:
+    """MetaLA (Chou et al., arXiv 2411.10741): keys are what the decay leaves, and a token sees itself once more."""
+    return System(A=diag(sigmoid(a)), B=sigmoid(-a) * v, C=q, D=sigmoid(dot(q, w * sigmoid(-a))) * v)
+
+
+@dsf.recurrence
+def based(q: Key, k: Key, v: Value) -> System:
+    """Based (Arora et al., arXiv 2402.18668): the Taylor polynomial of exp(q'k / sqrt N), of degree 2."""
+    return System(A=I, B=taylor_features(k, 2) * v, C=taylor_features(q * dsf.N**-0.5, 2), normalize=ratio)
+
+
+@dsf.recurrence
+def slots_of_keys(q: Key, k: Key, s: Value, g: Value) -> System:
+    """What GSA, ABC and Raven keep of keys: a sum a slot, slots forget by themselves."""
+    return System(A=exp(g), B=k * s, C=q * dsf.N**-0.5)
+
+
+@dsf.recurrence
+def slots_of_values(p: Key, s: Key, v: Value, g: Key) -> System:
+    """What they keep of values, read by the softmax over the slots."""
+    return System(A=diag(exp(g)), B=s * v, C=p)
+
+
+@dsf.recurrence
+def linoss(u: Pair, w: Param[Pair], step: Param[Pair], c: Param[Key, Value]) -> System:
+    """LinOSS-IM (Rusch and Rus, arXiv 2410.03943): oscillators (z, w y / step) turn by atan w and shrink."""
+    shrink = 1 / (1 + w * w)
+    return System(A=diag(sqrt(shrink)) @ turn(atan2(w, 1.0)), B=shrink * step * u * pair(1.0, w), C=c)
+
+
+@dsf.recurrence
+def two_writes(q: Key, k1: Key, k2: Key, v1: Value, v2: Value, g: Key) -> System:
+    """Two products enter in one step."""
+    return System(A=diag(exp(g)), B=k1 * v1 + k2 * v2, C=q)
+
+
+@dsf.recurrence
+def two_corrections(q: Key, k1: Key, k2: Key, v: Value, b1: Scalar, b2: Scalar) -> System:
+    """Both erasures see the state of the last token."""
+    return System(A=I - b1 * outer(k1, k1) - b2 * outer(k2, k2), B=b1 * k1 * v, C=q)
+
+
+
+def comba_loop(q, k, v, g, beta, b, d):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        read = torch.sigmoid(b) * k[t] @ state
+        state = torch.exp(g[t]) * state + beta[t] * torch.outer(k[t], v[t] - read)
+        yield (q[t] - d * k[t]) @ state
+
+
+def gdn2_loop(q, k, v, g, b, w):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        state = torch.exp(g[t])[:, None] * state
+        state = state + torch.outer(k[t], w[t] * v[t] - (b[t] * k[t]) @ state)
+        yield q[t] @ state
+
+
+def metala_loop(q, a, v, w):
+    state = zeros(a.shape[1], v.shape[1])
+    for t in range(len(q)):
+        alpha = torch.sigmoid(a[t])
+        state = alpha[:, None] * state + torch.outer(1 - alpha, v[t])
+        yield q[t] @ state + torch.sigmoid(q[t] @ (w * (1 - alpha))) * v[t]
+
+
+def based_loop(q, k, v):
+    x = q @ k.T / math.sqrt(q.shape[1])
+    weights = (1 + x + x**2 / 2).tril()
+    return weights @ v / weights.sum(1, keepdim=True)
+
+
+def linoss_loop(u, w, step, c):
+    """The implicit step of y'' = -A y + u, A = (w / step)^2, as the paper solves it; c reads z and w y / step."""
+    rate, z, y = (w / step) ** 2, zeros(len(w)), zeros(len(w))
+    for t in range(len(u)):
+        y = (y + step * z + step**2 * u[t]) / (1 + step**2 * rate)
+        z = z + step * (u[t] - rate * y)
+        yield torch.stack([z, torch.sqrt(rate) * y], -1).flatten() @ c
+
+
+def two_writes_loop(q, k1, k2, v1, v2, g):
+    state = zeros(k1.shape[1], v1.shape[1])
+    for t in range(len(q)):
+        state = torch.exp(g[t])[:, None] * state + torch.outer(k1[t], v1[t]) + torch.outer(k2[t], v2[t])
+        yield q[t] @ state
+
+
+def two_corrections_loop(q, k1, k2, v, b1, b2):
+    state = zeros(k1.shape[1], v.shape[1])
+    for t in range(len(q)):
+        move = eye(k1.shape[1]) - b1[t] * torch.outer(k1[t], k1[t]) - b2[t] * torch.outer(k2[t], k2[t])
+        state = move @ state + b1[t] * torch.outer(k1[t], v[t])
+        yield q[t] @ state
+
+
+LOOPS = {
+    comba: comba_loop,
+    gdn2: gdn2_loop,
+    metala: metala_loop,
+    based: based_loop,
+    linoss: linoss_loop,
+    two_writes: two_writes_loop,
+    two_corrections: two_corrections_loop,
+}
+DRAWN = {
+    "k": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "g": lambda x: -x.abs(),
+    "beta": torch.sigmoid,
+    "b": torch.sigmoid,
+    "w": lambda x: x.abs() + 0.1,
+    "step": lambda x: torch.sigmoid(x) + 0.1,
+}
+DRAWN |= {name: DRAWN["k"] for name in ("k1", "k2")} | {name: torch.sigmoid for name in ("b1", "b2")}
+EACH = pytest.mark.parametrize("r", LOOPS, ids=lambda r: r.name)
+
+
+@pytest.fixture(autouse=True)
+def float64_by_default():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def drawn(r, tokens):
+    inputs = mixer_inputs.sample(r, tokens=tokens)
+    return {name: DRAWN[name](x) if name in DRAWN else x for name, x in inputs.items()}
+
+
+@EACH
+def test_a_declaration_is_at_most_ten_lines(r):
+    made = inspect.getsource(inspect.getmodule(test_a_declaration_is_at_most_ten_lines))
+    body = made.split(f"def {r.name}(")[1].split("@dsf.recurrence")[0].split("\n\n\n")[0]
+    assert len(body.splitlines()) <= 9
+
+
+@EACH
+@pytest.mark.parametrize("tokens", [1, 19, 67])
+def test_every_form_is_the_papers_loop(r, tokens):
+    inputs = drawn(r, tokens)
+    expected = []
+    for b in range(2):
+        for h in range(2):
+            one = {i.name: inputs[i.name][b, :, h] if i.kind.time else inputs[i.name][h] for i in r.spec.inputs}
+            expected.append(torch.stack(list(LOOPS[r](**one))))
+    expected = torch.stack(expected).unflatten(0, (2, 2)).movedim(1, 2)
+    for form in r.forms:
+        torch.testing.assert_close(r(**inputs, form=form), expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{form}: {m}")
+
+
+@EACH
+def test_every_law_holds(r):
+    assert dsf.check(r, examples=2, dtypes=(torch.float64,)).ok
+
+
+def slots_of_one_head(q, k, v, s, g):
+    """GSA (Zhang et al., arXiv 2409.07146), two sums a slot of which the softmax of the first reads the second."""
+    keys, values = zeros(s.shape[1], k.shape[1]), zeros(s.shape[1], v.shape[1])
+    for t in range(len(q)):
+        keys = torch.exp(g[t])[:, None] * keys + torch.outer(s[t], k[t])
+        values = torch.exp(g[t])[:, None] * values + torch.outer(s[t], v[t])
+        yield torch.softmax(keys @ q[t] / math.sqrt(q.shape[1]), 0) @ values
+
+
+def slots(q, k, v, s, g):
+    read = slots_of_keys(q, k, s, g)
+    return slots_of_values(read.softmax(-1), s, v, g)
+
+
+@pytest.mark.parametrize("law", ["gsa", "abc"])
+def test_slot_attention_is_two_recurrences(law):
+    q, k = torch.randn(2, 1, 37, 2, 5)
+    v, s = torch.randn(1, 37, 2, 7), torch.randn(1, 37, 2, 3)
+    if law == "gsa":
+        g = torch.nn.functional.logsigmoid(torch.randn(1, 37, 2, 3))
+        written = 1 - g.exp()
+    else:  # ABC (Peng et al., arXiv 2110.02488): a slot is the average of tokens, weighed by exp(s)
+        total = s.logcumsumexp(1)
+        g = torch.cat([total[:, :1], total[:, :-1]], 1) - total
+        written = (s - total).exp()
+    inputs = [x.requires_grad_() for x in (q, k, v, written.detach(), g.detach())]
+    found = slots(*inputs)
+    heads = [torch.stack(list(slots_of_one_head(*(x[0, :, h] for x in inputs)))) for h in range(2)]
+    expected = torch.stack(heads, 1)[None]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    mine, theirs = (torch.autograd.grad(y.sin().sum(), inputs) for y in (found, expected))
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("r", [slots_of_keys, slots_of_values], ids=lambda r: r.name)
+def test_every_law_holds_of_slots(r):
+    assert dsf.check(r, examples=2, dtypes=(torch.float64,)).ok
+
+
+def test_two_writes_run_on_the_chunk_kernels():
+    plan = two_writes.plan(T=256, N=64, P=64, dtype=torch.bfloat16, device="cuda", backend="triton")
+    assert plan.form == "chunk" and plan.kernel.startswith("chunk walk")
