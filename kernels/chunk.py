@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
+from dsf.kernels.decays import KeyDecay, ScalarDecay
 from dsf.kernels.problem import Problem, fold_state, read, unfold_output, unfold_state
 from dsf.kernels.scan import associative_scan, combine_dense
 from dsf.kernels.walk import UnitLowerSolve, Walk, add_product
@@ -35,8 +35,8 @@ class Chunks:
     weight: Tensor | None
     ends: Tensor
     total: Tensor
-    scores: Tensor
-    starts: Tensor
+    scores: Tensor | None = None
+    starts: Tensor | None = None
 
 
 Carry = Callable[[Chunks, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -64,10 +64,12 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: Carry) -> t
     shifted = (_read_one_later(problem) if problem.before else problem).factored()
     length = min(length, problem.tokens)
     if problem.decay.shape[-1] > 1:
-        y, final = _value_diagonal(shifted, initial, min(length, SUB_ROWS))
+        y, final = _across(shifted.transposed(), initial.transpose(-1, -2), length, carry)
+        final = final.transpose(-1, -2)
     else:
         chunks = _summarise(shifted, length)
         starts, entries, final = carry(chunks, initial)
+        assert chunks.starts is not None and chunks.scores is not None
         y = add_product(chunks.starts @ starts, chunks.scores, entries)
     y = y.flatten(2, 3)[:, :, : problem.tokens].transpose(1, 2)
     if problem.before:
@@ -113,25 +115,38 @@ def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, in
     return KeyDecay(_blocks(problem.decay, rows, size, one), problem.log, micro, sub), size
 
 
-def _summarise(problem: Problem, length: int) -> Chunks:
-    assert problem.key is not None and problem.value is not None
+def _across(problem: Problem, initial: Tensor, length: int, carry: Carry) -> tuple[Tensor, Tensor]:
+    """Outputs [B, H, C, Lq, N] read along the other axis, y[n] = Σ_p C[p] S[n, p], and the final state.
+
+    Of what row j wrote, x_j e_jᵀ, the readout takes e_j · C_i; what it weighs, D[i, j] x_j, is summed (decayed_sum).
+    """
     decay, size = _decay_of(problem, length)
+    sources, chunks = _written(problem, decay, size)
+    starts, entries, final = carry(chunks, initial)
+    readout = _blocks(problem.readout.squeeze(-2), problem.tokens, size // problem.micro)
+    inside = decay.decayed_sum(readout @ entries.transpose(-1, -2), sources)
+    return inside + decay.from_start(readout @ starts.transpose(-1, -2)), final
+
+
+def _summarise(problem: Problem, length: int) -> Chunks:
+    decay, size = _decay_of(problem, length)
+    sources, chunks = _written(problem, decay, size)
+    queries = _blocks(problem.readout.squeeze(-1), problem.tokens, size // problem.micro)
+    return replace(chunks, scores=decay.scores(queries, sources), starts=decay.from_start(queries))
+
+
+def _written(problem: Problem, decay: ScalarDecay | KeyDecay, size: int) -> tuple[Tensor, Chunks]:
+    """The sources [.., L, G, N] of a chunk, and all of it but how it is read."""
+    assert problem.key is not None and problem.value is not None
     rows = problem.tokens * problem.micro
-    readout, key = problem.readout, problem.key
-    queries = _blocks(readout.squeeze(-1), problem.tokens, size // problem.micro)
-    sources = _blocks(key, rows, size)
+    sources = _blocks(problem.key, rows, size)
     known = _blocks(problem.value, rows, size).flatten(-3, -2)
     weight = None
     if problem.rank:
         sources, known, weight = _solve(problem, decay, sources, known, size)
-    return Chunks(
-        known=known,
-        weight=weight,
-        ends=decay.to_end(sources).flatten(-3, -2).expand(-1, known.shape[1], -1, -1, -1),
-        total=decay.total,
-        scores=decay.scores(queries, sources),
-        starts=decay.from_start(queries),
-    )
+    ends, heads = decay.to_end(sources).flatten(-3, -2), problem.leading[1]
+    known, ends = (x.expand(-1, heads, -1, -1, -1) for x in (known, ends))
+    return sources, Chunks(known, weight, ends, decay.total)
 
 
 def _solve(
@@ -180,27 +195,3 @@ def _as_scan(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     starts = torch.cat([initial.unsqueeze(2), states[:, :, : count - 1]], dim=2)
     entries = chunks.known if chunks.weight is None else chunks.known + chunks.weight @ starts
     return starts, entries, states[:, :, -1]
-
-
-def _value_diagonal(problem: Problem, initial: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Decays that differ by channel: they scale values and outputs, pair by pair inside a short chunk."""
-    assert problem.key is not None and problem.value is not None
-    rows, micro = problem.tokens * problem.micro, problem.micro
-    size = length * micro
-    decay = _blocks(problem.decay, rows, size, 0.0 if problem.log else 1.0).squeeze(-2)  # [B, H, C, L, P]
-    by_channel = decay.transpose(-1, -2)
-    pair = pair_products(by_channel, problem.log)  # [.., P, L, L]
-    prefix = prefix_products(by_channel, pair, problem.log)  # [.., P, L]
-    queries = _blocks(problem.readout.squeeze(-1), problem.tokens, length)
-    keys, values = _blocks(problem.key, rows, size), _blocks(problem.value, rows, size)
-    scores = torch.einsum("...in,...jgn->...ijg", queries, keys)
-    inside = torch.einsum("...ijg,...pij,...jgp->...ip", scores, pair[..., micro - 1 :: micro, :], values)
-    suffix = suffix_products(by_channel, pair, problem.log).transpose(-1, -2).unsqueeze(-2)  # [.., L, 1, P]
-    ends = keys.flatten(-3, -2).transpose(-1, -2) @ (values * suffix).flatten(-3, -2)
-    totals = prefix[..., -1].unsqueeze(-2).expand(-1, -1, ends.shape[2], -1, -1)
-    state, starts = initial, []
-    for total, write in zip(totals.unbind(2), ends.unbind(2), strict=True):
-        starts.append(state)
-        state = torch.addcmul(write, total, state)
-    carried = prefix[..., micro - 1 :: micro].transpose(-1, -2) * (queries @ torch.stack(starts, dim=2))
-    return inside + carried, state

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.operators import reduce_to
+from dsf.kernels.operators import reduce_to, refuse_second_order
 
 LOG2_E = math.log2(math.e)  # powers of two are made in half the time of powers of e
 
@@ -125,6 +125,16 @@ def suffix_products(decay: Tensor, pair: Tensor | None, log: bool) -> Tensor:
     return later.flip(-1).cumsum(-1).flip(-1).exp()
 
 
+def running_products(decay: Tensor) -> tuple[Tensor, Tensor]:
+    """prefix and suffix of decays [..., L, N], each [..., L, N]."""
+    rows = decay.unbind(-2)
+    prefix, suffix = [rows[0]], [torch.ones_like(rows[0])]
+    for early, late in zip(rows[1:], rows[:0:-1], strict=True):
+        prefix.append(prefix[-1] * early)
+        suffix.append(suffix[-1] * late)
+    return torch.stack(prefix, dim=-2), torch.stack(suffix[::-1], dim=-2)
+
+
 def shift_down(x: Tensor, first: Tensor | float, dim: int) -> Tensor:
     """x moved one place up along dim, `first` put at place 0 (what row i-1 had, seen from row i)."""
     head = torch.full_like(x.narrow(dim, 0, 1), first) if isinstance(first, float) else first
@@ -169,6 +179,12 @@ class ScalarDecay:
         """The same for corrections (they see S_{i-1}): [.., L, R, N]."""
         return reads * shift_down(self.prefix, 1.0, -2).unsqueeze(-2)
 
+    def decayed_sum(self, weights: Tensor, sources: Tensor) -> Tensor:
+        """Σ_j w_ij pair[i, j] x_j: weights [.., Lq, L·G], sources [.., L, G, N] -> [.., Lq, N]."""
+        pair = self._query_rows(self.pair, weights.shape[-2])
+        pair = pair.repeat_interleave(sources.shape[-2], -1) if sources.shape[-2] > 1 else pair
+        return (weights * pair) @ sources.flatten(-3, -2)
+
     def to_end(self, sources: Tensor) -> Tensor:
         """x_j decayed on to the chunk's last state: [.., L, G, N]."""
         return sources * self.suffix.unsqueeze(-2)
@@ -183,6 +199,134 @@ class ScalarDecay:
         return (queries @ sources.flatten(-3, -2).transpose(-1, -2)) * pair
 
 
+def _lagged(decay: Tensor) -> list[Tensor]:
+    """D_d [..., L - d, N] for d = 0 … L - 1: row i - d of it is a_i … a_{i-d+1}, of decays a [..., L, N]."""
+    length = decay.shape[-2]
+    found = [torch.ones_like(decay)]
+    for d in range(1, length):
+        found.append(found[-1].narrow(-2, 1, length - d) * decay.narrow(-2, 1, length - d))
+    return found
+
+
+class _Lagged:
+    """The form Σ w[i, r, j, g] y[i, r] · (D[i, j] ⊙ x[j, g]) over i ≥ j, D[i, j] = a_i … a_{j+1}, one lag at a time.
+
+    decay a: [..., L, N]; w: [..., L, R, L, G]; y: [..., L, R, N]; x: [..., L, G, N]. Nothing of [L, L, N] is made.
+    """
+
+    def __init__(self, decay: Tensor) -> None:
+        self.decay, self.products, self.length = decay, _lagged(decay), decay.shape[-2]
+
+    def read(self, w: Tensor, x: Tensor) -> Tensor:
+        """Its gradient in y: Σ_j w[i, r, j, g] D[i, j] ⊙ x[j, g]."""
+        out = torch.zeros(*torch.broadcast_shapes(w.shape[:-4], x.shape[:-3]), *w.shape[-4:-2], x.shape[-1]).to(x)
+        for d, product in enumerate(self.products):
+            whole = _combine(_lag(w, d), x.narrow(-3, 0, self.length - d))
+            out.narrow(-3, d, self.length - d).addcmul_(product.unsqueeze(-2), whole)
+        return out
+
+    def weigh(self, y: Tensor, x: Tensor) -> Tensor:
+        """Its gradient in w, lower triangular: y[i, r] · (D[i, j] ⊙ x[j, g])."""
+        lead, length = torch.broadcast_shapes(y.shape[:-3], x.shape[:-3]), self.length
+        out = torch.zeros(*lead, length, y.shape[-2], length, x.shape[-2]).to(x)
+        for d, product in enumerate(self.products):
+            seen = y.narrow(-3, d, length - d) * product.unsqueeze(-2)
+            _lag(out, d).copy_(_contract(seen, x.narrow(-3, 0, length - d)))
+        return out
+
+    def gradients(self, w: Tensor, y: Tensor, x: Tensor, in_w: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Of decay, of w (in_w) or y, and of x."""
+        length, dx = self.length, torch.zeros_like(x)
+        other = torch.zeros_like(w) if in_w else torch.zeros_like(y)
+        da, carried = torch.zeros_like(self.decay), None
+        for d in range(length - 1, -1, -1):
+            product, weight = self.products[d].unsqueeze(-2), _lag(w, d)
+            early, late = x.narrow(-3, 0, length - d), y.narrow(-3, d, length - d)
+            whole, seen = _combine(weight, early), late * product
+            if in_w:
+                _lag(other, d).copy_(_contract(seen, early))
+            else:
+                other.narrow(-3, d, length - d).addcmul_(product, whole)
+            _add(dx.narrow(-3, 0, length - d), weight.transpose(-1, -2), seen)
+            if d == 0:
+                break
+            direct = late * whole
+            direct = direct.squeeze(-2) if direct.shape[-2] == 1 else direct.sum(-2)
+            if carried is not None:  # of the next lag's product, which this one is a factor of
+                direct.narrow(-2, 1, length - d - 1).addcmul_(carried, self.decay.narrow(-2, 1, length - d - 1))
+            before = self.products[d - 1].narrow(-2, 1, length - d)
+            _add_product(da.narrow(-2, 1, length - d), direct, before)
+            carried = direct
+        return da, other, dx
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a b, summed over what out does not have."""
+    if torch.broadcast_shapes(a.shape, b.shape) == out.shape:
+        out.addcmul_(a, b)
+    else:
+        out.add_(reduce_to(a * b, out.shape))
+
+
+def _add(out: Tensor, w: Tensor, x: Tensor) -> None:
+    """out += Σ_g w[..., r, g] x[..., g, n], likewise."""
+    if w.shape[-1] == 1:
+        _add_product(out, w, x)
+    else:
+        out.add_(reduce_to(_combine(w, x), out.shape))
+
+
+def _lag(w: Tensor, d: int) -> Tensor:
+    """w[i, r, i - d, g] for i ≥ d, a view: [..., L, R, L, G] -> [..., L - d, R, G]."""
+    return w.diagonal(-d, -4, -2).movedim(-1, -3)
+
+
+def _combine(w: Tensor, x: Tensor) -> Tensor:
+    """Σ_g w[..., r, g] x[..., g, n]."""
+    return w * x if w.shape[-1] == 1 else (w.unsqueeze(-1) * x.unsqueeze(-3)).sum(-2)
+
+
+def _contract(y: Tensor, x: Tensor) -> Tensor:
+    """Σ_n y[..., r, n] x[..., g, n]."""
+    return (y.unsqueeze(-2) * x.unsqueeze(-3)).sum(-1)
+
+
+class LaggedRead(torch.autograd.Function):
+    """_Lagged.read of (decay, w, x)."""
+
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor, w: Tensor, x: Tensor) -> Tensor:
+        """Shapes as in _Lagged -> [..., L, R, N]."""
+        ctx.save_for_backward(decay, w, x)
+        return _Lagged(decay).read(w, x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The other gradients of the same form."""
+        refuse_second_order()
+        decay, w, x = ctx.saved_tensors
+        da, dw, dx = _Lagged(decay).gradients(w, cotangents[0], x, True)
+        return da, dw, dx
+
+
+class LaggedWeights(torch.autograd.Function):
+    """_Lagged.weigh of (decay, y, x)."""
+
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor, y: Tensor, x: Tensor) -> Tensor:
+        """Shapes as in _Lagged -> [..., L, R, L, G]."""
+        ctx.save_for_backward(decay, y, x)
+        return _Lagged(decay).weigh(y, x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The other gradients of the same form."""
+        refuse_second_order()
+        decay, y, x = ctx.saved_tensors
+        da, dy, dx = _Lagged(decay).gradients(cotangents[0], y, x, False)
+        return da, dy, dx
+
+
 class KeyDecay:
     """Decays that differ along the Key axis.
 
@@ -194,62 +338,90 @@ class KeyDecay:
     def __init__(self, decay: Tensor, log: bool, stride: int, sub: int) -> None:
         """decay: [B, H, C, L, N, 1] with L a multiple of sub, sub a multiple of stride."""
         blocks = decay.squeeze(-1).unflatten(-2, (-1, sub))  # [.., S, sub, N]
-        by_channel = blocks.transpose(-1, -2)  # [.., S, N, sub]
-        self.pair = pair_products(by_channel, log)  # [.., S, N, sub, sub]
-        self.prefix = prefix_products(by_channel, self.pair, log).transpose(-1, -2)  # [.., S, sub, N]
-        self.suffix = suffix_products(by_channel, self.pair, log).transpose(-1, -2)
-        totals = self.prefix[..., -1, :].transpose(-1, -2)  # [.., N, S]
-        between = pair_products(totals, log=False)  # [.., N, S, S]: totals of blocks s'+1 … s
-        self.before = shift_down(between, 0.0, -2).movedim(-3, -1)  # [.., S, S', N]: blocks s'+1 … s-1
-        self.start = shift_down(between[..., 0] * totals[..., :1], 1.0, -1).transpose(-1, -2)  # [.., S, N]
-        self.end = between[..., -1, :].transpose(-1, -2)
-        self.total = (self.start[..., -1, :] * totals[..., -1]).unsqueeze(-1)  # [B, H, C, N, 1]
+        self.linear = blocks.exp() if log else blocks
+        self.prefix, self.suffix = running_products(self.linear)  # [.., S, sub, N]
+        self.start: Tensor | None = None  # of sub-chunks before and behind each one, [.., S, 1, N]
+        self.end: Tensor | None = None
+        total = self.prefix[..., -1, :]  # [.., S, N]
+        if blocks.shape[-3] > 1:
+            totals = total.transpose(-1, -2)
+            between = pair_products(totals, log=False)  # [.., N, S, S]: totals of blocks s'+1 … s
+            self.before = shift_down(between, 0.0, -2).movedim(-3, -1)  # [.., S, S', N]: blocks s'+1 … s-1
+            self.start = shift_down(between[..., 0] * totals[..., :1], 1.0, -1).transpose(-1, -2).unsqueeze(-2)
+            self.end = between[..., -1, :].transpose(-1, -2).unsqueeze(-2)
+            total = self.start.squeeze(-2) * total
+        self.total = total[..., -1, :].unsqueeze(-1)  # [B, H, C, N, 1]
         self.stride, self.sub = stride, sub
 
     def scores(self, queries: Tensor, sources: Tensor) -> Tensor:
         """As ScalarDecay.scores."""
-        blocks = queries.unflatten(-2, (self.pair.shape[-4], -1))
-        rows = blocks.shape[-2]
-        pair, prefix = self.pair, self.prefix
-        if rows != self.sub:
-            pair, prefix = (
-                pair[..., self.stride - 1 :: self.stride, :],
-                prefix[..., self.stride - 1 :: self.stride, :],
-            )
-        return self._scores(blocks.unsqueeze(-2), sources, pair, prefix)
+        blocks = self._every_row(queries).unflatten(-2, (-1, self.sub)).unsqueeze(-2)
+        found = self._scores(blocks, sources, blocks * self.prefix.unsqueeze(-2), 0)
+        return found if found.shape[-2] == queries.shape[-2] else found[..., self.stride - 1 :: self.stride, :]
 
     def read_scores(self, reads: Tensor, sources: Tensor) -> Tensor:
         """As ScalarDecay.read_scores."""
         blocks = reads.unflatten(-3, (-1, self.sub))
-        return self._scores(blocks, sources, shift_down(self.pair, 0.0, -2), shift_down(self.prefix, 1.0, -2))
+        return self._scores(blocks, sources, blocks * shift_down(self.prefix, 1.0, -2).unsqueeze(-2), 1)
 
-    def _scores(self, blocks: Tensor, sources: Tensor, pair: Tensor, prefix: Tensor) -> Tensor:
-        """blocks: [.., S, rows, R, N] queries; pair [.., S, N, rows, sub]; prefix [.., S, rows, N]."""
+    def _scores(self, blocks: Tensor, sources: Tensor, starts: Tensor, late: int) -> Tensor:
+        """blocks: [.., S, sub, R, N] queries, which see the state `late` rows before; starts: them decayed back."""
         xs = sources.unflatten(-3, (-1, self.sub))  # [.., S, sub, G, N]
-        inside = torch.einsum("...irn,...nij,...jgn->...irjg", blocks, pair, xs)
-        anchored = xs * self.suffix.unsqueeze(-2)
         count = xs.shape[-4]
-        carried = anchored.flatten(-3, -2).unsqueeze(-4) * self.before.unsqueeze(-2)  # [.., S, S', sub·G, N]
-        queries = (blocks * prefix.unsqueeze(-2)).flatten(-3, -2)  # [.., S, rows·R, N]
-        outside = queries @ carried.flatten(-3, -2).transpose(-1, -2)  # [.., S, rows·R, S'·sub·G]
+        seen = blocks[..., late:, :, :]
+        seen = torch.cat([seen, torch.zeros_like(blocks[..., :late, :, :])], dim=-3) if late else seen
+        own = LaggedWeights.apply(self.linear, seen, xs)  # [.., S, sub, R, sub, G]
+        own = shift_down(own, 0.0, -4) if late else own
+        own = own.flatten(-2, -1).flatten(-3, -2)  # [.., S, sub·R, sub·G]
+        if count == 1:
+            return own.squeeze(-3)
+        carried = self._between(xs)
+        outside = starts.flatten(-3, -2) @ carried.flatten(-3, -2).transpose(-1, -2)  # [.., S, sub·R, S'·sub·G]
         outside = outside.unflatten(-1, (count, -1))
-        own = inside.flatten(-2, -1).flatten(-3, -2)  # [.., S, rows·R, sub·G]
         eye = torch.eye(count, dtype=torch.bool, device=own.device)[:, None, :, None]
         merged = torch.where(eye, own.unsqueeze(-2), outside)
-        return merged.flatten(-2, -1).flatten(-3, -2)  # [.., Lq·R, L·G]
+        return merged.flatten(-2, -1).flatten(-3, -2)  # [.., L·R, L·G]
+
+    def decayed_sum(self, weights: Tensor, sources: Tensor) -> Tensor:
+        """As ScalarDecay.decayed_sum."""
+        rows, groups = self.linear.shape[-3] * self.sub, sources.shape[-2]
+        xs = sources.unflatten(-3, (-1, self.sub))
+        whole = self._every_row(weights)  # [.., L, L·G]
+        grid = whole.unflatten(-2, (-1, self.sub)).unflatten(-1, (-1, self.sub * groups))  # [.., S, sub, S', sub·G]
+        own = grid.diagonal(0, -4, -2).movedim(-1, -3).unflatten(-1, (self.sub, groups))  # [.., S, sub, sub, G]
+        found = LaggedRead.apply(self.linear, own.unsqueeze(-3), xs).squeeze(-2)  # [.., S, sub, N]
+        count = xs.shape[-4]
+        if count > 1:
+            found = found + self.prefix * (grid.flatten(-2) @ self._between(xs).flatten(-3, -2))
+        flat = found.flatten(-3, -2)
+        return flat if weights.shape[-2] == rows else flat[..., self.stride - 1 :: self.stride, :]
+
+    def _between(self, xs: Tensor) -> Tensor:
+        """Sources [.., S', sub, G, N] decayed on to the start of every later sub-chunk: [.., S, S', sub·G, N]."""
+        anchored = (xs * self.suffix.unsqueeze(-2)).flatten(-3, -2)
+        return anchored.unsqueeze(-4) * self.before.unsqueeze(-2)
+
+    def _every_row(self, x: Tensor) -> Tensor:
+        """One row a token put on the last row of its token, zeros between: [.., Lq, K] -> [.., L, K]."""
+        if self.stride == 1:
+            return x
+        spread = torch.nn.functional.pad(x.unsqueeze(-2), (0, 0, self.stride - 1, 0))
+        return spread.flatten(-3, -2)
 
     def from_start(self, queries: Tensor) -> Tensor:
         """As ScalarDecay.from_start."""
-        prefix = self.prefix * self.start.unsqueeze(-2)
-        flat = prefix.flatten(-3, -2)
+        flat = self._whole(self.prefix, self.start)
         return queries * (flat if flat.shape[-2] == queries.shape[-2] else flat[..., self.stride - 1 :: self.stride, :])
 
     def reads_from_start(self, reads: Tensor) -> Tensor:
         """As ScalarDecay.reads_from_start."""
-        prefix = shift_down(self.prefix, 1.0, -2) * self.start.unsqueeze(-2)
-        return reads * prefix.flatten(-3, -2).unsqueeze(-2)
+        return reads * self._whole(shift_down(self.prefix, 1.0, -2), self.start).unsqueeze(-2)
 
     def to_end(self, sources: Tensor) -> Tensor:
         """As ScalarDecay.to_end."""
-        suffix = self.suffix * self.end.unsqueeze(-2)
-        return sources * suffix.flatten(-3, -2).unsqueeze(-2)
+        return sources * self._whole(self.suffix, self.end).unsqueeze(-2)
+
+    @staticmethod
+    def _whole(inside: Tensor, outside: Tensor | None) -> Tensor:
+        """Products over rows of a sub-chunk and over sub-chunks: [.., L, N]."""
+        return (inside if outside is None else inside * outside).flatten(-3, -2)

@@ -64,7 +64,8 @@ class Problem:
         """(B, H)."""
         written = self.value if self.dense is None else self.dense
         assert written is not None
-        return self.readout.shape[0], max(self.readout.shape[2], written.shape[2])
+        key = written if self.key is None else self.key
+        return self.readout.shape[0], max(self.readout.shape[2], written.shape[2], key.shape[2])
 
     def transition(self) -> Transition:
         """The structured A of every row, leading axes [B, rows, H]."""
@@ -116,6 +117,13 @@ class Problem:
     def add_skip(self, y: Tensor) -> Tensor:
         """y + D."""
         return y if self.skip is None else y + self.skip
+
+    def transposed(self) -> Problem:
+        """The recurrence of Sᵀ, keys and values exchanged; its readout [B, T, H, 1, P] is read along the other axis."""
+        return replace(
+            self, n=self.p, p=self.n, decay=self.decay.transpose(-1, -2), readout=self.readout.transpose(-1, -2),
+            key=self.value, value=self.key,
+        )  # fmt: skip
 
     def fold_channels(self) -> Problem:
         """The same recurrence with each channel a head of its own (P = 1), for operators that differ by channel."""

@@ -89,7 +89,6 @@ def two_corrections(q: Key, k1: Key, k2: Key, v: Value, b1: Scalar, b2: Scalar) 
     return System(A=I - b1 * outer(k1, k1) - b2 * outer(k2, k2), B=b1 * k1 * v, C=q)
 
 
-
 def comba_loop(q, k, v, g, beta, b, d):
     state = zeros(k.shape[1], v.shape[1])
     for t in range(len(q)):
@@ -195,7 +194,9 @@ def test_every_form_is_the_papers_loop(r, tokens):
             expected.append(torch.stack(list(LOOPS[r](**one))))
     expected = torch.stack(expected).unflatten(0, (2, 2)).movedim(1, 2)
     for form in r.forms:
-        torch.testing.assert_close(r(**inputs, form=form), expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{form}: {m}")
+        torch.testing.assert_close(
+            r(**inputs, form=form), expected, rtol=1e-9, atol=1e-9, msg=lambda m, form=form: f"{form}: {m}"
+        )
 
 
 @EACH

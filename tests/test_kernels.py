@@ -12,7 +12,15 @@ from torch.autograd import gradcheck
 import dsf
 from dsf import mixers
 from dsf.kernels.chunk import chunk, scan_blocks
-from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
+from dsf.kernels.decays import (
+    KeyDecay,
+    LaggedRead,
+    LaggedWeights,
+    ScalarDecay,
+    pair_products,
+    prefix_products,
+    suffix_products,
+)
 from dsf.kernels.problem import Problem
 from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
@@ -204,6 +212,31 @@ def test_pair_products_of_linear_decays_have_their_gradient_at_zero_too(name: st
     assert gradcheck(lambda x: pair_products(x, False), (a,))
 
 
+@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize("rank, groups", [(1, 1), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_lagged_products_are_those_of_all_pairs_and_so_are_their_gradients(
+    name: str, rank: int, groups: int, heads: int
+) -> None:
+    a = DECAYS[name]().unsqueeze(-1) * torch.tensor([1.0, 0.5, 0.9], dtype=F64)  # [L, N], of one head for all
+    w, y, x = rand(heads, 6, rank, 6, groups), rand(heads, 6, rank, 3), rand(1, 6, groups, 3)
+    a, w, y, x = (z.requires_grad_() for z in (a[None], w, y, x))
+
+    def pair(a: Tensor) -> Tensor:
+        return pair_products(a.transpose(-1, -2), log=False)  # [.., N, L, L]
+
+    for inputs, lagged, letters in (
+        ((a, w, x), LaggedRead, "hnij,hirjg,hjgn->hirn"),
+        ((a, y, x), LaggedWeights, "hnij,hirn,hjgn->hirjg"),
+    ):
+        decay, *others = (z.expand(heads, *z.shape[1:]) for z in inputs)
+        found, expected = lagged.apply(*inputs), torch.einsum(letters, pair(decay), *others)
+        torch.testing.assert_close(found, expected)
+        cotangent = torch.randn_like(expected)
+        for have, want in zip(*(torch.autograd.grad(z, inputs, cotangent) for z in (found, expected)), strict=True):
+            torch.testing.assert_close(have, want)
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("log", [False, True])
 def test_key_decay_and_scalar_decay_agree_where_all_keys_decay_alike(log: bool, stride: int) -> None:
@@ -217,12 +250,14 @@ def test_key_decay_and_scalar_decay_agree_where_all_keys_decay_alike(log: bool, 
         rand(1, 1, 2, length, 2, n),
         rand(1, 1, 2, length, 1, n),
     )
+    mixing = rand(1, 1, 2, length // stride, 2 * length)
     for have, want in [
         (key.scores(queries, sources), scalar.scores(queries, sources)),
         (key.read_scores(reads, sources), scalar.read_scores(reads, sources)),
         (key.from_start(queries), scalar.from_start(queries)),
         (key.reads_from_start(reads), scalar.reads_from_start(reads)),
         (key.to_end(sources), scalar.to_end(sources)),
+        (key.decayed_sum(mixing, sources), scalar.decayed_sum(mixing, sources)),
         (key.total, scalar.total.expand_as(key.total)),
     ]:
         torch.testing.assert_close(have, want)

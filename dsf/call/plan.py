@@ -117,7 +117,7 @@ def make_plan(
     | exponential features, A = I or a turn, a quotient | chunk: torch's fused attention | the same |
     | exponential features else; any system with a window | chunk: blocks of queries | the same |
     | elementwise (Hadamard, vector, B that does not factor) | recurrent | chunk: segments of the scan |
-    | value-diagonal decay | recurrent | chunk of 16: pairwise decays on the channels |
+    | value-diagonal decay | recurrent | chunk of 64: masked matrix products, decays on the channels |
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
     | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
@@ -302,7 +302,7 @@ def _kernel(spec: Spec, sizes: Sizes, form: str) -> tuple[str, int]:
         numbers = sizes.batch * sizes.heads * sizes.n * sizes.p
         return "segments of the scan", max(16, min(512, SEGMENT_NUMBERS // numbers))
     if "value" in spec.decay_axes:
-        return "value-decay chunks", SCAN_BLOCK
+        return "value-decay chunks", MATRIX_CHUNK
     return ("WY chunks" if spec.rank else "decay chunks"), MATRIX_CHUNK
 
 
