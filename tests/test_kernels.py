@@ -14,13 +14,12 @@ from dsf import mixers
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.decays import (
     KeyDecay,
-    LaggedRead,
-    LaggedWeights,
     ScalarDecay,
     pair_products,
     prefix_products,
     suffix_products,
 )
+from dsf.kernels.lagged import LaggedRead, LaggedWeights
 from dsf.kernels.problem import Problem
 from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
