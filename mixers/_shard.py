@@ -16,6 +16,8 @@ CHILD, GATHERED = "rates", "_gathered_rates"
 class Rates(Owner):
     """The rates of one module, apart from its other parameters; in state dicts they keep the names they had."""
 
+    taken_out = True
+
     def __init__(self, owner: Owner, names: list[str]):
         super().__init__()
         for name in names:

@@ -1,20 +1,24 @@
 """What the ranks of tests/test_parallel_heads.py do: layers whose heads are shared, against the whole layers."""
 
 import copy
+import tempfile
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from structures import gated_delta, product
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import dsf
 from dsf import mixers
 from dsf.language.errors import InputError
 from dsf.mixers._own import fill
-from dsf.parallel import HeadShard, Sequence
+from dsf.models import CausalLM, ModelConfig, next_labels
+from dsf.parallel import Checkpoint, HeadShard, Sequence, attach, plan_of
 from dsf.parallel.heads import canonical
 
 D = 32
@@ -216,14 +220,107 @@ def over_tokens_and_heads(mesh):
     return worst
 
 
+def small_model(mixers=("gated_deltanet", "ssd", "softmax_attention"), **options):
+    torch.manual_seed(4)
+    config = ModelConfig(
+        d_model=32, n_layers=3, vocab_size=20, mixers=list(mixers), n_heads=4,
+        mixer_options={"ssd": {"headdim": 16, "d_state": 16}}, **options,
+    )  # fmt: skip
+    return CausalLM(config).double()
+
+
+def spread(model, dp, cp, tp):
+    """A model over dp x cp x tp ranks, its sequence, and what its loss is to be multiplied with."""
+    mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    parallelize_module(model, mesh["tp"], plan_of(model))
+    world = Sequence(mesh["cp"])
+    attach(model, world)
+    return dsf.parallel.prepare(model, mesh=mesh["dp", "cp"]._flatten("fsdp")), world, mesh
+
+
+def trained(model, optimizer, steps, first=0, world=None, mesh=None):
+    """Losses of some steps on drawn tokens: of the whole batch, or of this rank's part of it."""
+    found = []
+    for step in range(first, first + steps):
+        ids = torch.randint(20, (4, 12), generator=torch.Generator().manual_seed(step))
+        targets, scale, count = next_labels(ids), 1, 4 * 11
+        if world is not None:
+            rows = ids.chunk(mesh["dp"].size()), targets.chunk(mesh["dp"].size())
+            ids, targets = world.shard(*(part[mesh["dp"].get_local_rank()] for part in rows))
+            scale = mesh["dp"].size() * world.ranks
+        logits = model(ids, return_state=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") * scale / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if world is not None:
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        found.append(float(total))
+    return found
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)  # one operation of DTensors
+
+
+def resumed(dp, cp, tp):
+    """Losses of a whole model; of one that ranks share, saved and gone on with by one, and the other way round."""
+    whole = small_model(tie_embeddings=True)
+    expected = trained(whole, adam(whole), 6)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    shared, world, mesh = spread(small_model(tie_embeddings=True), dp, cp, tp)
+    optimizer = adam(shared)
+    found = trained(shared, optimizer, 3, 0, world, mesh)
+    dcp.save({"training": Checkpoint(shared, optimizer)}, checkpoint_id=f"{folder[0]}/of ranks")
+    alone = small_model(tie_embeddings=True)
+    reset(alone)
+    optimizer = adam(alone)
+    dcp.load({"training": Checkpoint(alone, optimizer)}, checkpoint_id=f"{folder[0]}/of ranks")
+    down = found + trained(alone, optimizer, 3, 3)
+    dcp.save({"training": Checkpoint(alone, optimizer)}, checkpoint_id=f"{folder[0]}/of one")
+    again, world, mesh = spread(reset(small_model(tie_embeddings=True)), dp, cp, tp)
+    optimizer = adam(again)
+    dcp.load({"training": Checkpoint(again, optimizer)}, checkpoint_id=f"{folder[0]}/of one")
+    up = trained(again, optimizer, 2, 6, world, mesh)
+    return max(abs(a - b) for a, b in zip(down, expected, strict=True)), max(
+        abs(a - b) for a, b in zip(up, trained(alone, optimizer_of(alone, folder), 2, 6), strict=True)
+    )
+
+
+def optimizer_of(model, folder):
+    optimizer = adam(model)
+    dcp.load({"training": Checkpoint(model, optimizer)}, checkpoint_id=f"{folder[0]}/of one")
+    return optimizer
+
+
+def reset(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    return model
+
+
+def unplanned():
+    """What plan_of refuses."""
+    try:
+        return str(plan_of(nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 4, 1))))
+    except InputError as error:
+        return str(error)
+
+
 def two():
-    """Errors of every layer on two ranks, and what is refused."""
+    """Errors of every layer on two ranks, what is refused, and a model that goes on with another number of ranks."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return {name: layer_error(name, mesh) for name in LAYERS}, refusals(mesh), started(mesh)
+    errors = {name: layer_error(name, mesh) for name in LAYERS}
+    return errors, [*refusals(mesh), unplanned()], started(mesh), resumed(1, 1, 2)
 
 
 def four():
-    """Errors of layers with each kind of collective, on four ranks, and on two by two."""
+    """Errors of layers with each kind of collective, on four ranks; of a layer and a model on two by two."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    return {name: layer_error(name, mesh) for name in ON_FOUR}, over_tokens_and_heads(both)
+    return {name: layer_error(name, mesh) for name in ON_FOUR}, over_tokens_and_heads(both), resumed(1, 2, 2)

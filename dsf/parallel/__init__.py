@@ -1,5 +1,6 @@
 """Past one GPU: one sequence over many ranks, for every recurrence, on torch.distributed (docs/parallel.md)."""
 
+import importlib
 from typing import Any
 
 from dsf.parallel.cost import Choice, Link
@@ -8,6 +9,7 @@ from dsf.parallel.modules import attach, prepare
 from dsf.parallel.world import Sequence, Simulated, World
 
 __all__ = [
+    "Checkpoint",
     "Choice",
     "Cuts",
     "HeadShard",
@@ -17,13 +19,15 @@ __all__ = [
     "Simulated",
     "World",
     "attach",
+    "plan_of",
     "prepare",
 ]
 
+# What torch's styles and checkpoints are imported for takes seconds, and few need them.
+_LATE = {"Checkpoint": "checkpoint", "HeadShard": "styles", "SequenceShard": "styles", "plan_of": "plans"}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("HeadShard", "SequenceShard"):  # torch's styles take seconds to import, and few need them
-        from dsf.parallel import styles
-
-        return getattr(styles, name)
+    if name in _LATE:
+        return getattr(importlib.import_module(f"dsf.parallel.{_LATE[name]}"), name)
     raise AttributeError(f"module 'dsf.parallel' has no attribute {name!r}")

@@ -53,7 +53,8 @@ class Cuts:
 
     params: cuts by the place of a parameter or buffer, (module, name). sets: attributes that change, with the sizes of
     one rank. apart: whole parameters behind the sum over ranks, whose gradients every rank finds whole. once: biases
-    that only rank 0 adds to a product that is summed. hooks: what wraps a module's call, by name.
+    that only rank 0 adds to a product that is summed. hooks: what wraps a module's call, by name. same:
+    nothing is cut, and every rank does the same.
     """
 
     def __init__(self, layer: nn.Module, ranks: int) -> None:
@@ -63,12 +64,18 @@ class Cuts:
         self.apart: set[tuple[nn.Module, str]] = set()
         self.once: set[tuple[nn.Module, str]] = set()
         self.hooks: list[tuple[nn.Module, str, tuple[int, ...]]] = []
+        self.same = False
 
     def inside(self, layer: nn.Module) -> Cuts:
         """The same cuts, for a layer inside to go on with."""
         found = copy.copy(self)
         found.layer = layer
         return found
+
+    def whole(self) -> None:
+        """Every rank runs the layer as it is, on tensors that all have."""
+        self.same = True
+        self.apart |= {(module, name) for module in self.layer.modules() for name in module._parameters}
 
     def count(self, **numbers: int) -> None:
         """Say how many there are of what is dealt out whole, by name: heads, groups, blocks, channels."""

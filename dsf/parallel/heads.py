@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dsf.language.errors import InputError
 from dsf.parallel.cuts import SHARES, Cut, Cuts
-from dsf.parallel.modules import mixers_of
+from dsf.parallel.modules import canonical_parameters, mixers_of
 from dsf.parallel.shares import Shares
 
 CUTS = "_cuts"
@@ -92,6 +92,7 @@ def _share(cuts: Cuts, mesh: DeviceMesh) -> None:
 
     layer.__dict__[CUTS] = {paths[module] + name: cut for (module, name), cut in cuts.params.items()}
     layer.__dict__["_apart"], layer.__dict__["_once"] = places(cuts.apart), places(cuts.once)
+    layer.__dict__["_same"] = cuts.same
     layer.shares = shares  # type: ignore[assignment]
     layer.__class__ = type(type(layer).__name__, (Shared, type(layer)), {})
     layer.register_state_dict_post_hook(_save)
@@ -146,7 +147,7 @@ class Shared(nn.Module):
         method = getattr(super(), name)
         if self.__dict__.get("_entered"):  # a call within a call: the layer runs itself backwards
             return method(x, *args, **options)
-        if x.requires_grad and torch.is_grad_enabled():
+        if x.requires_grad and torch.is_grad_enabled() and not self.__dict__["_same"]:
             (x,) = self.shares.enter(x)
         local = self._local()
         self.__dict__["_entered"] = True
@@ -213,21 +214,15 @@ def arranged(layer: Shared, path: str, value: Any, like: DTensor) -> Any:
     return replicated.redistribute(placements=like.placements)
 
 
-def _named(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters by their canonical places: rates that were taken out for FSDP by the names that they had."""
-    for path, param in layer.named_parameters():
-        yield path.replace("rates.", ""), param
-
-
 def _save(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for path, param in _named(layer):
+    for path, param in canonical_parameters(layer):
         key = prefix + path
         if key in state and isinstance(param, DTensor):
             state[key] = canonical(layer, path, state[key])
 
 
 def _load(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for path, param in _named(layer):
+    for path, param in canonical_parameters(layer):
         key = prefix + path
         if key in state and isinstance(param, DTensor) and state[key].shape == param.shape:
             state[key] = arranged(layer, path, state[key], param)

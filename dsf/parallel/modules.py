@@ -41,6 +41,14 @@ def mixers_of(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that state dicts have for them: those of rates that were taken out are their layers'."""
+    apart = {path for path, module in model.named_modules() if getattr(module, "taken_out", False)}
+    for path, param in model.named_parameters():
+        owner, _, name = path.rpartition(".")
+        yield (".".join(filter(None, (owner.rpartition(".")[0], name))) if owner in apart else path), param
+
+
 def prepare(model: nn.Module, blocks: Sequence[nn.Module] | None = None, **options: Any) -> nn.Module:
     """Shard a model with mixers over ranks by FSDP2, so that it computes what it computed.
 

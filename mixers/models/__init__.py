@@ -5,6 +5,7 @@
 
 from dsf.mixers.models.causal_lm import Block, CausalLM, CausalOutput
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
+from dsf.mixers.models.parts import next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.swapping import Swapped, load_swapped, swap
@@ -12,5 +13,5 @@ from dsf.mixers.models.weights import decay_groups, undecayed_names
 
 __all__ = [
     "SIZES", "Block", "CausalLM", "CausalOutput", "ModelConfig", "ModelState", "RotaryAttention", "Swapped",
-    "decay_groups", "load_swapped", "sized", "swap", "undecayed_names",
+    "decay_groups", "load_swapped", "next_labels", "sized", "swap", "undecayed_names",
 ]  # fmt: skip

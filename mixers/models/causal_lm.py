@@ -174,21 +174,23 @@ class CausalLM(nn.Module):
         state: ModelState | None = None,
         cu_seqlens: Tensor | Packing | None = None,
         return_state: bool = True,
+        shift_labels: Tensor | None = None,
     ) -> CausalOutput:
         """Predict the next token after each.
 
         ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is what token t predicts,
         -100 counts as nothing. state: the .state of an earlier call, whose sequences go on. cu_seqlens: [S + 1]
         boundaries of sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
-        return_state: False spares memory and time in training. Raises InputError for shapes and states that do not fit.
+        return_state: False spares memory and time in training. shift_labels: [B, T] in place of labels, moved on
+        already: what each token predicts, `next_labels(labels)`, of which ranks that share a sequence cut their part.
+        Raises InputError for shapes and states that do not fit.
         """
-        self._check(ids, labels, cu_seqlens)
+        self._check(ids, labels if shift_labels is None else shift_labels, cu_seqlens)
         hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state)
-        if labels is None:
+        targets = targets_of(self.model, labels, shift_labels, cu_seqlens)
+        if targets is None:
             return CausalOutput(self.lm_head(hidden), None, state)
-        refuse_shared(self.model)
-        targets = next_labels(labels, cu_seqlens)
-        if self.training and self.config.fused_loss:
+        if self.training and self.config.fused_loss and not is_shared(self.lm_head):
             return CausalOutput(None, linear_cross_entropy(hidden, self.lm_head.weight, targets), state)
         logits = self.lm_head(hidden)
         return CausalOutput(logits, cross_entropy(logits, targets), state)
@@ -237,6 +239,23 @@ class CausalLM(nn.Module):
             raise InputError(f"cu_seqlens: packed sequences lie in one row, got {ids.shape[0]} rows of ids")
 
 
+def targets_of(
+    model: Any, labels: Tensor | None, moved: Tensor | None, cu_seqlens: Tensor | Packing | None
+) -> Tensor | None:
+    """What each token predicts, or None. Raises InputError for labels of a sequence that is shared, and for both."""
+    if labels is not None and moved is not None:
+        raise InputError("labels and shift_labels are both given; shift_labels are labels that were moved on already")
+    if labels is None:
+        return moved
+    refuse_shared(model)
+    return next_labels(labels, cu_seqlens)
+
+
+def is_shared(head: nn.Module) -> bool:
+    """Whether ranks have the vocabulary between them, so that a rank's logits are not all."""
+    return hasattr(head.weight, "device_mesh")
+
+
 def refuse_shared(model: Any) -> None:
     """Raise InputError where the blocks' mixers share their sequence with other processes, so that labels are cut."""
     for block in model._blocks():
@@ -244,8 +263,8 @@ def refuse_shared(model: Any) -> None:
         if world is not None and hasattr(world, "shard"):
             raise InputError(
                 f"labels: the mixers share the sequence over {world.ranks} ranks (dsf.parallel.attach), and a rank's "
-                "last token predicts a token of another rank; move whole labels on by one place, then cp.shard them, "
-                "and take the cross entropy of this rank's logits with those"
+                "last token predicts a token of another rank; give shift_labels=cp.shard(next_labels(labels)): whole "
+                "labels that dsf.models.next_labels moves on by one place, then cut"
             )
 
 

@@ -23,12 +23,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
-from dsf.mixers.models.causal_lm import Backbone, CausalLM, refuse_shared, reset_mixer, reset_mlp
+from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mixer, reset_mlp, targets_of
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer
 from dsf.mixers.models.naming import beside
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
-from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
 
@@ -262,25 +262,27 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         num_items_in_batch: Any = None,
+        shift_labels: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """As `DsfModel.forward`; labels: [B, T] as input_ids, -100 counts as nothing -> loss, mean in nats.
 
         logits_to_keep: of so many last tokens, 0 for all. num_items_in_batch: what the loss is divided by, if given.
+        shift_labels: [B, T] in place of labels, moved on already, as for sequences that ranks share.
         """
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, bounds)
         hidden, cache = out.last_hidden_state, out.past_key_values
-        if labels is None:
+        if labels is None and shift_labels is None:
             counted = isinstance(logits_to_keep, int)
             part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
             kept = hidden if counted and not logits_to_keep else hidden[:, part]
             return CausalLMOutputWithPast(logits=self.lm_head(kept), past_key_values=cache)
         if bounds is None and attention_mask is None and past_key_values is None:
             bounds = restarts(position_ids, hidden.shape[1])
-        refuse_shared(self.model)
-        targets = next_labels(labels, bounds)
-        if self.training and self.config.fused_loss:
+        targets = targets_of(self.model, labels, shift_labels, bounds)
+        assert targets is not None
+        if self.training and self.config.fused_loss and not is_shared(self.lm_head):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
             return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
         logits = self.lm_head(hidden)

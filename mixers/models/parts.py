@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Packing
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 IGNORED = -100  # the label of tokens that are not to be predicted
 PIECE = 1 << 28  # bytes of float32 logits that are in memory at once
@@ -36,6 +39,10 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, width: int, eps: float):
         super().__init__(width, eps=eps)
 
+    def cut(self, to: Cuts) -> None:
+        """Every rank has the whole of it."""
+        to.whole()
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway."""
         kernel = _kernel("rms_norm", "LigerRMSNormFunction", x)
@@ -54,6 +61,12 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(d_model, hidden, bias=False)
         self.up_proj = nn.Linear(d_model, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, d_model, bias=False)
+
+    def cut(self, to: Cuts) -> None:
+        """A rank has its part of the hidden channels (`dsf.parallel.HeadShard`)."""
+        to.rows(self.gate_proj)
+        to.rows(self.up_proj)
+        to.summed(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""

@@ -1,0 +1,68 @@
+"""How a language model is shared by ranks, as `parallelize_module` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from dsf.language.errors import InputError
+from dsf.parallel.styles import HeadShard
+
+
+def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The plan with which ranks share a language model: `parallelize_module(model, mesh["tp"], plan_of(model))`.
+
+    Layers, MLPs and norms by `HeadShard`; the embedding's rows by torch's RowwiseParallel; the head's, a linear map to
+    as many numbers as the embedding has rows, by ColwiseParallel, its logits gathered. A head tied to the embedding
+    stays so. All parameters are DTensors then, as optimizers and the clipping of gradients want them.
+
+    For `dsf.models` and models made of the same parts. Raises InputError for a module of another kind that has
+    parameters: give those a style of your own beside these.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    for path, module in _parts(model, ""):
+        if hasattr(module, "cut"):
+            plan[path] = HeadShard()
+        elif isinstance(module, nn.Embedding):
+            plan[path] = RowwiseParallel(input_layouts=Replicate())
+        elif isinstance(module, nn.Linear) and module.out_features in sizes:
+            plan[path] = ColwiseParallel(output_layouts=Replicate())
+        else:
+            raise InputError(
+                f"plan_of: {path or 'the model'} is a {type(module).__name__} with parameters of its own, which is no "
+                "layer, norm, embedding or head; share it by a plan of your own"
+            )
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    tied = [several for several in names.values() if len(several) > 1]
+    return {**plan, "": _Tied(tied)} if tied else plan
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are shared as one, and the others that have parameters."""
+    if hasattr(module, "cut") or module._parameters:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _parts(child, f"{path}.{name}" if path else name)
+
+
+class _Tied(ParallelStyle):
+    """Parameters that were one are one again."""
+
+    def __init__(self, names: list[list[str]]) -> None:
+        super().__init__()
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for first, *others in self.names:
+            for name in others:
+                owner, _, own = name.rpartition(".")
+                setattr(module.get_submodule(owner), own, module.get_parameter(first))
+        return module
