@@ -79,6 +79,8 @@ class Subject:
         wide = f"({wide})" if extra else wide
         if not spec.has_key:
             return f"H·{wide}"
+        if spec.system.solve is not None:
+            return "H·N·(P+N)"
         # Taylor features have more rows than N; their number says it best.
         return f"H·N·{wide}" if self.recurrence.state_shape(N=7, P=1)[0] == 7 else f"H·{rows}·{wide}"
 

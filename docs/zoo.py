@@ -63,12 +63,23 @@ def row(entry: Entry) -> tuple[str, ...]:
     return (
         f"`{entry.name}`{layer}",
         *DISCRETISED.get(entry.name, (a, b)),
-        code(words(spec.readout)),
+        read(spec, words),
         "<br>".join(after(spec, words)),
         spec.structure,
         f"all but {', '.join(missing)}" if missing else f"all{more}",
         Subject(entry.name, entry.recurrence, entry).state_formula(),
         re.split(r"; |(?<!al)[.] ", entry.source)[0].rstrip("."),
+    )
+
+
+def read(spec: Spec, words: Words) -> str:
+    """C, with what it is solved with."""
+    solve = spec.system.solve
+    if solve is None:
+        return code(words(spec.readout))
+    squares = " + ".join(f"{words(weight)} * outer({words(key)}, {words(key)})" for key, weight in solve.squares)
+    return (
+        f"{code(f'(H + diag({words(solve.ridge)}))^-1 {words(spec.readout)}')}<br>`H` decays as S, plus {code(squares)}"
     )
 
 

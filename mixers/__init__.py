@@ -42,6 +42,7 @@ from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnor
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
 from dsf.mixers.lru import LRU, lru
 from dsf.mixers.mamba3 import Mamba3, mamba3, mamba3_mimo_of
+from dsf.mixers.mesanet import MesaNet, mesanet
 from dsf.mixers.mingru import MinGRU, mingru
 from dsf.mixers.mlstm import MLSTM, mlstm
 from dsf.mixers.normalized_attention import (
@@ -134,6 +135,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(efla, EFLA),
     Entry(longhorn, Longhorn),
     Entry(longhorn_exact, _variant(Longhorn, exact=True)),
+    Entry(mesanet, MesaNet),
     Entry(retnet, RetNet),
     Entry(gla, GLA),
     Entry(hgrn, HGRN),
@@ -156,7 +158,7 @@ ALIASES = {
     "gdn": "gated_deltanet", "gated_delta_rule": "gated_deltanet", "delta_rule": "deltanet",
     "gated_linear_attention": "gla", "kimi_delta_attention": "kda", "kimi_linear": "kda", "retention": "retnet",
     "griffin": "rg_lru", "hawk": "rg_lru", "real_gated_lru": "rg_lru", "xlstm": "mlstm", "goose": "rwkv7",
-    "finch": "rwkv6", "linear_recurrent_unit": "lru", "hungry_hungry_hippos": "h3",
+    "finch": "rwkv6", "mesa": "mesanet", "linear_recurrent_unit": "lru", "hungry_hungry_hippos": "h3",
     "fast_weights": "unnormalized_linear_attention",
 }  # fmt: skip
 
@@ -262,6 +264,7 @@ __all__ = [
     "Longhorn",
     "MLSTM",
     "Mamba3",
+    "MesaNet",
     "MinGRU",
     "Mixer",
     "MixerState",
@@ -307,6 +310,7 @@ __all__ = [
     "lru",
     "mamba3",
     "mamba3_mimo_of",
+    "mesanet",
     "mingru",
     "mlstm",
     "modified_qlstm",

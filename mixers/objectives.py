@@ -135,6 +135,13 @@ def longhorn_exact(q: Key, k: Key, x: Value, beta: Value, D: Param[Value]) -> Sy
     return learn(0.5 * inner(beta * error, error), by="implicit", C=q, D=D * x)
 
 
+@dsf.recurrence
+def mesanet(q: Key, k: Key, v: Value, f: Scalar, beta: Scalar, lam: Param[Key]) -> System:
+    """All tokens' squares, decayed, and a ridge, at their least."""
+    error = S.T @ k - v
+    return learn(0.5 * inner(beta * error, error), by="exact", decay=sigmoid(f), ridge=0.25 + softplus(lam), C=q)
+
+
 def _two(q: Any, k: Any, v: Any, beta: Any, decay: Any = None) -> System:
     """Two gradient steps of two squares, the first from a decayed memory."""
     first = learn(0.5 * norm2(S.T @ k[0] - v[0]), by="gradient", rate=beta[0], decay=decay)
@@ -158,7 +165,7 @@ LEARNT: dict[str, Recurrence] = {
     for r in (
         linear_attention, unnormalized_linear_attention, generalized_linear_attention, normalized_attention_exp,
         normalized_attention_softplus, normalized_attention_sigmoid, ssd, retnet, gla, rwkv6, mlstm, deltanet,
-        gated_deltanet, kda, efla, longhorn_exact, delta_product, gated_delta_product,
+        gated_deltanet, kda, efla, longhorn_exact, mesanet, delta_product, gated_delta_product,
     )
 }  # fmt: skip
 

@@ -70,6 +70,21 @@ def test_gla_layer():
     same(m, x, m.o_proj(torch.cat(out, -1) * silu(m.g_proj(x))))
 
 
+def test_mesanet_layer():
+    m, x = moved(mixers.MesaNet(C, H, d_state=3, headdim=5, d_conv=2, gate=True)), torch.randn(T, C)
+    q, k = conv(m.in_proj(x), m.conv1d.weight).split([6, 6], -1)
+    v, f, beta = m.v_proj(x), sigmoid(m.a_proj(x)), sigmoid(m.b_proj(x))
+    out = []
+    for h in range(H):
+        ks, vs, rows = unit(heads(k, 3)[h]), heads(v, 5)[h], []
+        for t in range(T):  # the regression of all tokens so far, from its normal equations
+            w = torch.stack([beta[j, h] * f[j + 1 : t + 1, h].prod() for j in range(t + 1)])[:, None]
+            normal = ks[: t + 1].T @ (w * ks[: t + 1]) + torch.diag(0.25 + softplus(m.lam[h]))
+            rows.append(unit(heads(q, 3)[h][t]) @ torch.linalg.solve(normal, ks[: t + 1].T @ (w * vs[: t + 1])))
+        out.append(rms(torch.stack(rows), m.o_norm.weight))
+    same(m, x, m.o_proj(torch.cat(out, -1) * silu(m.g_proj(x))))
+
+
 def test_kda_layer():
     m, x = moved(mixers.KDA(C, H, d_state=3, headdim=5, d_conv=2)), torch.randn(T, C)
     q, k, v = conv(m.in_proj(x), m.conv1d.weight).split([6, 6, 10], -1)

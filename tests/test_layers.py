@@ -147,7 +147,7 @@ def test_rates_stay_float32_when_a_model_is_cast(entry, dtype):
     assert all(p.dtype is torch.float64 for p in build(entry).double().parameters())
 
 
-POWERS = {("a", "modified_qlstm"), ("p", "s4"), ("B", "s4")}
+POWERS = {("a", "modified_qlstm"), ("p", "s4"), ("B", "s4"), ("lam", "mesanet")}
 
 
 def test_casting_keeps_gradients_of_rates_and_marks():

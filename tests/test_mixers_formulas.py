@@ -27,6 +27,14 @@ def fox(q, k, v, f):
     return scores.masked_fill(~torch.ones(len(q), len(q)).tril().bool(), -math.inf).softmax(-1) @ v
 
 
+def mesanet(q, k, v, f, beta, lam):
+    G, H = zeros(k.shape[1], v.shape[1]), zeros(k.shape[1], k.shape[1])
+    for t in range(len(q)):
+        G = sigmoid(f[t]) * G + beta[t] * outer(k[t], v[t])
+        H = sigmoid(f[t]) * H + beta[t] * outer(k[t], k[t])
+        yield q[t] @ torch.linalg.inv(H + torch.diag(0.25 + softplus(lam))) @ G
+
+
 def linear_attention(q, k, v):
     weights = ((F.elu(q) + 1) @ (F.elu(k) + 1).T).tril()
     return weights @ v / weights.sum(1, keepdim=True)

@@ -22,8 +22,8 @@ from dsf.parallel.places import places_of
 from dsf.parallel.world import World
 
 EVERY = [e.recurrence for e in mixers.ZOO] + ALL
-RECURRENCES = [r for r in EVERY if not r.spec.is_framed]
-FRAMED = [r for r in EVERY if r.spec.is_framed]  # turn and prev, which are refused
+RECURRENCES = [r for r in EVERY if r.spec.why_alone is None]
+FRAMED = [r for r in EVERY if r.spec.why_alone is not None]  # turn, prev and solves, which are refused
 # Seeds by which the law draws contiguous shards (one of them empty), head and tail, and packed sequences.
 EXAMPLES = [
     Example(batch=2, tokens=11, heads=2, n=3, p=2, initial=True, cuts=(4, 9), seed=0),
@@ -44,8 +44,9 @@ def test_a_sequence_cut_over_ranks_equals_the_sequence_run_whole(recurrence):
 
 
 @pytest.mark.parametrize("recurrence", FRAMED, ids=lambda r: r.name)
-def test_turns_and_previous_values_are_refused_over_ranks(recurrence):
-    with pytest.raises(dsf.FormError, match="turn and prev are not spread over ranks yet"):
+def test_turns_previous_values_and_solves_are_refused_over_ranks(recurrence):
+    what = "turn and prev are" if recurrence.spec.is_framed else "a readout that is a solve is"
+    with pytest.raises(dsf.FormError, match=f"{what} not spread over ranks yet"):
         recurrence(**sample(recurrence, T=8), parallel=Simulated(2))
 
 
@@ -216,7 +217,7 @@ def test_the_transpose_is_the_gradient(frame):
 
 
 @pytest.mark.parametrize(
-    "recurrence", [r for r in FINITE if r.spec.rule is None and not r.spec.is_framed], ids=lambda r: r.name
+    "recurrence", [r for r in FINITE if r.spec.rule is None and r.spec.why_alone is None], ids=lambda r: r.name
 )
 def test_the_adjoint_is_a_recurrence(recurrence):
     """Its last state is the gradient of the state that the tokens are entered with."""
@@ -253,7 +254,7 @@ def test_a_long_shard_s_decay_is_summed_in_logarithms():
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO if not e.recurrence.spec.is_framed])
+@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO if e.recurrence.spec.why_alone is None])
 def test_layers_over_ranks(name):
     """Convolutions see the tokens of other ranks, also where these have fewer than the convolution's taps."""
     torch.manual_seed(1)

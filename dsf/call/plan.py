@@ -120,6 +120,7 @@ def make_plan(
     | value-diagonal decay | recurrent | chunk of 64: masked matrix products, decays on the channels |
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
+    | a readout that is a solve | recurrent: a Cholesky factor a token | chunk: conjugate gradients on its system's |
     | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
 
     Turns that are a gauge, previous values and Pair inputs are made by torch before all that; what runs is the row of
@@ -134,6 +135,8 @@ def make_plan(
     """
     if form == CONVOLUTION or (form == "auto" and backend != "triton" and not transformed and _convolves(spec, sizes)):
         return _of_convolution(spec, sizes, dtype, form, backend)
+    if spec.system.solve is not None:
+        return _of_solve(spec, sizes, dtype, form, backend, device, grad, transformed)
     if spec.is_framed:
         return _of_frame(spec, sizes, dtype, make_plan(
             spec.inner, sizes, dtype, form, backend, device, grad, transformed,
@@ -224,6 +227,39 @@ def _of_frame(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
     return replace(
         plan, structure=spec.structure, state_shape=shape, state_bytes=math.prod(shape) * width,
         bytes=io_bytes(spec, sizes, dtype), reason=reason,
+    )  # fmt: skip
+
+
+def _of_solve(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
+    transformed: bool,
+) -> Plan:  # fmt: skip
+    """The plan of a readout that is a solve, around that of the system which is read by the solutions."""
+    assert spec.system.solve is not None
+    short = form == "auto" and backend != "triton" and (transformed or sizes.tokens <= SHORT)
+    chosen = ("recurrent" if short else "chunk") if form == "auto" else form
+    alone = chosen in ("naive", "recurrent", "kernel")
+    if alone and backend == "triton":
+        raise FormError(
+            f"{spec.name}: backend='triton' was asked for, but the {form} form solves token by token, on torch"
+        )
+    plain = replace(spec, system=replace(spec.system, solve=None))
+    squares = replace(sizes, p=sizes.n)  # of the second system
+    if not alone and _refusal(plain, squares, torch.float32, chosen, backend, device, grad, transformed) is not None:
+        backend = "torch"
+    plan = make_plan(plain, sizes, dtype, chosen, "torch" if alone else backend, device, grad, transformed)
+    steps = spec.system.solve.steps
+    each = "a Cholesky factor a token"
+    alone_kernels = {"naive": "float64 oracle", "recurrent": each, "kernel": f"{each}, {plan.kernel}"}
+    kernel = alone_kernels.get(chosen, f"conjugate gradients, {steps} steps in float32, on {plan.kernel}")
+    shape = (*plan.state_shape[:-1], plan.state_shape[-1] + sizes.n)
+    reason = "the readout is solved for token by token" if alone else "all tokens' readouts are solved for at once"
+    products = sizes.n // 3 if alone else 4 * (steps + 1)  # of H and a vector
+    return replace(
+        plan, structure=spec.structure, kernel=kernel, state_shape=shape,
+        state_bytes=math.prod(shape) * (8 if dtype == torch.float64 else 4),
+        flops=plan.flops + sizes.batch * sizes.tokens * sizes.heads * products * sizes.n**2,
+        reason=f"{reason}; {plan.reason}" if form == "auto" else plan.reason,
     )  # fmt: skip
 
 

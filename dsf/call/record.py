@@ -10,7 +10,9 @@ from torch import Tensor
 from dsf.call.attention import attention_of
 from dsf.call.bind import Bound, environment
 from dsf.call.frame import materialised
+from dsf.call.plan import make_plan
 from dsf.call.run import timed_inputs
+from dsf.call.solve import reading, solutions
 from dsf.drive import Drive, drive_of
 from dsf.kernels.problem import Problem
 from dsf.language.expr import Expr
@@ -24,12 +26,18 @@ from dsf.trajectory import Attention, Trajectory
 def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Trajectory:
     """The trajectory of `spec` on one call's inputs. initial_state: [B, H, N, columns] as a call takes it.
 
+    A readout that is a solve is the solutions, so that it depends on all tokens so far.
     Turns stay in A, so that its matrices and the states are the declaration's own; previous values are inputs.
     """
     if spec.turning is not None:
         plain = materialised(spec, spec.turning, bound, initial_state)
         start = None if initial_state is None else initial_state[..., : columns(spec.turning.spec, plain.sizes.p).total]
         return record(spec.turning.spec, plain, start)
+    if spec.system.solve is not None:
+        plan = make_plan(spec, bound.sizes, bound.dtype, "recurrent", "torch", bound.device)
+        query, _ = solutions(spec, bound, None, initial_state, plan)
+        start = None if initial_state is None else initial_state[..., : bound.sizes.p]
+        return record(*reading(spec, bound, query), start)
     timed = timed_inputs(spec, bound)
     if spec.is_attention:
         return Trajectory(spec, None, None, Attention(**attention_of(spec, bound, timed)))

@@ -19,6 +19,7 @@ from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
 from dsf.call.record import record
 from dsf.call.run import run, run_packed
+from dsf.call.solve import run_solved
 from dsf.kernels.attention import KVCache
 from dsf.language.attention import truncated
 from dsf.language.derived import interned
@@ -133,11 +134,8 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | Packing | None, parallel: World, reverse: bool,
     ) -> Any:  # fmt: skip
-        if self.spec.is_framed:
-            raise FormError(
-                f"{self.name}: turn and prev are not spread over ranks yet: sums of angles, and what the last token "
-                "was, would have to cross them; call it without parallel= on the whole sequence"
-            )
+        if self.spec.why_alone is not None:
+            raise FormError(f"{self.name}: {self.spec.why_alone}; call it without parallel= on the whole sequence")
         if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
             allow()
             options = (return_state, form, backend, parallel.key, reverse)
@@ -214,6 +212,8 @@ class Recurrence:
                 check_cache(self.spec, state, rows, bound)
             return run_attention(self.spec, bound, bounds, state, plan)
         self._check_state(state, rows, bound)
+        if self.spec.system.solve is not None:
+            return run_solved(self.spec, bound, bounds, state, plan, wanted)
         if self.spec.is_framed:
             return run_framed(self.spec, bound, bounds, state, plan, wanted)
         if bounds is None:
@@ -284,7 +284,8 @@ class Recurrence:
     def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
         """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns.
 
-        Behind them are the columns of what `prev` remembers: each factor's last value, filled into columns of N.
+        Behind them are the N columns that a readout is solved with, and those of what `prev` remembers: each factor's
+        last value, filled into columns of N.
 
         Raises FormError for softmax attention, whose KV cache grows with the tokens, and for systems with a window.
         """
@@ -295,9 +296,10 @@ class Recurrence:
 
     def true_state(self, state: Tensor, P: int) -> Tensor:
         """The state in the declaration's scale: columns of S and of the normaliser, the running maximum taken out, and
-        what `prev` remembers left out."""
+        what `prev` remembers and readouts are solved with left out."""
         expected = columns(self.spec.inner, P).total
-        if state.shape[-1] != expected if self.spec.frame is None else state.shape[-1] < expected:
+        exact = self.spec.frame is None and self.spec.system.solve is None
+        if state.shape[-1] != expected if exact else state.shape[-1] < expected:
             raise InputError(f"{self.name}: a state of P = {P} has {expected} columns, got shape {list(state.shape)}")
         return true_state(self.spec, state, P)
 

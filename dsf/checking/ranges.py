@@ -68,6 +68,7 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
     * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0]);
     * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
       that is a factor of scale (DeltaNet's β) in [0, 2/R];
+    * solves: weights of squares not negative, the ridge positive;
     * quotients that nothing guards: den stays away from 0, so readout, key and the factors beside it are positive.
 
     Raises InputError for a name the recurrence does not have or a range that is empty.
@@ -132,6 +133,10 @@ class _Inference:
         for row in self.spec.rows:
             for c in row.normal.corrections:
                 self.correction(c, 2.0 / len(row.normal.corrections))
+        if self.spec.system.solve is not None:
+            for _, weight in self.spec.system.solve.squares:
+                self.demand(weight, 0.0, INF)
+            self.positive(self.spec.system.solve.ridge)
         self.quotient()
         out.update(self.ranges)
 

@@ -87,6 +87,7 @@ def _content(spec: Spec) -> str:
         rule = None if s.normalize is None else rule_of(s.normalize)
         parts = [operator(s.A), *map(number, (s.B, s.C, s.D, rule, s.gauge, *drive)), s.read]
         parts += [] if s.window is None else [f"window {s.window}"]
+        parts += [] if s.solve is None else ["solve", *map(number, s.solve.exprs), f"steps {s.solve.steps}"]
         return f"system {' '.join(parts)}"
 
     steps = [system(s) for s in spec.system.micro_steps]

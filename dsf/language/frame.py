@@ -111,7 +111,7 @@ def roots_of(system: System) -> list[Expr]:
     roots = [x for x in (system.C, system.D, system.gauge) if x is not None]
     for step in system.micro_steps:
         roots += [step.B, *operator_exprs(step.A)]
-    return roots
+    return roots + ([] if system.solve is None else [*system.solve.exprs])
 
 
 def operator_exprs(a: Operator) -> list[Expr]:

@@ -49,6 +49,8 @@ def invariant(spec: Spec) -> Still | str:
         return "exponential features have no state of fixed size"
     if spec.system.window is not None:
         return "a window forgets what leaves it"
+    if spec.system.solve is not None:
+        return "the readout is solved for with what other tokens wrote"
     if spec.rule is not None:
         return "normalize divides by a second system"
     of = spec

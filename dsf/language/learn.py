@@ -9,8 +9,10 @@ from dsf.language.expr import KEY, VALUE, Expr, as_expr, const
 from dsf.language.functions import dot, exp, phi1
 from dsf.language.memory import Linear, Loss, Product, total
 from dsf.language.operator import I, Operator, as_operator, diag, outer, times
+from dsf.language.solve import Solve
 from dsf.language.system import Rule, System
 
+STEPS = 30  # of conjugate gradients, the paper's (arXiv 2506.05233)
 RULES = ("hebb", "gradient", "implicit", "flow", "exact")
 By = Literal["hebb", "gradient", "implicit", "flow", "exact"]
 Squares = list[tuple[Expr, Expr, list[Product]]]  # key, weight times the rate, the weight's products
@@ -23,6 +25,8 @@ def learn(
     *,
     rate: Any = 1,
     decay: Any = None,
+    ridge: Any = None,
+    steps: int = STEPS,
     D: Any = 0,
     read: Literal["after", "before"] = "after",
     normalize: Rule | None = None,
@@ -38,8 +42,12 @@ def learn(
         implicit  the S of least loss + |S - S'|² / (2 rate): (1 + rate H)⁻¹ (S' + rate R), by Sherman-Morrison
         flow      dS/ds = R - H S followed from S' for s from 0 to rate
 
-    ("exact", the least of all tokens' losses, is a solve at every read-out and no System: refused.) rate: a number or
-    an expression without a Key axis. decay: what A may be. C, D, read, normalize, drive, gauge: as in System.
+        exact     the S of least Σ (decays since) rate · loss + ½⟨ridge S, S⟩ over all tokens so far, at every read-out:
+                  y = Gᵀ (H + ridge)⁻¹ C with two states, G of what is written and H of the squares' keys
+
+    rate: a number or an expression without a Key axis. decay: what A may be, of "exact" a Scalar. ridge: of "exact"
+    alone, positive, a Key or a Scalar. steps: of its conjugate gradients in float32, in the forms that solve for all
+    tokens at once (docs/objective.md). C, D, read, normalize, drive, gauge: as in System.
 
     Raises TraceError for a loss that is not a quadratic in S, with the term, and for a step that has no closed form.
     """
@@ -51,6 +59,12 @@ def learn(
             "metric: scale the key, or decay rows by decay="
         )
     step = _Step(loss, rate)
+    if by == "exact":
+        if any(x is not None for x in (normalize, drive, gauge)):
+            raise TraceError("by='exact': the solve is the normalisation; leave normalize, drive and gauge out")
+        return step.exact(C, D, decay, read, ridge, steps)
+    if ridge is not None:
+        raise TraceError(f"ridge = {ridge} is of by='exact'; by='{by}' has it as 0.5 * ridge * norm2(S) in the loss")
     A, B = {"hebb": step.hebb, "gradient": step.gradient, "implicit": step.implicit, "flow": step.flow}[by]()
     if decay is not None:
         A = _after(A, as_operator(decay))
@@ -65,12 +79,6 @@ def _check(loss: Any, by: Any) -> None:
     if not isinstance(loss, Loss):
         raise TraceError(
             f"the loss `{loss}` does not depend on S: write it with S = dsf.Memory(), as norm2(S.T @ k - v)"
-        )
-    if by == "exact":
-        raise TraceError(
-            "by='exact': the S of least loss over all tokens so far is a solve with the sum of their Hessians at every "
-            "read-out (MesaNet), a second state that C would have to read, and a System's C reads none; by='implicit' "
-            "solves one token's loss exactly"
         )
 
 
@@ -177,6 +185,26 @@ class _Step:
         if self.ridge is const(0):
             return a, self.writes(g * phi1(-turned), key, weights)
         return _scaled(exp(-shrink), a), self._by_flow(key, phi1(-(shrink + turned)))
+
+    def exact(self, C: Any, D: Any, decay: Any, read: Literal["after", "before"], ridge: Any, steps: Any) -> System:
+        """The whole System: two states, of which the squares' one is solved with."""
+        transition = I if decay is None else as_operator(decay)
+        if transition is not I and (transition.kind != "diag" or transition.exprs[0].axes):
+            raise TraceError(f"by='exact': decay = {transition} has to weight whole losses of earlier tokens: a Scalar")
+        if ridge is None:
+            raise TraceError("by='exact' needs ridge=, positive: without it the first tokens' losses leave S open")
+        if type(steps) is not int or steps < 1:
+            raise TraceError(f"steps = {steps!r} is how many steps of conjugate gradients are taken, at least 1")
+        if self.ridge is not const(0) or not self.squares:
+            how = "give its weight on S once, as ridge=" if self.squares else "it has no square of S.T @ k"
+            raise TraceError(f"by='exact': the loss `{self.loss}` is summed over tokens; {how}")
+        ridge = as_expr(ridge)
+        for key, strength, _ in self.squares:
+            for axis, x in ((VALUE, key * strength), (VALUE, ridge), (KEY, strength)):
+                if axis in x.axes:
+                    raise TraceError(f"by='exact': `{x}` has a {axis.title()} axis; one solve serves all channels")
+        squares = tuple((key, strength) for key, strength, _ in self.squares)
+        return System(A=transition, B=self.writes(self.rate), C=C, D=D, read=read, solve=Solve(squares, ridge, steps))
 
     def _by_flow(self, key: Expr, share: Expr) -> Expr:
         return key * (times(self.rate, total(self._by_key().get(key, []))) * share)

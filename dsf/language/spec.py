@@ -85,6 +85,15 @@ class Spec:
         return not (self.made or self.is_attention) and needs_frame(self)
 
     @property
+    def why_alone(self) -> str | None:
+        """Why tokens are not spread over ranks, in words; None where they are."""
+        if self.is_framed:
+            return (
+                "turn and prev are not spread over ranks yet: sums of angles and last tokens would have to cross them"
+            )
+        return None if self.system.solve is None else "a readout that is a solve is not spread over ranks yet"
+
+    @property
     def inner(self) -> Spec:
         """What the forms run: this, or its frame's plain system."""
         return self if self.frame is None else self.frame.spec
@@ -367,7 +376,8 @@ class Spec:
             "identity": "identity",
         }
         decay = names.get(self.decay_kind, f"{self.decay_kind} decay")
-        return decay if self.correction_kind == "none" else f"{decay} + {self.correction_kind}"
+        solved = ", read by a solve" * (self.system.solve is not None)
+        return (decay if self.correction_kind == "none" else f"{decay} + {self.correction_kind}") + solved
 
     def __str__(self) -> str:
         lines = [f"{self.name}({', '.join(f'{i.name}: {i.kind}' for i in self.inputs)})"]
@@ -375,6 +385,7 @@ class Spec:
             mark = f" [{number}]" if len(self.system.micro_steps) > 1 else ""
             lines += [f"  A{mark} = {step.A}", f"  B{mark} = {show(step.B)}"]
         lines += [f"  C = {self.readout}", f"  D = {self.system.D}", f"  read {self.system.read} the update"]
+        lines += [] if self.system.solve is None else [f"  solved with {self.system.solve}"]
         lines += [] if self.system.window is None else [f"  window of {self.system.window} tokens"]
         if self.rule is not None:
             lines.append(f"  y = {self.rule}, den driven by {', '.join(map(str, self.drives))} = 1")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, as_expr, const, substitute
 from dsf.language.operator import Operator, as_operator
+
+if TYPE_CHECKING:
+    from dsf.language.solve import Solve
 
 Rule = Callable[..., Expr]
 
@@ -29,6 +32,7 @@ class System:
       Value factor of B).
     window: None, or W: y reads only what the last W tokens wrote, with what later tokens made of it. The state is then
       the keys and values of these tokens (docs/forms.md).
+    solve: None, or what C is solved with before it reads the state, `dsf.learn(by="exact")` says it.
     gauge: a Scalar η; the state of the framework paper's form is S/η (analysis only; y does not depend on it).
 
     Raises TraceError when A is not a linear operator, C, D have axes that cannot be read, or window is no integer of at
@@ -44,6 +48,7 @@ class System:
     gauge: Any = None
     drive: Any = None
     window: int | None = None
+    solve: Solve | None = None
     earlier: tuple[System, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -109,13 +114,15 @@ def compose(*systems: System) -> System:
         if not isinstance(system, System):
             raise TraceError(f"compose takes Systems, got {type(system).__name__}")
     for system in systems[:-1]:
-        unread = (system.C, system.normalize, system.gauge, system.window)
+        unread = (system.C, system.normalize, system.gauge, system.window, system.solve)
         if any(x is not None for x in unread) or system.D is not const(0):
             raise TraceError(
                 "only the last micro-step is read: leave C, D, normalize, gauge and window out of the others"
             )
         if system.read != "after":
             raise TraceError('only the last micro-step is read: read="before" belongs to it, and means before them all')
+    if len(systems) > 1 and systems[-1].solve is not None:
+        raise TraceError("by='exact' is a solve over all tokens' losses, not one of several steps of a token")
     flat = tuple(s for system in systems for s in system.micro_steps)
     return replace(systems[-1], earlier=flat[:-1])
 

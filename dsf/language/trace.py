@@ -13,6 +13,7 @@ from dsf.language.annotations import Input, Kind, kinds_of
 from dsf.language.attention import check_attention
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, symbol_of
+from dsf.language.solve import check_solve
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE, System
 from dsf.torch.evaluate import Evaluator
@@ -66,6 +67,7 @@ def _check(spec: Spec) -> None:
     if not any(i.kind.time for i in spec.inputs):
         raise TraceError("every input is a Param; a recurrence needs at least one input with a token axis")
     _check_frame(spec)
+    check_solve(spec)
     if spec.has_key and KEY not in spec.readout.axes:
         raise TraceError(
             f"the state has a Key axis but C = {spec.readout} has none, so y would keep it; contract it with a Key "
@@ -116,6 +118,7 @@ def _roots(spec: Spec) -> list[Expr]:
     roots = [spec.readout, spec.system.D]
     for step in spec.system.micro_steps:
         roots += [step.B, *_operator_exprs(step.A)]
+    roots += [] if spec.system.solve is None else [*spec.system.solve.exprs]
     return roots + [x for x in (spec.system.gauge, spec.rule) if x is not None]
 
 

@@ -21,7 +21,10 @@ DRIVER = "dy"
 @derived
 def homogeneous(spec: Spec) -> Recurrence:
     """The same A, nothing written, nothing skipped, nothing normalised: S_out = M S_in."""
-    steps = [replace(s, B=0, D=0, normalize=None, drive=None, gauge=None, earlier=()) for s in spec.system.micro_steps]
+    steps = [
+        replace(s, B=0, D=0, normalize=None, drive=None, gauge=None, solve=None, earlier=())
+        for s in spec.system.micro_steps
+    ]
     system = replace(steps[-1], earlier=tuple(steps[:-1]))
     return Recurrence(replace(spec, name=f"{spec.name} (M)", system=system))
 

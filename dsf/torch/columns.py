@@ -46,8 +46,8 @@ def leaf_size(leaf: Leaf, keys: int, p: int) -> int:
 
 
 def state_columns(spec: Spec, n: int, keys: int, p: int) -> int:
-    """All columns of a state of `spec`: of its plain system and of what is remembered."""
-    total = columns(spec.inner, p).total
+    """All columns of a state of `spec`: of its plain system, of what readouts are solved with, of what `prev` keeps."""
+    total = columns(spec.inner, p).total + (0 if spec.system.solve is None else n)
     if spec.frame is None:
         return total
     return total + sum(len(leaf.nodes) * leaf_columns(leaf, n, keys, p) for leaf in spec.frame.leaves)

@@ -33,6 +33,8 @@ LANES = ".lanes"  # suffix of a Key input as every lane of the channels loads it
 
 def step_refusal(spec: Spec) -> str | None:
     """Why the decode kernel cannot step this, in the user's words; None when it can."""
+    if spec.system.solve is not None:
+        return "its readout is solved for token by token, on torch"
     if spec.is_attention:
         return "the decode kernel keeps a finite state"
     if spec.features is not None:
