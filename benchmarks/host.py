@@ -29,6 +29,12 @@ def inputs(recurrence, tokens, heads=2, n=16, p=16):
     return found
 
 
+def runner(x, capturing=False):
+    """What launches nothing; a kernel is looked for among those compiled."""
+    launch._ready.get(launch._key(x))
+    return lambda grid: lambda *args: None, ()
+
+
 def timed(recurrence, x):
     """Milliseconds of forward and backward."""
     begin = time.process_time()
@@ -56,7 +62,8 @@ def main():
     parser.add_argument("--lengths", type=int, default=2000)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    launch._runner = lambda capturing, x: (lambda *args: None, ())
+    launch.runner = operators.runner = runner
+    torch.cuda.current_device = lambda: 0
     choose.interpreted = lambda: True  # CPU tensors pass
     print("recurrence: sizes met before, a new length, lengths in turn [ms, forward + backward]")
     for name in options.only:

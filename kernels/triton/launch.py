@@ -22,8 +22,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from dsf.kernels.triton.launcher import launcher, prove, proven
+from dsf.kernels.triton.player import function
 from dsf.kernels.triton.recent import Recent
 from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
+from dsf.kernels.triton.symbolic import Size
 
 THREADS = min(8, os.cpu_count() or 1)
 _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
@@ -32,6 +34,7 @@ _ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, 
 
 def constant(x: Any) -> Any:
     """What a kernel is compiled for, a number mostly: addresses made of it are part of instructions, in no register."""
+    x = int(x) if isinstance(x, Size) else x
     return x if triton.knobs.runtime.interpret else tl.constexpr(x)
 
 
@@ -58,11 +61,11 @@ def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:
     if not capturing:
         prove()
         _compile(schedule.launches)
-    return schedule.function(functools.partial(_runner, capturing)), not capturing
+    return function(schedule, functools.partial(runner, capturing=capturing)), not capturing
 
 
-def _runner(capturing: bool, x: Launch) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
-    """What launches it, and the constants that this takes behind addresses; None where it takes tensors."""
+def runner(x: Launch, capturing: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
+    """By a grid, what launches it; and the constants that this takes behind addresses, None where it takes tensors."""
     if proven() and isinstance(x.kernel, JITFunction):
         key = _key(x)
         found = _ready.get(key)
@@ -74,18 +77,30 @@ def _runner(capturing: bool, x: Launch) -> tuple[Callable[..., Any], tuple[Any, 
                 found = compiled, tuple(x.named[name] for name in x.kernel.arg_names[len(x.args) :])
                 _ready.put(key, found)
         if found is not None:
-            return launcher(found[0], (*x.grid, 1, 1)[:3]), found[1]
-    return functools.partial(x.kernel[x.grid], **x.named), None
+            return functools.partial(launcher, found[0]), found[1]
+    return lambda grid: functools.partial(x.kernel[grid], **x.named), None
 
 
 def _key(x: Launch) -> Any:
-    """What Triton compiles a kernel for."""
-    return x.kernel.fn, torch.cuda.current_device(), _kinds(x.args), *x.named.items()
+    """What Triton compiles a kernel for: a number, by what it looks at (`specialised`), others by their values."""
+    plain = [x.do_not_specialize for x in getattr(x.kernel, "params", ())]
+    kinds = [_kinds(y, free) for y, free in zip(x.args, [*plain, *[False] * len(x.args)], strict=False)]
+    return x.kernel.fn, torch.cuda.current_device(), *kinds, *x.named.items()
 
 
-def _kinds(args: tuple[Any, ...]) -> Any:
-    """What Triton compiles for: integers, and tensors' dtypes and alignment."""
-    return mapped(lambda x: (x.dtype, x.align) if isinstance(x, Ref) else x, args)
+def _kinds(x: Any, free: bool = False) -> Any:
+    def kind(y: Any) -> Any:
+        if isinstance(y, Ref):
+            return y.dtype, y.align
+        return specialised(y, free) if type(y) is int or isinstance(y, Size) else y
+
+    return mapped(kind, x)
+
+
+def specialised(x: Any, free: bool = False) -> tuple[bool, ...]:
+    """What Triton looks at in a number: whether it has 32 bits, and unless `free`, whether it is 1 or even in 16s."""
+    small = bool(-(1 << 31) <= x < 1 << 31)
+    return (small,) if free else (small, bool(x == 1), bool(x % 16 == 0))
 
 
 class Pointer:

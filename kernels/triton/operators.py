@@ -1,5 +1,7 @@
 """Custom operators whose host code runs once for each combination of shapes and options, on slots (schedule.py).
 
+For shapes that differ in sizes alone it runs once for all that it treats alike, on symbols (template.py).
+
 torch.compile, autocast, checkpointing and graph capture see plain operators on tensors. A later call of the same kind
 runs the schedule's function; on autograd's thread, whose caches are cold, working out sizes and arguments anew would
 take several times as long as launching.
@@ -16,14 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dsf.kernels.triton.launch import runnable
+from dsf.kernels.triton.launch import runnable, runner
 from dsf.kernels.triton.recent import Recent
 from dsf.kernels.triton.schedule import ALIGNED, Book, Schedule
+from dsf.kernels.triton.template import Templates, numbers_of, with_numbers
+from dsf.kernels.triton.unwritten import Unwritten
 
 LIBRARY = torch.library.Library("dsf", "FRAGMENT")
 _functions: Recent[Callable[..., Any]] = Recent(4096)
-
-
+_templates: Recent[Templates] = Recent(1024)
+TENSORS = (Tensor, Unwritten)
 _known: dict[Any, Scheduled] = {}
 _notes: ContextVar[list[Schedule] | None] = ContextVar("_notes", default=None)
 
@@ -42,6 +46,7 @@ def noted() -> Iterator[list[Schedule]]:
 def forget() -> None:
     """Make all schedules anew."""
     _functions.clear()
+    _templates.clear()
 
 
 class Scheduled:
@@ -69,21 +74,46 @@ class Scheduled:
         run = _functions.get(kind)
         if run is None:
             with _disable_current_modes():
-                align = [0 if x is None else x.data_ptr() % ALIGNED for x in tensors]
-                run, lasting = runnable(self._made(args, tensors, align))
+                run, lasting = self._found(args, tensors, device, kind)
             if lasting:
                 _functions.put(kind, run)
         return run(*tensors)
 
-    def _made(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], align: Sequence[int]) -> Schedule:
-        book = Book(tensors, align)
+    def _found(
+        self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], device: torch.device, kind: tuple[Any, ...]
+    ) -> tuple[Callable[..., Any], bool]:
+        """The function of a call that is not known, and whether it is worth keeping."""
+        numbers, options = tuple(numbers_of(args)), _options(kind)
+        known = _templates.get(options)
+        if known is None:
+            _templates.put(options, known := Templates())
+        run = known.function(numbers)
+        if run is not None:
+            return run, True
+        align = [0 if x is None else x.data_ptr() % ALIGNED for x in tensors]
+
+        def host(values: Iterator[Any]) -> Schedule:
+            given = with_numbers(args, values)
+            return self._made(given, list(_tensors(given)), align, device)
+
+        made = self._made(args, tensors, align, device)
+        run, lasting = runnable(made)
+        if lasting:
+            known.learn(numbers, made, host, runner)
+        return run, lasting
+
+    def _made(
+        self, args: Sequence[Any], tensors: Sequence[Any], align: Sequence[int], device: torch.device
+    ) -> Schedule:
+        book = Book(tensors, align, device)
         given = iter(book.given)
         return book.schedule(self.host(*(_replaced(x, given) for x in args)))
 
     def schedule(self, *args: Any) -> Schedule:
         """What a call with these arguments does: all but what tensors hold, so that they may be fake ones."""
         tensors = list(_tensors(args))
-        made = self._made(args, tensors, [0] * len(tensors))
+        device = next(x.device for x in tensors if x is not None)
+        made = self._made(args, tensors, [0] * len(tensors), device)
         notes = _notes.get()
         if notes is not None:
             notes.append(made)
@@ -109,7 +139,7 @@ def _read(args: tuple[Any, ...]) -> tuple[list[Tensor | None], list[Any]]:
         elif type(x) is list or type(x) is tuple:
             if x and isinstance(x[0], Tensor):
                 tensors += x
-                kind.append(len(x))
+                kind.append((len(x),))
                 kind += [(y.shape, y.stride(), y.dtype, y.data_ptr() % ALIGNED) for y in x]
             else:
                 kind.append(tuple(x))
@@ -120,21 +150,29 @@ def _read(args: tuple[Any, ...]) -> tuple[list[Tensor | None], list[Any]]:
     return tensors, kind
 
 
-def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor | None]:
+def _options(kind: Sequence[Any]) -> tuple[Any, ...]:
+    """What is left of a kind without sizes, strides and whole numbers: of a tensor its axes, dtype and alignment."""
+    return tuple(
+        (len(x[0]), *x[2:]) if type(x) is tuple and x and type(x[0]) is torch.Size else int if type(x) is int else x
+        for x in kind
+    )
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Any]:
     """The tensors among an operator's arguments, None where one is left out."""
     for x in args:
-        if x is None or isinstance(x, Tensor):
+        if x is None or isinstance(x, TENSORS):
             yield x
         elif type(x) in (list, tuple):
-            yield from (y for y in x if isinstance(y, Tensor))
+            yield from (y for y in x if isinstance(y, TENSORS))
 
 
 def _replaced(x: Any, slots: Any) -> Any:
     """An argument of the operator as `host` takes it."""
-    if x is None or isinstance(x, Tensor):
+    if x is None or isinstance(x, TENSORS):
         return next(slots)
     if type(x) in (list, tuple):
-        return [next(slots) for _ in x] if x and isinstance(x[0], Tensor) else tuple(x)
+        return [next(slots) for _ in x] if x and isinstance(x[0], TENSORS) else tuple(x)
     return x
 
 

@@ -3,7 +3,7 @@
 All of that depends on shapes, strides, dtypes, alignments and options, never on what tensors hold. So the host code of
 an operator runs once for each combination of these, on `Slot`s: tensors without memory, known by their position among
 the arguments. What it does is a `Schedule`, which prints, tells sizes (the operator's fake kernel), lists the kernels
-to compile, and is the text of a Python function that calls run.
+to compile, and is what the function of a call is made of (player.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from dsf.kernels.triton.symbolic import Size
+from dsf.kernels.triton.unwritten import Unwritten, evaluate
 
 ROOM = ("empty_like", "new_empty_strided")  # functions that make memory which nobody has written
 ALIGNED = 16  # bytes: what Triton tells pointers apart by
@@ -33,11 +35,12 @@ def mapped(function: Callable[[Any], Any], x: Any) -> Any:
 class Ref(NamedTuple):
     """A tensor: the number of the memory that it lies in, and where it begins there, in elements.
 
-    whole: it is the tensor given or made itself, no view of it. align: of its first byte.
+    whole: it is the tensor given or made itself, no view of it. align: of its first byte, 0 where it is a multiple of
+    what Triton asks for, and else as little as its dtype has.
     """
 
     number: int
-    offset: int
+    offset: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -99,7 +102,6 @@ class Launch:
 
 
 Step = Memory | Operation | Launch
-Runner = Callable[[Launch], "tuple[Callable[..., Any], tuple[Any, ...] | None]"]
 
 
 def _show(x: Any) -> str:
@@ -168,76 +170,6 @@ class Schedule:
 
         return mapped(room, self.result)
 
-    def function(self, runner: Runner) -> Callable[..., Any]:
-        """The call as a function of its tensors. runner: what launches a Launch, and the constants that this takes
-        behind addresses; None where it takes tensors."""
-        return _Text(self, runner).function()
-
-
-class _Text:
-    """Writes a schedule as a Python function. Its numbers are names, so that those of other sizes are the same text."""
-
-    def __init__(self, schedule: Schedule, runner: Runner) -> None:
-        self.schedule, self.runner = schedule, runner
-        self.constants: dict[str, Any] = {"empty": torch.empty_strided, "device": schedule.device}
-
-    def function(self) -> Callable[..., Any]:
-        """The function."""
-        names = ", ".join(f"t{x}" for x in range(len(self.schedule.given)))
-        body = [f"def play({names}):"]
-        for step, last in self.schedule.used:
-            body.append(self._line(step))
-            body += [f"del {', '.join(f't{x}' for x in last)}"] if last else []
-        body.append(f"return {self._text(self.schedule.result)}")
-        exec(_compiled("\n    ".join(body)), self.constants)
-        play: Callable[..., Any] = self.constants["play"]
-        return play
-
-    def _line(self, step: Step) -> str:
-        if isinstance(step, Launch):
-            run, constants = self.runner(step)
-            args = (*step.args, *(constants or ()))
-            values = ", ".join(self._text(x, constants is not None) for x in args)
-            return f"{self._name(run)}({values})"
-        if isinstance(step, Memory):
-            x = step.made
-            sizes = f"{self._name(tuple(x.shape))}, {self._name(x.stride)}"
-            return f"t{x.number} = empty({sizes}, dtype={self._name(x.dtype)}, device=device)"
-        given = [self._text(x) for x in step.args]
-        given += [f"{name}={self._text(x)}" for name, x in step.named.items()]
-        call = f"{self._name(step.function)}({', '.join(given)})"
-        return call if step.made is None else f"t{step.made.number} = {call}"
-
-    def _text(self, x: Any, pointers: bool = False) -> str:
-        """An argument, or a result."""
-        if isinstance(x, Ref):
-            if pointers:
-                at = f"t{x.number}.data_ptr()"
-                return f"{at} + {self._name(x.offset * x.dtype.itemsize)}" if x.offset else at
-            if x.whole:
-                return f"t{x.number}"
-            start = self._name(x.offset)
-            if x.number < len(self.schedule.given):
-                start = f"t{x.number}.storage_offset() + {start}"
-            return f"t{x.number}.as_strided({self._name(tuple(x.shape))}, {self._name(x.stride)}, {start})"
-        if isinstance(x, (tuple, list)):
-            inside = "".join(f"{self._text(y, pointers)}, " for y in x)
-            if hasattr(x, "_fields") and not pointers:  # what launches by addresses asks for no names
-                return f"{self._name(type(x))}({inside})"
-            return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
-        return repr(x) if x is None or x is True or x is False else self._name(x)
-
-    def _name(self, x: Any) -> str:
-        """A name for a constant."""
-        name = f"c{len(self.constants)}"
-        self.constants[name] = x
-        return name
-
-
-@functools.lru_cache(maxsize=512)
-def _compiled(text: str) -> CodeType:
-    return compile(text, "<schedule>", "exec")
-
 
 class Slot:
     """A tensor that a schedule knows: torch's functions and methods of it find sizes, and are written down.
@@ -247,7 +179,7 @@ class Slot:
 
     __slots__ = ("_ref", "book", "dtype", "meta", "number", "shape", "stride", "whole")
 
-    def __init__(self, book: Book, number: int, meta: Tensor, whole: bool) -> None:
+    def __init__(self, book: Book, number: int, meta: Any, whole: bool) -> None:
         self.book, self.number, self.meta, self.whole = book, number, meta, whole
         self.shape, self.dtype, self.stride = meta.shape, meta.dtype, meta.stride
         self._ref: Ref | None = None
@@ -264,7 +196,7 @@ class Slot:
             x, align = self.meta, self.book.align[self.number]
             offset: Any = x.storage_offset()
             if isinstance(offset, int):
-                align = (align + offset * x.dtype.itemsize) % ALIGNED
+                align = x.dtype.itemsize if (align + offset * x.dtype.itemsize) % ALIGNED else 0
             self._ref = Ref(self.number, offset, tuple(x.shape), x.stride(), x.dtype, self.whole, align)
         return self._ref
 
@@ -275,8 +207,8 @@ class Slot:
 
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> Slot:
         """Memory for a tensor, contiguous, as torch makes it."""
-        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, torch.SymInt)) else shape
-        return self.book.memory(torch.empty(sizes, dtype=dtype or self.dtype, device="meta"))
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, torch.SymInt, Size)) else shape
+        return self.book.memory(self.book.blank(sizes, dtype or self.dtype))
 
     def dim(self) -> int:
         """How many axes it has."""
@@ -290,7 +222,7 @@ class Slot:
         if callable(found):
             return functools.partial(self.book.apply, found, self)
         found = getattr(self.meta, name)  # a property: a view, or a number
-        return self.book.seen(found, (self,)) if isinstance(found, Tensor) else found
+        return self.book.seen(found, (self,)) if isinstance(found, (Tensor, Unwritten)) else found
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -316,15 +248,16 @@ Slot.__hash__ = object.__hash__  # type: ignore[method-assign]
 class Book:
     """Where a schedule is written while host code runs on slots."""
 
-    def __init__(self, tensors: Sequence[Tensor | None], align: Sequence[int]) -> None:
-        """tensors: given, known by position; align: of their first bytes."""
-        self.device = next(x.device for x in tensors if x is not None)
+    def __init__(self, tensors: Sequence[Any], align: Sequence[int], device: torch.device) -> None:
+        """tensors: given, known by position, or for symbolic sizes Unwritten; align: of their first bytes."""
+        self.device = device
         self.steps: list[Step] = []
         self.align = list(align)
         self.given: list[Slot | None] = []
+        self.symbolic = any(isinstance(x, Unwritten) for x in tensors)
         for number, x in enumerate(tensors):
             like = x
-            if x is not None:
+            if isinstance(x, Tensor):
                 like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             self.given.append(None if like is None else Slot(self, number, like, True))
 
@@ -334,22 +267,27 @@ class Book:
         self.given = []  # which know this book, and would all wait for the garbage collector
         return Schedule(given, tuple(self.steps), _refs(result), self.device)
 
+    def blank(self, shape: Any, dtype: torch.dtype) -> Any:
+        """A new tensor without memory."""
+        return Unwritten(shape, None, dtype) if self.symbolic else torch.empty(shape, dtype=dtype, device="meta")
+
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Write down kernel[grid](*args, **named)."""
         self.steps.append(Launch(kernel, grid, _refs(args), named))
 
     def apply(self, function: Any, *args: Any, **named: Any) -> Any:
         """Write down one of torch's functions, and find the sizes of what it returns."""
-        out = function(*_metas(args), **{name: _metas(x) for name, x in named.items()})
+        metas, others = _metas(args), {name: _metas(x) for name, x in named.items()}
+        out = evaluate(function, metas, others) if self.symbolic else function(*metas, **others)
         title = function.__name__
         if "out" in named or title == "__setitem__" or (title[-1] == "_" and title[-2] != "_"):
             self.steps.append(Operation(None, function, _refs(args), {name: _refs(x) for name, x in named.items()}))
             return named.get("out", args[0])
-        if isinstance(out, (tuple, list)) and out and isinstance(out[0], Tensor):
+        if isinstance(out, (tuple, list)) and out and isinstance(out[0], (Tensor, Unwritten)):
             found = [self.seen(x, args) for x in out]
             assert all(x is not None for x in found), f"a schedule has no place for what {title} returns"
             return type(out)(found)
-        if not isinstance(out, Tensor):
+        if not isinstance(out, (Tensor, Unwritten)):
             return out
         slot = self.seen(out, args)
         if slot is not None:
@@ -361,17 +299,17 @@ class Book:
         self.steps.append(Operation(slot.ref, function, _refs(args), named))
         return slot
 
-    def memory(self, like: Tensor) -> Slot:
+    def memory(self, like: Any) -> Slot:
         """Write down that there is memory for a tensor like this one."""
         slot = self._made(like)
         self.steps.append(Memory(slot.ref))
         return slot
 
-    def _made(self, like: Tensor) -> Slot:
+    def _made(self, like: Any) -> Slot:
         self.align.append(0)
         return Slot(self, len(self.align) - 1, like, True)
 
-    def seen(self, out: Tensor, args: Any) -> Slot | None:
+    def seen(self, out: Any, args: Any) -> Slot | None:
         """What a function returns that it was given, or a view of that."""
         storage = out.untyped_storage()._cdata
         for x in _slots(args):

@@ -1,0 +1,334 @@
+"""Tensors without memory whose sizes may be symbolic: what torch's functions would make of them.
+
+Views are worked out here; of all else torch says the dtype, for the sizes of one call. Where it cannot be said what
+sizes a result has for others, or in which order of its axes torch would lay it out, `Unsaid` is raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.symbolic import Size
+
+SIGNS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "gt", "ge", "lt", "le", "eq", "ne", "and", "or",
+    "invert",
+)  # fmt: skip
+ALIKE = frozenset({
+    "to", "float", "long", "clone", "exp", "neg", "clamp", "where", "masked_fill", "zeros_like", "empty_like", "sub",
+    "add", "mul", *(f"__{x}__" for x in SIGNS),
+})  # fmt: skip  # functions of tensors of one shape, but for axes of 1
+KEPT = frozenset({"to", "float", "long", "clone", "zeros_like", "empty_like"})  # of strides
+
+
+class Unsaid(Exception):
+    """What follows from symbolic sizes is not known."""
+
+
+class Storage:
+    """Which memory a tensor lies in."""
+
+    @property
+    def _cdata(self) -> int:
+        return id(self)
+
+
+class Unwritten:
+    """A tensor's sizes, strides and place in its memory."""
+
+    def __init__(
+        self, shape: Sequence[Any], strides: Sequence[Any] | None, dtype: torch.dtype, offset: Any = 0,
+        storage: Storage | None = None,
+    ) -> None:  # fmt: skip
+        self.shape = tuple(shape)
+        self.strides = dense(self.shape) if strides is None else tuple(strides)
+        self.dtype, self._offset, self._storage = dtype, offset, storage or Storage()
+
+    def stride(self, axis: int | None = None) -> Any:
+        """In elements."""
+        return self.strides if axis is None else self.strides[axis]
+
+    def storage_offset(self) -> Any:
+        """Where it begins in its memory."""
+        return self._offset
+
+    def untyped_storage(self) -> Storage:
+        """Its memory."""
+        return self._storage
+
+    def view(self, axes: Sequence[tuple[Any, Any]], offset: Any = 0) -> Unwritten:
+        """The same memory by other axes (size, stride), from `offset` on."""
+        shape, strides = [x[0] for x in axes], [x[1] for x in axes]
+        return Unwritten(shape, strides, self.dtype, self._offset + offset, self._storage)
+
+    @property
+    def axes(self) -> list[tuple[Any, Any]]:
+        """(size, stride) of each."""
+        return list(zip(self.shape, self.strides, strict=True))
+
+    def is_dense(self) -> bool:
+        """True where it is laid out as torch lays out new tensors."""
+        return all(a == b or size == 1 for a, b, size in zip(self.strides, dense(self.shape), self.shape, strict=True))
+
+    def order(self) -> list[int]:
+        """Its axes from the largest stride to the smallest, as torch sorts them; none where that is not known."""
+        found = sorted(range(len(self.shape)), key=lambda i: -_number(self.strides[i]))
+        axes = [self.axes[i] for i in found]
+        pairs = itertools.pairwise(axes)
+        known = all(a[1] > b[1] or (a[1] == b[1] and b[0] == 1) for a, b in pairs)
+        return found if known and self.strides[-1:] != (0,) else []
+
+    def is_filled(self) -> bool:
+        """True where it has all of a piece of memory, its axes in any order."""
+        step: Any = 1
+        for size, stride in sorted(self.axes, key=lambda x: _number(x[1])):
+            if size != 1:
+                if stride != step:
+                    return False
+                step = step * size
+        return True
+
+
+def dense(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a new tensor."""
+    found: list[Any] = []
+    step: Any = 1
+    for size in reversed(shape):
+        found.append(step)
+        step = step * (1 if size == 0 else size)
+    return tuple(reversed(found))
+
+
+def _sizes(given: Sequence[Any]) -> Sequence[Any]:
+    return given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+
+
+def _axis(x: Unwritten, axis: int, more: int = 0) -> int:
+    return axis % (len(x.shape) + more)
+
+
+def _transpose(x: Unwritten, a: int, b: int) -> Unwritten:
+    axes = x.axes
+    a, b = _axis(x, a), _axis(x, b)
+    axes[a], axes[b] = axes[b], axes[a]
+    return x.view(axes)
+
+
+def _permute(x: Unwritten, *order: Any) -> Unwritten:
+    return x.view([x.axes[_axis(x, i)] for i in _sizes(order)])
+
+
+def _movedim(x: Unwritten, source: Any, destination: Any) -> Unwritten:
+    a, b = ([y] if isinstance(y, int) else list(y) for y in (source, destination))
+    to = {_axis(x, j): _axis(x, i) for i, j in zip(a, b, strict=True)}
+    rest = iter(i for i in range(len(x.shape)) if i not in to.values())
+    return x.view([x.axes[to[j] if j in to else next(rest)] for j in range(len(x.shape))])
+
+
+def _unsqueeze(x: Unwritten, axis: int) -> Unwritten:
+    at, axes = _axis(x, axis, 1), x.axes
+    axes.insert(at, (1, axes[at][0] * axes[at][1] if at < len(axes) else 1))
+    return x.view(axes)
+
+
+def _squeeze(x: Unwritten, axis: int) -> Unwritten:
+    at = _axis(x, axis)
+    return x.view([a for i, a in enumerate(x.axes) if i != at or a[0] != 1])
+
+
+def _select(x: Unwritten, axis: int, index: Any) -> Unwritten:
+    at = _axis(x, axis)
+    size, step = x.axes[at]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} of an axis of {size}")
+    return x.view(x.axes[:at] + x.axes[at + 1 :], (index + size if index < 0 else index) * step)
+
+
+def _slice(x: Unwritten, at: int, cut: slice) -> Unwritten:
+    size, step = x.axes[at]
+    ends = []
+    for end, default in ((cut.start, 0), (cut.stop, size)):
+        end = default if end is None else end + size if end < 0 else end
+        ends.append(0 if end < 0 else size if end > size else end)
+    begin, stop = ends
+    by = cut.step or 1
+    count = 0 if stop <= begin else stop - begin if by == 1 else -((begin - stop) // by)
+    return x.view([*x.axes[:at], (count, step * by), *x.axes[at + 1 :]], begin * step)
+
+
+def _getitem(x: Unwritten, index: Any) -> Unwritten:
+    given = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [y for y in given if y is Ellipsis]:
+        at = next(i for i, y in enumerate(given) if y is Ellipsis)
+        missing = len(x.shape) - sum(y is not None for y in given) + 1
+        given[at : at + 1] = [slice(None)] * missing
+    at = 0
+    for y in given:
+        if y is None:
+            x = _unsqueeze(x, at)
+        elif isinstance(y, slice):
+            x = _slice(x, at, y)
+        elif isinstance(y, (int, Size)):
+            x, at = _select(x, at, y), at - 1
+        else:
+            raise Unsaid("an index that is a tensor")
+        at += 1
+    return x
+
+
+def _expand(x: Unwritten, *sizes: Any) -> Unwritten:
+    wanted = _sizes(sizes)
+    axes = x.axes
+    while len(axes) < len(wanted):
+        axes.insert(0, (1, axes[0][0] * axes[0][1] if axes else 1))
+    return x.view([a if size == -1 or size == a[0] else (size, 0) for a, size in zip(axes, wanted, strict=True)])
+
+
+def _unflatten(x: Unwritten, axis: int, sizes: Sequence[Any]) -> Unwritten:
+    at, found = _axis(x, axis), list(sizes)
+    for i, size in enumerate(found):
+        if isinstance(size, int) and size == -1:
+            found[i] = x.shape[at] // math.prod([y for j, y in enumerate(found) if j != i])
+    return _reshape(x, *x.shape[:at], *found, *x.shape[at + 1 :])
+
+
+def _flatten(x: Unwritten, start: int = 0, end: int = -1) -> Unwritten:
+    a, b = _axis(x, start), _axis(x, end)
+    return x if a == b else _reshape(x, *x.shape[:a], math.prod(x.shape[a : b + 1]), *x.shape[b + 1 :])
+
+
+def _reshape(x: Unwritten, *sizes: Any) -> Unwritten:
+    """A view, as torch finds its strides: axes that lie side by side are one, which is cut anew from its end."""
+    shape = list(_sizes(sizes))
+    for i, size in enumerate(shape):
+        if isinstance(size, int) and size == -1:
+            shape[i] = math.prod(x.shape) // math.prod(shape[:i] + shape[i + 1 :])
+    if any(size == 0 for size in x.shape) or not x.shape:
+        raise Unsaid("another shape of no entries")
+    strides: list[Any] = []
+    left, step, there, made = len(shape), x.strides[-1], 1, 1
+    for i, (size, _) in reversed(list(enumerate(x.axes))):
+        there = there * size
+        if i == 0 or (x.shape[i - 1] != 1 and x.strides[i - 1] != there * step):
+            while left and (made < there or shape[left - 1] == 1):
+                left -= 1
+                strides.insert(0, made * step)
+                made = made * shape[left]
+            if made != there:
+                raise Unsaid("rows that do not lie side by side, as one")
+            if i:
+                step, there, made = x.strides[i - 1], 1, 1
+    if left:
+        raise Unsaid("a shape of other entries")
+    return x.view(list(zip(shape, strides, strict=True)))
+
+
+def _contiguous(x: Unwritten) -> Unwritten:
+    return x if x.is_dense() else Unwritten(x.shape, None, x.dtype)
+
+
+VIEWS: dict[str, Callable[..., Any]] = {
+    "transpose": _transpose, "permute": _permute, "movedim": _movedim, "unsqueeze": _unsqueeze, "squeeze": _squeeze,
+    "select": _select, "__getitem__": _getitem, "expand": _expand, "unflatten": _unflatten, "flatten": _flatten,
+    "view": _reshape, "reshape": _reshape, "contiguous": _contiguous,
+}  # fmt: skip
+
+
+def evaluate(function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+    """What the function returns, for some of whose arguments `Unwritten` stand."""
+    title = function.__name__
+    if title == "__setitem__" or (title[-1] == "_" and title[-2] != "_"):
+        return args[0]
+    if "out" in named:
+        return named["out"]
+    if title in VIEWS:
+        return VIEWS[title](*args, **named)
+    given = [x for x in _leaves((args, named)) if isinstance(x, Unwritten)]
+    like = function(*_meta(args), **_meta(named))
+    if like.dtype == given[0].dtype and title in ("to", "float", "long"):
+        return given[0]
+    numbers = [z for x in given for y in (x.shape, x.strides) for z in y]
+    if not any(isinstance(x, Size) for x in (*numbers, *_leaves((args, named)))):
+        return Unwritten(like.shape, like.stride(), like.dtype)
+    shape = _shape(title, given, args, named)
+    out = Unwritten(shape, _strides(title, given, shape), like.dtype)
+    if [_number(x) for x in (*out.shape, *out.strides)] != [*like.shape, *like.stride()]:
+        raise Unsaid(f"the sizes and strides of what {title} makes")
+    return out
+
+
+def _strides(title: str, given: Sequence[Unwritten], shape: Sequence[Any]) -> Sequence[Any] | None:
+    """Of what a function makes of tensors, in the order of its axes (None) or of theirs."""
+    first, axes = given[0], list(range(len(given[0].shape)))
+    if title in KEPT and first.is_filled():
+        return first.strides
+    if all(x.is_dense() or x.order() == list(range(len(x.shape))) for x in given):
+        return None
+    if title in ALIKE and all(x.axes == first.axes for x in given):
+        if first.is_filled():
+            return first.strides
+        order = first.order()
+        if order:
+            steps = dict(zip(order, dense([shape[i] for i in order]), strict=True))
+            return [steps[i] for i in axes]
+    raise Unsaid(f"how {title} lays out what it makes")
+
+
+def _shape(title: str, given: Sequence[Unwritten], args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+    """Of what a function makes of tensors."""
+    if title in ALIKE:
+        length = max(len(x.shape) for x in given)
+        wide = [(1,) * (length - len(x.shape)) + x.shape for x in given]
+        return [_common(sizes) for sizes in zip(*wide, strict=True)]
+    x = given[0]
+    if title in ("sum", "amax"):
+        at = args[1] if len(args) > 1 else named["dim"]
+        axes = [_axis(x, y) for y in ([at] if isinstance(at, int) else at)]
+        keep = (len(args) > 2 and args[2]) or named.get("keepdim", False)
+        return [1 if i in axes else size for i, size in enumerate(x.shape) if keep or i not in axes]
+    if title == "cat":
+        at = _axis(x, args[1] if len(args) > 1 else named.get("dim", 0))
+        total = x.shape[at]
+        for other in given[1:]:
+            total = total + other.shape[at]
+        return [*x.shape[:at], total, *x.shape[at + 1 :]]
+    if title in ("new_zeros", "new_empty", "new_full"):
+        return list(_sizes(args[1:]) if title != "new_full" else args[1])
+    raise Unsaid(f"the sizes of what {title} makes")
+
+
+def _common(sizes: Sequence[Any]) -> Any:
+    """The size of axes that all but those of 1 have."""
+    found = [x for x in sizes if x != 1]
+    if any(x != found[0] for x in found[1:]):
+        raise Unsaid("sizes that differ")
+    return found[0] if found else 1
+
+
+def _number(x: Any) -> int:
+    """x, or its value."""
+    return x.value if isinstance(x, Size) else x
+
+
+def _leaves(x: Any) -> list[Any]:
+    if isinstance(x, dict):
+        return _leaves(list(x.values()))
+    return [z for y in x for z in _leaves(y)] if isinstance(x, (tuple, list)) else [x]
+
+
+def _meta(x: Any) -> Any:
+    """x with numbers in the place of symbols, on torch's meta device."""
+    if isinstance(x, Unwritten):
+        return torch.empty_strided(_meta(x.shape), _meta(x.strides), dtype=x.dtype, device="meta")
+    if isinstance(x, Size):
+        return x.value
+    if isinstance(x, dict):
+        return {name: _meta(y) for name, y in x.items()}
+    assert not isinstance(x, Tensor)
+    return type(x)(map(_meta, x)) if type(x) in (tuple, list) else x
