@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.decays import KeyDecay, ScalarDecay
-from dsf.kernels.problem import Problem, fold_state, read, unfold_output, unfold_state
+from dsf.kernels.problem import Problem, fold_state, unfold_output, unfold_state
 from dsf.kernels.scan import associative_scan, combine_dense
 from dsf.kernels.walk import UnitLowerSolve, Walk, add_product
 
@@ -63,7 +63,9 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: Carry) -> t
     initial = problem.zero_state() if state is None else state
     shifted = (_read_one_later(problem) if problem.before else problem).factored()
     length = min(length, problem.tokens)
-    if problem.decay.shape[-1] > 1:
+    if problem.across:
+        y, final = _across(shifted, initial, length, carry)
+    elif problem.decay.shape[-1] > 1:
         y, final = _across(shifted.transposed(), initial.transpose(-1, -2), length, carry)
         final = final.transpose(-1, -2)
     else:
@@ -73,13 +75,13 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: Carry) -> t
         y = add_product(chunks.starts @ starts, chunks.scores, entries)
     y = y.flatten(2, 3)[:, :, : problem.tokens].transpose(1, 2)
     if problem.before:
-        y = torch.cat([read(problem.readout[:, 0], initial).unsqueeze(1), y[:, :-1]], dim=1)
+        y = torch.cat([problem.seen(problem.readout[:, 0], initial).unsqueeze(1), y[:, :-1]], dim=1)
     return problem.add_skip(y), final
 
 
 def _differs_by_channel(problem: Problem) -> bool:
     """Corrections that see a Value axis anywhere need one triangular system a channel."""
-    if not problem.rank or problem.p == 1:
+    if not problem.rank or problem.p == 1 or problem.across:
         return False
     wide = (problem.decay, problem.readout, problem.left, problem.right)
     return any(x.shape[-1] > 1 for x in wide if x is not None)

@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 def naive(
-    a: list[Tensor], b: list[Tensor], c: Tensor, d: Tensor, state: Tensor, read_before: bool
+    a: list[Tensor], b: list[Tensor], c: Tensor, d: Tensor, state: Tensor, read_before: bool, axis: int = -2
 ) -> tuple[Tensor, Tensor]:
     """S_t = A_t S_{t-1} + B_t for every micro-step in turn; y_t = C_tᵀ S + D_t.
 
     a: one [B, T, H, P, N, N] a micro-step, an N x N matrix for every channel; b: one [B, T, H, N, P] a micro-step;
-    c: [B, T, H, N, P]; d: [B, T, H, P]; state: [B, H, N, P]. Returns y [B, T, H, P] and the last state.
+    c: [B, T, H, N, P]; d: [B, T, H, P]; state: [B, H, N, P]; axis: that C sums over, -2 for N. Returns y [B, T, H, P]
+    and the last state.
     """
     a_rows, b_rows = [x.unbind(1) for x in a], [x.unbind(1) for x in b]  # not x[:, t]: its gradient has all T tokens
     outputs = []
@@ -21,5 +22,5 @@ def naive(
         for a_m, b_m in zip(a_rows, b_rows, strict=True):
             state = torch.einsum("bhpnm,bhmp->bhnp", a_m[t], state) + b_m[t]
         seen = previous if read_before else state
-        outputs.append((c_t * seen).sum(-2) + d_t)
+        outputs.append((c_t * seen).sum(axis) + d_t)
     return torch.stack(outputs, dim=1), state

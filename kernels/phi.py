@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import Transition
-from dsf.kernels.problem import Problem, read
+from dsf.kernels.problem import Problem
 
 
 def weights(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -110,6 +110,8 @@ def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tenso
     """Run the recurrence as one lower-triangular matrix. Returns y [B, T, H, P] and the final state."""
     initial = problem.zero_state() if state is None else state
     problem = problem.factored()
+    if problem.across:
+        return _kernel_across(problem, initial)
     phi, last = weights(problem)
     assert problem.value is not None
     values = problem.value.movedim(2, 1).flatten(2, 3)  # [B, H, rows·G, P]
@@ -123,6 +125,27 @@ def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tenso
     return problem.add_skip(y.transpose(1, 2) + from_state), final + moved
 
 
+def _kernel_across(problem: Problem, initial: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where the readout takes values, and what is left of the keys is read: y_i = Σ_j (A_i … A_{j+1} key_j)
+    (value_j · C_i)."""
+    assert problem.key is not None and problem.value is not None
+    whole, out = problem.transition(), []
+    values = problem.value.movedim(2, 1).flatten(2, 3)  # [B, H, rows·G, P]
+    live = problem.key.new_zeros(*problem.leading, problem.n, 0, 1)
+
+    def read_live(t: int) -> Tensor:
+        taken = values[:, :, : live.shape[-2]] @ problem.readout[:, t].transpose(-1, -2)
+        return (live.squeeze(-1) @ taken).squeeze(-1)
+
+    for t in range(problem.tokens):
+        before = read_live(t) if problem.before else None
+        for row in range(t * problem.micro, (t + 1) * problem.micro):
+            live = torch.cat([_advance(whole.row(row), live), problem.key[:, row].transpose(-1, -2)[..., None]], dim=-2)
+        out.append(read_live(t) if before is None else before)
+    from_state, moved = _initial_part(problem, initial)
+    return problem.add_skip(torch.stack(out, dim=1) + from_state), live.squeeze(-1) @ values + moved
+
+
 def _initial_part(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
     """C_t A_t … A_1 S_0 for every t, and A_T … A_1 S_0."""
     whole, out = problem.transition(), []
@@ -130,7 +153,7 @@ def _initial_part(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
         previous = state
         for row in range(t * problem.micro, (t + 1) * problem.micro):
             state = whole.row(row).apply(state)
-        out.append(read(problem.readout[:, t], previous if problem.before else state))
+        out.append(problem.seen(problem.readout[:, t], previous if problem.before else state))
     return torch.stack(out, dim=1), state
 
 

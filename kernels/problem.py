@@ -27,7 +27,7 @@ class Problem:
     cross: [B, rows, H, N, p] what the other entry of each pair of places adds (dsf.kernels.operators), or None.
     key, value: [B, rows, H, G, n], [B, rows, H, G, P]: injection Σ_g key_g value_gᵀ (n = N, or 1 without a Key axis).
     dense: [B, rows, H, N, P] instead of key and value when the injection does not factor.
-    readout: [B, T, H, n, p]: y[p] = Σ_n C[n, p] S[n, p].
+    readout: [B, T, H, n, p]: y[p] = Σ_n C[n, p] S[n, p]; [B, T, H, 1, P] where `across`: y[n] = Σ_p C[p] S[n, p].
     skip: [B, T, H, P] or None.
     """
 
@@ -47,6 +47,7 @@ class Problem:
     factor: Tensor | None = None
     before: bool = False
     micro: int = 1
+    across: bool = False
 
     @property
     def tokens(self) -> int:
@@ -111,8 +112,12 @@ class Problem:
         return self.readout.new_zeros(batch, heads, self.n, self.p)
 
     def read(self, states: Tensor) -> Tensor:
-        """Σ_n C S + D for states [B, T, H, N, P] -> [B, T, H, P]."""
-        return self.add_skip(read(self.readout, states))
+        """C S + D for states [B, T, H, N, P] -> [B, T, H, P], or N where it is read across."""
+        return self.add_skip(self.seen(self.readout, states))
+
+    def seen(self, readout: Tensor, states: Tensor) -> Tensor:
+        """What a readout [..., n, p] takes of states [..., N, P]: [..., P], or N where it is read across."""
+        return (states @ readout.transpose(-1, -2)).squeeze(-1) if self.across else read(readout, states)
 
     def add_skip(self, y: Tensor) -> Tensor:
         """y + D."""
@@ -122,7 +127,7 @@ class Problem:
         """The recurrence of Sᵀ, keys and values exchanged; its readout [B, T, H, 1, P] is read along the other axis."""
         return replace(
             self, n=self.p, p=self.n, decay=self.decay.transpose(-1, -2), readout=self.readout.transpose(-1, -2),
-            key=self.value, value=self.key,
+            key=self.value, value=self.key, across=not self.across,
         )  # fmt: skip
 
     def fold_channels(self) -> Problem:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import Transition
-from dsf.kernels.problem import Problem, read
+from dsf.kernels.problem import Problem
 
 
 def recurrent(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def recurrent(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tensor]:
         previous = current
         for transition, injection in rows[t * problem.micro : (t + 1) * problem.micro]:
             current = transition.apply(current) + injection
-        outputs.append(read(readout, previous if problem.before else current))
+        outputs.append(problem.seen(readout, previous if problem.before else current))
     return problem.add_skip(torch.stack(outputs, dim=1)), current
 
 

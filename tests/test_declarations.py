@@ -78,6 +78,18 @@ def linoss(u: Pair, w: Param[Pair], step: Param[Pair], c: Param[Key, Value]) -> 
 
 
 @dsf.recurrence
+def gated_oja(q: Key, k: Key, v: Value, g: Value, beta: Scalar) -> System:
+    """The gated Oja rule of flash-linear-attention: the delta rule with keys and values exchanged, read by keys."""
+    return System(A=(I - beta * outer(v, v)) @ diag(exp(g)), B=beta * k * v, C=q)
+
+
+@dsf.recurrence
+def oja_of_parts(q: Key, k: Key, v: Value, b: Value, c: Key, g: Value, o: Value) -> System:
+    """The same with what is erased, written and read gated by entry."""
+    return System(A=diag(exp(g)) - outer(v, b * v), B=c * k * v, C=q * sigmoid(o))
+
+
+@dsf.recurrence
 def two_writes(q: Key, k1: Key, k2: Key, v1: Value, v2: Value, g: Key) -> System:
     """Two products enter in one step."""
     return System(A=diag(exp(g)), B=k1 * v1 + k2 * v2, C=q)
@@ -128,6 +140,21 @@ def linoss_loop(u, w, step, c):
         yield torch.stack([z, torch.sqrt(rate) * y], -1).flatten() @ c
 
 
+def gated_oja_loop(q, k, v, g, beta):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        state = state * torch.exp(g[t])
+        state = state + beta[t] * torch.outer(k[t] - state @ v[t], v[t])
+        yield q[t] @ state
+
+
+def oja_of_parts_loop(q, k, v, b, c, g, o):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        state = state * torch.exp(g[t]) - torch.outer(state @ (b[t] * v[t]), v[t]) + torch.outer(c[t] * k[t], v[t])
+        yield torch.sigmoid(o[t]) * (q[t] @ state)
+
+
 def two_writes_loop(q, k1, k2, v1, v2, g):
     state = zeros(k1.shape[1], v1.shape[1])
     for t in range(len(q)):
@@ -149,6 +176,8 @@ LOOPS = {
     metala: metala_loop,
     based: based_loop,
     linoss: linoss_loop,
+    gated_oja: gated_oja_loop,
+    oja_of_parts: oja_of_parts_loop,
     two_writes: two_writes_loop,
     two_corrections: two_corrections_loop,
 }
@@ -173,6 +202,8 @@ def float64_by_default():
 
 def drawn(r, tokens):
     inputs = mixer_inputs.sample(r, tokens=tokens)
+    if r in (gated_oja, oja_of_parts):
+        inputs["v"] = DRAWN["k"](inputs["v"])
     return {name: DRAWN[name](x) if name in DRAWN else x for name, x in inputs.items()}
 
 

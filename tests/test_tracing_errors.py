@@ -226,7 +226,45 @@ def reserved(q: Key, form: Key, v: Value):
     return System(A=I, B=form * v, C=q)
 
 
+def key_and_value_in_outer(k: Key, v: Value):
+    return System(A=I - outer(k, v), B=k * v, C=k)
+
+
+def value_scales_operator(k: Key, v: Value):
+    return System(A=v * (I - outer(v, v)), B=k * v, C=k)
+
+
+def both_axes_in_a_sum(k: Key, v: Value):
+    return System(A=I - outer(k, k) - outer(v, v), B=k * v, C=k)
+
+
+def both_axes_in_a_product(k: Key, v: Value):
+    return System(A=(I - outer(k, k)) @ (I - outer(v, v)), B=k * v, C=k)
+
+
+def keys_decay_beside_values(k: Key, v: Value, g: Key):
+    return System(A=diag(exp(g)) @ (I - outer(v, v)), B=k * v, C=k)
+
+
+def quotient_of_mixed_channels(k: Key, v: Value):
+    return System(A=I - outer(v, v), B=k * v, C=k, normalize=dsf.ratio)
+
+
+def window_on_values(k: Key, v: Value):
+    return System(A=I - outer(v, v), B=k * v, C=k, window=3)
+
+
+def sum_of_reads_on_values(k: Key, v: Value):
+    return System(A=I - outer(v, v), B=k * v, C=k + v)
+
+
 ON_A_LINE = [
+    (
+        key_and_value_in_outer,
+        "outer\\(k, v\\) needs two Key expressions, but `v` has no Key axis; of two Value",
+        "outer(",
+    ),
+    (value_scales_operator, r"`v` has a Value axis: write diag\(v\) @", "v * (I"),
     (torch_function, r"torch\.exp does not take expressions", "torch.exp(k)"),
     (matmul_of_expressions, r"\(k\) @ \(v\): @ multiplies operators", "k @ v"),
     (operator_times_operator, r"operators multiply with @, not \*", "A=outer"),
@@ -254,6 +292,12 @@ ON_A_LINE = [
 ]
 
 ON_THE_WHOLE = [
+    (both_axes_in_a_sum, r"outer\(v, v\) acts on the Value axis and outer\(k, k\) on the Key axis; A acts on one"),
+    (both_axes_in_a_product, r"outer\(v, v\) acts on the Value axis and outer\(k, k\) on the Key axis; A acts on one"),
+    (keys_decay_beside_values, r"alike for every place of the Key axis, but `exp\(g\)` in A differs by place"),
+    (quotient_of_mixed_channels, "mixes channels, which normalize divides one by one; leave normalize out"),
+    (window_on_values, "a window keeps keys and values as they came, so A may only decay in it"),
+    (sum_of_reads_on_values, r"C is a Key expression times a Value one; C = k \+ v is no such product"),
     (key_read_where_none_exists, "C = q reads the Key axis, but the state has none"),
     (key_left_over, "the state has a Key axis but C = v has none, so y would keep it"),
     (no_readout, "System needs a readout C"),

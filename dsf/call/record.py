@@ -15,6 +15,7 @@ from dsf.call.run import timed_inputs
 from dsf.call.solve import reading, solutions
 from dsf.drive import Drive, drive_of
 from dsf.kernels.problem import Problem
+from dsf.language.errors import FormError
 from dsf.language.expr import Expr
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns
@@ -38,6 +39,11 @@ def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Tra
         query, _ = solutions(spec, bound, None, initial_state, plan)
         start = None if initial_state is None else initial_state[..., : bound.sizes.p]
         return record(*reading(spec, bound, query), start)
+    if spec.acts_on_values:
+        raise FormError(
+            f"{spec.name}: trajectories hold operators on the Key axis, and A acts on the Value axis; declare the "
+            "transposed system (keys where values are) for its matrices"
+        )
     timed = timed_inputs(spec, bound)
     if spec.is_attention:
         return Trajectory(spec, None, None, Attention(**attention_of(spec, bound, timed)))

@@ -26,6 +26,7 @@ from dsf.torch.columns import columns
 from dsf.torch.dense import run_naive
 from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import apply_rule, decay_factors, finish, lower, true_state
+from dsf.torch.on_values import lower_on_values
 from dsf.torch.stabilise import EMPTY
 from dsf.triton.choose import packs, run_gpu, run_packed_gpu
 
@@ -90,6 +91,10 @@ def _run(
     if plan.form == "chunk" and spec.is_elementwise and (valid is not None or decay_factors(spec) is None):
         return _segments(spec, bound, timed, state, valid, plan)
     values, shape = _evaluator(spec, bound, timed, compact)
+    if spec.acts_on_values:
+        lowered = lower_on_values(spec, values, shape, state, valid)
+        y, last = _solve(lowered.problem, lowered.state, plan)
+        return finish(spec, values, lowered, y, last.transpose(-1, -2))
     lowered = lower(spec, values, shape, state, valid, compact)
     return finish(spec, values, lowered, *_solve(lowered.problem, lowered.state, plan))
 

@@ -191,26 +191,27 @@ class _Inference:
 
     def correction(self, c: Correction, bound: float) -> None:
         """Demand a correction whose matrix is no larger than `bound`."""
-        size = self.probe(c.scale).abs() * self.probe(c.left).norm(dim=-2, keepdim=True)
-        if (size * self.probe(c.right).norm(dim=-2, keepdim=True)).max() > bound:
-            self.short(c.left)
-            self.short(c.right)
+        along = -2 if c.axis == KEY else -1
+        size = self.probe(c.scale).abs() * self.probe(c.left).norm(dim=along, keepdim=True)
+        if (size * self.probe(c.right).norm(dim=along, keepdim=True)).max() > bound:
+            self.short(c.left, c.axis)
+            self.short(c.right, c.axis)
             with self.shared(bound < 2):  # several corrections share what one may be
                 self.demand(c.scale, -bound, bound)
 
-    def short(self, x: Expr) -> None:
-        """Demand Key vectors of length at most one."""
-        if self.probe(x).square().sum(-2).max() <= 1 + 1e-6:
+    def short(self, x: Expr, axis: str = KEY) -> None:
+        """Demand vectors of length at most one along an axis."""
+        if self.probe(x).square().sum(-2 if axis == KEY else -1).max() <= 1 + 1e-6:
             return
         if x.op == "input":
             self._set(x.attrs[0], UNIT)
             return
-        parts = [a for a in x.args if KEY in a.axes]
+        parts = [a for a in x.args if axis in a.axes]
         if x.op == "mul" and len(parts) == 2:
             parts = [a for a in parts if not self.holds(a, -1.0, 1.0)] or parts[1:]
         with self.shared(len(parts) > 1):
             for part in parts:
-                self.short(part)
+                self.short(part, axis)
 
     def demand(self, x: Expr, low: float, high: float) -> None:
         """Demand low ≤ x ≤ high."""

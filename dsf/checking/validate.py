@@ -24,7 +24,7 @@ from dsf.checking.ranges import INF, REAL, TINY, Range, as_range, key_axis, lega
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
-from dsf.language.expr import Expr, inputs_of, substitute
+from dsf.language.expr import KEY, Expr, inputs_of, substitute
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
 
@@ -290,7 +290,8 @@ def _demands(declared: Spec, bound: Bound, bounds: Bounds, state: Any) -> None:
         _demand(spec, substitute(decay, words), values(decay), 1.0, slack, where, "the decay")
         most = 2.0 / max(1, len(row.normal.corrections))
         for c in row.normal.corrections:
-            lengths = values(c.left).norm(dim=-2, keepdim=True) * values(c.right).norm(dim=-2, keepdim=True)
+            along = -2 if c.axis == KEY else -1
+            lengths = values(c.left).norm(dim=along, keepdim=True) * values(c.right).norm(dim=along, keepdim=True)
             scale = substitute(c.scale, words)
             _demand(spec, scale, values(c.scale) * lengths, most, slack, where, "the size of the correction by")
 

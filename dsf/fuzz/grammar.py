@@ -158,6 +158,29 @@ def _delta(pick: Pick) -> Declaration:
     return _single(pick, "delta", a, pick([f"k * ({tied} * v)", "k * (sigmoid(b) * v)", pick(WRITES)]))
 
 
+def _on_values(pick: Pick) -> Declaration:
+    """Corrections on the Value axis, under any decay that all keys share."""
+    low = pick(["sigmoid(b) * outer(v, v)", "2 * sigmoid(b) * outer(v, v)", "sigmoid(b) * outer(v, sigmoid(bv) * v)",
+                "sigmoid(b) * outer(tanh(pv) * x, v)"])  # fmt: skip
+    erase = f"I - {low}"
+    a = pick([
+        erase, f"{pick(SCALAR)} * ({erase})", f"({erase}) @ diag({pick(VALUEWISE)})",
+        f"diag({pick(VALUEWISE)}) @ ({erase})", f"diag(0.5 * ({pick(VALUEWISE)})) - 0.5 * outer(v, x)",
+        f"{erase} - sigmoid(s) * outer(x, x)",
+    ])  # fmt: skip
+    return _single(pick, "on values", a, pick(["k * (sigmoid(b) * v)", "sigmoid(sk) * k * v", *WRITES]))
+
+
+def _several(pick: Pick) -> Declaration:
+    """Several writes and corrections in one step."""
+    a = pick([
+        "I - sigmoid(b) * outer(k, k) - sigmoid(s) * outer(l, l)", pick(SCALAR), pick(KEYWISE), pick(VALUEWISE),
+        f"diag({pick(KEYWISE)}) @ (I - sigmoid(b) * outer(k, k))",
+    ])  # fmt: skip
+    b = pick(["k * v + l * x", "k * (sigmoid(b) * v) - 0.5 * l * x", "k * v + l * v + sigmoid(sk) * x"])
+    return _single(pick, "several", a, b)
+
+
 def _learnt(pick: Pick) -> Declaration:
     """What dsf.learn makes of a square: strengths that fall with the length of the key, after any decay."""
     strength = pick(LEARNT)
@@ -235,12 +258,13 @@ FAMILIES: dict[str, Callable[[Pick], Declaration]] = {
     "elementwise": _elementwise, "dense write": _dense_write, "decay": _decay, "value decay": _value_decay,
     "vector": _vector, "delta": _delta, "rank one": _rank_one, "micro-steps": _product, "normalised": _normalised,
     "exponential gate": _exponential, "turned": _turned, "learnt": _learnt, "time-invariant": _invariant,
+    "on values": _on_values, "several": _several,
 }  # fmt: skip
 # What run() deals from, in turn: half elementwise, where the kernels differ most from one declaration to the next.
 DECK = (
     "elementwise", "decay", "elementwise", "delta", "vector", "elementwise", "rank one", "value decay", "elementwise",
     "micro-steps", "dense write", "learnt", "delta", "elementwise", "normalised", "exponential gate", "elementwise",
-    "decay", "turned", "time-invariant",
+    "decay", "turned", "time-invariant", "on values", "several",
 )  # fmt: skip
 # Wrong once: rows of a last block that no token fills, left unwritten. Every run tries it first.
 KNOWN = Declaration(

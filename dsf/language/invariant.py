@@ -51,6 +51,8 @@ def invariant(spec: Spec) -> Still | str:
         return "a window forgets what leaves it"
     if spec.system.solve is not None:
         return "the readout is solved for with what other tokens wrote"
+    if spec.acts_on_values:
+        return "A mixes the channels that would be convolved one by one"
     if spec.rule is not None:
         return "normalize divides by a second system"
     of = spec

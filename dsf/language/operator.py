@@ -1,4 +1,4 @@
-"""Operators on the Key axis: I, diag(a), outer(a, b), their sums, scalings and products, and the normal form.
+"""Operators on an axis of the state: I, diag(a), outer(a, b), their sums, scalings and products, and the normal form.
 
 The tree is kept as the user wrote it (the oracle evaluates that tree, densely), and rewritten once into
 `Normal`: a decay plus rank-one corrections, A = decay ⊙ · + Σ left rightᵀ, a product of several for micro-steps.
@@ -12,7 +12,7 @@ from typing import Any
 
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, Like, OperatorBase, as_expr, const, is_paired, show
-from dsf.language.functions import dot
+from dsf.language.functions import dot, sum_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +91,18 @@ def diag(a: Like) -> Operator:
 
 
 def outer(a: Like, b: Like) -> Operator:
-    """The operator a bᵀ on the Key axis. Raises TraceError when a or b has no Key axis."""
+    """The operator a bᵀ on the Key axis, or of two Value expressions on the Value axis, where it makes S b aᵀ of S.
+
+    Raises TraceError when neither a and b both have a Key axis, nor both a Value axis alone.
+    """
     a, b = as_expr(a), as_expr(b)
-    for x in (a, b):
-        if KEY not in x.axes:
-            raise TraceError(f"outer({a}, {b}) needs two Key expressions, but `{x}` has no Key axis")
+    if a.axes != {VALUE} or b.axes != {VALUE}:
+        for x in (a, b):
+            if KEY not in x.axes:
+                raise TraceError(
+                    f"outer({a}, {b}) needs two Key expressions, but `{x}` has no Key axis; of two Value expressions "
+                    "it acts on the Value axis"
+                )
     return Operator("outer", (), (a, b))
 
 
@@ -128,21 +135,33 @@ def _scale(factor: Any, operator: Operator) -> Operator:
     expr = as_expr(factor)
     if KEY in expr.axes and operator.kind == "turn" and is_paired(expr):
         return diag(expr) @ operator  # a pair's two places scale alike, before a turn or after it
-    if KEY in expr.axes:
+    axis = VALUE if _acts_on_values(operator) else KEY
+    if axis in expr.axes:
         raise TraceError(
-            f"`{expr}` has a Key axis: write diag({expr}) @ {operator._show(3)} or {operator._show(3)} @ diag({expr}), "
-            "because scaling rows and scaling columns differ"
+            f"`{expr}` has a {axis.title()} axis: write diag({expr}) @ {operator._show(3)} or {operator._show(3)} @ "
+            f"diag({expr}), because scaling rows and scaling columns differ"
         )
     return Operator("scale", (operator,), (expr,))
 
 
+def _acts_on_values(operator: Operator) -> bool:
+    """True where an outer product in it is of the Value axis."""
+    own = operator.kind == "outer" and KEY not in operator.exprs[0].axes
+    return own or any(map(_acts_on_values, operator.parts))
+
+
 @dataclass(frozen=True)
 class Correction:
-    """scale · left rightᵀ with scale free of the Key axis."""
+    """scale · left rightᵀ with scale free of the axis that it acts on."""
 
     scale: Expr
     left: Expr
     right: Expr
+
+    @property
+    def axis(self) -> str:
+        """KEY or VALUE."""
+        return KEY if KEY in self.left.axes else VALUE
 
 
 @dataclass(frozen=True)
@@ -164,8 +183,9 @@ def normal_form(operator: Operator) -> tuple[Normal, ...]:
         return (Normal(const(1), (), operator.exprs[0]),)
     if operator.kind == "outer":
         left, right = operator.exprs
-        scale_l, core_l = split_scale(left)
-        scale_r, core_r = split_scale(right)
+        axis = KEY if KEY in left.axes else VALUE
+        scale_l, core_l = split_scale(left, axis)
+        scale_r, core_r = split_scale(right, axis)
         return (Normal(const(0), (Correction(scale_l * scale_r, core_l, core_r),)),)
     if operator.kind == "scale":
         factors = normal_form(operator.parts[0])
@@ -224,20 +244,30 @@ def _product(later: Normal, earlier: Normal) -> Normal:
     corrections += [_columns(earlier.decay, c) for c in later.corrections]
     for c2 in later.corrections:
         for c1 in earlier.corrections:
-            scale = times(times(c2.scale, c1.scale), dot(c2.right, c1.left))
+            if c1.axis != c2.axis:
+                raise TraceError(
+                    f"outer({c2.left}, {c2.right}) and outer({c1.left}, {c1.right}) act on two axes of the state; A "
+                    "acts on one of the two"
+                )
+            scale = times(times(c2.scale, c1.scale), inner_product(c2.right, c1.left, c1.axis))
             corrections.append(Correction(scale, c2.left, c1.right))
     angle = earlier.angle + later.angle  # a later turn has been seen to pass `earlier`
     return Normal(times(later.decay, earlier.decay), tuple(corrections), angle)
 
 
+def inner_product(a: Expr, b: Expr, axis: str) -> Expr:
+    """The sum of a b along an axis."""
+    return dot(a, b) if axis == KEY else sum_value(a * b)
+
+
 def _rows(decay: Expr, c: Correction) -> Correction:
-    if KEY not in decay.axes:
+    if c.axis not in decay.axes:
         return Correction(times(decay, c.scale), c.left, c.right)
     return Correction(c.scale, decay * c.left, c.right)
 
 
 def _columns(decay: Expr, c: Correction) -> Correction:
-    if KEY not in decay.axes:
+    if c.axis not in decay.axes:
         return Correction(times(decay, c.scale), c.left, c.right)
     return Correction(c.scale, c.left, decay * c.right)
 
@@ -248,9 +278,9 @@ def times(a: Expr, b: Expr) -> Expr:
     return zero if a is zero or b is zero else a * b
 
 
-def split_scale(x: Expr) -> tuple[Expr, Expr]:
-    """x = scale · core: factors without a Key axis on the left, the Key part on the right (1 if there is none)."""
-    core, scale = split_factors(x, lambda factor: KEY in factor.axes)
+def split_scale(x: Expr, axis: str = KEY) -> tuple[Expr, Expr]:
+    """x = scale · core: factors without the axis on the left, the part with it on the right (1 if there is none)."""
+    core, scale = split_factors(x, lambda factor: axis in factor.axes)
     return scale, core
 
 

@@ -201,7 +201,12 @@ class Spec:
         """True when A or B gives the state a Key axis, whatever C reads."""
         exprs = [r.normal.decay for r in self.rows] + [r.dense for r in self.rows if r.dense is not None]
         exprs += [x for r in self.rows for t in r.terms for x in (t.key, t.gain) if x is not None]
-        return self.rank > 0 or any(KEY in x.axes for x in exprs)
+        return (self.rank > 0 and not self.acts_on_values) or any(KEY in x.axes for x in exprs)
+
+    @cached_property
+    def acts_on_values(self) -> bool:
+        """True where corrections act on the Value axis: A is an operator on the columns of Sᵀ."""
+        return any(c.axis == VALUE for r in self.rows for c in r.normal.corrections)
 
     @cached_property
     def features(self) -> str | None:
@@ -211,7 +216,7 @@ class Spec:
     @cached_property
     def is_delta(self) -> bool:
         """True when every correction erases along the very vector its row writes, and B factors."""
-        if any(r.dense is not None for r in self.rows):
+        if any(r.dense is not None for r in self.rows) or self.acts_on_values:
             return False
         return self.rank > 0 and all(
             not r.normal.corrections
@@ -221,6 +226,14 @@ class Spec:
             )
             for r in self.rows
         )
+
+    @cached_property
+    def is_delta_on_values(self) -> bool:
+        """True when every correction on the Value axis erases along the very value that its row writes."""
+        pairs = [(c, t) for r in self.rows for c, t in zip(r.normal.corrections, r.terms, strict=False)]
+        counts = {len(r.terms) - len(r.normal.corrections) for r in self.rows if r.normal.corrections}
+        tied = all(c.left is split_scale(t.value, VALUE)[1] and not c.scale.axes for c, t in pairs)
+        return self.acts_on_values and counts == {0} and tied and all(r.dense is None for r in self.rows)
 
     @cached_property
     def is_elementwise(self) -> bool:
@@ -349,7 +362,7 @@ class Spec:
             return "none"
         if self.micro > 1:
             return "product"
-        return "delta" if self.is_delta else ("rank-one" if self.rank == 1 else "low-rank")
+        return "delta" if self.is_delta or self.is_delta_on_values else ("rank-one" if self.rank == 1 else "low-rank")
 
     @property
     def structure(self) -> str:
@@ -367,7 +380,7 @@ class Spec:
     @property
     def plain_structure(self) -> str:
         """The structure, turns, features and a window left out."""
-        if not self.has_key:
+        if not self.has_key and not self.rank:
             return "vector (N = 1)"
         names = {
             "key": "key-diagonal decay",
@@ -376,8 +389,8 @@ class Spec:
             "identity": "identity",
         }
         decay = names.get(self.decay_kind, f"{self.decay_kind} decay")
-        solved = ", read by a solve" * (self.system.solve is not None)
-        return (decay if self.correction_kind == "none" else f"{decay} + {self.correction_kind}") + solved
+        where = " on the Value axis" * self.acts_on_values + ", read by a solve" * (self.system.solve is not None)
+        return (decay if self.correction_kind == "none" else f"{decay} + {self.correction_kind}") + where
 
     def __str__(self) -> str:
         lines = [f"{self.name}({', '.join(f'{i.name}: {i.kind}' for i in self.inputs)})"]

@@ -68,6 +68,8 @@ def _check(spec: Spec) -> None:
         raise TraceError("every input is a Param; a recurrence needs at least one input with a token axis")
     _check_frame(spec)
     check_solve(spec)
+    if spec.acts_on_values:
+        _check_values(spec)
     if spec.has_key and KEY not in spec.readout.axes:
         raise TraceError(
             f"the state has a Key axis but C = {spec.readout} has none, so y would keep it; contract it with a Key "
@@ -111,6 +113,30 @@ def _check_frame(spec: Spec) -> None:
             f"turn({angle}): the decay differs within a pair, and exp(…) in B keeps a running maximum, which needs one "
             "decay for both places; make the decay of Scalars or Pairs"
         )
+
+
+def _check_values(spec: Spec) -> None:
+    """What an operator on the Value axis stands beside. Raises TraceError."""
+    corrections = [c for r in spec.rows for c in r.normal.corrections]
+    own = next(c for c in corrections if c.axis == VALUE)
+    here = f"outer({own.left}, {own.right}) acts on the Value axis"
+    for c in corrections:
+        if c.axis == KEY:
+            raise TraceError(f"{here} and outer({c.left}, {c.right}) on the Key axis; A acts on one of the two")
+    for x in [r.normal.decay for r in spec.rows] + [x for c in corrections for x in (c.scale, c.left, c.right)]:
+        if KEY in x.axes:
+            raise TraceError(f"{here}, alike for every place of the Key axis, but `{x}` in A differs by place")
+    if spec.turns:
+        raise TraceError(f"{here} and a turn on the Key axis; A acts on one of the two")
+    if spec.rule is not None:
+        raise TraceError(f"{here} and mixes channels, which normalize divides one by one; leave normalize out")
+    if spec.system.window is not None:
+        raise TraceError(f"{here}; a window keeps keys and values as they came, so A may only decay in it")
+    if spec.features is not None:
+        raise TraceError(f"{here}; exponential and Taylor features are for states whose A acts on the Key axis")
+    gate, read = spec.gated_read
+    if spec.has_key and VALUE in read.axes:
+        raise TraceError(f"{here}, so C is a Key expression times a Value one; C = {spec.readout} is no such product")
 
 
 def _roots(spec: Spec) -> list[Expr]:

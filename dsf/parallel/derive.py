@@ -9,8 +9,7 @@ from dsf.kernels.affine import Frame
 from dsf.language.annotations import Input, Kind
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
-from dsf.language.functions import dot
-from dsf.language.operator import I, Normal, Operator, diag, outer, times
+from dsf.language.operator import I, Normal, Operator, diag, inner_product, outer, times
 from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.torch.columns import columns
@@ -47,11 +46,15 @@ def adjoint(spec: Spec) -> Recurrence | None:
     transitions = [_transposed(n) for n in rows]
     writes: list[Expr] = [const(0)] * len(rows)
     if spec.system.read == "after":
-        writes[0] = _applied(rows[0], reading) * dy
+        if spec.acts_on_values:
+            gate, reading = spec.gated_read if spec.has_key else (reading, const(1))
+            writes[0] = reading * _applied(rows[0], gate * dy)
+        else:
+            writes[0] = _applied(rows[0], reading) * dy
     else:
         writes[-1] = reading * dy
     systems = [System(A=a, B=b) for a, b in zip(transitions, writes, strict=True)]
-    last = replace(systems[-1], C=reading, earlier=tuple(systems[:-1]))
+    last = replace(systems[-1], C=spec.readout, earlier=tuple(systems[:-1]))
     inputs = (*spec.inputs, Input(name, Kind(frozenset({VALUE}))))
     return Recurrence(Spec(f"{spec.name} (adjoint)", "", inputs, last))
 
@@ -80,7 +83,7 @@ def _applied(normal: Normal, x: Expr) -> Expr:
     """Aᵀ x of a readout x."""
     total = times(normal.decay, x)
     for c in normal.corrections:
-        total = total + times(c.scale, dot(c.left, x)) * c.right
+        total = total + times(c.scale, inner_product(c.left, x, c.axis)) * c.right
     return total
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.oracle import naive
+from dsf.language.expr import Expr
 from dsf.language.operator import Operator
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
@@ -51,6 +52,10 @@ def run_naive(
     """The naive form of one (un-normalised) Spec: y [B, T, H, P] and the last state [B, H, N, P]."""
     batch, tokens, heads, n = shape
     p = state.shape[-1]
+    d = values(spec.system.D).squeeze(-2).expand(batch, tokens, heads, p)
+    across = spec.acts_on_values
+    if across:
+        n, p, values, state = p, n, _Transposed(values), state.transpose(-1, -2)
     a, b = [], []
     for step in spec.system.micro_steps:
         dense = dense_operator(step.A, values, n).expand(batch, tokens, heads, p, n, n)
@@ -62,5 +67,15 @@ def run_naive(
         a.append(dense)
         b.append(written)
     c = values(spec.readout).expand(batch, tokens, heads, n, p)
-    d = values(spec.system.D).squeeze(-2).expand(batch, tokens, heads, p)
-    return naive(a, b, c, d, state, spec.system.read == "before")
+    y, last = naive(a, b, c, d, state, spec.system.read == "before", -1 if across else -2)
+    return y, last.transpose(-1, -2) if across else last
+
+
+class _Transposed(Evaluator):
+    """Expressions of a transposed state: [B, T, H, p, n]."""
+
+    def __init__(self, values: Evaluator) -> None:
+        self.plain, self.dtype, self.device = values, values.dtype, values.device
+
+    def __call__(self, root: Expr) -> Tensor:
+        return self.plain(root).transpose(-1, -2)

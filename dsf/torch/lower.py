@@ -67,7 +67,7 @@ def lower(
     batch, tokens, heads, n = shape
     layout = columns(spec, values.p)
     factors = decay_factors(spec) if compact and valid is None else None
-    decay, log = (values(factors[0]), True) if factors else _decays(spec, values, tokens)
+    decay, log = (values(factors[0]), True) if factors else decays_of(spec, values, tokens)
     own = -1 if compact else heads
     gate, core = spec.gated_read
     readout = values(core).expand(batch, tokens, own, -1, -1)
@@ -86,7 +86,7 @@ def lower(
     problem = _widen(problem, layout)
     start = None if state is None else state[..., : layout.p + layout.den]
     if valid is not None:
-        problem = _mask(problem, valid)
+        problem = mask(problem, valid)
         gain = None if gain is None else torch.where(_rows(valid, spec.micro), gain, EMPTY)
     if gate is not const(1):
         skip = skip_columns(values, spec.system.D, None, layout)
@@ -115,7 +115,7 @@ def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
     return (fixed, moving) if len(moving.axes) == 1 else None
 
 
-def _decays(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
+def decays_of(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
     """Decays of all rows [B|1, rows|1, H|1, n, p], in logarithms where the table derives them."""
     logs = spec.log_decays
     exprs = logs if logs is not None else tuple(r.normal.decay for r in spec.rows)
@@ -164,13 +164,13 @@ def _injections(
             term = row.terms[g] if g < len(row.terms) else Term(const(1), const(0))
             row_keys.append(values(term.key).squeeze(-1).expand(batch, tokens, own, n))
             row_values.append(_value(spec, values, (index, g), term, layout).expand(batch, tokens, heads, -1))
-        keys.append(_side_by_side(row_keys))
-        vals.append(_side_by_side(row_values))
+        keys.append(side_by_side(row_keys))
+        vals.append(side_by_side(row_values))
     gain = None if gains[0] is None else stack_rows([g for g in gains if g is not None])
     return stack_rows(keys), stack_rows(vals), gain
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
+def side_by_side(parts: list[Tensor]) -> Tensor:
     """Stack along axis 3; a single part is only looked at, not copied."""
     return parts[0].unsqueeze(3) if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts), dim=3)
 
@@ -193,14 +193,16 @@ def _dense(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layo
     batch, tokens, heads, n = shape
     rows = []
     for index, row in enumerate(spec.rows):
-        full = values(_whole(row)).expand(batch, tokens, heads, n, -1)
+        full = values(whole_injection(row)).expand(batch, tokens, heads, n, -1)
         if spec.ones is not None:
-            full = beside(full, values(_whole(spec.ones.rows[index])).expand(batch, tokens, heads, n, -1), layout)
+            ones = values(whole_injection(spec.ones.rows[index]))
+            full = beside(full, ones.expand(batch, tokens, heads, n, -1), layout)
         rows.append(full.expand(*full.shape[:-1], layout.p + layout.den))
     return stack_rows(rows)
 
 
-def _whole(row: Row) -> Expr:
+def whole_injection(row: Row) -> Expr:
+    """B of a row as one expression."""
     if row.dense is not None:
         return row.dense
     total: Expr = const(0)
@@ -230,8 +232,8 @@ def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]
         while len(right) < groups:
             left.append(values.full(0.0))
             right.append(nothing)
-        lefts.append(_side_by_side([x.expand(batch, tokens, heads, 1 if tied else n, -1) for x in left]))
-        rights.append(_side_by_side(right))
+        lefts.append(side_by_side([x.expand(batch, tokens, heads, 1 if tied else n, -1) for x in left]))
+        rights.append(side_by_side(right))
     if not tied:
         return {"right": stack_rows(rights), "left": stack_rows(lefts)}
     own = all(
@@ -263,7 +265,7 @@ def _rows(valid: Tensor, micro: int) -> Tensor:
     return valid.repeat_interleave(micro, dim=1)[:, :, None, None, None]
 
 
-def _mask(problem: Problem, valid: Tensor) -> Problem:
+def mask(problem: Problem, valid: Tensor) -> Problem:
     """Padding tokens: decay one, nothing written, nothing erased."""
     keep = _rows(valid, problem.micro)
     one = 0.0 if problem.log else 1.0
@@ -291,7 +293,7 @@ def lower_maximum(
     For systems of one micro-step; arguments as `lower` has them.
     """
     layout = columns(spec, values.p)
-    decay, log = _decays(spec, values, shape[1])
+    decay, log = decays_of(spec, values, shape[1])
     gain = largest_gain(spec, values, spec.rows[0], shape)
     assert gain is not None
     if valid is not None:

@@ -44,6 +44,8 @@ def refusal(
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if spec.mixes_pairs:
         return "turns whose decay differs within a pair run on torch only"
+    if spec.acts_on_values:
+        return "corrections on the Value axis run on torch only"
     if spec.is_attention:
         if form not in ("auto", "chunk"):
             return f"the {form} form of {spec.structure} runs on torch only"

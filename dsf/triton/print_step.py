@@ -37,6 +37,8 @@ def step_refusal(spec: Spec) -> str | None:
         return "its readout is solved for token by token, on torch"
     if spec.is_attention:
         return "the decode kernel keeps a finite state"
+    if spec.acts_on_values:
+        return "the decode kernel has corrections of the Key axis"
     if spec.features is not None:
         return "no printed kernel evaluates Taylor features"
     if not spec.has_key and any(KEY in x.axes for r in spec.rows for x in (r.normal.decay, *(t.key for t in r.terms))):
