@@ -81,7 +81,8 @@ def lower(
         low |= {"cross": cross} | _turned_reads(spec, values, shape, low)
     problem = Problem(
         decay=decay, log=log, readout=readout, n=n, p=layout.p + layout.den, key=key, value=value, dense=dense,
-        factor=values(factors[1]) if factors else None, before=spec.system.read == "before", micro=spec.micro, **low,
+        factor=values(factors[1]) if factors else None, before=spec.system.read == "before", micro=spec.micro,
+        across=False, **low,
     )  # fmt: skip
     problem = _widen(problem, layout)
     start = None if state is None else state[..., : layout.p + layout.den]
