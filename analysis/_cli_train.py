@@ -28,6 +28,8 @@ def train(
     bf16: Annotated[bool, typer.Option("--bf16", help="matrix products in bfloat16")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="through torch.compile")] = False,
     seed: Annotated[int, typer.Option(min=0, help="of weights and data")] = 0,
+    cp: Annotated[int, typer.Option(min=1, help="processes of torchrun that share every sequence")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="processes of torchrun that share heads and parameters")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
 ) -> None:  # fmt: skip
     """Train a language model around a mixer on a text; save it where `dsf analyze` and transformers open it."""
@@ -37,12 +39,16 @@ def train(
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    run = engine.Run(mixer, out, text, size, steps, tokenizer, device, lr, batch, seq, bf16, compile, seed)
+    run = engine.Run(
+        mixer, out, text, size, steps, tokenizer, device, lr, batch, seq, bf16, compile, seed, cp=cp, tp=tp
+    )
     with _quiet_transformers(), Bar() as bar:
         bar.step("read and tokenize", 0, 1)
         _quiet()
         prepared = engine.prepare(run, resume)
         record = engine.train(prepared, lambda step, loss: bar.step(f"loss {loss:.3f} nats", step, steps))
+    if run.ranks.rank:  # the first process speaks for all
+        return
     if as_json:
         report: Any = importlib.import_module("dsf.analysis.report")
         json: Any = importlib.import_module("json")

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dsf
+from dsf.analysis.ranks import Ranks, whole_state
 from dsf.analysis.text import HELD_OUT, read_text
 from dsf.language.errors import DsfError, InputError
+from dsf.mixers.models.causal_lm import CausalLM
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
 
 SCHEMA = "dsf.train/1"
@@ -37,7 +39,8 @@ class Run:
 
     mixer: names with commas between, a pattern over the layers. text: None for Python's own documentation. size: of
     `dsf.models.SIZES`. tokenizer: "bytes", or a folder that save_pretrained wrote. batch, seq: sequences a step, tokens
-    each. lr: at its highest; None: by the size. saves: checkpoints in all.
+    each. lr: at its highest; None: by the size. saves: checkpoints in all. cp, tp: of torchrun's processes, so many
+    share every sequence, and so many the heads; the others share the batch.
     """
 
     mixer: str
@@ -54,6 +57,13 @@ class Run:
     compile: bool = False
     seed: int = 0
     saves: int = 5
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> Ranks:
+        """Torchrun's processes, and what they share. Raises InputError for numbers that do not fit."""
+        return Ranks.of(self)
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -98,6 +108,7 @@ def prepare(run: Run, resume: bool) -> Prepared:
     if run.device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA GPU that torch can use")
     sized(run.size, mixers)  # unknown mixers, before the text is read
+    ranks = run.ranks
     name, data = read_text(run.text)
     tokenizer = byte_tokenizer() if run.tokenizer == "bytes" else load_tokenizer(run.tokenizer)
     tokens = tokens_of(tokenizer, data)
@@ -108,6 +119,11 @@ def prepare(run: Run, resume: bool) -> Prepared:
             f"{math.ceil((run.seq + 1) / HELD_OUT):,}: a tenth is held out"
         )
     config = sized(run.size, mixers, len(tokenizer), fused_loss=True)
+    if ranks.tp > 1:
+        from dsf.parallel.heads import check_heads
+
+        with torch.device("meta"):
+            check_heads(CausalLM(config), ranks.tp)
     identity = {
         "model": config.model_dump(mode="json"), "text": hashlib.sha256(data).hexdigest(), "steps": run.steps,
         "batch": run.batch, "seq": run.seq, "seed": run.seed, "lr": run.lr or RATES[run.size], "bf16": run.bf16,
@@ -199,26 +215,40 @@ def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any
     """
     from dsf.analysis.trainer import make_trainer
 
+    run, ranks = prepared.run, prepared.run.ranks
+    with ranks.joined(run.device), _disk_errors(run.out):
+        ranks.wait()  # until all have seen what is in the folder
+        if ranks.rank == 0:
+            _begin(prepared)
+        ranks.wait()
+        trainer = make_trainer(prepared, progress)
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
+        record = _record(prepared, trainer, time.perf_counter() - start)
+        whole = trainer.model
+        if ranks.world > 1:
+            state = whole_state(trainer.model)
+            whole = trainer.new_model(state) if ranks.rank == 0 else None
+        if whole is not None:
+            whole.config.fused_loss = False  # what is opened later wants its logits
+            _save_whole(run.out, whole, prepared.tokenizer)
+            _curve(run.out / "loss.png", record)
+            _write(run.out / RECORD, json.dumps(record, indent=1))
+        ranks.wait()
+    return record
+
+
+def _begin(prepared: Prepared) -> None:
+    """The folder, with what is known before training. Raises InputError where it cannot be made."""
     out = prepared.run.out
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {out}: cannot make this folder ({error.strerror})") from error
-    with _disk_errors(out):
-        _keep_sources(prepared)
-        if prepared.checkpoint is None:
-            shutil.rmtree(out / "checkpoints", ignore_errors=True)
-            _write(out / RECORD, json.dumps({"schema": SCHEMA, "identity": prepared.identity}, indent=1))
-        trainer = make_trainer(prepared, progress)
-        start = time.perf_counter()
-        trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
-        seconds = time.perf_counter() - start
-        record = _record(prepared, trainer, seconds)
-        trainer.model.config.fused_loss = False  # what is opened later wants its logits
-        _save_whole(out, trainer.model, prepared.tokenizer)
-        _curve(out / "loss.png", record)
-        _write(out / RECORD, json.dumps(record, indent=1))
-    return record
+    _keep_sources(prepared)
+    if prepared.checkpoint is None:
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        _write(out / RECORD, json.dumps({"schema": SCHEMA, "identity": prepared.identity}, indent=1))
 
 
 def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:

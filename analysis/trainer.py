@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import SequentialSampler
+import torch.distributed.checkpoint as dcp
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from dsf.language.errors import DsfError
 from dsf.mixers.models.hf import DsfConfig, DsfForCausalLM
+from dsf.mixers.models.parts import IGNORED, next_labels
 from dsf.mixers.models.weights import undecayed_names
+from dsf.parallel.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from dsf.analysis.train import Prepared, Progress
+
+STATE = "state"  # what a checkpoint has of model and optimizer
 
 
 def make_trainer(prepared: Prepared, progress: Progress | None) -> Any:
@@ -24,8 +32,9 @@ def make_trainer(prepared: Prepared, progress: Progress | None) -> Any:
     run = prepared.run
     every = max(1, run.steps // max(1, run.saves))
     arguments = TrainingArguments(
-        output_dir=str(run.out / "checkpoints"), max_steps=run.steps, per_device_train_batch_size=run.batch,
-        per_device_eval_batch_size=run.batch, learning_rate=prepared.identity["lr"], weight_decay=0.1, adam_beta1=0.9,
+        output_dir=str(run.out / "checkpoints"), max_steps=run.steps,
+        per_device_train_batch_size=run.batch // run.ranks.dp, per_device_eval_batch_size=run.batch,
+        learning_rate=prepared.identity["lr"], weight_decay=0.1, adam_beta1=0.9,
         adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=max(1, min(200, run.steps // 10)),
         save_strategy="steps", save_steps=every, save_total_limit=2, eval_strategy="steps", eval_steps=every,
@@ -35,16 +44,24 @@ def make_trainer(prepared: Prepared, progress: Progress | None) -> Any:
     )  # fmt: skip
     torch.manual_seed(run.seed)
     model = DsfForCausalLM(DsfConfig.of(prepared.config))
-    trainer = _Trainer(
-        model, arguments, train_dataset=prepared.train, eval_dataset=prepared.held_out,
-        callbacks=[_Watch(progress)],
-    )  # fmt: skip
+    kind = _Trainer if run.ranks.world == 1 else _SpreadTrainer
+    trainer = kind(prepared, model, arguments, progress)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 class _Trainer(Trainer):
-    """Trainer with the order of the data fixed and checkpoints that are whole or not there."""
+    """Trainer with the order of the data fixed and checkpoints that are whole or not there.
+
+    Checkpoints are `torch.distributed.checkpoint`'s (`dsf.parallel.Checkpoint`): any number of processes goes on with
+    them.
+    """
+
+    def __init__(self, prepared: Prepared, model: Any, arguments: TrainingArguments, progress: Progress | None) -> None:
+        self.prepared = prepared
+        super().__init__(
+            model, arguments, train_dataset=prepared.train, eval_dataset=prepared.held_out, callbacks=[_Watch(progress)]
+        )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -55,13 +72,38 @@ class _Trainer(Trainer):
         return [name for name, _ in model.named_parameters() if name not in apart]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder, ranks = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.prepared.run.ranks
         try:
             super()._save_checkpoint(*args, **kwargs)
-            (folder / "whole").touch()
+            ranks.wait()
+            if ranks.rank == 0:
+                (folder / "whole").touch()
+            ranks.wait()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Nothing: the model is saved with its optimizer."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with _checkpointing():
+            dcp.save({"training": self._checkpoint()}, checkpoint_id=str(Path(output_dir) / STATE))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the model is loaded with its optimizer, which is made later."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with _checkpointing():
+            dcp.load({"training": self._checkpoint()}, checkpoint_id=str(Path(checkpoint) / STATE))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Keep a line of the log; nothing is printed."""
@@ -69,6 +111,57 @@ class _Trainer(Trainer):
         loss = logs.get("loss")
         if loss is not None and not math.isfinite(loss):
             raise DsfError(f"the loss is not finite after {self.state.global_step} steps; try a smaller --lr")
+
+
+class _SpreadTrainer(_Trainer):
+    """The same over processes: a model that ranks share, each with its part of every batch and sequence."""
+
+    def __init__(self, prepared: Prepared, model: Any, arguments: TrainingArguments, progress: Progress | None) -> None:
+        self.ranks = prepared.run.ranks
+        shared, self.sequence = self.ranks.spread(model.to(arguments.device), prepared.run.seq)
+        super().__init__(prepared, shared, arguments, progress)
+        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast
+        self.model._is_accelerate_prepared = True  # it is shared already, and is not to be wrapped once more
+
+    def new_model(self, state: dict[str, Any]) -> Any:
+        """A whole model of these parameters."""
+        model = DsfForCausalLM(DsfConfig.of(self.prepared.config))
+        model.load_state_dict(state)
+        return model
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This process's part of every batch."""
+        run, part = self.prepared.run, self.prepared.run.batch // self.ranks.dp
+        first = range(self.ranks.place * part, run.steps * run.batch, run.batch)
+        batches = [list(range(begin, begin + part)) for begin in first]
+        return DataLoader(self.prepared.train, batch_sampler=batches, collate_fn=self.data_collator)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """All that is held out, of which processes share the sequences only; batches of one size have one weight."""
+        windows = len(self.prepared.held_out)
+        size = next(n for n in range(min(self.prepared.run.batch, windows), 0, -1) if windows % n == 0)
+        return DataLoader(self.prepared.held_out, size, collate_fn=self.data_collator)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """The processes' mean of what this returns is the batch's loss, and so are gradients."""
+        targets = next_labels(inputs["labels"])
+        parts = self.ranks.dp if model.training else 1
+        count = (targets != IGNORED).sum() * parts
+        ids, targets = self.sequence.shard(inputs["input_ids"], targets)
+        outputs = model(input_ids=ids, shift_labels=targets, num_items_in_batch=count)
+        loss = outputs.loss * (parts * self.ranks.cp)
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+
+@contextmanager
+def _checkpointing() -> Iterator[None]:
+    """Errors as exceptions that are caught by others, and no warning that a checkpoint is one process's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        try:
+            yield
+        except dcp.CheckpointException as error:  # a BaseException, with what went wrong on each rank
+            raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
 
 
 class _Watch(TrainerCallback):

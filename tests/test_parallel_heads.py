@@ -45,5 +45,5 @@ def test_four_ranks_and_two_by_two():
 
 
 def test_training_goes_on_with_another_number_of_ranks(of_two):
-    """Two ranks to one, and one to two: losses as if nothing had happened; the model's head is tied to its embedding."""
+    """Two ranks to one, and one to two: losses as if nothing had happened; the head is tied to the embedding."""
     assert all(max(losses) < 1e-9 for *_, losses in of_two)

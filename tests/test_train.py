@@ -2,6 +2,8 @@
 
 import errno
 import json
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +14,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 typer = pytest.importorskip("typer")
 
+from ranks import spawned  # noqa: E402
+from ranks_train import SMALLEST, trained  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from dsf.analysis import train as engine  # noqa: E402
 from dsf.analysis._cli_app import app  # noqa: E402
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 40
+PATTERN = "own.py:forgetful,softmax_attention"
 OWN = """import dsf
 from dsf import I, Key, Scalar, System, Value, l2norm, outer, sigmoid
 
@@ -35,7 +40,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "own.py").write_text(OWN)
     # the smallest model that is one
-    monkeypatch.setitem(engine.SIZES, "tiny", {"d_model": 32, "n_layers": 2, "n_heads": 2, "context_length": 64})
+    monkeypatch.setitem(engine.SIZES, "tiny", SMALLEST)
     return tmp_path
 
 
@@ -92,22 +97,23 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
     from dsf.mixers.models import hf
 
-    save = hf.DsfForCausalLM.save_pretrained
+    write, save = FileSystemWriter.write_data, hf.DsfForCausalLM.save_pretrained
 
-    def full(self, where, *args, **kwargs):
-        if "checkpoint-3" in str(where):
-            (engine.Path(where)).mkdir(parents=True, exist_ok=True)
-            (engine.Path(where) / "model.safetensors").write_bytes(b"half")
+    def full(self, *args, **kwargs):
+        if "checkpoint-3" in str(self.path):
+            (engine.Path(self.path) / "half").write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(self, where, *args, **kwargs)
+        return write(self, *args, **kwargs)
 
-    monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", full)
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
     done = command(folder)
     assert done.exit_code == 2 and "the disk of run is full" in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (folder / "run/checkpoints/checkpoint-3").exists()
-    monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", save)
+    monkeypatch.setattr(FileSystemWriter, "write_data", write)
     assert command(folder, "--resume").exit_code == 0
     before = (folder / "run/model.safetensors").read_bytes()
 
@@ -153,3 +159,56 @@ def test_a_folder_with_another_run_is_refused(folder):
     (folder / "full").mkdir()
     (folder / "full/thing").touch()
     assert "is not empty and holds no training run" in command(folder, out="full").stderr
+
+
+def spread(folder, *more, out):
+    """`dsf train` in two processes; the first alone says what was done."""
+    words = ["--mixer", PATTERN, "--text", "text.txt", "--steps", 4, "--batch", 2, "--seq", 16, "--device", "cpu"]
+    found = spawned(2, partial(trained, folder, [str(x) for x in [*words, "--out", out, *more]]))
+    assert [code for code, _ in found] == [0, 0], found
+    assert f"wrote {out}" in found[0][1] and "wrote" not in found[1][1]
+
+
+def curves(run):
+    record = json.loads((run / "train.json").read_text())
+    return [value for name in ("loss", "held_out") for _, value in record[name]]
+
+
+def test_processes_share_a_run_and_others_go_on_with_it(folder):
+    """Two by heads to one, one to two by tokens: curves and weights as if one process had done it all."""
+    assert command(folder, out="one", mixer=PATTERN).exit_code == 0
+    spread(folder, "--tp", 2, out="two")
+    assert curves(folder / "two") == pytest.approx(curves(folder / "one"), abs=2e-5)
+    one, two = weights(folder / "one"), weights(folder / "two")
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=0)
+    whole = curves(folder / "one")
+    for run in ("one", "two"):
+        shutil.rmtree(folder / run / "checkpoints/checkpoint-4")  # as if it had been stopped after three steps
+    assert command(folder, "--resume", out="two", mixer=PATTERN).exit_code == 0
+    spread(folder, "--resume", "--cp", 2, out="one")
+    for run in ("one", "two"):
+        assert curves(folder / run) == pytest.approx(whole, abs=2e-5)
+        record = json.loads((folder / run / "train.json").read_text())
+        assert [step for step, _ in record["loss"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--tp", "2"], "need a multiple of 2 processes, and there is 1: torchrun --no-python --nproc-per-node 2"),
+        (["--cp", "2", "--tp", "2"], "--cp 2 and --tp 2 need a multiple of 4 processes"),
+    ],
+)
+def test_processes_that_are_not_there_are_refused(folder, more, words):
+    done = command(folder, *more)
+    assert done.exit_code == 2 and words in " ".join(done.stderr.split()) and not (folder / "run").exists()
+
+
+def test_runs_that_processes_cannot_share_are_refused(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "--batch 2: 3 groups of processes" in command(folder).stderr
+    assert "has n_heads=2, which 3 ranks cannot share" in command(folder, "--tp", "3").stderr
+    assert "--compile: of one process only" in command(folder, "--cp", "3", "--compile").stderr
+    assert not (folder / "run").exists()

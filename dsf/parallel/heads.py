@@ -23,13 +23,17 @@ def shard_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Share the heads of every layer in a model among the ranks of a mesh (`HeadShard`)."""
     if mesh.ndim != 1:
         raise InputError(f"HeadShard takes a mesh of one dimension, got {mesh.mesh_dim_names or mesh.ndim}")
+    for plan in check_heads(model, mesh.size()):  # all is refused before anything is changed
+        _share(plan, mesh)
+    return model
+
+
+def check_heads(model: nn.Module, ranks: int) -> list[Cuts]:
+    """How the layers of a model are cut. Raises InputError where so many ranks cannot share them."""
     layers = list(layers_of(model))
     if not layers:
         raise InputError(f"{type(model).__name__} has no dsf mixer whose heads could be shared")
-    plans = [_planned(layer, mesh.size()) for layer in layers]  # all is refused before anything is changed
-    for plan in plans:
-        _share(plan, mesh)
-    return model
+    return [_planned(layer, ranks) for layer in layers]
 
 
 def layers_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -175,6 +175,7 @@ class CausalLM(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         return_state: bool = True,
         shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> CausalOutput:
         """Predict the next token after each.
 
@@ -183,6 +184,7 @@ class CausalLM(nn.Module):
         boundaries of sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
         return_state: False spares memory and time in training. shift_labels: [B, T] in place of labels, moved on
         already: what each token predicts, `next_labels(labels)`, of which ranks that share a sequence cut their part.
+        num_items_in_batch: what the loss is divided by, in place of this call's labels.
         Raises InputError for shapes and states that do not fit.
         """
         self._check(ids, labels if shift_labels is None else shift_labels, cu_seqlens)
@@ -191,9 +193,10 @@ class CausalLM(nn.Module):
         if targets is None:
             return CausalOutput(self.lm_head(hidden), None, state)
         if self.training and self.config.fused_loss and not is_shared(self.lm_head):
-            return CausalOutput(None, linear_cross_entropy(hidden, self.lm_head.weight, targets), state)
+            loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
+            return CausalOutput(None, loss, state)
         logits = self.lm_head(hidden)
-        return CausalOutput(logits, cross_entropy(logits, targets), state)
+        return CausalOutput(logits, cross_entropy(logits, targets, num_items_in_batch), state)
 
     @torch.no_grad()
     def step(self, ids: Tensor, state: ModelState | None = None) -> CausalOutput:

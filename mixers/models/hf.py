@@ -262,14 +262,14 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         num_items_in_batch: Any = None,
-        shift_labels: Tensor | None = None,
-        **_: Any,
+        **more: Any,
     ) -> CausalLMOutputWithPast:
         """As `DsfModel.forward`; labels: [B, T] as input_ids, -100 counts as nothing -> loss, mean in nats.
 
         logits_to_keep: of so many last tokens, 0 for all. num_items_in_batch: what the loss is divided by, if given.
         shift_labels: [B, T] in place of labels, moved on already, as for sequences that ranks share.
         """
+        shift_labels = more.get("shift_labels")  # in the signature, Trainer would ask every batch for it
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, bounds)
         hidden, cache = out.last_hidden_state, out.past_key_values
