@@ -26,12 +26,6 @@ from dsf.triton.names import declared
 LARGEST = 256  # combinations a recurrence remembers
 
 
-@derived
-def _names(spec: Spec) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-    """Names of the inputs, and which have a token axis."""
-    return tuple(i.name for i in spec.inputs), tuple(i.kind.time for i in spec.inputs)
-
-
 def is_transformed(tensors: Iterable[Any]) -> bool:
     """True within a transformation of torch.func, and where one of the tensors has a forward-mode tangent."""
     if torch._C._are_functorch_transforms_active():
@@ -49,7 +43,8 @@ class Calls:
 
     recurrence: ClassVar[Callable[[Spec], Any]]
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Spec) -> None:
+        self.names, self.timed = tuple(i.name for i in spec.inputs), tuple(i.kind.time for i in spec.inputs)
         self.kept: dict[Any, tuple[Any, ...]] = {}
         self.warned = False
 
@@ -58,7 +53,7 @@ class Calls:
         one_token: bool = False,
     ) -> tuple[Bound, Plan]:  # fmt: skip
         """The checked inputs and what runs. Raises InputError and FormError."""
-        names, timed = _names(spec)
+        names = self.names
         tensors = self._ordered(names, args, kwargs)
         transformed = is_transformed((*args, *kwargs.values(), state))
         key = None
@@ -73,7 +68,7 @@ class Calls:
             if found is not None:
                 sizes, dtype, compute, device, plan = found
                 if one_token:
-                    tensors = tuple(x.unsqueeze(1) if t else x for x, t in zip(tensors, timed, strict=True))
+                    tensors = tuple(x.unsqueeze(1) if t else x for x, t in zip(tensors, self.timed, strict=True))
                 return Bound(dict(zip(names, tensors, strict=True)), sizes, dtype, compute, device), plan
         bound = bind(spec, tuple(args), kwargs, one_token)
         given = (*bound.tensors.values(), state)
@@ -102,7 +97,7 @@ class Calls:
 @derived
 def calls_of(spec: Spec) -> Calls:
     """A declaration's calls, whatever copies of its recurrence make them."""
-    return Calls()
+    return Calls(spec)
 
 
 def key_of(spec: Spec) -> str:

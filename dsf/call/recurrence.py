@@ -30,6 +30,7 @@ from dsf.torch.columns import columns, state_columns
 from dsf.torch.lower import true_state
 from dsf.trajectory import Trajectory
 from dsf.triton import choose as gpu
+from dsf.triton import step as gpu_step
 
 if TYPE_CHECKING:
     from dsf.parallel.world import World
@@ -275,7 +276,7 @@ class Recurrence:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*bound.tensors.values(), state)):
             raise InputError(f"{self.name}: in_place overwrites what a gradient would need; use torch.no_grad()")
         if plan.one_step and not self.spec.is_framed:
-            return gpu.step(self.spec, bound, state, in_place=True)[0]
+            return gpu_step.run(self.spec, bound, state, in_place=True)[0]
         y, final = self._run(bound, None, state, plan)
         assert isinstance(final, Tensor)
         state.copy_(final)

@@ -28,7 +28,10 @@ from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import apply_rule, decay_factors, finish, lower, true_state
 from dsf.torch.on_values import lower_on_values
 from dsf.torch.stabilise import EMPTY
-from dsf.triton.choose import packs, run_gpu, run_packed_gpu
+from dsf.triton import chunk as gpu_chunk
+from dsf.triton import scan as gpu_scan
+from dsf.triton import step as gpu_step
+from dsf.triton.choose import is_scan, packs
 
 Timed = Mapping[str, Tensor]
 
@@ -56,7 +59,10 @@ def run_packed(
     """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor where the kernels take one."""
     timed, outputs, finals = timed_inputs(spec, bound), [], []
     if isinstance(bounds, Tensor) or (plan.backend == "triton" and not plan.one_step and packs(spec)):
-        return run_packed_gpu(spec, bound, timed, state, bounds)
+        if is_scan(spec):
+            return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
+        assert isinstance(bounds, Tensor)
+        return gpu_chunk.run_matrix(spec, bound, timed, state, bounds)
     for batch in packing.batches(bounds, bound.device):
         start = None if state is None else state.index_select(0, batch.chosen)
         y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan, declared=declared)
@@ -80,7 +86,11 @@ def _run(
     declared: Spec | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if plan.backend == "triton":
-        return run_gpu(spec, bound, timed, state, valid, plan.one_step)
+        if plan.one_step:
+            return gpu_step.run(spec, bound, state)
+        if is_scan(spec):
+            return gpu_scan.fused_scan(spec, bound, timed, state, valid)
+        return gpu_chunk.run_matrix(spec, bound, timed, state)
     if plan.form == CONVOLUTION:
         still = invariant(declared or spec)
         assert isinstance(still, Still)

@@ -1,4 +1,4 @@
-"""Which calls run on the Triton kernels, and handing them over: the `triton` backend's front door."""
+"""Which calls run on the Triton kernels, and on which of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor
 
-from dsf.call.bind import Bound, Sizes
+from dsf.call.bind import Sizes
 from dsf.language.expr import VALUE
 from dsf.language.spec import Spec
 from dsf.triton import attention as gpu_attention
@@ -18,7 +17,6 @@ from dsf.triton import chunk as gpu_matrix
 from dsf.triton import scan as gpu_scan
 from dsf.triton import step as gpu_step
 from dsf.triton import support
-from dsf.triton.chunk import Timed
 
 _elsewhere: ContextVar[bool] = ContextVar("_elsewhere", default=False)
 
@@ -63,11 +61,6 @@ def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -
     if sizes.tokens != 1 or grad or spec.mixes_pairs or form not in ("auto", "recurrent"):
         return False
     return gpu_step.refusal(spec, sizes, dtype) is None
-
-
-def step(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """y [B, 1, H, P] and the new state, one launch."""
-    return gpu_step.run(spec, bound, state, in_place)
 
 
 def is_scan(spec: Spec) -> bool:
@@ -120,24 +113,3 @@ def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
 def packs_hidden(spec: Spec, form: str) -> bool:
     """True where boundaries need not be known on the host, for sizes that the kernels hold."""
     return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))
-
-
-def run_packed_gpu(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: list[int] | Tensor
-) -> tuple[Tensor, Tensor]:
-    """y [1, T, H, P] and one state a sequence; bounds [S + 1], a tensor beside the inputs or (scans) their values."""
-    if is_scan(spec):
-        return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
-    assert isinstance(bounds, Tensor)
-    return gpu_matrix.run_matrix(spec, bound, timed, state, bounds)
-
-
-def run_gpu(
-    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, one_step: bool = False
-) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] and the final state, as the torch forms return them. valid: for scans, where some is padding."""
-    if one_step:
-        return step(spec, bound, state)
-    if is_scan(spec):
-        return gpu_scan.fused_scan(spec, bound, timed, state, valid)
-    return gpu_matrix.run_matrix(spec, bound, timed, state)

@@ -58,7 +58,7 @@ def kernel_of(spec: Spec, sizes: Sizes) -> str:
     return f"decode step ({keys} keys x {channels} channels, {warps} warps)"
 
 
-def run(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool) -> tuple[Tensor, Tensor]:
+def run(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """y [B, 1, H, P] and the new state, which is the old one where in_place."""
     from dsf.kernels.triton.pointwise.step_ops import matrix_step, matrix_step_in_place
 

@@ -176,16 +176,27 @@ def _replaced(x: Any, slots: Any) -> Any:
     return x
 
 
-def operator(schema: str, host: Callable[..., Any], autograd: Callable[..., Any] | None = None) -> Any:
-    """Define dsf::schema, which runs `host` as Scheduled does; autograd: what runs where gradients may be wanted."""
+def operator(schema: str, host: Callable[..., Any], differentiable: Callable[..., Any] | None = None) -> Any:
+    """Define dsf::schema, which runs `host` as Scheduled does.
+
+    differentiable: what runs instead, on the same arguments, where a gradient is wanted.
+    """
     name, scheduled = schema.split("(")[0], Scheduled(host)
     LIBRARY.define(schema)
     LIBRARY.impl(name, scheduled, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsf::{name}", scheduled.shapes, lib=LIBRARY)
-    if autograd is not None:
-        LIBRARY.impl(name, autograd, "Autograd")
     found = getattr(torch.ops.dsf, name).default
     _known[found] = scheduled
+
+    def autograd(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in _tensors(args)):
+            assert differentiable is not None
+            return differentiable(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return found(*args)
+
+    if differentiable is not None:
+        LIBRARY.impl(name, autograd, "Autograd")
     return found
 
 

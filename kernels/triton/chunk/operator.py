@@ -334,21 +334,16 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None if state is None else first, *(next(given) if need else None for need in needs)
 
 
-def _autograd(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
-    held: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """The operator at the Autograd key. held: for calls whose gradients somebody else makes."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
-        return *_Differentiable.apply(program, bounds, state, *operands), []
-    with torch._C._AutoDispatchBelowAutograd():
-        return matrix_mixer(operands, state, program, keep, bounds, held)
+def _differentiable(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return *_Differentiable.apply(program, bounds, state, *operands), []
 
 
 matrix_mixer = operator(
     "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None, "
     "Tensor[]? held=None) -> (Tensor, Tensor, Tensor[])",
-    _forward, _autograd,
+    _forward, _differentiable,
 )  # fmt: skip
 matrix_mixer_backward = operator(
     "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "

@@ -145,17 +145,11 @@ class _Differentiable(torch.autograd.Function):
         return None, of_x, of_weight, *(None if y is None else next(found) for y in (bias, state)), None
 
 
-def _autograd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, silu: bool,
-    widths: Sequence[int], heads: Sequence[int], scales: Sequence[float],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """The operator at the Autograd key."""
-    options = _options(silu, widths, heads, scales)
-    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, weight, bias, state)):
-        *ys, final = _Differentiable.apply(options, x, weight, bias, state, bounds)
-        return ys, final
-    with torch._C._AutoDispatchBelowAutograd():
-        return short_convolution(x, weight, bias, state, bounds, *options)
+def _differentiable(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, *options: Any
+) -> tuple[list[Tensor], Tensor]:
+    *ys, final = _Differentiable.apply(_options(*options), x, weight, bias, state, bounds)
+    return ys, final
 
 
 def _step(
@@ -188,7 +182,9 @@ def _step_in_place(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
 _PIECES = "bool silu, int[] widths, int[] heads, float[] scales"
 _GIVEN = "Tensor x, Tensor weight, Tensor? bias"
 short_convolution = operator(
-    f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> (Tensor[], Tensor)", _forward, _autograd
+    f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> (Tensor[], Tensor)",
+    _forward,
+    _differentiable,
 )
 short_convolution_backward = operator(
     f"short_convolution_backward(Tensor[] dys, Tensor? dfinal, {_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> "

@@ -111,15 +111,10 @@ class _Differentiable(torch.autograd.Function):
         return None, *(None if y is None else next(found) for y in (x, gate, weight))
 
 
-def _autograd(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
-    """The operator at the Autograd key."""
-    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, gate, weight)):
-        out: Tensor = _Differentiable.apply(options, x, gate, weight)
-        return out
-    with torch._C._AutoDispatchBelowAutograd():
-        return gated_norm(x, gate, weight, *options)
+def _differentiable(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Any:
+    return _Differentiable.apply(options, x, gate, weight)
 
 
 _GIVEN = "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, bool sigmoid, float eps"
-gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _autograd)
+gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiable)
 gated_norm_backward = operator(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _backward)

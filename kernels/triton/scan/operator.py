@@ -47,22 +47,16 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, None, initial if ctx.has_state else None, *grads
 
 
-def _autograd(
-    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool, ends: Tensor | None,
-    sequences: int, held: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The operator at the Autograd key. held: for calls whose gradients somebody else makes."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)):
-        found: tuple[Tensor, Tensor, Tensor] = _Differentiable.apply(hole, wide, ends, sequences, state, *operands)
-        return found
-    with torch._C._AutoDispatchBelowAutograd():
-        return scan(operands, state, hole, keep, wide, ends, sequences, held)
+def _differentiable(
+    operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool, ends: Tensor | None, count: int
+) -> Any:
+    return _Differentiable.apply(hole, wide, ends, count, state, *operands)
 
 
 scan = operator(
     "fused_scan(Tensor[] operands, Tensor? state, str hole, bool keep, bool wide, Tensor? ends, SymInt sequences, "
     "Tensor[]? held=None) -> (Tensor, Tensor, Tensor)",
-    fused_scan, _autograd,
+    fused_scan, _differentiable,
 )  # fmt: skip
 scan_adjoint = operator(
     "fused_scan_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor saved, str hole, bool[] needs, "
