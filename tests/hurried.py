@@ -13,9 +13,7 @@ from inspect import ismodule
 from typing import Any
 
 import triton.language as tl
-from triton.language import core
-from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter
+import triton_private as private
 
 PLAIN = {int, float, bool, str, type(None), tl.tensor}
 _swapped: list[tuple[Any, str, Any, Any]] = []
@@ -23,10 +21,9 @@ _swapped: list[tuple[Any, str, Any, Any]] = []
 
 def install() -> None:
     """Hurry the interpreter of this process, for good."""
-    options = interpreter.interpreter_builder.options
     # Sums of int32 are not computed in int64, too: tests are too small to leave int32, and those of tensors that are
     # not (tests/test_gpu_large.py) run compiled.
-    _swap(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
+    _swap(*private.OPTIONS, replace(getattr(*private.OPTIONS), sanitize_overflow=False))
     _wrap_once()
     _unwrap_at_once()
     _share_types()
@@ -52,7 +49,7 @@ def _swap(owner: Any, name: str, new: Any) -> None:
 
 def _wrap_once() -> None:
     """A launch wraps triton.language once, not at every call of a function, and no wrapper has another inside."""
-    patch, kind, guard = interpreter._patch_lang, interpreter._get_np_dtype, tl.load.__code__
+    patch, kind, guard = getattr(*private.PATCH), getattr(*private.NUMPY_TYPE), tl.load.__code__
     wrapped: set[str] = set()
     kinds: dict[str, Any] = {}
 
@@ -68,7 +65,7 @@ def _wrap_once() -> None:
 
     def once(fn: Callable[..., Any]) -> Any:
         if languages(fn) <= wrapped:
-            return interpreter._LangPatchScope()
+            return private.Scope()
         scope = patch(fn)
         if not wrapped:  # the kernel's own
             restore = scope.restore
@@ -80,23 +77,23 @@ def _wrap_once() -> None:
         inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
 
         def called(*args: Any, _semantic: Any = None, **named: Any) -> Any:
-            return inner(*args, _semantic=interpreter.interpreter_semantic, **named)
+            return inner(*args, _semantic=private.semantic(), **named)
 
         scope.set_attr(owner, name, called)
 
-    _swap(interpreter, "_patch_lang", once)
-    _swap(interpreter, "_get_np_dtype", kind_of)
-    _swap(interpreter, "_patch_attr", attribute)
+    _swap(*private.PATCH, once)
+    _swap(*private.NUMPY_TYPE, kind_of)
+    _swap(*private.PATCH_ATTRIBUTE, attribute)
 
 
 def _unwrap_at_once() -> None:
-    unwrap = core._unwrap_if_constexpr
+    unwrap = getattr(*private.UNWRAP)
 
     def unwrapped(x: Any) -> Any:
         kind = type(x)
         return x if kind in PLAIN else x.value if kind is tl.constexpr else unwrap(x)
 
-    _swap(core, "_unwrap_if_constexpr", unwrapped)
+    _swap(*private.UNWRAP, unwrapped)
 
 
 def _share_types() -> None:
@@ -134,7 +131,7 @@ def _remember_conversions() -> None:
 
     numpy repeats what is smaller by itself, so an operand gets the type of its repetition and keeps its data.
     """
-    convert, spread = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    convert, spread = getattr(*private.CONVERT), getattr(*private.SPREAD)
     known: dict[Any, Any] = {}
 
     def name_of(x: Any) -> Any:
@@ -144,7 +141,7 @@ def _remember_conversions() -> None:
         """The type that an operand gets, or the tensor that a number becomes."""
         if type(before) is tl.tensor:
             return after.type
-        return tl.tensor(interpreter.TensorHandle(after.handle.data.ravel()[:1].copy(), after.dtype), after.type)
+        return tl.tensor(private.Handle(after.handle.data.ravel()[:1].copy(), after.dtype), after.type)
 
     def played(self: Any, x: Any, role: Any) -> Any:
         if type(role) is tl.tensor:
@@ -166,5 +163,5 @@ def _remember_conversions() -> None:
         shape = getattr(x.type, "shape", None)
         return (x, y) if shape is not None and shape is getattr(y.type, "shape", None) else spread(self, x, y)
 
-    _swap(TritonSemantic, "binary_op_type_checking_impl", converted)
-    _swap(TritonSemantic, "broadcast_impl_value", repeated)
+    _swap(*private.CONVERT, converted)
+    _swap(*private.SPREAD, repeated)

@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
-
-Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
-TF32 = interpreter._ir.INPUT_PRECISION.TF32
+import triton_private as private
 
 
 class Memory:
@@ -51,7 +48,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
         if isinstance(x, tuple):
             yield from _tensors(x)
         elif hasattr(x, "data_ptr"):
-            yield interpreter._unwrap_tensor(x)
+            yield private.tensor_of(x)
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:
@@ -63,11 +60,7 @@ def install() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     memory = Memory()
-    enter, load, store = (
-        interpreter.GridExecutor._init_args_hst,
-        Builder.create_masked_load,
-        Builder.create_masked_store,
-    )
+    enter, load, store = (getattr(*x) for x in (private.ARGUMENTS, private.LOAD, private.STORE))
 
     def entered(self: Any, arguments: Any, named: Any) -> Any:
         found = enter(self, arguments, named)
@@ -82,14 +75,15 @@ def install() -> None:
         memory.check(pointers, mask, "writes")
         return store(self, pointers, value, mask, *rest)
 
-    interpreter.GridExecutor._init_args_hst = entered
-    Builder.create_masked_load, Builder.create_masked_store = loaded, stored
+    setattr(*private.ARGUMENTS, entered)
+    setattr(*private.LOAD, loaded)
+    setattr(*private.STORE, stored)
     _shuffle_programs()
     _cut_tf32()
 
 
 def _shuffle_programs() -> None:
-    dim, place = Builder.set_grid_dim, Builder.set_grid_idx
+    dim, place = getattr(*private.GRID), getattr(*private.PROGRAM)
 
     def known(self: Any, *sizes: int) -> None:
         dim(self, *sizes)
@@ -102,15 +96,16 @@ def _shuffle_programs() -> None:
         found = np.unravel_index(self.order[np.ravel_multi_index(index, sizes)], sizes)
         place(self, *(int(x) for x in found))
 
-    Builder.set_grid_dim, Builder.set_grid_idx = known, placed
+    setattr(*private.GRID, known)
+    setattr(*private.PROGRAM, placed)
 
 
 def _cut_tf32() -> None:
-    dot = Builder.create_dot
+    dot = getattr(*private.DOT)
 
     def product(self: Any, x: Any, y: Any, added: Any, precision: Any, imprecise: Any) -> Any:
-        if x.data.dtype == np.float32 and precision == TF32:
-            x, y = Handle(_tf32(x.data), tl.float32), Handle(_tf32(y.data), tl.float32)
+        if x.data.dtype == np.float32 and precision == private.TF32:
+            x, y = (private.Handle(_tf32(z.data), tl.float32) for z in (x, y))
         return dot(self, x, y, added, precision, imprecise)
 
-    Builder.create_dot = product
+    setattr(*private.DOT, product)

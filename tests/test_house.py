@@ -156,3 +156,16 @@ def test_no_modules_import_each_other() -> None:
     }
     new = [sorted(found) for found in circles(arrows) if not any(found <= known for known in CIRCLES)]
     assert not new
+
+
+# Tests
+
+
+def test_private_parts_of_triton_stand_in_one_file_of_the_tests() -> None:
+    found = {
+        path.name
+        for path in (ROOT / "tests").glob("*.py")
+        for name in imported(ast.parse(path.read_text()))
+        if name.startswith(("triton.runtime", "triton.language.core", "triton.language.semantic", "triton.compiler"))
+    }
+    assert found == {"triton_private.py"}

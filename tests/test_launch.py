@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import triton
-from triton.runtime._async_compile import active_mode
+from triton_private import active_mode
 
 from dsf.kernels.triton import launch, launcher, operators, structs
 from dsf.kernels.triton.operators import Scheduled

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from interpreted import interpreted
-from triton.runtime import interpreter
+from triton_private import block_of, semantic
 
+import dsf.kernels.triton.interpreter  # noqa: F401  # computes with bfloat16
 from dsf import mixers
 
 pytestmark = interpreted
@@ -122,15 +123,14 @@ OPERATIONS = {
 def operand(dtype: tl.dtype, shape: tuple[int, ...]) -> Any:
     kind = tl.block_type(dtype, list(shape)) if shape else dtype
     data = np.random.default_rng(len(shape)).integers(1, 100, shape or (1,))
-    data = data.astype(interpreter._get_np_dtype(dtype))
-    return tl.tensor(interpreter.TensorHandle(data, dtype), kind)
+    return block_of(data, dtype, kind)
 
 
 def computed(name: str, x: Any, y: Any) -> Any:
     """Type, shape, dtype and bits of a result, or what was raised."""
     try:
         with np.errstate(all="ignore"):
-            z = OPERATIONS[name](interpreter.interpreter_semantic, x, y)
+            z = OPERATIONS[name](semantic(), x, y)
     except Exception as e:
         return type(e), str(e)
     data = z.handle.data

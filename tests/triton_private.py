@@ -1,0 +1,53 @@
+"""Parts of Triton that it does not promise to keep, as the strict and the hurried interpreter change them: here alone.
+
+A release of Triton that names one otherwise fails here. Pairs are an owner and the name of what tests put in its place.
+"""
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+from triton.runtime._async_compile import active_mode
+
+__all__ = ["active_mode"]
+
+Place = tuple[Any, str]
+
+Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+Scope = interpreter._LangPatchScope
+TF32 = interpreter._ir.INPUT_PRECISION.TF32
+
+# Of a launch.
+ARGUMENTS: Place = (interpreter.GridExecutor, "_init_args_hst")
+GRID: Place = (Builder, "set_grid_dim")
+PROGRAM: Place = (Builder, "set_grid_idx")
+# Of what a kernel does.
+LOAD: Place = (Builder, "create_masked_load")
+STORE: Place = (Builder, "create_masked_store")
+DOT: Place = (Builder, "create_dot")
+# Of how triton.language is wrapped, and of types.
+OPTIONS: Place = (interpreter.interpreter_builder, "options")
+PATCH: Place = (interpreter, "_patch_lang")
+PATCH_ATTRIBUTE: Place = (interpreter, "_patch_attr")
+NUMPY_TYPE: Place = (interpreter, "_get_np_dtype")
+UNWRAP: Place = (core, "_unwrap_if_constexpr")
+CONVERT: Place = (TritonSemantic, "binary_op_type_checking_impl")
+SPREAD: Place = (TritonSemantic, "broadcast_impl_value")
+
+
+def semantic() -> Any:
+    """What operations of a kernel are done by."""
+    return interpreter.interpreter_semantic
+
+
+def tensor_of(x: Any) -> Any:
+    """The tensor of an argument of a launch."""
+    return interpreter._unwrap_tensor(x)
+
+
+def block_of(data: np.ndarray, dtype: tl.dtype, kind: Any) -> tl.tensor:
+    """A block of a kernel with these numbers, which have Triton's dtype."""
+    return tl.tensor(Handle(data.astype(getattr(*NUMPY_TYPE)(dtype)), dtype), kind)
