@@ -14,6 +14,7 @@ from dsf.language.expr import VALUE, Expr, children_first, const, substitute
 from dsf.language.functions import taylor_features
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, ONE
+from dsf.language.words import plain_structure
 
 TRICK = (
     "exponential features have the kernel trick only as softmax attention, "
@@ -84,7 +85,7 @@ def _check_transition(spec: Spec) -> None:
     if spec.rank or spec.decay_axes:
         raise TraceError(
             f"A = {a}: beside {name} A is a decay of one number a head, a turn, or both, because its state is the keys "
-            f"and values of tokens; this is {spec.plain_structure}"
+            f"and values of tokens; this is {plain_structure(spec)}"
         )
     if spec.log_decays is None:
         raise TraceError(

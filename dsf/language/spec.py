@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from dsf.language import words
 from dsf.language.annotations import Input
 from dsf.language.derived import interned
 from dsf.language.errors import TraceError
-from dsf.language.expr import IN_PAIRS, KEY, VALUE, Expr, children_first, const, inputs_of, show, substitute
+from dsf.language.expr import IN_PAIRS, KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.language.frame import Frame, frame_of, needs_frame, roots_of, turns
 from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, summands, times
 from dsf.language.primitives import log_of
@@ -367,45 +368,10 @@ class Spec:
     @property
     def structure(self) -> str:
         """The row of the compiler's table this recurrence belongs to, in words."""
-        window = "" if self.system.window is None else f" in a window of {self.system.window}"
-        if self.is_attention:
-            plain = "exponential features (N = ∞)" if self.is_softmax else self.plain_structure
-            decayed = f", {self.decay_kind} decay" * (self.is_softmax and self.decay_kind != "identity")
-            return "turned " * self.turns + plain + decayed + window
-        if self.turns:
-            mixed = self.inner.mixes_pairs
-            return f"turned {self.plain_structure if mixed else self.inner.structure}" + " (2 x 2 blocks)" * mixed
-        return self.plain_structure
-
-    @property
-    def plain_structure(self) -> str:
-        """The structure, turns, features and a window left out."""
-        if not self.has_key and not self.rank:
-            return "vector (N = 1)"
-        names = {
-            "key": "key-diagonal decay",
-            "value": "value-diagonal decay",
-            "hadamard": "Hadamard",
-            "identity": "identity",
-        }
-        decay = names.get(self.decay_kind, f"{self.decay_kind} decay")
-        where = " on the Value axis" * self.acts_on_values + ", read by a solve" * (self.system.solve is not None)
-        return (decay if self.correction_kind == "none" else f"{decay} + {self.correction_kind}") + where
+        return words.structure(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.name}({', '.join(f'{i.name}: {i.kind}' for i in self.inputs)})"]
-        for number, step in enumerate(self.system.micro_steps, 1):
-            mark = f" [{number}]" if len(self.system.micro_steps) > 1 else ""
-            lines += [f"  A{mark} = {step.A}", f"  B{mark} = {show(step.B)}"]
-        lines += [f"  C = {self.readout}", f"  D = {self.system.D}", f"  read {self.system.read} the update"]
-        lines += [] if self.system.solve is None else [f"  solved with {self.system.solve}"]
-        lines += [] if self.system.window is None else [f"  window of {self.system.window} tokens"]
-        if self.rule is not None:
-            lines.append(f"  y = {self.rule}, den driven by {', '.join(map(str, self.drives))} = 1")
-        lines.append(f"  structure: {self.structure}")
-        if self.log_decays and self.decay_kind not in ("identity",):
-            lines.append("  log decay = " + ", ".join(map(str, self.log_decays)))
-        return "\n".join(lines)
+        return words.text(self)
 
 
 def restored(*declared: Any) -> Spec:
