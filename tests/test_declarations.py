@@ -96,6 +96,18 @@ def two_writes(q: Key, k1: Key, k2: Key, v1: Value, v2: Value, g: Key) -> System
 
 
 @dsf.recurrence
+def two_reads(q: Key, p: Key, k: Key, v: Value, a: Scalar, g: Value) -> System:
+    """The state is read twice, once through a gate of the channels."""
+    return System(A=sigmoid(a), B=k * v, C=(q + sigmoid(g) * p) * dsf.N**-0.5, D=v)
+
+
+@dsf.recurrence
+def corrected_reads(q: Key, p: Key, k: Key, v: Value, beta: Scalar, g: Value) -> System:
+    """The same of a delta rule, before it writes."""
+    return System(A=I - beta * outer(k, k), B=beta * k * v, C=q - g * (q * p), read="before")
+
+
+@dsf.recurrence
 def two_corrections(q: Key, k1: Key, k2: Key, v: Value, b1: Scalar, b2: Scalar) -> System:
     """Both erasures see the state of the last token."""
     return System(A=I - b1 * outer(k1, k1) - b2 * outer(k2, k2), B=b1 * k1 * v, C=q)
@@ -162,6 +174,20 @@ def two_writes_loop(q, k1, k2, v1, v2, g):
         yield q[t] @ state
 
 
+def two_reads_loop(q, p, k, v, a, g):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        state = torch.sigmoid(a[t]) * state + torch.outer(k[t], v[t])
+        yield (q[t] @ state + torch.sigmoid(g[t]) * (p[t] @ state)) / math.sqrt(len(k[t])) + v[t]
+
+
+def corrected_reads_loop(q, p, k, v, beta, g):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        yield q[t] @ state - g[t] * ((q[t] * p[t]) @ state)
+        state = state + beta[t] * torch.outer(k[t], v[t] - k[t] @ state)
+
+
 def two_corrections_loop(q, k1, k2, v, b1, b2):
     state = zeros(k1.shape[1], v.shape[1])
     for t in range(len(q)):
@@ -179,6 +205,8 @@ LOOPS = {
     gated_oja: gated_oja_loop,
     oja_of_parts: oja_of_parts_loop,
     two_writes: two_writes_loop,
+    two_reads: two_reads_loop,
+    corrected_reads: corrected_reads_loop,
     two_corrections: two_corrections_loop,
 }
 DRAWN = {
@@ -275,6 +303,7 @@ def test_every_law_holds_of_slots(r):
     assert dsf.check(r, examples=2, dtypes=(torch.float64,)).ok
 
 
-def test_two_writes_run_on_the_chunk_kernels():
-    plan = two_writes.plan(T=256, N=64, P=64, dtype=torch.bfloat16, device="cuda", backend="triton")
+@pytest.mark.parametrize("r", [two_writes, two_reads], ids=lambda r: r.name)
+def test_two_writes_and_two_reads_run_on_the_chunk_kernels(r):
+    plan = r.plan(T=256, N=64, P=64, dtype=torch.bfloat16, device="cuda", backend="triton")
     assert plan.form == "chunk" and plan.kernel.startswith("chunk walk")

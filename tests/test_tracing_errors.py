@@ -297,7 +297,7 @@ ON_THE_WHOLE = [
     (keys_decay_beside_values, r"alike for every place of the Key axis, but `exp\(g\)` in A differs by place"),
     (quotient_of_mixed_channels, "mixes channels, which normalize divides one by one; leave normalize out"),
     (window_on_values, "a window keeps keys and values as they came, so A may only decay in it"),
-    (sum_of_reads_on_values, r"C is a Key expression times a Value one; C = k \+ v is no such product"),
+    (sum_of_reads_on_values, r"C is made of Key expressions times Value ones; C = k \+ v is no sum"),
     (key_read_where_none_exists, "C = q reads the Key axis, but the state has none"),
     (key_left_over, "the state has a Key axis but C = v has none, so y would keep it"),
     (no_readout, "System needs a readout C"),

@@ -1,4 +1,4 @@
-"""Turns, previous values and sums of products on the Triton kernels, in the interpreter, against the float64 oracle."""
+"""Turns, previous values, sums of products and of readouts on the Triton kernels, in the interpreter, against the float64 oracle."""
 
 import pytest
 import torch
@@ -19,7 +19,14 @@ def erased_and_added(q: Key, k: Key, l: Key, v: Value, w: Value, a: Scalar, b: S
     return System(A=decay, B=l * w - k * (sigmoid(b) * v), C=q, read="before")
 
 
-LINES = [rotary, spiral, turned_kda, two_tokens, mamba3, mamba3_mimo_of(2), erased_and_added]
+@dsf.recurrence
+def read_twice(q: Key, l: Key, k: Key, v: Value, o: Value, a: Scalar, b: Scalar) -> System:
+    """A delta rule that is read in two ways, one through a gate of the channels."""
+    decay = sigmoid(a) * (I - sigmoid(b) * outer(k, k))
+    return System(A=decay, B=k * (sigmoid(b) * v), C=q - sigmoid(o) * l, D=sigmoid(a) * v)
+
+
+LINES = [rotary, spiral, turned_kda, two_tokens, mamba3, mamba3_mimo_of(2), erased_and_added, read_twice]
 EVERY = pytest.mark.parametrize("r", LINES, ids=lambda r: r.name)
 
 

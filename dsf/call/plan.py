@@ -14,6 +14,7 @@ from dsf.call.launches import Planned
 from dsf.language.errors import FormError
 from dsf.language.expr import KEY, VALUE
 from dsf.language.invariant import invariant, is_invariant
+from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
@@ -121,6 +122,7 @@ def make_plan(
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
     | a readout that is a solve | recurrent: a Cholesky factor a token | chunk: conjugate gradients on its system's |
+    | sums of gated readouts in C | recurrent | the row of the system, once for each |
     | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
 
     Turns that are a gauge, previous values and Pair inputs are made by torch before all that; what runs is the row of
@@ -141,6 +143,10 @@ def make_plan(
         return _of_frame(spec, sizes, dtype, make_plan(
             spec.inner, sizes, dtype, form, backend, device, grad, transformed,
         ))  # fmt: skip
+    if apart(spec):
+        plan = make_plan(apart(spec)[0], sizes, dtype, form, backend, device, grad, transformed)
+        if reads_apart(spec, plan):
+            return _of_reads(spec, sizes, dtype, plan)
     forms = forms_of(spec)
     if form not in ("auto", *FORMS):
         raise FormError(f"{spec.name}: there is no form {form!r}; forms are {', '.join(forms)} and auto")
@@ -260,6 +266,24 @@ def _of_solve(
         state_bytes=math.prod(shape) * (8 if dtype == torch.float64 else 4),
         flops=plan.flops + sizes.batch * sizes.tokens * sizes.heads * products * sizes.n**2,
         reason=f"{reason}; {plan.reason}" if form == "auto" else plan.reason,
+    )  # fmt: skip
+
+
+def reads_apart(spec: Spec, plan: Plan) -> bool:
+    """Whether a call with this plan, of a system read in several ways, is as many calls, each read in one."""
+    if not apart(spec) or plan.one_step or (plan.backend == "triton" and gpu.is_scan(spec)):
+        return False
+    if spec.acts_on_values:
+        return plan.form != "naive"
+    return plan.form == "chunk" or (plan.form == "scan" and spec.rank > 0)
+
+
+def _of_reads(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
+    """The plan of a system read in several ways, each of which has `plan`."""
+    count = len(apart(spec))
+    return replace(
+        plan, flops=count * plan.flops, bytes=io_bytes(spec, sizes, dtype),
+        reason=f"{plan.reason}; C reads in {count} ways, each a run of its own",
     )  # fmt: skip
 
 

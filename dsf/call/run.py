@@ -12,7 +12,7 @@ from torch import Tensor
 from dsf.call import packing
 from dsf.call.bind import Bound, environment
 from dsf.call.convolve import convolve
-from dsf.call.plan import CONVOLUTION, KEEP_NUMBERS, Plan
+from dsf.call.plan import CONVOLUTION, KEEP_NUMBERS, Plan, reads_apart
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.phi import kernel_matrix
 from dsf.kernels.problem import Problem
@@ -21,6 +21,7 @@ from dsf.kernels.recurrent import recurrent
 from dsf.kernels.segments import segments
 from dsf.kernels.turns import scan_pairs
 from dsf.language.invariant import Still, invariant
+from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns
 from dsf.torch.dense import run_naive
@@ -49,7 +50,24 @@ def run(
     final: whether that is wanted; where it would cost something, an empty tensor stands for it if not. declared: the
     declaration, of whose frame this is the plain system.
     """
+    if reads_apart(spec, plan):
+        found = [run(part, bound_of(part, bound), state, plan, final) for part in apart(spec)]
+        return sum_reads(found)
     return _run(spec, bound, timed_inputs(spec, bound), state, None, plan, final, declared)
+
+
+def bound_of(part: Spec, bound: Bound) -> Bound:
+    """The inputs that a system read in one way takes of a call."""
+    names = {i.name for i in part.inputs}
+    return replace(bound, tensors={name: x for name, x in bound.tensors.items() if name in names})
+
+
+def sum_reads(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The sum of outputs, and the state that all of them leave."""
+    total, last = found[0]
+    for y, _ in found[1:]:
+        total = total + y
+    return total, last
 
 
 def run_packed(
@@ -57,6 +75,8 @@ def run_packed(
     declared: Spec | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor where the kernels take one."""
+    if reads_apart(spec, plan):
+        return sum_reads([run_packed(part, bound_of(part, bound), bounds, state, plan) for part in apart(spec)])
     timed, outputs, finals = timed_inputs(spec, bound), [], []
     if isinstance(bounds, Tensor) or (plan.backend == "triton" and not plan.one_step and packs(spec)):
         if is_scan(spec):

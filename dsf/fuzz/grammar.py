@@ -172,13 +172,14 @@ def _on_values(pick: Pick) -> Declaration:
 
 
 def _several(pick: Pick) -> Declaration:
-    """Several writes and corrections in one step."""
+    """Several writes, corrections and reads in one step."""
     a = pick([
         "I - sigmoid(b) * outer(k, k) - sigmoid(s) * outer(l, l)", pick(SCALAR), pick(KEYWISE), pick(VALUEWISE),
         f"diag({pick(KEYWISE)}) @ (I - sigmoid(b) * outer(k, k))",
     ])  # fmt: skip
     b = pick(["k * v + l * x", "k * (sigmoid(b) * v) - 0.5 * l * x", "k * v + l * v + sigmoid(sk) * x"])
-    return _single(pick, "several", a, b)
+    c = pick(["q", "q + sigmoid(o) * l", "(q - o * silu(l)) * sigmoid(pk)", "o * (q + pv * l) * N ** -0.5"])
+    return Declaration("several", ((a, b),), c, pick(SKIPS), _read(pick))
 
 
 def _learnt(pick: Pick) -> Declaration:

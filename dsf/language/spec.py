@@ -242,7 +242,9 @@ class Spec:
         if self.rank or self.is_attention or self.mixes_pairs:
             return False
         wide = self.decay_axes == {KEY, VALUE} or any(r.dense is not None for r in self.rows)
-        return wide or not self.has_key or VALUE in self.gated_read[1].axes
+        from dsf.language.reads import apart  # made of Specs
+
+        return wide or not self.has_key or (VALUE in self.gated_read[1].axes and not apart(self))
 
     @cached_property
     def is_constant_decay(self) -> bool:

@@ -13,6 +13,7 @@ from dsf.language.annotations import Input, Kind, kinds_of
 from dsf.language.attention import check_attention
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, symbol_of
+from dsf.language.reads import apart
 from dsf.language.solve import check_solve
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE, System
@@ -135,8 +136,10 @@ def _check_values(spec: Spec) -> None:
     if spec.features is not None:
         raise TraceError(f"{here}; exponential and Taylor features are for states whose A acts on the Key axis")
     gate, read = spec.gated_read
-    if spec.has_key and VALUE in read.axes:
-        raise TraceError(f"{here}, so C is a Key expression times a Value one; C = {spec.readout} is no such product")
+    if spec.has_key and VALUE in read.axes and not apart(spec):
+        raise TraceError(
+            f"{here}, so C is made of Key expressions times Value ones; C = {spec.readout} is no sum of such products"
+        )
 
 
 def _roots(spec: Spec) -> list[Expr]:

@@ -11,6 +11,7 @@ import torch
 
 from dsf.call.bind import Sizes
 from dsf.language.expr import VALUE
+from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.triton import attention as gpu_attention
 from dsf.triton import chunk as gpu_matrix
@@ -100,6 +101,12 @@ def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
     return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 
+def _one_read(spec: Spec) -> Spec:
+    """The system read in the first of several ways, where kernels run them one after the other."""
+    parts = () if is_scan(spec) else apart(spec)
+    return parts[0] if parts else spec
+
+
 def packs(spec: Spec) -> bool:
     """True for scans that take packed sequences as they lie."""
     return is_scan(spec) and gpu_scan.packs(spec)
@@ -107,9 +114,11 @@ def packs(spec: Spec) -> bool:
 
 def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
     """True where packed sequences are found on the GPU alone: the chunk kernels take a tensor of boundaries."""
+    spec = _one_read(spec)
     return not (spec.is_attention or is_scan(spec)) and gpu_matrix.refusal(spec, sizes, dtype) is None
 
 
 def packs_hidden(spec: Spec, form: str) -> bool:
     """True where boundaries need not be known on the host, for sizes that the kernels hold."""
+    spec = _one_read(spec)
     return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsf.call.bind import Bound
 from dsf.call.plan import Plan
+from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.triton import chunk, scan
 from dsf.triton.choose import is_scan
@@ -25,6 +26,8 @@ def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
         return False
     if is_scan(spec):
         return spec.rule is None
+    if apart(spec):
+        return False
     whole = chunk.channels(spec, bound.sizes.p) == bound.sizes.p
     return whole and bound.sizes.batch * bound.sizes.heads <= chunk.GRID
 
