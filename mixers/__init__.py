@@ -63,7 +63,15 @@ from dsf.mixers.s4 import S4, s4
 from dsf.mixers.s4d import S4D, s4d, s4d_real
 from dsf.mixers.s5 import S5, s5
 from dsf.mixers.s6 import S6, s6, s6_negative
-from dsf.mixers.softmax_attention import SoftmaxAttention, softmax_attention
+from dsf.mixers.softmax_attention import (
+    SoftmaxAttention,
+    alibi,
+    attention_with,
+    sink_attention,
+    sliding_window_attention,
+    softmax_attention,
+    softmax_one,
+)
 from dsf.mixers.ssd import SSD, ssd, ssd_with
 from dsf.mixers.vision_lstm import VisionLSTM
 from dsf.mixers.vision_mamba import VisionMamba
@@ -109,6 +117,10 @@ def _variant(module: type[Mixer], **options: Any) -> Callable[..., Mixer]:
 
 ZOO: tuple[Entry, ...] = (
     Entry(softmax_attention, SoftmaxAttention),
+    Entry(sliding_window_attention, _variant(SoftmaxAttention, window=128)),
+    Entry(alibi, _variant(SoftmaxAttention, alibi=True)),
+    Entry(sink_attention, _variant(SoftmaxAttention, sink="learnt")),
+    Entry(softmax_one, _variant(SoftmaxAttention, sink="one")),
     Entry(fox, ForgettingAttention),
     Entry(linear_attention, LinearAttention),
     Entry(unnormalized_linear_attention, _variant(LinearAttention, normalized=False)),
@@ -155,6 +167,9 @@ ZOO: tuple[Entry, ...] = (
 ALIASES = {
     "mamba": "s6", "mamba1": "s6", "selective_ssm": "s6", "mamba2": "ssd", "state_space_duality": "ssd",
     "attention": "softmax_attention", "softmax": "softmax_attention", "self_attention": "softmax_attention",
+    "sliding_window": "sliding_window_attention", "swa": "sliding_window_attention",
+    "local_attention": "sliding_window_attention", "attention_sinks": "sink_attention", "sinks": "sink_attention",
+    "softmax1": "softmax_one", "quiet_attention": "softmax_one", "off_by_one": "softmax_one",
     "gdn": "gated_deltanet", "gated_delta_rule": "gated_deltanet", "delta_rule": "deltanet",
     "gated_linear_attention": "gla", "kimi_delta_attention": "kda", "kimi_linear": "kda", "retention": "retnet",
     "griffin": "rg_lru", "hawk": "rg_lru", "real_gated_lru": "rg_lru", "xlstm": "mlstm", "goose": "rwkv7",
@@ -284,12 +299,14 @@ __all__ = [
     "VisionLSTM",
     "VisionMamba",
     "ZOO",
+    "alibi",
+    "attention_with",
     "canonical",
     "delta_product",
     "delta_product_of",
     "deltanet",
-    "efla",
     "dss",
+    "efla",
     "fox",
     "gated_delta_product",
     "gated_deltanet",
@@ -332,7 +349,10 @@ __all__ = [
     "s6_negative",
     "semiseparable",
     "shard_rates",
+    "sink_attention",
+    "sliding_window_attention",
     "softmax_attention",
+    "softmax_one",
     "ssd",
     "ssd_with",
     "unnormalized_linear_attention",

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dsf import Key, Memory, Param, Scalar, System, Value, learn, norm2, sigmoid
 from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import full
+
+if TYPE_CHECKING:
+    from dsf.parallel import Cuts
 
 FLOOR = 0.25  # of the ridge, the paper's released code
 S = Memory()
@@ -62,6 +65,12 @@ class MesaNet(Heads):
         start = math.log(math.expm1(1.0 - FLOOR))
         self.own("lam", partial(full, value=start), n_heads, n, kind="rate")
         self.place(device, dtype)
+
+    def cut(self, to: "Cuts") -> None:
+        super().cut(to)
+        for linear in (self.v_proj, self.a_proj, self.b_proj):
+            to.rows(linear)
+        to.own(self, "lam")
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         (x,), (q, k) = side, self.split(u)

@@ -1,13 +1,18 @@
-"""Softmax attention: the system with infinitely many states."""
+"""Softmax attention, the system with infinitely many states: whole, in a window, with a sink, with ALiBi's biases."""
 
-from typing import TYPE_CHECKING, Any
+import functools
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import dsf
-from dsf import I, Key, N, System, Value, exp_features
+from dsf import I, Key, N, Param, Recurrence, Scalar, System, Value, exp, exp_features
+from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side, Span
+from dsf.mixers._own import full
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -27,14 +32,106 @@ def softmax_attention(q: Key, k: Key, v: Value) -> System:
     return System(A=I, B=exp_features(k) * v, C=exp_features(q * N**-0.5), normalize=dsf.ratio)
 
 
-class SoftmaxAttention(Mixer):
-    """Causal multi-head softmax attention without positions; grouped queries with n_kv_heads < n_heads.
+WINDOW = 128  # tokens of the zoo's sliding window, gpt-oss's
+Sink = Literal["learnt", "one"]
 
-    headdim: width of a head of q, k and v (d_model / n_heads unless given). It has no convolution and no
-    gate, so `bare` changes nothing. Projections are torch's default init.
+
+@dsf.recurrence
+def sliding_window_attention(q: Key, k: Key, v: Value) -> System:
+    """Sliding-window attention: softmax attention of the last 128 tokens; `attention_with(W)` of other numbers.
+
+    Source: Beltagy et al. (arXiv 2004.05150), Section 3.1; every second layer of gpt-oss (arXiv 2508.10925).
+    Objective: Nadaraya-Watson regression on the window's tokens.
+    """
+    return System(A=I, B=exp_features(k) * v, C=exp_features(q * N**-0.5), normalize=dsf.ratio, window=WINDOW)
+
+
+@dsf.recurrence
+def alibi(q: Key, k: Key, v: Value, slope: Param[Scalar]) -> System:
+    """ALiBi: softmax attention whose scores fall by a head's slope a token, which is a constant decay of its state.
+
+    Source: Press et al. (arXiv 2108.12409), Section 3. Symbols: score i, j has the bias -slope (i - j).
+    Objective: Nadaraya-Watson regression, min over y of sum_j exp(q'k_j / sqrt N - slope (i - j)) |v_j - y|^2.
+    """
+    return System(A=exp(-slope), B=exp_features(k) * v, C=exp_features(q * N**-0.5), normalize=dsf.ratio)
+
+
+@dsf.recurrence
+def sink_attention(q: Key, k: Key, v: Value, s: Param[Scalar]) -> System:
+    """Softmax attention with a learnt sink: one more score s a head, of a key that holds nothing.
+
+    Source: gpt-oss (arXiv 2508.10925), Section 2; the tokens that it replaces, Xiao et al. (arXiv 2309.17453).
+    Objective: Nadaraya-Watson regression with one more observation, 0 at weight exp(s).
+    """
+    return System(A=I, B=exp_features(k) * v, C=exp_features(q * N**-0.5),
+                  normalize=lambda num, den, one: num / (den + exp(s) * one))  # fmt: skip
+
+
+@dsf.recurrence
+def softmax_one(q: Key, k: Key, v: Value) -> System:
+    """Softmax-one: one is added to softmax attention's sum, so that a head may read nothing.
+
+    Source: Miller, "Attention is off by one" (2023); the "zero sink" of Xiao et al. (arXiv 2309.17453), Section 3.3.
+    Objective: Nadaraya-Watson regression with one more observation, 0 at weight 1.
+    """
+    return System(A=I, B=exp_features(k) * v, C=exp_features(q * N**-0.5),
+                  normalize=lambda num, den, one: num / (den + one))  # fmt: skip
+
+
+@functools.cache
+def attention_with(window: int | None = None, sink: Sink | None = None, biased: bool = False) -> Recurrence:
+    """Softmax attention of the last `window` tokens (None: all), with a sink ("learnt" or "one") and ALiBi's biases.
+
+    Inputs q, k, v, then `slope` where biased, then `s` of a learnt sink. Raises TraceError for a window below 1.
+    """
+    named = {
+        (None, None, False): softmax_attention,
+        (WINDOW, None, False): sliding_window_attention,
+        (None, None, True): alibi,
+        (None, "learnt", False): sink_attention,
+        (None, "one", False): softmax_one,
+    }
+    if (window, sink, biased) in named:
+        return named[window, sink, biased]
+
+    def system(q: Any, k: Any, v: Any, slope: Any = None, s: Any = None) -> System:
+        def rule(num: Any, den: Any, one: Any) -> Any:
+            return num / (den if sink is None else den + (one if s is None else exp(s) * one))
+
+        a = I if slope is None else exp(-slope)
+        rule = dsf.ratio if sink is None else rule
+        return System(A=a, B=exp_features(k) * v, C=exp_features(q * N**-0.5), normalize=rule, window=window)
+
+    def plain(q: Key, k: Key, v: Value) -> System:
+        return system(q, k, v)
+
+    def sloping(q: Key, k: Key, v: Value, slope: Param[Scalar]) -> System:
+        return system(q, k, v, slope)
+
+    def sinking(q: Key, k: Key, v: Value, s: Param[Scalar]) -> System:
+        return system(q, k, v, s=s)
+
+    def both(q: Key, k: Key, v: Value, slope: Param[Scalar], s: Param[Scalar]) -> System:
+        return system(q, k, v, slope, s)
+
+    made = {(False, False): plain, (True, False): sloping, (False, True): sinking, (True, True): both}
+    parts = ["alibi"] * biased + ([] if sink is None else [f"sink_{sink}"])
+    name = "_".join([*parts, *([] if window is None else [f"window{window}"]), "attention"])
+    return dsf.recurrence(name=name)(made[biased, sink == "learnt"])
+
+
+class SoftmaxAttention(Mixer):
+    """Causal multi-head softmax attention; grouped queries with n_kv_heads < n_heads.
+
+    headdim: width of a head of q, k and v (d_model / n_heads unless given). window: tokens that are read, the last
+    ones; None: all. sink: None, "learnt" (a score a head for reading nothing, 0 at first) or "one" (fixed at 0, which
+    is softmax-one). alibi: the paper's biases, its only positions, slopes 2^(-8/n), 2^(-16/n), ... of n heads. It has
+    no convolution and no gate, so `bare` changes nothing. Projections are torch's default init.
     """
 
     recurrence = softmax_attention
+    slope: Tensor
+    s: Tensor
 
     def __init__(
         self,
@@ -42,6 +139,9 @@ class SoftmaxAttention(Mixer):
         n_heads: int = 4,
         n_kv_heads: int | None = None,
         headdim: int | None = None,
+        window: int | None = None,
+        sink: Sink | None = None,
+        alibi: bool = False,
         bias: bool = False,
         bare: bool = False,
         layer_idx: int | None = None,
@@ -52,6 +152,15 @@ class SoftmaxAttention(Mixer):
         headdim = self.width(d_model, n_heads, headdim, "headdim")
         self.n_kv_heads = self.shared("n_kv_heads", n_kv_heads, n_heads)
         self.dims = (n_heads, headdim, headdim)
+        if sink not in (None, "learnt", "one"):
+            raise InputError(f"SoftmaxAttention: sink is None, 'learnt' or 'one', got {sink!r}")
+        if window is not None and window < 1:
+            raise InputError(f"SoftmaxAttention: window is {window}, expected at least 1 token")
+        self.recurrence = attention_with(window, sink, alibi)
+        if alibi:
+            self.own("slope", alibi_slopes, n_heads, kind="constant")
+        if sink == "learnt":
+            self.own("s", partial(full, value=0.0), n_heads, kind="vector")
         self.q_proj = nn.Linear(d_model, n_heads * headdim, bias=bias)
         self.k_proj = nn.Linear(d_model, self.n_kv_heads * headdim, bias=bias)
         self.v_proj = nn.Linear(d_model, self.n_kv_heads * headdim, bias=bias)
@@ -65,6 +174,7 @@ class SoftmaxAttention(Mixer):
         to.set(dims=(to.share(heads), n, p), n_kv_heads=to.share(self.n_kv_heads))
         for linear in (self.q_proj, self.k_proj, self.v_proj):
             to.rows(linear)
+        to.own(self, *self.starts)
         to.summed(self.o_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
@@ -73,12 +183,24 @@ class SoftmaxAttention(Mixer):
             "q": self.q_proj(u).unflatten(-1, (heads, n)),
             "k": self.k_proj(u).unflatten(-1, (self.n_kv_heads, n)),
             "v": self.v_proj(u).unflatten(-1, (self.n_kv_heads, p)),
+            **{name: getattr(self, name) for name in self.starts},
         }
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         return self.o_proj(y.flatten(2))
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
-        """Numbers in the KV cache after `context` tokens: 2 · context · n_kv_heads · headdim."""
-        _, n, p = self.dims
-        return context * self.n_kv_heads * (n + p)
+        """Numbers in the KV cache after `context` tokens: k, v of those that it reads, with ALiBi a bias a head."""
+        (heads, n, p), window = self.dims, self.recurrence.spec.system.window
+        kept = context if window is None else min(context, window)
+        return kept * (self.n_kv_heads * (n + p) + ("slope" in self.starts) * heads)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's slopes: 2^(-8 i / n) for i from 1 to n, of n heads, a power of two; of others the paper's code's.
+
+    Those are the slopes of the largest power of two below, and every second one of twice that.
+    """
+    power = 2 ** int(math.log2(heads))
+    own = 2.0 ** (-8.0 * torch.arange(1, power + 1) / power)
+    return torch.cat([own, 2.0 ** (-4.0 * (1 + 2 * torch.arange(heads - power)) / power)])

@@ -70,6 +70,33 @@ def test_gla_layer():
     same(m, x, m.o_proj(torch.cat(out, -1) * silu(m.g_proj(x))))
 
 
+@pytest.mark.parametrize("n_heads", [2, 3, 4, 6, 8])
+def test_alibi_slopes(n_heads):
+    m = mixers.SoftmaxAttention(24, n_heads, alibi=True)
+    known = {
+        2: [1 / 16, 1 / 256], 3: [1 / 16, 1 / 256, 1 / 4], 4: [1 / 4, 1 / 16, 1 / 64, 1 / 256],
+        6: [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8], 8: [0.5**i for i in range(1, 9)],
+    }  # fmt: skip
+    assert m.slope.tolist() == known[n_heads] and not isinstance(m.slope, torch.nn.Parameter)
+
+
+def test_attention_in_a_window_with_a_sink_and_biases():
+    m = moved(mixers.SoftmaxAttention(C, H, n_kv_heads=1, window=3, sink="learnt", alibi=True))
+    x, out = torch.randn(T, C), []
+    k, v = m.k_proj(x), m.v_proj(x)
+    for h in range(H):
+        rows = []
+        for t in range(T):
+            seen = range(max(0, t - 2), t + 1)
+            q = heads(m.q_proj(x), D)[h][t]
+            scores = [q @ k[j] / math.sqrt(D) - m.slope[h] * (t - j) for j in seen]
+            weights = torch.stack([*scores, m.s[h]]).softmax(0)
+            rows.append(sum(w * v[j] for w, j in zip(weights, seen, strict=False)))
+        out.append(torch.stack(rows))
+    same(m, x, m.o_proj(torch.cat(out, -1)))
+    assert m.state_size(9) == 3 * (2 * D + H) and mixers.SoftmaxAttention(C, H, window=3).state_size(2) == 2 * 2 * H * D
+
+
 def test_mesanet_layer():
     m, x = moved(mixers.MesaNet(C, H, d_state=3, headdim=5, d_conv=2, gate=True)), torch.randn(T, C)
     q, k = conv(m.in_proj(x), m.conv1d.weight).split([6, 6], -1)

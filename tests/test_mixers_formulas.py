@@ -21,6 +21,29 @@ def softmax_attention(q, k, v):
     return scores.softmax(-1) @ v
 
 
+def masked(scores, seen):
+    return scores.masked_fill(~seen, -math.inf)
+
+
+def sliding_window_attention(q, k, v):
+    age = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    return masked(q @ k.T / math.sqrt(q.shape[1]), (age >= 0) & (age < 128)).softmax(-1) @ v
+
+
+def alibi(q, k, v, slope):
+    age = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    return masked(q @ k.T / math.sqrt(q.shape[1]) - slope * age, age >= 0).softmax(-1) @ v
+
+
+def sink_attention(q, k, v, s):
+    scores = masked(q @ k.T / math.sqrt(q.shape[1]), torch.ones(len(q), len(q)).tril().bool())
+    return torch.cat([scores, s.expand(len(q), 1)], -1).softmax(-1)[:, :-1] @ v
+
+
+def softmax_one(q, k, v):
+    return sink_attention(q, k, v, torch.zeros(1, 1))
+
+
 def fox(q, k, v, f):
     total = torch.cumsum(F.logsigmoid(f), 0)
     scores = q @ k.T / math.sqrt(q.shape[1]) + total[:, None] - total
