@@ -1,10 +1,14 @@
-"""Write the zoo's tables into README.md and docs/layers.md: `python docs/zoo.py` (tests/test_docs.py compares)."""
+"""Write the zoo's tables: families into README.md, equations into docs/zoo.md, layers into docs/layers.md.
+
+`python docs/zoo.py`; tests/test_docs.py compares.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,13 +17,16 @@ from dsf import elu1, relu
 from dsf.analysis.subjects import Subject
 from dsf.call.plan import FORMS
 from dsf.language.expr import COMPARISONS, Expr, children_first, const, show, substitute
+from dsf.language.invariant import is_invariant
 from dsf.language.operator import Operator
 from dsf.language.spec import Spec
 from dsf.language.system import System
+from dsf.mixers import LAYERS as ALONE
 from dsf.mixers import ZOO, Entry
 
 README = Path(__file__).parents[1] / "README.md"
 LAYERS = Path(__file__).parent / "layers.md"
+PAGE = Path(__file__).parent / "zoo.md"
 COMMON = ("d_model", "layer_idx", "device", "dtype")  # arguments of every layer
 D_MODEL, HEADS, CONTEXT = 1024, 8, 4096  # of the numbers in the layers' table
 BEGIN, END = "<!-- zoo: made by docs/zoo.py -->", "<!-- end of zoo -->"
@@ -37,6 +44,22 @@ DISCRETISED = {
         "`zoh(…).B`",
     ),
 }
+# Families by what A is, the first that fits; a test of the recurrence's Spec, and how A reads.
+FAMILIES: tuple[tuple[str, str, Callable[[Spec], bool]], ...] = (
+    ("softmax attention, and what bounds or decays it", "`I` or a decay, on infinitely many features",
+     lambda spec: spec.is_softmax),
+    ("least squares over all tokens", "a decay, and a solve at every read-out",
+     lambda spec: spec.system.solve is not None),
+    ("time-invariant state-space systems", "the same for every token", is_invariant),
+    ("delta rules and other corrections", "a decay times `I - beta * outer(k, k)`", lambda spec: spec.rank > 0),
+    ("one decay for every number of the state", "`exp(-delta * a)` a channel and entry",
+     lambda spec: spec.has_key and spec.is_elementwise),
+    ("a state of one number a channel", "`sigmoid(f)` a channel", lambda spec: not spec.has_key),
+    ("a decay for every key entry", "`diag(g)`", lambda spec: "key" in spec.decay_axes),
+    ("linear attention", "`I`", lambda spec: spec.decay_kind == "identity"),
+    ("one decay a head", "`alpha * I`, turned in Mamba-3", lambda spec: True),
+)  # fmt: skip
+CALLED = {"s6": "Mamba", "ssd": "Mamba-2", "rg_lru": "Griffin", "mlstm": "xLSTM", "fox": "Forgetting Transformer"}
 SHORT = 8  # characters up to which a repeated expression is not worth a letter of its own
 
 
@@ -44,6 +67,23 @@ def table() -> str:
     """The zoo as a Markdown table, one row a mixer."""
     rows = [COLUMNS, ("---",) * len(COLUMNS), *map(row, ZOO)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def families() -> str:
+    """The zoo in short: what A is, and which recurrences have such a one."""
+    found: dict[str, list[str]] = {name: [] for name, _, _ in FAMILIES}
+    for entry in ZOO:
+        spec = entry.recurrence.spec
+        found[next(name for name, _, fits in FAMILIES if fits(spec))].append(_named(entry))
+    shape = {name: a for name, a, _ in FAMILIES}
+    rows = [(name, shape[name], ", ".join(members)) for name, members in found.items() if members]
+    rows.append(("layers without a recurrence of their own", "", ", ".join(f"`{name}`" for name in ALONE)))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [("family", "A_t", "`dsf.mixers.`"), ("---",) * 3, *rows])
+
+
+def _named(entry: Entry) -> str:
+    called = CALLED.get(entry.name)
+    return f"`{entry.name}`" + (f" ({called})" if called else "")
 
 
 def row(entry: Entry) -> tuple[str, ...]:
@@ -195,13 +235,15 @@ def layer(entries: list[Entry]) -> tuple[str, ...]:
     )
 
 
-def with_table(text: str, made: str | None = None) -> str:
-    """A page with the table between its marks renewed: the README's, or `made`."""
+def with_table(text: str, made: str) -> str:
+    """A page with the table between its marks renewed."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{made or table()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{made}\n{END}{tail}"
 
+
+PAGES: tuple[tuple[Path, Callable[[], str]], ...] = ((README, families), (PAGE, table), (LAYERS, layers))
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
-    LAYERS.write_text(with_table(LAYERS.read_text(), layers()))
+    for page, made in PAGES:
+        page.write_text(with_table(page.read_text(), made()))

@@ -178,6 +178,12 @@ ALIASES = {
 }  # fmt: skip
 
 
+# Layers of papers that are no recurrence, or several: found by name like the others, with nothing but the layer.
+LAYERS: dict[str, Callable[..., Any]] = {
+    "hyena": Hyena, "hydra": Hydra, "vision_mamba": VisionMamba, "vision_lstm": VisionLSTM,
+}  # fmt: skip
+
+
 def canonical(name: str) -> str:
     """The zoo's name for what people call a mixer: an alias, its layer's class, any spelling; else the name itself."""
     known = _known()
@@ -205,11 +211,22 @@ def get(name: str) -> Entry:
     found = by_name.get(name) or by_name.get(canonical(name))
     if found is not None:
         return found
+    layer = _layer_alone(name)
+    if layer is not None:
+        raise KeyError(
+            f"{name!r} is a layer without a recurrence of its own, dsf.mixers.{layer.__name__}: "
+            f"dsf.mixers.layer_for({name!r}, d_model) makes it"
+        )
     asked = name.lower().replace("-", "_")
     near = difflib.get_close_matches(asked, by_name, n=4, cutoff=0.5)
     near = near or [f"{x} ({ALIASES[x]})" for x in difflib.get_close_matches(asked, ALIASES, n=4, cutoff=0.5)]
     hint = f"near names: {', '.join(near)}" if near else f"`dsf zoo` lists all {len(ZOO)}, dsf.mixers.ZOO holds them"
     raise KeyError(f"no mixer is called {name!r}; {hint}")
+
+
+def _layer_alone(name: str) -> Callable[..., Any] | None:
+    """What LAYERS has by any spelling of the name."""
+    return {_plain(known): layer for known, layer in LAYERS.items()}.get(_plain(name))
 
 
 def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: Any) -> Mixer:
@@ -239,6 +256,9 @@ def constructor_of(mixer: str | type[Mixer] | Recurrence) -> Callable[..., Mixer
         return _around(mixer)
     if not isinstance(mixer, str):
         raise InputError(f"a mixer is a name, file.py:function, a class or a recurrence, not {type(mixer).__name__}")
+    alone = _layer_alone(mixer)
+    if alone is not None:
+        return alone
     try:
         entry = get(mixer)
     except KeyError as error:
@@ -255,6 +275,7 @@ def _around(recurrence: Recurrence) -> Callable[..., Mixer]:
 
 
 __all__ = [
+    "LAYERS",
     "Bidirectional",
     "BothWays",
     "DSS",

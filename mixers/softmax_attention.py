@@ -95,11 +95,11 @@ def attention_with(window: int | None = None, sink: Sink | None = None, biased: 
         return named[window, sink, biased]
 
     def system(q: Any, k: Any, v: Any, slope: Any = None, s: Any = None) -> System:
-        def rule(num: Any, den: Any, one: Any) -> Any:
-            return num / (den if sink is None else den + (one if s is None else exp(s) * one))
+        def with_sink(num: Any, den: Any, one: Any) -> Any:
+            return num / (den + (one if s is None else exp(s) * one))
 
         a = I if slope is None else exp(-slope)
-        rule = dsf.ratio if sink is None else rule
+        rule: Any = dsf.ratio if sink is None else with_sink
         return System(A=a, B=exp_features(k) * v, C=exp_features(q * N**-0.5), normalize=rule, window=window)
 
     def plain(q: Key, k: Key, v: Value) -> System:
@@ -114,7 +114,12 @@ def attention_with(window: int | None = None, sink: Sink | None = None, biased: 
     def both(q: Key, k: Key, v: Value, slope: Param[Scalar], s: Param[Scalar]) -> System:
         return system(q, k, v, slope, s)
 
-    made = {(False, False): plain, (True, False): sloping, (False, True): sinking, (True, True): both}
+    made: dict[tuple[bool, bool], Any] = {
+        (False, False): plain,
+        (True, False): sloping,
+        (False, True): sinking,
+        (True, True): both,
+    }
     parts = ["alibi"] * biased + ([] if sink is None else [f"sink_{sink}"])
     name = "_".join([*parts, *([] if window is None else [f"window{window}"]), "attention"])
     return dsf.recurrence(name=name)(made[biased, sink == "learnt"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dsf
+from dsf import mixers
 from dsf.analysis.pretrained import NotInstalledError
 
 ROOT = Path(__file__).parents[1]
@@ -72,11 +73,13 @@ def test_an_example_that_prints_something_else_is_noticed():
 
 def test_the_tables_of_the_zoo_are_those_that_the_code_makes():
     zoo = runpy.run_path(str(ROOT / "docs" / "zoo.py"))
-    readme = (ROOT / "README.md").read_text()
-    assert zoo["BEGIN"] in readme
-    assert zoo["with_table"](readme) == readme, "the zoo has changed: run python docs/zoo.py"
-    page = (ROOT / "docs" / "layers.md").read_text()
-    assert zoo["with_table"](page, zoo["layers"]()) == page, "the layers have changed: run python docs/zoo.py"
+    for path, made in zoo["PAGES"]:
+        page = path.read_text()
+        assert zoo["BEGIN"] in page
+        assert zoo["with_table"](page, made()) == page, f"{path.name} is behind the zoo: run python docs/zoo.py"
+    families = (ROOT / "README.md").read_text().partition(zoo["BEGIN"])[2].partition(zoo["END"])[0]
+    named = [name for row in families.splitlines()[3:] for name in re.findall(r"`(\w+)`", row.split("|")[-2:-1][0])]
+    assert sorted(named) == sorted([*(e.name for e in mixers.ZOO), *mixers.LAYERS]), "every name once"
 
 
 @EACH_PAGE

@@ -115,3 +115,11 @@ def test_hyena_is_drawn_again_and_keeps_its_rates_in_float32():
     before = m.D.clone()
     m.reset_parameters()
     assert not torch.equal(m.D, before)
+
+
+def test_hyena_is_found_by_name_and_has_no_recurrence():
+    layer = mixers.layer_for("Hyena", 8, l_max=16)
+    assert type(layer) is mixers.Hyena and type(mixers.layer_for("vision-mamba", 8)) is mixers.VisionMamba
+    with pytest.raises(KeyError, match=r"'hyena' is a layer without .* own, dsf\.mixers\.Hyena"):
+        mixers.get("hyena")
+    assert not set(mixers.LAYERS) & {entry.name for entry in mixers.ZOO}
