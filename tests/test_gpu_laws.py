@@ -172,7 +172,7 @@ def test_every_operator_passes_opcheck(name):
 
 
 def test_the_chunk_operators_pass_opcheck():
-    from dsf.kernels.triton.chunk.chunk_ops import chunk_matrix
+    from chunk_operator import chunk_matrix
 
     for recurrence, scalars in ((linear, 0), (forgetful_delta, 3)):
         given = draw(recurrence, 70, 16, 16, torch.float32, batch=1, heads=1)

@@ -274,14 +274,14 @@ def op_arguments(grad=True):
 
 
 def test_opcheck():
-    from dsf.kernels.triton.chunk.chunk_ops import chunk_matrix
+    from chunk_operator import chunk_matrix
 
     torch.library.opcheck(chunk_matrix, op_arguments(), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(chunk_matrix, op_arguments(), test_utils=("test_autograd_registration",))
 
 
 def test_compiles_in_full_and_runs_in_a_graph():
-    from dsf.kernels.triton.chunk.chunk_ops import chunk_matrix
+    from chunk_operator import chunk_matrix
 
     args = op_arguments()
 

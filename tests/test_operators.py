@@ -3,12 +3,12 @@
 import pytest
 import structures
 import torch
+from adjoint_recurrence import adjoint, states_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dsf.call.bind import bind, environment
-from dsf.kernels.adjoint import adjoint, states_of
 from dsf.kernels.operators import Transition, reduce_to
 from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent

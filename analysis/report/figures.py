@@ -108,14 +108,6 @@ def png(figure: Any, path: Path, dpi: int = 200) -> None:
     figure.savefig(path, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
 
 
-def png_inline(figure: Any, label: str) -> str:
-    """The figure as an inline <img>, for pictures with too many marks for SVG."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=200, facecolor="white")
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return render("image", label=label, data=data)
-
-
 def colors(number: int) -> list[str]:
     """`number` colours that read on white and on black: hues around the circle (OKLCH), two lightnesses in turn."""
     return [_oklch(0.60 if i % 2 else 0.71, 0.15, 25 + 360 * i / max(number, 6)) for i in range(number)]

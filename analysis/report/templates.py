@@ -43,7 +43,6 @@ TEMPLATES = {
     "grid": """<div class="grid" style="--min:{{ width }}px">{{ blocks|join }}</div>""",
     "details": """<details><summary>{{ title|inline }}</summary>{{ blocks|join }}</details>""",
     "code": "<pre>{{ source }}</pre>",
-    "image": """<img alt="{{ label }}" src="data:image/png;base64,{{ data }}">""",
     "page": """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
 <title>{{ page.title }}</title><style>{{ style }}</style></head><body>

@@ -384,9 +384,6 @@ class TwoLevel:
         return list(_joined((yield Swap(answer, INNER)), heads))
 
 
-EXCHANGES = ("gather", "transpose", "relay", "two-level", "walk")
-
-
 def exchange_of(name: str, nodes: int = 1) -> Exchange:
     """The exchange of that name."""
     if name == "two-level":

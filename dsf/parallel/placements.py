@@ -22,11 +22,6 @@ OF_OUTPUT = {BATCH: Shard(0), TOKENS: Shard(1), HEADS: Shard(2)}
 OF_STATE = {BATCH: Shard(0), TOKENS: Replicate(), HEADS: Shard(1)}
 
 
-def are_some(tensors: Sequence[Any]) -> bool:
-    """Whether there is a DTensor among the inputs."""
-    return any(isinstance(x, DTensor) for x in tensors)
-
-
 @dataclass(frozen=True)
 class Dealt:
     """What every dimension of a mesh holds shards of: batch, tokens, heads, or None."""

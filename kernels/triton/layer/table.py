@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from dsf.kernels.triton.sizes import power
 
 PROGRAMS = 1056  # that a launch should have at least: eight for each multiprocessor of the GPUs that were tried
-HELD = 16384  # numbers of a group that one program of the norm holds at most
 
 
 @dataclass(frozen=True)
