@@ -1,4 +1,4 @@
-"""Turns, previous values, sums of products and of readouts on the Triton kernels, in the interpreter, against the float64 oracle."""
+"""Turns, previous values, sums of products and of readouts on the Triton kernels, in the interpreter, against float64."""
 
 import pytest
 import torch
