@@ -1,4 +1,4 @@
-"""Turns, previous values, sums of products and of readouts on the Triton kernels, in the interpreter, against float64."""
+"""Turns, previous values, sums of products and of readouts on the Triton kernels, interpreted, against float64."""
 
 import pytest
 import torch
