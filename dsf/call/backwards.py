@@ -14,8 +14,9 @@ from typing import Any, TypeVar, cast, overload
 from torch import Tensor
 
 from dsf.call.bind import Bound, Sizes
+from dsf.call.cost import io_bytes
 from dsf.call.packing import Packing, check_bounds, check_once
-from dsf.call.plan import Plan, io_bytes
+from dsf.call.plan import Plan
 from dsf.kernels.attention import KVCache
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsf.call.bind import Bound, bind
+from dsf.call.cost import CONVOLUTION
 from dsf.call.guard import looks_swapped
-from dsf.call.plan import CONVOLUTION, Plan, make_plan
+from dsf.call.plan import Plan, make_plan
 from dsf.language.derived import derived, digest
 from dsf.language.invariant import is_invariant
 from dsf.language.spec import Spec

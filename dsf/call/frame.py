@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, named_axes
-from dsf.call.plan import CONVOLUTION, Plan
+from dsf.call.cost import CONVOLUTION
+from dsf.call.plan import Plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsf.call.bind import Sizes, cached_heads, key_width
+from dsf.call.bind import Sizes
+from dsf.call.cost import CONVOLUTION, cache_shape, flops, io_bytes
 from dsf.call.launches import Planned
 from dsf.language.errors import FormError
-from dsf.language.expr import KEY, VALUE
 from dsf.language.invariant import invariant, is_invariant
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dsf.kernels.triton.schedule import Schedule
 
 FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")  # of every finite state
-CONVOLUTION = "convolution"  # of time-invariant ones besides
 BACKENDS = ("torch", "triton")
 SHORT = 8  # tokens up to which walking the recurrence beats setting up chunks
 LONG = 64  # tokens from which an impulse response pays
@@ -287,13 +286,6 @@ def _of_reads(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
     )  # fmt: skip
 
 
-def cache_shape(spec: Spec, sizes: Sizes) -> tuple[int, ...]:
-    """[B, tokens that are kept, numbers a token] of attention's cache; a bias counts as one number."""
-    (k_heads, v_heads), (b_heads, _) = cached_heads(spec, sizes)
-    kept = sizes.tokens if spec.system.window is None else min(sizes.tokens, spec.system.window)
-    return sizes.batch, kept, k_heads * key_width(spec, sizes) + v_heads * sizes.p + b_heads
-
-
 def _refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
@@ -364,43 +356,3 @@ def _kernel(spec: Spec, sizes: Sizes, form: str) -> tuple[str, int]:
     if "value" in spec.decay_axes:
         return "value-decay chunks", MATRIX_CHUNK
     return ("WY chunks" if spec.rank else "decay chunks"), MATRIX_CHUNK
-
-
-def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
-    """Multiplications and additions of one forward call, gates and feature maps left out.
-
-    recurrent and scan: decay NP, write 2NP, read 2NP, 4NP a correction for every row (a scan combines each row twice).
-    chunk: scores and outputs 2(N + P) for every pair inside a chunk, 4NP a token to write and read states.
-    """
-    b, t, h, n, p = sizes.batch, sizes.tokens, sizes.heads, sizes.n, sizes.p
-    rows = t * spec.micro
-    if spec.is_attention:
-        window = t if spec.system.window is None else min(t, spec.system.window)
-        return b * h * window * (2 * t + 1 - window) * (key_width(spec, sizes) + p)
-    step = (3 + 4 * spec.rank) * n * p
-    if form in ("chunk", "scan") and not spec.is_elementwise and not (form == "scan" and not spec.rank):
-        pairs = rows * chunk * spec.micro * (1 + spec.rank)
-        return b * h * (pairs * (n + p) + 4 * rows * n * p * (1 + spec.rank))
-    if form == CONVOLUTION:  # the impulse response, and three FFTs of 2T points
-        points = 2 * t
-        return h * p * (2 * t * n + b * 3 * int(2.5 * points * math.log2(max(points, 2))))
-    if form == "kernel":
-        return b * h * (t * rows * (step // p + 2 * n + 2 * p))
-    if form in ("scan", "chunk"):
-        return b * h * (2 * 3 * rows * n * p + 2 * t * n * p)
-    if form == "naive":
-        return b * h * p * (2 * rows * n * n + 2 * t * n)
-    return b * h * (rows * step + 2 * t * n * p)
-
-
-def io_bytes(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> int:
-    """Bytes of all inputs read once and y written once."""
-    width = torch.empty((), dtype=dtype).element_size()
-    total = sizes.batch * sizes.tokens * sizes.heads * sizes.p
-    for entry in spec.inputs:
-        numbers = sizes.groups.get(entry.name, sizes.heads) * (entry.kind.steps or 1)
-        sides = {KEY: sizes.keys // 2 if entry.kind.pair else sizes.keys, VALUE: sizes.p}
-        for axis in entry.kind.axes:
-            numbers *= sides[axis]
-        total += numbers * (sizes.batch * sizes.tokens if entry.kind.time else 1)
-    return total * width

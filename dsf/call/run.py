@@ -12,7 +12,8 @@ from torch import Tensor
 from dsf.call import packing
 from dsf.call.bind import Bound, environment
 from dsf.call.convolve import convolve
-from dsf.call.plan import CONVOLUTION, KEEP_NUMBERS, Plan, reads_apart
+from dsf.call.cost import CONVOLUTION
+from dsf.call.plan import KEEP_NUMBERS, Plan, reads_apart
 from dsf.kernels.chunk import chunk, scan_blocks
 from dsf.kernels.phi import kernel_matrix
 from dsf.kernels.problem import Problem

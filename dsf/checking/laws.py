@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from dsf.call.plan import CONVOLUTION
+from dsf.call.cost import CONVOLUTION
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.compare import Measure, Measures, compare, difference, same
 from dsf.checking.examples import Example, lengths, same_state
