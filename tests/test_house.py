@@ -16,13 +16,9 @@ LONG_FILES = {
     "kernels/triton/chunk/gradient.py",
     "kernels/triton/chunk/matrix.py",
     "kernels/triton/chunk/walk.py",
-    "kernels/triton/scan/entries.py",
-    "kernels/triton/scan/walk.py",
 }
 # Kernels whose operands are not in structs yet.
 WIDE_FUNCTIONS = {
-    "kernels/triton/attention/kernel.py:attention_columns",
-    "kernels/triton/attention/kernel.py:attention_rows",
     "kernels/triton/chunk/gradient.py:_of_reads",
     "kernels/triton/chunk/gradient.py:_of_writes",
     "kernels/triton/chunk/gradient.py:chunk_gradient",
@@ -50,18 +46,6 @@ WIDE_FUNCTIONS = {
     "kernels/triton/chunk/walk.py:both_walks",
     "kernels/triton/chunk/walk.py:forward_walk",
     "kernels/triton/chunk/walk.py:reverse_walk",
-    "kernels/triton/scan/adjoint.py:gradients",
-    "kernels/triton/scan/adjoint.py:pull_chunk",
-    "kernels/triton/scan/entries.py:advance",
-    "kernels/triton/scan/entries.py:entry_gradients",
-    "kernels/triton/scan/entries.py:pull_run",
-    "kernels/triton/scan/forward.py:outputs_by_entry",
-    "kernels/triton/scan/forward.py:summaries_by_entry",
-    "kernels/triton/scan/walk.py:absorb_rest",
-    "kernels/triton/scan/walk.py:absorb_tile",
-    "kernels/triton/scan/walk.py:outputs",
-    "kernels/triton/scan/walk.py:read_tile",
-    "kernels/triton/scan/walk.py:summaries",
 }
 # Modules that import each other, if only within functions.
 CIRCLES = [

@@ -7,6 +7,7 @@ from call to call are parameters of their own. A struct's strides of tokens and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -52,16 +53,27 @@ class Config:
 
     Fields may be functions that the kernel calls. Triton knows compiled kernels by the text of what they were compiled
     for, in memory by __repr__ and on disk by cache_key, so these hold such functions' sources, not only their names.
+    Configs are equal where these texts are, which are made once: a launch asks for hashes of all that it is given.
     """
+
+    def __init_subclass__(cls) -> None:
+        for name in ("__eq__", "__hash__", "__repr__"):  # or dataclasses make others
+            setattr(cls, name, getattr(Config, name))
 
     def __post_init__(self) -> None:
         for x in fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, x.name, constant(getattr(self, x.name)))
 
-    @property
+    @functools.cached_property
     def cache_key(self) -> str:
         """All that it holds."""
         return self._text(lambda x: x.cache_key if isinstance(x, JITFunction) else repr(x))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.cache_key == other.cache_key
+
+    def __hash__(self) -> int:
+        return hash(self.cache_key)
 
     def __repr__(self) -> str:
         return self.cache_key

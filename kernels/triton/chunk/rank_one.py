@@ -53,7 +53,7 @@ def rows_of(
 
 @triton.jit
 def place_of_rows(batch, head, t0, t, there, keys, tokens, heads, P, N: tl.constexpr):
-    """`at` of printed functions (dsf.kernels.triton.scan.walk) for a tile [L, BK] of rows t0 + t and of keys."""
+    """`at` of printed functions (dsf.kernels.triton.scan.tiles) for a tile [L, BK] of rows t0 + t and of keys."""
     known = (keys < N)[None, :]
     return batch, head, t0, t[:, None], keys[None, :], 0, there[:, None], known, True, 0, 0, tokens, heads, P, N
 

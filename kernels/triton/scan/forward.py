@@ -1,9 +1,9 @@
 """The forward passes of the fused scan, one state entry after the other.
 
-A program of one warp owns `BP` channels of one head and one segment of time: lanes lie along the channels. It takes L
+A program of one warp owns `BP` channels of one head and one segment of time: lanes lie along the channels. It takes K
 tokens at a time into registers, as a tuple of tiles [1, 1, BP], and walks them once for every state entry. What has no
 Key axis is computed once for all entries; what has one, is the same in all lanes. An entry's state waits in memory for
-its next turn. No entry may wait for another's, and besides the holes of dsf.kernels.triton.scan.walk this needs five:
+its next turn. No entry may wait for another's, and besides the holes of dsf.kernels.triton.scan.tiles this needs five:
 
     plain(args, at) -> a token's inputs without a Key axis
     runs(args, at, L) -> of each input with a Key axis alone, L tokens of an entry, which lie side by side
@@ -12,64 +12,71 @@ its next turn. No entry may wait for another's, and besides the holes of dsf.ker
     moved(tokens, held, A, B, state, at) -> the state after a token; A, B: of `step`
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.scan.walk import _program, state_offset
+from dsf.kernels.triton.launch import constant
+from dsf.kernels.triton.scan.tiles import Shape, place_of, program, row_of, state_offset
 from dsf.kernels.triton.tile import widened
 
 
-@triton.jit
-def place_of(tile, t0, n, N: tl.constexpr, BP: tl.constexpr, k: tl.constexpr = 0):
-    """What the holes know of token t0 + k and entry n."""
-    i_b, i_h, p, p_ok, place, T, H, P = tile
-    zero = tl.zeros((1, 1, 1), tl.int32)
-    return (i_b, i_h, t0, zero.to(tl.int64) + k, n + zero, p, zero == 0, zero == 0, p_ok, place, place * BP, T, H, P, N)
+@dataclass(frozen=True, repr=False)
+class Entries(Shape):
+    """NB is 1. U: entries whose turns are written out, so that what is loaded a turn ahead needs no move; it divides N.
+
+    NEAR: the L1 has room for what is loaded next. Of summaries: LOW: products that are no larger are taken for zero,
+    PARTS: programs that share the entries of a segment, LAST: what the last segment does is of use, too.
+    """
+
+    NEAR: bool = False
+    LOW: float = 0.0
+    PARTS: int = 1
+    LAST: bool = False
+
+    @property
+    def single(self) -> Any:
+        """The same for one token."""
+        return constant(replace(self, K=1))
 
 
 @triton.jit
-def tile_at(place, i_b, i_h, T, H, P, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
-    """What all tokens and entries of a program share; EVEN: all its channels exist."""
-    p = tl.multiple_of(place * BP + tl.arange(0, BP)[None, None, :], [1, 1, V])
-    p_ok = tl.full((1, 1, BP), True, tl.int1) if EVEN else p < P
-    return (i_b, i_h, p, p_ok, place, T, H, P)
-
-
-@triton.jit
-def plain_tokens(args, tile, c0, plain: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr):
-    """What has no Key axis, of L tokens."""
+def plain_tokens(args, at, c0, holes: tl.constexpr, shape: tl.constexpr):
+    """What has no Key axis, of K tokens."""
     found = ()
-    for k in tl.static_range(L):
-        found = found + (plain(args, place_of(tile, c0, 0, N, BP, k)),)  # type: ignore[assignment]  # noqa: RUF005
+    for k in tl.static_range(shape.K):
+        found = found + (holes.plain(args, place_of(at, c0, 0, k)),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
 @triton.jit
-def token(args, tokens, run, at, k: tl.constexpr, whole: tl.constexpr):
+def token(args, tokens, run, at, k: tl.constexpr, holes: tl.constexpr):
     """Token k as `step` knows it."""
     found = tokens[k]
     for i in tl.static_range(len(run)):
         found = found + (run[i][k],)  # noqa: RUF005
-    return found + whole(args, tokens[k], at)
+    return found + holes.whole(args, tokens[k], at)
 
 
 @triton.jit
-def turn(
-    args, tile, c0, n, states, setup: tl.constexpr, runs: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    BP: tl.constexpr,
-):  # fmt: skip
-    """What a turn of entry n (or the last one) begins with: what Params make, L tokens of Key inputs, the state."""
-    n = tl.minimum(n, N - 1)
-    at = place_of(tile, c0, n, N, BP)
-    return setup(args, at), runs(args, at, L), tl.load(states + n * tile[7] + tile[2], mask=tile[3], other=0.0)
+def turn(args, at, c0, n, states, holes: tl.constexpr, shape: tl.constexpr):
+    """What a turn of entry n (or the last one) begins with: what Params make, K tokens of Key inputs, the state."""
+    n = tl.minimum(n, shape.N - 1)
+    here = place_of(at, c0, n)
+    state = states + n * at.P + at.p
+    return holes.setup(args, here), holes.runs(args, here, shape.K), tl.load(state, mask=at.p_ok, other=0.0)
 
 
 @triton.jit
-def endings(ends, c0, L: tl.constexpr):
-    """The numbers of the packed sequences that end with each of L tokens, 0 for none, and whether there is one."""
+def endings(ends, c0, K: tl.constexpr):
+    """The numbers of the packed sequences that end with each of K tokens, 0 for none, and whether there is one."""
     found = ()
     some = 0
-    for k in tl.static_range(L):
+    for k in tl.static_range(K):
         number = tl.load(ends + c0 + k).to(tl.int64)
         found = found + (number,)  # type: ignore[assignment]  # noqa: RUF005
         some += number
@@ -77,167 +84,130 @@ def endings(ends, c0, L: tl.constexpr):
 
 
 @triton.jit
-def forward(
-    args, y, states, saved, numbers, final, tile, c0,
-    setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    moved: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr,
-    M: tl.constexpr,
-):  # fmt: skip
-    """The outputs of L tokens from c0 on, and what becomes of the states [N, P].
+def forward(args, out, states, numbers, at, c0, holes: tl.constexpr, shape: tl.constexpr):
+    """The outputs of K tokens from c0 on, and what becomes of the states [N, P].
 
-    saved: None, or room for the state before every M-th token. numbers: None, or of the sequences that end with each
-    token, whose states are their `final` ones. U: entries whose turns are written out, so that what is loaded a turn
-    ahead needs no move.
+    numbers: None, or of the sequences that end with each token, whose states are their final ones.
     """
-    i_b, i_h, p, p_ok, place, T, H, P = tile
-    if saved is None:  # to their own place: no load of the next turn's is moved behind a store, to where it is used
+    if out.saved is None:  # to their own place: no load of the next turn's is moved behind a store, to where it is used
         saved = states
     else:
-        saved += ((i_b * H + i_h) * tl.cdiv(T, M) + c0 // M) * (N * P)
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)
-    alike = setup(args, place_of(tile, c0, 0, N, BP))
+        saved = out.saved + (row_of(at) * tl.cdiv(at.T, shape.M) + c0 // shape.M) * (shape.N * at.P)
+    tokens = plain_tokens(args, at, c0, holes, shape)
+    alike = holes.setup(args, place_of(at, c0, 0))
     sums = ()
-    for _ in tl.static_range(L):
-        sums = sums + (tl.zeros((1, 1, BP), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    now = turn(args, tile, c0, 0, states, setup, runs, N, L, BP)
+    for _ in tl.static_range(shape.K):
+        sums = sums + (tl.zeros((1, 1, shape.BP), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    now = turn(args, at, c0, 0, states, holes, shape)
     run = now[1]
-    for n0 in range(0, N, U):
-        for u in tl.static_range(U):
+    for n0 in range(0, shape.N, shape.U):
+        for u in tl.static_range(shape.U):
             n = n0 + u
             held, run, state = now
-            now = turn(args, tile, c0, n + 1, states, setup, runs, N, L, BP)
-            tl.store(saved + n * P + p, state, mask=p_ok & (c0 % M == 0))
+            now = turn(args, at, c0, n + 1, states, holes, shape)
+            tl.store(saved + n * at.P + at.p, state, mask=at.p_ok & (c0 % shape.M == 0))
             added = ()
-            for k in tl.static_range(L):
-                at = place_of(tile, c0, n, N, BP, k)
-                one = token(args, tokens, run, at, k, whole)
-                a, b, c, e, d = step(one, held, at)
+            for k in tl.static_range(shape.K):
+                here = place_of(at, c0, n, k)
+                one = token(args, tokens, run, here, k, holes)
+                a, b, c, e, d = holes.step(one, held, here)
                 before = state
-                state = moved(one, held, a, b, state, at)
+                state = holes.moved(one, held, a, b, state, here)
                 if numbers is not None:
-                    to = final + state_offset((numbers[k] - 1) * H + i_h, n, p, P, N)
-                    tl.store(to, state, mask=p_ok & (numbers[k] > 0))
-                added = added + (tl.fma(c, before if BEFORE else state, sums[k]),)  # type: ignore[assignment]  # noqa: RUF005
+                    to = out.final + state_offset((numbers[k] - 1) * at.H + at.head, n, at)
+                    tl.store(to, state, mask=at.p_ok & (numbers[k] > 0))
+                added = added + (tl.fma(c, before if shape.BEFORE else state, sums[k]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = added
-            tl.store(states + n * P + p, state, mask=p_ok)
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)  # again: few registers hold them through all entries
-    first = y + ((i_b * T + c0) * H + i_h) * P + p
-    for k in tl.static_range(L):
-        at = place_of(tile, c0, 0, N, BP, k)
-        a, b, c, e, d = step(token(args, tokens, run, at, k, whole), alike, at)
-        tl.store(first + k * (H * P), tl.broadcast_to(e * sums[k] + d, (1, 1, BP)).to(y.dtype.element_ty), mask=p_ok)
+            tl.store(states + n * at.P + at.p, state, mask=at.p_ok)
+    tokens = plain_tokens(args, at, c0, holes, shape)  # again: few registers hold them through all entries
+    first = out.y + ((at.batch * at.T + c0) * at.H + at.head) * at.P + at.p
+    for k in tl.static_range(shape.K):
+        here = place_of(at, c0, 0, k)
+        a, b, c, e, d = holes.step(token(args, tokens, run, here, k, holes), alike, here)
+        y = tl.broadcast_to(e * sums[k] + d, (1, 1, shape.BP)).to(out.y.dtype.element_ty)
+        tl.store(first + k * (at.H * at.P), y, mask=at.p_ok)
 
 
 @triton.jit
-def advance(
-    args, y, states, saved, ends, final, tile, c0,
-    setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    moved: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr,
-    M: tl.constexpr,
-):  # fmt: skip
+def advance(args, out, states, at, c0, holes: tl.constexpr, shape: tl.constexpr):
     """`forward`, with the final states of the packed sequences that end in it, which few stretches have."""
-    if ends is None:
-        forward(
-            args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U, BEFORE,
-            M,
-        )  # fmt: skip
+    if out.ends is None:
+        forward(args, out, states, None, at, c0, holes, shape)
     else:
-        numbers, some = endings(ends, c0, L)
+        numbers, some = endings(out.ends, c0, shape.K)
         if some:
-            forward(
-                args, y, states, saved, numbers, final, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U,
-                BEFORE, M,
-            )  # fmt: skip
+            forward(args, out, states, numbers, at, c0, holes, shape)
         else:
-            forward(
-                args, y, states, saved, None, None, tile, c0, setup, plain, runs, whole, step, moved, N, L, BP, U,
-                BEFORE, M,
-            )  # fmt: skip
+            forward(args, out, states, None, at, c0, holes, shape)
 
 
 @triton.jit(do_not_specialize=["T", "span"])
-def outputs_by_entry(
-    args, y, states, final, saved, ends, T, H, P, segments, span,
-    setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    ahead: tl.constexpr, moved: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr,
-    EVEN: tl.constexpr, U: tl.constexpr, BEFORE: tl.constexpr, M: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
-    """y [B, T, H, P], walking each segment of `span` tokens from its first state.
+def outputs_by_entry(args, out, states, T, H, P, segments, span, holes: tl.constexpr, shape: tl.constexpr):
+    """y [B, T, H, P], walking each segment of `span` tokens from its first state; of packed sequences the final states.
 
-    states: [B, H, segments, N, P], what enters each segment, replaced by what leaves it. saved: None, or room for the
-    state before every M-th token, [B, H, ⌈T/M⌉, N, P]; M is a multiple of L. ends: None, or of packed sequences
-    (dsf.kernels.triton.scan.walk.packed_ends), which have a `final` state each. N is a multiple of U. NEAR: the L1 has
-    room for what is loaded next.
+    states: [B, H, segments, N, P], what enters each segment, replaced by what leaves it. M is a multiple of K.
     """
-    place, segment, i_h, i_b = _program(P, segments, H, BP)
-    tile = tile_at(place, i_b, i_h, T, H, P, BP, V, EVEN)
-    row = i_b * H + i_h
+    at, segment = program(T, H, P, segments, shape)
+    row = row_of(at)
     begin = segment * span
     end = tl.minimum(begin + span, T)
-    whole_end = begin + (end - begin) // L * L
-    states += (row * segments + segment) * (N * P)
-    for c0 in range(begin, whole_end, L):
-        if NEAR:
-            ahead(args, place_of(tile, row * 0 + tl.minimum(c0 + L, whole_end - L), 0, N, BP), L, BP)
-        advance(
-            args, y, states, saved, ends, final, tile, row * 0 + c0, setup, plain, runs, whole, step, moved, N, L,
-            BP, U, BEFORE, M,
-        )  # fmt: skip
+    whole_end = begin + (end - begin) // shape.K * shape.K
+    states += (row * segments + segment) * (shape.N * P)
+    for c0 in range(begin, whole_end, shape.K):
+        if shape.NEAR:
+            then = row * 0 + tl.minimum(c0 + shape.K, whole_end - shape.K)
+            holes.ahead(args, place_of(at, then, 0), shape.K, shape.BP)
+        advance(args, out, states, at, row * 0 + c0, holes, shape)
     for c0 in range(whole_end, end):
-        advance(
-            args, y, states, saved, ends, final, tile, row * 0 + c0, setup, plain, runs, whole, step, moved, N, 1,
-            BP, U, BEFORE, M,
-        )  # fmt: skip
+        advance(args, out, states, at, row * 0 + c0, holes, shape.single)
 
 
 @triton.jit
-def absorb(
-    args, dy, ends, arriving, local, products, tile, c0, low, high,
-    setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BEFORE: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """What L tokens from c0 on add to the summary of entries `low` to `high`.
+def absorb(args, given, local, products, at, c0, low, high, holes: tl.constexpr, shape: tl.constexpr):
+    """What K tokens from c0 on add to the summary of entries `low` to `high`.
 
     Returns how many products of A were not yet down to LOW before them.
     """
-    i_b, i_h, p, p_ok, place, T, H, P = tile
-    tokens = plain_tokens(args, tile, c0, plain, N, L, BP)
-    given = ()
-    if dy is not None:
-        first = dy + ((i_b * T + c0) * H + i_h) * P + p
-        for k in tl.static_range(L):
-            given = given + (widened(tl.load(first + k * (H * P), mask=p_ok, other=0.0)),)  # type: ignore[assignment]  # noqa: RUF005
+    K: tl.constexpr = shape.K
+    LAST: tl.constexpr = K - 1
+    STATES: tl.constexpr = given.dy is None  # not cotangents
+    tokens = plain_tokens(args, at, c0, holes, shape)
+    scales = ()
+    if given.dy is not None:
+        first = given.dy + ((at.batch * at.T + c0) * at.H + at.head) * at.P + at.p
+        for k in tl.static_range(K):
+            dy = tl.load(first + k * (at.H * at.P), mask=at.p_ok, other=0.0)
+            scales = scales + (widened(dy),)  # type: ignore[assignment]  # noqa: RUF005
     alive = 0
-    product = tl.load(products + low * P + p, mask=p_ok, other=0.0)
-    state = tl.load(local + low * P + p, mask=p_ok, other=0.0)
+    product = tl.load(products + low * at.P + at.p, mask=at.p_ok, other=0.0)
+    state = tl.load(local + low * at.P + at.p, mask=at.p_ok, other=0.0)
     for n in range(low, high):
-        then = tl.minimum(n + 1, high - 1) * P + p
-        next_product = tl.load(products + then, mask=p_ok, other=0.0)
-        next_state = tl.load(local + then, mask=p_ok, other=0.0)
-        some = tl.sum((~(tl.abs(product) <= LOW)).to(tl.int32))  # NaN is more
+        then = tl.minimum(n + 1, high - 1) * at.P + at.p
+        next_product = tl.load(products + then, mask=at.p_ok, other=0.0)
+        next_state = tl.load(local + then, mask=at.p_ok, other=0.0)
+        some = tl.sum((~(tl.abs(product) <= shape.LOW)).to(tl.int32))  # NaN is more
         for _ in range(tl.minimum(some, 1)):  # a loop, not a branch, out of which nothing would be moved
-            at = place_of(tile, c0, n, N, BP)
-            held = setup(args, at)
-            run = runs(args, at, L)
-            for k in tl.static_range(L - 1 if dy is None else 0, -1 if dy is None else L, -1 if dy is None else 1):
-                at = place_of(tile, c0, n, N, BP, k)
-                a, b, c, e, d = step(token(args, tokens, run, at, k, whole), held, at)
-                if dy is None:
+            held = holes.setup(args, place_of(at, c0, n))
+            run = holes.runs(args, place_of(at, c0, n), K)
+            for k in tl.static_range(LAST if STATES else 0, -1 if STATES else K, -1 if STATES else 1):
+                here = place_of(at, c0, n, k)
+                a, b, c, e, d = holes.step(token(args, tokens, run, here, k, holes), held, here)
+                if STATES:
                     state = tl.fma(product, b, state)
                     product *= a
                 else:
-                    written = c * (e * given[k])
-                    if BEFORE:
+                    written = c * (e * scales[k])
+                    if shape.BEFORE:
                         state = tl.fma(product, written, state)
                     product *= a
-                    if arriving is not None:
-                        number = tl.load(ends + c0 + k).to(tl.int64)
-                        there = arriving + state_offset((number - 1) * H + i_h, n, p, P, N)
-                        state += product * tl.load(there, mask=p_ok & (number > 0), other=0.0)
-                    if not BEFORE:
+                    if given.states is not None:
+                        number = tl.load(given.ends + c0 + k).to(tl.int64)
+                        there = given.states + state_offset((number - 1) * at.H + at.head, n, at)
+                        state += product * tl.load(there, mask=at.p_ok & (number > 0), other=0.0)
+                    if not shape.BEFORE:
                         state = tl.fma(product, written, state)
-            tl.store(local + n * P + p, state, mask=p_ok)
-            tl.store(products + n * P + p, product, mask=p_ok)
+            tl.store(local + n * at.P + at.p, state, mask=at.p_ok)
+            tl.store(products + n * at.P + at.p, product, mask=at.p_ok)
         alive += some
         product = next_product
         state = next_state
@@ -246,53 +216,42 @@ def absorb(
 
 @triton.jit(do_not_specialize=["T", "span", "segments", "origin"])
 def summaries_by_entry(
-    args, dy, ends, arriving, local, products, T, H, P, segments, span, origin,
-    setup: tl.constexpr, plain: tl.constexpr, runs: tl.constexpr, whole: tl.constexpr, step: tl.constexpr,
-    ahead: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr,
-    BEFORE: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
+    args, given, local, products, T, H, P, segments, span, origin, holes: tl.constexpr, shape: tl.constexpr
+):
     """What a segment of `span` tokens does to the state that enters it: multiplies by `products`, adds `local`.
 
     With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P], ones and
     zeros at first; segments begin at origin + segment span, and all but the last (with dy, the first) have a program.
     Tokens come in the order in which what enters would meet them last, and no more of them than it takes to bring all
-    products down to LOW: at zero, what lies beyond does not reach the other end. arriving: as in
-    dsf.kernels.triton.scan.walk.summaries. PARTS: programs that share the entries of a segment, each a stretch of them.
-    LAST: what the last segment does is of use, too, which alone may not be a multiple of L tokens.
+    products down to LOW: at zero, what lies beyond does not reach the other end. The last segment alone may not be a
+    multiple of K tokens. Programs on the second axis of the grid have stretches of entries.
     """
-    place, segment, i_h, i_b = _program(P, segments - 1, H, BP)
-    low = tl.program_id(1) * (N // PARTS)
-    high = low + N // PARTS
-    if dy is not None:
+    at, segment = program(T, H, P, segments - 1, shape)
+    K: tl.constexpr = shape.K
+    low = tl.program_id(1) * (shape.N // shape.PARTS)
+    high = low + shape.N // shape.PARTS
+    if given.dy is not None:
         segment += 1
-    tile = tile_at(place, i_b, i_h, T, H, P, BP, V, EVEN)
     begin = origin + segment * span
     end = tl.maximum(tl.minimum(begin + span, T), begin)
-    row = i_b * H + i_h
-    local += (row * segments + segment) * (N * P)
-    products += (row * segments + segment) * (N * P)
-    count = (end - begin) // L
+    row = row_of(at)
+    local += (row * segments + segment) * (shape.N * P)
+    products += (row * segments + segment) * (shape.N * P)
+    count = (end - begin) // K
     i = 0
     alive = 1
     while (i < count) & (alive > 0):
-        c0 = end - (i + 1) * L if dy is None else begin + i * L
+        c0 = end - (i + 1) * K if given.dy is None else begin + i * K
         j = tl.minimum(i + 1, count - 1)
-        if NEAR:
-            ahead(args, place_of(tile, row * 0 + (end - (j + 1) * L if dy is None else begin + j * L), 0, N, BP), L, BP)
-        alive = absorb(
-            args, dy, ends, arriving, local, products, tile, row * 0 + c0, low, high, setup, plain, runs, whole, step,
-            N, L, BP, BEFORE, LOW,
-        )  # fmt: skip
+        if shape.NEAR:
+            then = row * 0 + (end - (j + 1) * K if given.dy is None else begin + j * K)
+            holes.ahead(args, place_of(at, then, 0), K, shape.BP)
+        alive = absorb(args, given, local, products, at, row * 0 + c0, low, high, holes, shape)
         i += 1
-    if dy is not None:  # of states, no segment but the last ends otherwise, and that one's reaches no other
-        for c0 in range(begin + count * L, end):
-            absorb(
-                args, dy, ends, arriving, local, products, tile, row * 0 + c0, low, high, setup, plain, runs, whole,
-                step, N, 1, BP, BEFORE, LOW,
-            )  # fmt: skip
-    elif LAST:
-        for after in range(begin + 1, end - count * L + 1):
-            absorb(
-                args, dy, ends, arriving, local, products, tile, row * 0 + end - count * L - after + begin, low, high,
-                setup, plain, runs, whole, step, N, 1, BP, BEFORE, LOW,
-            )  # fmt: skip
+    if given.dy is not None:  # of states, no segment but the last ends otherwise, and that one's reaches no other
+        for c0 in range(begin + count * K, end):
+            absorb(args, given, local, products, at, row * 0 + c0, low, high, holes, shape.single)
+    elif shape.LAST:
+        for after in range(begin + 1, end - count * K + 1):
+            c0 = row * 0 + end - count * K - after + begin
+            absorb(args, given, local, products, at, c0, low, high, holes, shape.single)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.launch import launch as start
-from dsf.kernels.triton.scan.adjoint import gradients
+from dsf.kernels.triton.scan.adjoint import Room, gradients
 from dsf.kernels.triton.scan.entries import entry_gradients
 from dsf.kernels.triton.scan.launches import (
     HOLES,
@@ -22,15 +22,12 @@ from dsf.kernels.triton.scan.launches import (
     launch,
     sizes_of,
 )
+from dsf.kernels.triton.scan.rows import Rows
 from dsf.kernels.triton.scan.table import AHEAD, shared_states
+from dsf.kernels.triton.scan.tiles import Cotangents
 from dsf.kernels.triton.sizes import bases
 
 SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
-ENTRY_HOLES = (
-    "setup", "plain", "runs", "spread", "whole", "step", "moved", "passed", "parted", "merge", "entry", "keys_at",
-    "keys_added", "keys_stored", "after", "puts", "blank", "finish",
-)  # fmt: skip
-TWINS = {name: f"{name}_back" for name in ("plain", "runs")}  # what forward passes read otherwise
 
 
 def fused_scan_adjoint(
@@ -51,12 +48,13 @@ def fused_scan_adjoint(
     sizes = sizes_of(spec, operands)
     go = launch(spec, sizes, True, dy.device)
     args = _arguments(spec, operands, sizes, go.by_entry)
-    dy, dfinal = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
     entering, arriving = (dfinal, None) if ends is None else (None, dfinal)
+    given = Cotangents(dy.contiguous(), ends, arriving)
     if held and go.segments > 1:
         cotangents = between(go, held, entering, True)
     elif go.segments > 1:
-        cotangents = _entering(go, spec, args, dy, entering, dy, ends, arriving)
+        cotangents = _entering(go, spec, args, given, entering, dy)
     else:
         cotangents = go.states(dy, 1).zero_() if entering is None else entering.unsqueeze(2).clone()
     wanted = list(zip(spec.operands, operands, needs, strict=True))
@@ -66,7 +64,7 @@ def fused_scan_adjoint(
     if length == go.chunks:
         totals = _totals(spec, go, dy) if go.by_entry else None
         rows = (go.segments * length * go.tile.chunk, length * go.tile.chunk) if go.padded else (sizes.tokens, go.span)
-        _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, (0, length), rows)
+        _pull(go, spec, args, partial, given, saved, cotangents, totals, (0, length), rows)
         return [_whole(o, x, _by_token(o, g, go)) for o, x, g in trios], _initial(cotangents, ends)
     totals = _totals(spec, go, dy)
     each = length * go.tile.chunk
@@ -74,7 +72,7 @@ def fused_scan_adjoint(
     for low in reversed(bases(0, go.chunks, length)):
         high = min(low + length, go.chunks)
         over = (low, high), (go.segments * each, each)
-        _pull(go, spec, args, partial, (dy, ends, arriving), saved, cotangents, totals, *over)
+        _pull(go, spec, args, partial, given, saved, cotangents, totals, *over)
         count = (high - low) * go.tile.chunk
         for i, found in gathered.items():
             o, _, g = trios[i]
@@ -109,30 +107,25 @@ def _initial(cotangents: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _pull(
-    go: Launch, hole: Hole, args: Any, partial: Sequence[Tensor | None],
-    outer: tuple[Tensor, Tensor | None, Tensor | None], saved: Tensor, cotangents: Tensor, totals: Tensor | None,
-    chunks: tuple[int, int], rows: tuple[int, int],
+    go: Launch, hole: Hole, args: Any, partial: Sequence[Tensor | None], given: Cotangents, saved: Tensor,
+    cotangents: Tensor, totals: Tensor | None, chunks: tuple[int, int], rows: tuple[int, int],
 ) -> None:  # fmt: skip
-    """One launch of the adjoint, over these chunks of every segment. outer: dy, ends, arriving."""
-    t, f = go.tile, hole.functions
-    rows_of, states = _rows(go, hole, saved.device) if go.by_entry else ({}, t.M // (t.U * t.K) * t.NB)
-    scratch = saved.new_empty(go.grid[0] * states * t.BP, dtype=torch.float32)
-    given = (args, (go.sizes.batch, *partial), *outer, saved, cotangents, totals, scratch, *go.scalars, *chunks, *rows)
+    """One launch of the adjoint, over these chunks of every segment."""
+    t = go.tile
     if go.by_entry:
-        holes = {name: getattr(f, TWINS.get(name, name)) for name in ENTRY_HOLES}
-        start(
-            entry_gradients, go.grid, *given, **holes, BEFORE=hole.before, M=t.M, KEYED=hole.keyed,
-            LOOSE=hole.sums - hole.keyed, MASKED=go.sizes.tokens % t.K > 0, **rows_of, **go.entry,
-        )  # fmt: skip
+        options, states = _rows(go, hole, saved.device)
     else:
-        start(
-            gradients, go.grid, *given, setup=f.setup, load=f.load, step=f.step, pull=f.pull, zeros=f.zeros,
-            finish=f.finish, BEFORE=hole.before, M=t.M, U=t.U, **go.shape, **go.runs,
-        )  # fmt: skip
+        options = go.options(hole, M=t.M, U=t.U, G=t.G, STAGES=t.stages)
+        states = t.M // (t.U * t.K) * t.NB
+    scratch = saved.new_empty(go.grid[0] * states * t.BP, dtype=torch.float32)
+    room = Room(saved, cotangents, totals, scratch)
+    grads = (go.sizes.batch, *partial)
+    kernel = entry_gradients if go.by_entry else gradients
+    start(kernel, go.grid, args, grads, given, room, *go.scalars, *chunks, *rows, **options)
 
 
 def _rows(go: Launch, hole: Hole, device: torch.device) -> tuple[dict[str, Any], int]:
-    """What entry_gradients is told of an entry's row, and the numbers a channel that a program has in scratch."""
+    """What entry_gradients is compiled for, and the numbers a channel that a program has in scratch."""
     t, n, runs = go.tile, go.sizes.n, go.tile.M // go.tile.K
     keys = sum(o.along for o in hole.operands)
     found = shared_states(t, n, hole.keyed, keys, device)
@@ -140,7 +133,11 @@ def _rows(go: Launch, hole: Hole, device: torch.device) -> tuple[dict[str, Any],
     left = (-(-runs // slots) - 1) * slots
     some = 1 if n % AHEAD else AHEAD
     rows = 0 if shared else (n + some) * (1 + 2 * hole.keyed + slots)
-    return {"KEYS": keys, "S": slots, "SHARED": shared, "U": some}, rows + left * n
+    options = go.options(
+        hole, Rows, M=t.M, U=some, KEYED=hole.keyed, KEYS=keys, LOOSE=hole.sums - hole.keyed, S=slots, SHARED=shared,
+        MASKED=go.sizes.tokens % t.K > 0,
+    )  # fmt: skip
+    return options, rows + left * n
 
 
 def _is_shared(o: Operand) -> bool:

@@ -5,6 +5,7 @@ HOLES holds the generated functions of every spec under a name, which calls take
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -16,7 +17,8 @@ from torch import Tensor
 from dsf.kernels.triton.launch import constant, row_strides
 from dsf.kernels.triton.launch import launch as start
 from dsf.kernels.triton.registry import Registry
-from dsf.kernels.triton.scan.forward import outputs_by_entry, summaries_by_entry
+from dsf.kernels.triton.scan.forward import Entries, outputs_by_entry, summaries_by_entry
+from dsf.kernels.triton.scan.summaries import combine, summaries
 from dsf.kernels.triton.scan.table import (
     ADJOINT,
     BLOCK,
@@ -33,12 +35,14 @@ from dsf.kernels.triton.scan.table import (
     tile,
     vector,
 )
-from dsf.kernels.triton.scan.walk import combine, outputs, summaries
+from dsf.kernels.triton.scan.tiles import NAMES, Cotangents, Holes, Shape
+from dsf.kernels.triton.scan.walk import Outputs, outputs
 from dsf.kernels.triton.sizes import power
 
 ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
 COMBINE = 1024  # state numbers of one program of the combination
 ALIGNED = 16  # tokens that rows of Key inputs along time are a multiple of
+NOTHING = Cotangents(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,11 @@ class Hole:
     special: int
     keyed: int = 0
     fades: bool = False
+
+    @functools.cached_property
+    def holes(self) -> Any:
+        """The functions as kernels take them."""
+        return Holes(*(getattr(self.functions, name, None) for name in NAMES))
 
     def by_entry(self, s: Sizes) -> bool:
         """True where kernels may take one state entry after the other, whose inputs they find by 32-bit offsets."""
@@ -182,28 +191,17 @@ class Launch:
         width = (constant(s.heads), constant(s.p)) if s.fixed else (s.heads, s.p)
         return s.tokens, *width, self.segments, self.span
 
-    @property
-    def shape(self) -> dict[str, Any]:
-        """The kernels' tile arguments."""
-        t = self.tile
-        even = self.sizes.p % t.BP == 0
-        shape = {"N": self.sizes.n, "K": t.K, "NB": t.NB, "BP": t.BP, "V": t.V, "EVEN": even, "num_warps": t.warps}
-        return shape | ({"maxnreg": t.registers} if t.registers else {})
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """The tile arguments of what takes one state entry after the other."""
-        return {"L" if name == "K" else name: x for name, x in self.shape.items() if name != "NB"}
+    def options(self, hole: Hole, kind: type[Shape] = Shape, **more: Any) -> dict[str, Any]:
+        """What kernels are compiled for; more: of their kind of shape."""
+        t, n, p = self.tile, self.sizes.n, self.sizes.p
+        shape = kind(n, t.K, t.NB, t.BP, t.V, p % t.BP == 0, hole.before, **more)
+        found = {"holes": hole.holes, "shape": shape, "num_warps": t.warps}
+        return found | ({"maxnreg": t.registers} if t.registers else {})
 
     @property
     def near(self) -> bool:
         """True where the L1 has room for what such a kernel loads next."""
         return self.sizes.n <= BLOCK
-
-    @property
-    def runs(self) -> dict[str, int]:
-        """What a vector state's tile has besides."""
-        return {"G": self.tile.G, "STAGES": self.tile.stages}
 
     def states(self, like: Tensor, count: int) -> Tensor:
         """Room for `count` states a row: [B, H, count, N, P] float32."""
@@ -246,70 +244,60 @@ def launch(hole: Hole, sizes: Sizes, adjoint: bool, device: torch.device) -> Lau
     return Launch(sizes, t, count, span, blocks)
 
 
-def _entering(
-    go: Launch, hole: Hole, args: Any, dy: Tensor | None, first: Tensor | None, like: Tensor,
-    ends: Tensor | None = None, arriving: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def _entering(go: Launch, hole: Hole, args: Any, given: Cotangents, first: Tensor | None, like: Tensor) -> Tensor:
     """What enters every segment: states, or with dy cotangents from the segments' ends.
 
     Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's.
     """
-    sums, local, product = summed(go, hole, args, dy, like, ends, arriving)
+    sums, local, product = summed(go, hole, args, given, like)
     fine = (local.shape[2] - 1) // (go.segments - 1)
-    return combined(sums, local, product, first, dy is not None)[:, :, ::fine].contiguous()
+    return combined(sums, local, product, first, given.dy is not None)[:, :, ::fine].contiguous()
 
 
 def summed(
-    go: Launch, hole: Hole, args: Any, dy: Tensor | None, like: Tensor, ends: Tensor | None = None,
-    arriving: Tensor | None = None, whole: bool = False,
-) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
+    go: Launch, hole: Hole, args: Any, given: Cotangents, like: Tensor, whole: bool = False
+) -> tuple[Launch, Tensor, Tensor]:
     """What pieces of segments add and multiply [B, H, pieces + 1, N, P] (`summaries`), and how they were launched.
 
     whole: of the last (first) segment, too. args: with tokens in rows where the hole is taken by entry.
     """
     if hole.by_entry(go.sizes):
-        return _summed_by_entry(go, hole, args, dy, like, ends, arriving, whole)
+        return _summed_by_entry(go, hole, args, given, like, whole)
     if go.tile.G * go.tile.stages > 1:  # wide, and without runs, for which this would need a scan more
-        t = tile(FORWARD if dy is None else ADJOINT, go.sizes.n, go.sizes.p)
+        t = tile(FORWARD if given.dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
     fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
-    count, span, origin = _places(go, fine, dy, whole)
+    count, span, origin = _places(go, fine, given, whole)
     local, product = go.states(like, count), go.states(like, count)
-    f = hole.functions
     start(
         summaries, (go.grid[0] // go.segments * (count - 1),),
-        args, dy, ends, arriving, local, product, *go.scalars[:3], count, span, origin,
-        setup=f.setup, load=f.load, step=f.step, rate=getattr(f, "rate", None), kept=getattr(f, "kept", None),
-        BEFORE=hole.before, AHEAD=go.tile.skim, **go.shape,
+        args, given, local, product, *go.scalars[:3], count, span, origin, **go.options(hole, AHEAD=go.tile.skim),
     )  # fmt: skip
     return go, local, product
 
 
-def _places(go: Launch, fine: int, dy: Tensor | None, whole: bool) -> tuple[int, int, int]:
+def _places(go: Launch, fine: int, given: Cotangents, whole: bool) -> tuple[int, int, int]:
     """(pieces and one more, tokens a piece, where the piece before the first begins) of `summaries`."""
     span = go.span // fine
-    origin = 0 if dy is None else (0 if whole else go.span) - span
+    origin = 0 if given.dy is None else (0 if whole else go.span) - span
     return (go.segments - (not whole)) * fine + 1, span, origin
 
 
 def _summed_by_entry(
-    go: Launch, hole: Hole, args: Any, dy: Tensor | None, like: Tensor, ends: Tensor | None,
-    arriving: Tensor | None, whole: bool,
-) -> tuple[Launch, Tensor, Tensor]:  # fmt: skip
+    go: Launch, hole: Hole, args: Any, given: Cotangents, like: Tensor, whole: bool
+) -> tuple[Launch, Tensor, Tensor]:
     """The same, by one state entry after the other."""
     t = by_entry(go.sizes.p)
     go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
     fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
-    count, span, origin = _places(go, fine, dy, whole)
+    count, span, origin = _places(go, fine, given, whole)
     local, products = go.states(like, count).zero_(), go.states(like, count).fill_(1.0)
     programs = go.blocks * go.sizes.rows * (count - 1)
-    shared = shares(go.sizes.n, programs, like.device)
-    start(
-        summaries_by_entry, (programs, shared),
-        args, dy, ends, arriving, local, products, *go.scalars[:3], count, span, origin,
-        BEFORE=hole.before, NEAR=go.near, LOW=FORGOTTEN if hole.fades else 0.0, PARTS=shared, LAST=whole,
-        **_functions(hole), **go.entry,
-    )  # fmt: skip
+    parts = shares(go.sizes.n, programs, like.device)
+    low = FORGOTTEN if hole.fades else 0.0
+    options = go.options(hole, Entries, NEAR=go.near, LOW=low, PARTS=parts, LAST=whole)
+    scalars = *go.scalars[:3], count, span, origin
+    start(summaries_by_entry, (programs, parts), args, given, local, products, *scalars, **options)
     return go, local, products
 
 
@@ -343,7 +331,7 @@ def fused_scan(
     """y [B, T, H, P], the final state [B, H, N, P], with `keep` the adjoint's checkpoints.
 
     y has the operands' dtype, or float32 where `wide`. ends: None, or the last tokens of this many packed sequences
-    (dsf.kernels.triton.scan.walk.packed_ends), which have a final state each; B is 1, and `state` None. held: what
+    (dsf.kernels.triton.scan.tiles.packed_ends), which have a final state each; B is 1, and `state` None. held: what
     `dsf.kernels.triton.scan.shard` found of segments before.
     """
     spec = HOLES[hole]
@@ -356,34 +344,23 @@ def fused_scan(
         starts = between(go, held, starts, False)
     elif go.segments > 1:
         rows = args if go.by_entry == spec.by_entry(sizes) else _arguments(spec, operands, sizes, True)
-        starts = _entering(go, spec, rows, None, starts, first)
+        starts = _entering(go, spec, rows, NOTHING, starts, first)
     y = first.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.p, dtype=torch.float32 if wide else None)
     final = go.states(first, 1).squeeze(2) if ends is None else _states(sizes, first, sequences)
     step = tile_of(spec, sizes, True, first.device).M if keep else ALL_TOKENS
     saved = go.states(first, -(-sizes.tokens // step) if keep else 0)
-    f = spec.functions
+    out = Outputs(y, final, saved if keep else None, ends)
     if go.by_entry:
         if starts is None:
             states = go.states(first, 1).zero_()
         else:
             states = starts if go.segments > 1 else starts.unsqueeze(2).clone()
-        start(
-            outputs_by_entry, go.grid, args, y, states, final, saved if keep else None, ends, *go.scalars,
-            BEFORE=spec.before, M=step, U=2 - sizes.n % 2, NEAR=go.near, moved=f.moved, **_functions(spec),
-            **go.entry,
-        )  # fmt: skip
+        options = go.options(spec, Entries, M=step, U=2 - sizes.n % 2, NEAR=go.near)
+        start(outputs_by_entry, go.grid, args, out, states, *go.scalars, **options)
         return y, states[:, :, -1].contiguous() if ends is None else final, saved
-    start(
-        outputs, go.grid, args, y, starts, final, saved if keep else None, ends, *go.scalars,
-        setup=f.setup, load=f.load, step=f.step, BEFORE=spec.before, M=step, **go.shape, **go.runs,
-    )  # fmt: skip
+    options = go.options(spec, M=step, G=go.tile.G, STAGES=go.tile.stages)
+    start(outputs, go.grid, args, out, starts, *go.scalars, **options)
     return y, final, saved
-
-
-def _functions(hole: Hole) -> dict[str, Any]:
-    """The functions of what takes one state entry after the other."""
-    f = hole.functions
-    return {name: getattr(f, name) for name in ("setup", "plain", "runs", "whole", "ahead", "step")}
 
 
 def _states(sizes: Sizes, like: Tensor, sequences: int) -> Tensor:

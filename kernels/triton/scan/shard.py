@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.scan.launches import HOLES, _arguments, _timed, between, combined, launch, sizes_of, summed
+from dsf.kernels.triton.scan.tiles import Cotangents
 
 __all__ = ["between", "scan_shard"]
 
@@ -28,8 +29,8 @@ def _run(
     like = _timed(spec, operands)
     go = launch(spec, sizes, dy is not None, like.device)
     args = _arguments(spec, operands, sizes, spec.by_entry(sizes))
-    dy = None if dy is None else dy.contiguous()
-    sums, local, product = summed(go, spec, args, dy, like, whole=True)
+    given = Cotangents(None if dy is None else dy.contiguous(), None, None)
+    sums, local, product = summed(go, spec, args, given, like, whole=True)
     first = None if state is None else state.contiguous()
     every = combined(sums, local.clone(), product, first, dy is not None)
     end = every[:, :, 0 if dy is not None else -1].contiguous()

@@ -1,0 +1,274 @@
+"""The fused scan: one skeleton for every elementwise system, forward and adjoint.
+
+A program owns `BP` channels of one head and one segment of time. It walks its segment `K` tokens at a time; a tile is
+[K, N, BP] with the channels on lanes and tokens and state entries in registers, so the walk inside a tile picks
+registers and the sum over N stays inside a thread. A vector state (N = 1) comes in
+tiles of G runs of K tokens, [G, K, BP]: threads walk their run, and an associative scan over the runs joins them. What
+the system is, comes in as `holes`, functions printed from the spec (dsf.triton.print_scan):
+
+    setup(args, at) -> what depends on Params alone           load(args, at) -> this tile's tokens
+    step(tokens, held, at) -> A, B, C, E, D with y = E Σ_n C S + D, each broadcasting to the tile
+    pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink) -> sums, storing the tokens' gradients
+    zeros(NB, BP) -> the Params' sums before the first token
+    finish(args, grads, sums, segment, segments, at): stores the Params' gradients of this program
+
+`args`, `grads`: the pointers and strides that the holes know. `at` is where the tile lies (`At`). `sink`: how gradients
+that programs share are laid out (rows a batch row, what to add to a token's number). A, B, C, D are in registers only.
+
+Tokens past the end are loaded as zeros, and what holes make of zeros may be infinite or NaN: whatever is added to other
+tokens' is set to zero there, after it was computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, make_dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.structs import Config
+from dsf.kernels.triton.tile import take
+
+
+class At(NamedTuple):
+    """Where a tile lies: its sequence and head, tokens t0 + t, entries n and channels p, and which of these exist.
+
+    place: the block of channels, edge: its first one.
+    """
+
+    batch: Any
+    head: Any
+    t0: Any
+    t: Any
+    n: Any
+    p: Any
+    t_ok: Any
+    n_ok: Any
+    p_ok: Any
+    place: Any
+    edge: Any
+    T: Any
+    H: Any
+    P: Any
+    N: Any
+
+
+class Cotangents(NamedTuple):
+    """Of y [B, T, H, P], and of the final states of packed sequences [sequences, H, N, P], with where these end.
+
+    dy is None where states are walked instead of cotangents; ends and states are None where nothing is packed.
+    """
+
+    dy: Any
+    ends: Any
+    states: Any
+
+
+NAMES = (
+    "setup", "load", "step", "pull", "zeros", "finish", "rate", "kept", "plain", "plain_back", "runs", "runs_back",
+    "spread", "whole", "ahead", "parted", "merge", "moved", "passed", "entry", "keys_at", "keys_added", "keys_stored",
+    "after", "puts", "blank",
+)  # fmt: skip
+# The printed functions of a spec, None for those that it has no need of.
+Holes = make_dataclass("Holes", [(x, Any, None) for x in NAMES], bases=(Config,), frozen=True, repr=False)
+
+
+@dataclass(frozen=True, repr=False)
+class Shape(Config):
+    """What else the kernels of a scan are compiled for. A tile: K tokens of NB entries, or G runs of K; BP channels.
+
+    V neighbouring channels share a thread. EVEN: all channels exist. BEFORE: y is of the state before a token's write.
+    M: tokens between two states that are saved, U: tiles between two that the adjoint keeps for itself. STAGES, AHEAD:
+    tiles whose loads are under way.
+    """
+
+    N: int
+    K: int
+    NB: int
+    BP: int
+    V: int
+    EVEN: bool
+    BEFORE: bool
+    M: int = 1
+    U: int = 1
+    G: int = 1
+    STAGES: int = 1
+    AHEAD: int = 1
+
+
+@triton.jit
+def program(T, H, P, segments, shape: tl.constexpr, BACK: tl.constexpr = False, lane=None):
+    """Where this program's tiles lie, before any token, and its segment. BACK: the last run of a tile comes first.
+
+    lane: the channels' numbers in their block, if the program has them.
+    """
+    number = tl.program_id(0)
+    blocks = tl.cdiv(P, shape.BP)
+    row = (number // (blocks * segments)).to(tl.int64)
+    place = (number % blocks).to(tl.int64)
+    n = tl.arange(0, shape.NB)[None, :, None]
+    if lane is None:
+        lane = tl.arange(0, shape.BP)[None, None, :]
+    p = tl.multiple_of(place * shape.BP + lane, [1, 1, shape.V])
+    p_ok = tl.full((1, 1, shape.BP), True, tl.int1) if shape.EVEN else p < P
+    t = numbers(shape.K, shape.G, BACK)
+    at = At(row // H, row % H, 0, t, n, p, True, n < shape.N, p_ok, place, place * shape.BP, T, H, P, shape.N)
+    return at, (number // blocks) % segments
+
+
+@triton.jit
+def moved(at, t0, t_ok):
+    """The same at tokens t0 + t, of which t_ok exist."""
+    return At(
+        at.batch, at.head, t0, at.t, at.n, at.p, t_ok, at.n_ok, at.p_ok, at.place, at.edge, at.T, at.H, at.P, at.N
+    )
+
+
+@triton.jit
+def place_of(at, t0, n, k: tl.constexpr = 0, end=None):
+    """The same at token t0 + k and entry n alone; end: None where the token exists."""
+    zero = tl.zeros((1, 1, 1), tl.int32)
+    ok = zero == 0
+    t = zero.to(tl.int64) + k  # with 64 bits its product with a stride is one instruction
+    t_ok = ok if end is None else t0 + t < end
+    return At(at.batch, at.head, t0, t, n + zero, at.p, t_ok, ok, at.p_ok, at.place, at.edge, at.T, at.H, at.P, at.N)
+
+
+@triton.jit
+def row_of(at):
+    """Sequence and head in one number, of 64 bits."""
+    return at.batch * at.H + at.head
+
+
+@triton.jit
+def state_offset(row, n, at):
+    """Where entry n of state number `row` lies in a buffer [rows, N, P], at a tile's channels."""
+    return row * (at.N * at.P) + n * at.P + at.p
+
+
+@triton.jit
+def saved_offset(t0, n, at, M: tl.constexpr):
+    """Where entry n of the state before token t0, a multiple of M, lies in a buffer [B, H, ⌈T/M⌉, N, P]."""
+    return state_offset(row_of(at) * tl.cdiv(at.T, M) + t0 // M, n, at)
+
+
+@triton.jit
+def packed_ends(ends, at):
+    """Where the states after sequences' last tokens lie in a buffer [sequences, H, N, P], and which tokens are last.
+
+    ends: [T], a sequence's number from 1 at its last token, 0 elsewhere.
+    """
+    number = tl.load(ends + at.t0 + at.t, mask=at.t_ok, other=0)
+    return state_offset((number.to(tl.int64) - 1) * at.H + at.head, at.n, at), number > 0
+
+
+@triton.jit
+def given_offset(at):
+    """Where y of a tile lies, of token t0 and head, in [B, T, H, P]."""
+    return ((at.batch * at.T + at.t0) * at.H + at.head) * at.P
+
+
+@triton.jit
+def firsts(K: tl.constexpr, G: tl.constexpr, BACK: tl.constexpr = False):
+    """The first tokens of the tile's runs, [G, 1, 1], with BACK the last run's first."""
+    g = tl.arange(0, G)[:, None, None]
+    return (G - 1 - g if BACK else g) * K
+
+
+@triton.jit
+def numbers(K: tl.constexpr, G: tl.constexpr, BACK: tl.constexpr = False):
+    """The tile's tokens in order, [K, 1, 1] or run after run [G, K, 1], with BACK the last run first."""
+    if G == 1:
+        t = tl.arange(0, K)[:, None, None]
+    else:
+        t = firsts(K, G, BACK) + tl.arange(0, K)[None, :, None]
+    return t
+
+
+@triton.jit
+def turns(K: tl.constexpr, G: tl.constexpr):
+    """The tokens that a thread walks, on their axis: [K, 1, 1], or [1, K, 1] of every run."""
+    return tl.arange(0, K)[:, None, None] if G == 1 else tl.arange(0, K)[None, :, None]
+
+
+@triton.jit
+def fill(x, shape: tl.constexpr, NB: tl.constexpr):
+    """x as a full tile of NB entries, [K, NB, BP], or [G, K, BP]."""
+    if shape.G == 1:
+        found = tl.broadcast_to(x, (shape.K, NB, shape.BP))
+    else:
+        found = tl.broadcast_to(x, (shape.G, shape.K, shape.BP))
+    return found
+
+
+@triton.jit
+def blend(a, b, t_ok, shape: tl.constexpr, MASKED: tl.constexpr):
+    """A and B as full tiles; MASKED: tokens past the end leave the state as it is."""
+    a = fill(a, shape, shape.NB)
+    b = fill(b, shape, shape.NB)
+    if MASKED:
+        a = tl.where(t_ok, a, 1.0)
+        b = tl.where(t_ok, b, 0.0)
+    return a, b
+
+
+@triton.jit
+def link(keep, add, kept, added, later_keep, later_add, later_kept, later_added):
+    """Two stretches of runs as one: s -> keep s + add through all of it, kept s + added up to its last run."""
+    return (
+        keep * later_keep,
+        later_keep * add + later_add,
+        keep * later_kept,
+        later_kept * add + later_added,
+    )
+
+
+@triton.jit
+def join(keep, add, G: tl.constexpr):
+    """What enters every run but the first, and what leaves the last, of runs s -> keep s + add [G, 1, BP].
+
+    The state that enters the first is in its `add`.
+    """
+    one = tl.full(add.shape, 1.0, tl.float32)
+    keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link)
+    g = tl.arange(0, G)[:, None, None]
+    return added, tl.sum(tl.where(g == G - 1, add, -0.0), 0, keep_dims=True)
+
+
+@triton.jit
+def walk(a, b, state, K: tl.constexpr, G: tl.constexpr):
+    """States before and after every token of a tile, and the last one.
+
+    state: what enters the tile, or (then there is no last one) every run [G, 1, BP].
+    """
+    t = turns(K, G)
+    last = state
+    if G > state.shape[0]:
+        first = tl.arange(0, G)[:, None, None] == 0
+        add = tl.where(first, state, 0.0)
+        keep = tl.full(add.shape, 1.0, tl.float32)
+        for k in tl.static_range(K):
+            add = take(a, t, k, 1) * add + take(b, t, k, 1)
+            keep *= take(a, t, k, 1)
+        entering, last = join(keep, add, G)
+        state = tl.where(first, state, entering)
+    AXIS: tl.constexpr = 0 if G == 1 else 1
+    before = a
+    after = a
+    for k in tl.static_range(K):
+        before = tl.where(t == k, state, before)
+        state = take(a, t, k, AXIS) * state + take(b, t, k, AXIS)
+        after = tl.where(t == k, state, after)
+    if G == 1:
+        last = state
+    return before, after, last
+
+
+@triton.jit
+def last_state(a, b, state, K: tl.constexpr):
+    """The state after a tile without runs."""
+    t = turns(K, 1)
+    for k in tl.static_range(K):
+        state = take(a, t, k) * state + take(b, t, k)
+    return state
