@@ -42,7 +42,7 @@ from dsf.triton import choose
 
 TARGET = GPUTarget("cuda", 90, 32)
 HEAD = re.compile(r"tt\.func public @[\w.]+\((.*)\) attributes")
-NAME = re.compile(r"%[\w.$-]+")
+NAME, NUMBER, DEFINED = re.compile(r"%[\w.$-]+"), re.compile(r"%<(\d+)>"), re.compile(r"(%[\w.$-]+)(?::\d+)? = ")
 SCALAR = re.compile(r" *(%[\w.$-]+) = (arith\.constant .*|(?:arith\.|tt\.get_|tt\.addptr)(?!.*(?:tensor|\{$)).*)")
 
 
@@ -113,31 +113,42 @@ class Canonical:
     def __init__(self, text):
         head = HEAD.search(text)
         parameters = [x.split(":", 1) for x in re.split(r", (?=%)", head[1])]
-        self.places = {name: place for place, (name, _) in enumerate(parameters)}
-        self.scalars, self.names, self.used, self.values = {}, {}, [], 0
-        lines = []
-        for line in text[head.end() :].splitlines():
-            found = SCALAR.fullmatch(line)
-            if found:
-                self.scalars[found[1]] = found[2]
-            else:
-                lines.append(line)
-        body = [NAME.sub(self._name, line) for line in lines]
+        self.values = {name: place for place, (name, _) in enumerate(parameters)}  # a number for every one there is
+        self.parameters, self.count = len(parameters), len(parameters)
+        self.scalars, self.names, self.used, self.named = {}, {}, [], 0
+        lines = [x for x in map(self._numbered, text[head.end() :].splitlines()) if x is not None]
+        body = [NUMBER.sub(self._name, line) for line in lines]
         self.text = "\n".join([*(parameters[i][1].strip() for i in self.used), *body])
 
+    def _numbered(self, line):
+        """A line with numbers for names, which other regions have for other values; None of what stands elsewhere."""
+        scalar = SCALAR.fullmatch(line)
+        code = scalar and NAME.sub(self._number, scalar[2])
+        for name in DEFINED.findall(line) if "^bb" not in line else NAME.findall(line):
+            self.values[name] = self.count
+            self.count += 1
+        if scalar:
+            self.scalars[self.values[scalar[1]]] = code
+            return None
+        return NAME.sub(self._number, line)
+
+    def _number(self, found):
+        number = self.values.get(found[0])
+        return found[0] if number is None else f"%<{number}>"  # assembly has such names, too
+
     def _name(self, found):
-        name = found[0]
-        if name not in self.names:
-            if name in self.scalars:
-                code = NAME.sub(self._name, self.scalars[name])
-                self.names[name] = f"({code})" if len(code) < 100 else f"(%{_digest(code)})"
-            elif name in self.places:
-                self.names[name] = f"%used{len(self.used)}"
-                self.used.append(self.places[name])
+        number = int(found[1])
+        if number not in self.names:
+            if number in self.scalars:
+                code = NUMBER.sub(self._name, self.scalars[number])
+                self.names[number] = f"({code})" if len(code) < 100 else f"(%{_digest(code)})"
+            elif number < self.parameters:
+                self.names[number] = f"%used{len(self.used)}"
+                self.used.append(number)
             else:
-                self.names[name] = f"%{self.values}"
-                self.values += 1
-        return self.names[name]
+                self.names[number] = f"%{self.named}"
+                self.named += 1
+        return self.names[number]
 
 
 def _given(kind, x):

@@ -87,7 +87,18 @@ class Config:
         return f"{type(self).__name__}({', '.join(values)})"
 
 
+def derived(method: Callable[[Any], Any]) -> Any:
+    """A property of a Config that kernels read as they read its fields."""
+    return property(lambda self: constant(method(self)))
+
+
 @triton.jit
 def of_head(x, batch, head):
     """Rows of one sequence and head: `x` moved to their first token."""
     return Rows(x.at + batch * x.batch + head // x.group * x.head, x.batch, x.token, x.head, x.group)
+
+
+@triton.jit
+def alike(at, x):
+    """Rows at another place, of x's strides."""
+    return Rows(at, x.batch, x.token, x.head, x.group)

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.chunk.forward_walk import Outputs
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, by_lane
+from dsf.kernels.triton.chunk.reverse_walk import Values
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
 from dsf.kernels.triton.chunk.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
@@ -369,7 +371,8 @@ def _chunk_matrix_backward(
         states = call.states(call.chunks)
         if kept:
             passed = kept[1]
-            forward_launch(call, solve, kept[0], None, None, (q, states), (0, call.chunks), None, True, call.finer)
+            outputs = Outputs(None, None, None, states, None, None)
+            forward_launch(call, solve, kept[0], outputs, (0, call.chunks), True, call.finer)
         elif delta:
             entries = call.entries(call.chunks, call.kept_terms)
     if not kept and not at_once:
@@ -399,7 +402,7 @@ def _chunk_matrix_backward(
     if call.kept_terms > call.adjoint_terms:
         if source is not None:
             scalars[1] = call.empty(-(-call.p // t.piece), *lead, dtype=torch.float32)
-        values = dv, None if source is None else scalars[1]
+        values = Values(call.struct(v), dv, None if source is None else scalars[1])
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if together > 1 and read is not None and read_wanted:

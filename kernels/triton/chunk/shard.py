@@ -18,6 +18,7 @@ from dsf.kernels.triton.chunk import matrix, rank_one_ops
 from dsf.kernels.triton.chunk.call import Call
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks
 from dsf.kernels.triton.chunk.operator import by_row, first_reads, read_gradient, resumed, starting
+from dsf.kernels.triton.chunk.reverse_walk import AdjointOutputs
 from dsf.kernels.triton.chunk.walks import (
     adjoints_summed,
     forward,
@@ -156,7 +157,7 @@ def _adjoint(
     dy, last = dy.contiguous(), None if dfinal is None else dfinal.contiguous()
     if not call.is_cut:
         found = call.segments()
-        reverse_launch(call, dy, solve, last, None, found, (0, call.chunks))
+        reverse_launch(call, dy, solve, last, AdjointOutputs(None, None, found), (0, call.chunks))
         return call.end(found, False), []
     passed = held[2] if held else (call.made.passed if call.made is not None else kept[1])
     adjoints = adjoints_summed(call, dy, solve, 1, True)

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import Config
 
@@ -103,14 +102,6 @@ def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, pad
         tl.store(at, x, mask=rows[:, None] < tokens)
     else:
         tl.store(at, x, mask=(rows[:, None] < tokens) & (columns[None, :] < width))
-
-
-@triton.jit
-def store_output(y, more, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x):
-    """Rows of y, and where they are wanted (`more`) the digits of x that y has no room for."""
-    store_rows(y, row_stride, rows, tokens, columns, width, padded, x)
-    if more is not None:
-        store_rows(more, row_stride, rows, tokens, columns, width, padded, rest_of(x, y.dtype.element_ty))
 
 
 @triton.jit

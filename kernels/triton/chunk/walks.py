@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.normaliser import by_lane, kind_of
+from dsf.kernels.triton.chunk.forward_walk import ForwardWalk, Normal, Outputs, forward_walk
+from dsf.kernels.triton.chunk.normaliser import by_lane
+from dsf.kernels.triton.chunk.reverse_walk import AdjointOutputs, ReverseWalk, Values, both_walks, reverse_walk
 from dsf.kernels.triton.chunk.sums import combine_moves, combine_segments, sum_piece
 from dsf.kernels.triton.chunk.table import limits, lower
 from dsf.kernels.triton.chunk.transform import Transform, delta_transform
-from dsf.kernels.triton.chunk.walk import both_walks, forward_walk, reverse_walk
+from dsf.kernels.triton.chunk.walk import Operands
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sizes import bases, power
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 
 REGISTERS = 255  # the most of a thread: unasked, ptxas gave both walks of a delta rule in float32 only 32
-Values = tuple[Tensor, Tensor | None] | None  # dv, and ds if it is wanted, of a reverse walk that makes them
 
 
 class Held(NamedTuple):
@@ -100,7 +101,9 @@ def forward(
         limit, to = min(base + walked, call.chunks), last
         if firsts is not None and limit < call.chunks:
             to = firsts[base // walked]
-        forward_launch(call, solve, start, y, to, saved, (base, limit), None, y is None, held)
+        entries, states = saved or (None, None)
+        outputs = Outputs(y, None, entries, states, to, None)
+        forward_launch(call, solve, start, outputs, (base, limit), y is None, held)
         start = to
     return None if last is None else call.end(last, True), passed
 
@@ -114,7 +117,7 @@ def summed(call: _Call, solve: Tensor, back: bool, every: int, whole: bool) -> t
     passed = call.empty(call.pieces, call.lanes, *(call.n,) * (2 if call.delta else 1), dtype=torch.float32)
     if call.delta or call.keywise:
         stop = call.chunks if whole else (call.count - 1) * call.span
-        forward_launch(call, solve, None, None, local, None, (0, stop), passed, back)
+        forward_launch(call, solve, None, Outputs(None, None, None, None, local, passed), (0, stop), back)
     else:
         pieces = (0, call.pieces if whole else call.pieces - call.finer)
         _sum_pieces(call, call.k, call.v, local, passed, pieces, every)
@@ -122,45 +125,68 @@ def summed(call: _Call, solve: Tensor, back: bool, every: int, whole: bool) -> t
 
 
 def forward_launch(
-    call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: Tensor | None,
-    saved: tuple[Tensor, Tensor] | None, chunks: tuple[int, int], passed: Tensor | None, back: bool, held: int = 1,
-) -> None:  # fmt: skip
+    call: _Call, solve: Tensor, start: Tensor | None, to: Outputs, chunks: tuple[int, int], back: bool, held: int = 1
+) -> None:
     """Walk forwards from one chunk up to another. back: in the backward pass; held: the walk's START, of `start`."""
-    t, unused, normal = call.tiles, call.q, call.normal if y is not None else None
-    entries, states = saved or (unused, unused)
-    beside = (None,) * 3 if normal is None else (by_lane(normal.ones), by_lane(normal.read), normal.states)
+    t, finish, reads = call.tiles, call.finish, to.y is not None
     pieces = -(-call.p // t.piece)
-    if passed is not None and call.delta:
+    if to.passed is not None and call.delta:
         pieces += -(-call.n // t.piece)
-    late = t.late and y is not None
+    late = t.late and reads
     if late and t.walk_stages > 2:
         late = pieces * call.lanes * call.count > limits(call.q.device)[1]
-    stages = 2 if late else t.walk_stages if saved is None else min(t.walk_stages, t.saved_stages)
+    stages = 2 if late else t.walk_stages if to.states is None else min(t.walk_stages, t.saved_stages)
+    normal = None
+    if reads and call.normal is not None:
+        normal = Normal(by_lane(call.normal.ones), by_lane(call.normal.read), call.normal.states)
+    config = _forward_config(call, stages, t.state_terms if back else call.right_terms)
+    if reads and finish is not None:
+        config |= {"LOADS": finish[0], "FINISH": finish[1]}
+        to = to._replace(more=finish[3])
     launch(
         forward_walk, (pieces, call.lanes, call.count),
-        call.reads, call.writes, call.erased, call.v, call.scalars, call.running, scores_of(call, solve),
-        call.rest_of_writes, solve, unused if y is None else y, entries, states, unused if start is None else start,
-        unused if final is None else final, unused if passed is None else passed, *call.given(*beside),
-        (call.q,) if call.finish is None else (call.finish[2] or (call.q,)),
-        None if y is None or call.finish is None else call.finish[3], call.segment_table,
-        call.tokens, call.heads, call.count, call.span, *chunks, 0, call.length, call.plane,
-        *call.rows(call.reads), *call.rows(call.writes), *call.rows(call.v),
-        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
-        SCORED=call.scored or call.keywise, PITCH=call.pitch, NORMAL=kind_of(normal),
-        LOADS=None if y is None or call.finish is None else call.finish[0],
-        FINISH=None if y is None or call.finish is None else call.finish[1],
-        START=0 if start is None else held, OUTPUT=y is not None, STATES=saved is not None,
-        FINAL=final is not None, SUMMARY=passed is not None,
-        RIGHT_TERMS=t.state_terms if back else call.right_terms, WHOLE=call.whole,
-        TERMS=call.row_terms, STATE_TERMS=t.state_terms, SCORE_TERMS=call.score_terms, READ_TERMS=call.read_terms,
-        STAGES=stages, KEY_TERMS=t.key_terms, AHEAD=t.ahead, LATE=late,
-        num_warps=t.walk_warps, num_stages=stages, **call.sizes,
+        _operands(call, solve, call.rest_of_writes), call.struct(call.v), start, to, normal,
+        finish[2] if reads and finish is not None else None, call.segment_table, call.measures,
+        call.count, call.span, *chunks, 0,
+        C=ForwardWalk(**config | {"START": held, "LATE": late}), num_warps=t.walk_warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _walk_config(call: _Call, stages: int, right_terms: int) -> dict[str, Any]:
+    """What both walks are compiled for, apart from what they start from."""
+    t = call.tiles
+    return call.common | {
+        "BP": t.piece, "SCORED": call.scored or call.keywise, "PITCH": call.pitch, "TERMS": call.row_terms,
+        "STATE_TERMS": t.state_terms, "RIGHT_TERMS": right_terms, "KEY_TERMS": t.key_terms, "STAGES": stages,
+        "WHOLE": call.whole, "START": 1,
+    }  # fmt: skip
+
+
+def _forward_config(call: _Call, stages: int, right_terms: int) -> dict[str, Any]:
+    return _walk_config(call, stages, right_terms) | {
+        "AHEAD": call.tiles.ahead, "LOADS": None, "FINISH": None, "LATE": False, "SCORE_TERMS": call.score_terms,
+        "READ_TERMS": call.read_terms,
+    }  # fmt: skip
+
+
+def _reverse_config(call: _Call, stages: int) -> dict[str, Any]:
+    t = call.tiles
+    return _walk_config(call, stages, call.right_terms) | {
+        "AHEAD": t.ahead and call.delta, "ADJOINT_TERMS": t.walk_terms,
+    }  # fmt: skip
+
+
+def _operands(call: _Call, solve: Tensor, rest: Tensor) -> Operands:
+    """What both walks take. rest: what rounding left of scores, or of the rows that a walk writes into states."""
+    return Operands(
+        call.struct(call.reads), call.struct(call.writes), call.erased, call.scalars, call.running,
+        scores_of(call, solve), rest, solve,
     )  # fmt: skip
 
 
 def reverse(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, written: Tensor,
-    first: bool, values: Values,
+    first: bool, values: Values | None,
 ) -> Iterator[Adjoints]:  # fmt: skip
     """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next.
 
@@ -176,14 +202,14 @@ def reverse(
     last = call.segments() if first or stretch < call.chunks else None  # of every stretch in turn, in one place
     for base in reversed(bases(0, call.chunks, stretch)):
         limit, to = min(base + stretch, call.chunks), last if first or base > 0 else None
-        reverse_launch(call, dy, solve, start, (entries, adjoints), to, (base, limit), values)
+        reverse_launch(call, dy, solve, start, AdjointOutputs(entries, adjoints, to), (base, limit), values)
         yield Adjoints(base, limit - base, entries, adjoints, to, (states, 0, call.chunks), written)
         start = to
 
 
 def both(
     call: _Call, dy: Tensor, solve: Tensor, state: Tensor | None, start: Tensor | None, marks: Sequence[Tensor],
-    values: Values,
+    values: Values | None,
 ) -> Iterator[Adjoints]:  # fmt: skip
     """The reverse walk of each stretch of T, and its first states from those that the forward pass kept, or from S_0.
 
@@ -199,37 +225,25 @@ def both(
         start, span = _adjoint_starts(call, dy, unused, start, marks[1], 1), call.span // call.finer
     last, ended = call.segments(-(-stretch // span)), start is not None
     stages = min(t.walk_stages, t.saved_stages)
-    scales = call.scalars, call.running, scores_of(call, solve), unused
+    operands = _operands(call, solve, unused)
+    ahead = _forward_config(call, stages, t.state_terms), _reverse_config(call, t.reverse_stages)
     for base in reversed(bases(0, call.chunks, stretch)):
         limit, at = min(base + stretch, call.chunks), base // span
         pieces = -(-(limit - base) // span)
         known = marks[0][at] if call.is_cut else state if base == 0 else marks[0][at - 1]
+        known = last if known is None else known
         behind = last if start is None else start[at:] if call.is_cut else start
-        forward = (
-            call.q, call.k, call.k, call.v, *scales, solve, unused, written, states, last if known is None else known,
-            *(unused,) * 6, None, None,
-        )  # fmt: skip
-        reverse = call.q, call.k, call.k, dy, *scales, solve, entries, adjoints, behind, last
         launch(
             both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
-            forward, (*call.rows(call.q), *call.rows(call.k), *call.rows(call.v)),
-            reverse, _values(call, values), (*call.rows(call.q), *call.rows(call.k)),
-            call.tokens, call.heads, pieces, span, base, limit, call.length, call.plane,
-            BP=t.piece, DECAY=call.decay, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
-            SCORED=call.scored, PITCH=call.pitch, FIRST=1 if call.is_cut or state is not None else -1,
-            START=1 if ended else -1, SOURCE_WANTED=values is not None and values[1] is not None, WHOLE=call.whole,
-            TERMS=call.row_terms, STATE_TERMS=t.state_terms, RIGHT_TERMS=call.right_terms, ADJOINT_TERMS=t.walk_terms,
-            STAGES=stages, REVERSE_STAGES=t.reverse_stages, num_warps=t.walk_warps,
+            (operands, call.struct(call.v), known, Outputs(None, None, written, states, None, None)),
+            (operands, dy, behind, AdjointOutputs(entries, adjoints, last), values),
+            call.measures, pieces, span, base, limit,
+            FORWARD=ForwardWalk(**ahead[0] | {"START": 1 if call.is_cut or state is not None else -1}),
+            REVERSE=ReverseWalk(**ahead[1] | {"START": 1 if ended else -1}), num_warps=t.walk_warps,
             num_stages=max(stages, t.reverse_stages), maxnreg=REGISTERS if call.delta else t.walk_registers,
-            **call.sizes,
         )  # fmt: skip
         yield Adjoints(base, limit - base, entries, adjoints, last, (states, base, limit - base), written)
         start = start if call.is_cut else last
-
-
-def _values(call: _Call, values: Values) -> tuple[Any, ...] | None:
-    """v and `values` as the reverse walk takes them."""
-    return None if values is None else (call.v, *call.given(*values), *call.rows(call.v))
 
 
 def _adjoint_starts(
@@ -247,7 +261,8 @@ def adjoints_summed(call: _Call, dy: Tensor, solve: Tensor, every: int, whole: b
     """What pieces of T add to adjoint states, as `summed` has it; whole: of the first segment, too."""
     local, low = call.segments(call.pieces), 0 if whole else 1
     if call.delta or call.keywise:
-        reverse_launch(call, dy, solve, None, None, local[low:], (low * call.span, call.chunks))
+        outputs = AdjointOutputs(None, None, local[low:])
+        reverse_launch(call, dy, solve, None, outputs, (low * call.span, call.chunks))
     else:
         _sum_pieces(call, call.q, dy, local, None, (low * every, call.pieces), every)
     return local
@@ -272,29 +287,17 @@ def _sum_pieces(
 
 
 def reverse_launch(
-    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, saved: tuple[Tensor, Tensor] | None,
-    final: Tensor | None, chunks: tuple[int, int], values: Values = None,
+    call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, to: AdjointOutputs, chunks: tuple[int, int],
+    values: Values | None = None,
 ) -> None:  # fmt: skip
     """Walk backwards from one chunk down to another."""
-    t, unused = call.tiles, call.q
-    entries, adjoints = saved or (unused, unused)
+    t = call.tiles
     count = call.count if call.segment_table is not None else -(-(chunks[1] - chunks[0]) // call.span)
     launch(
         reverse_walk, (-(-call.p // t.piece), call.lanes, count),
-        call.reads, call.writes, call.erased, dy, call.scalars, call.running, scores_of(call, solve),
-        call.rest_of_reads, solve, entries, adjoints, unused if start is None else start,
-        unused if final is None else final,
-        _values(call, values),
-        call.segment_table,
-        call.tokens, call.heads, call.count, call.span, *chunks, call.length, call.plane,
-        *call.rows(call.reads), *call.rows(call.writes),
-        BP=t.piece, DECAY=call.decay, KEYWISE=call.keywise, DELTA=call.delta, SCALED=call.scaled, READ_SCALED=call.read,
-        SCORED=call.scored or call.keywise, PITCH=call.pitch, START=start is not None, STATES=saved is not None,
-        FINAL=final is not None, RIGHT_TERMS=call.right_terms, WHOLE=call.whole,
-        TERMS=call.row_terms, STATE_TERMS=t.state_terms, ADJOINT_TERMS=t.walk_terms,
-        SOURCE_WANTED=values is not None and values[1] is not None,
-        STAGES=t.reverse_stages, AHEAD=t.ahead and call.delta, KEY_TERMS=t.key_terms,
-        num_warps=t.walk_warps, num_stages=t.reverse_stages, **call.sizes,
+        _operands(call, solve, call.rest_of_reads), dy, start, to, values, call.segment_table, call.measures,
+        call.count, call.span, *chunks,
+        C=ReverseWalk(**_reverse_config(call, t.reverse_stages)), num_warps=t.walk_warps, num_stages=t.reverse_stages,
     )  # fmt: skip
 
 
