@@ -3,6 +3,8 @@
 In a kernel a struct is read by its fields' names and handed on whole; one whose pointer has moved is a new struct.
 Triton specialises the numbers in it (to 1, to multiples of 16) whatever `do_not_specialize` says, so counts that change
 from call to call are parameters of their own. A struct's strides of tokens and counts of heads are constants.
+What is not there is a field that is None, not a struct: Triton 3.6 cannot ask whether a struct with such a field is
+None, nor return one, and in structs of structs it mistakes constants; so kernels' structs are flat.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ class Outputs(NamedTuple):
 
 
 class Normal(NamedTuple):
-    """The normaliser: what drives it [B, H, T] or None, what is read of it, and its states between chunks."""
+    """The normaliser, if there is one: what drives it [B, H, T] or None, what is read of it, states between chunks."""
 
-    ones: Any
-    weights: Any
-    states: Any
+    ones: Any = None
+    weights: Any = None
+    states: Any = None
 
 
 class Early(NamedTuple):
@@ -100,7 +100,8 @@ class ForwardWalk(Walk):
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit", "beside"])
 def forward_walk(
-    x, v, start, to, normal, extra, table, sizes, segments, per_segment, base, limit, beside, C: tl.constexpr
+    q, k, operands, v, start, to, normal, extra, table, sizes, segments, per_segment, base, limit, beside,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Walk from chunk `base` up to `limit`, in segments of per_segment chunks.
 
@@ -121,7 +122,8 @@ def forward_walk(
         piece -= tl.where(carries, tl.cdiv(C.P, C.BP), 0)
         filled = tl.where(carries, 0, end)
     part = part_of(piece, lane, shift, end, sizes, False, C)
-    x, v = of_lane(x, part, sizes, False, C), of_head(v, lane // sizes.heads, lane % sizes.heads)
+    x = of_lane(q, k, operands, part, sizes, False, C)
+    v = of_head(v, lane // sizes.heads, lane % sizes.heads)
     kept = lane * (limit - base) - base  # chunks kept before the first one of all
     state = _first_state(start, segment, base, part, C)
     decayed = tl.full([C.BN], 1.0, tl.float32)
@@ -207,7 +209,7 @@ def _early(extra, normal, chunk, rows, part, sizes, C: tl.constexpr):
             (part.columns < C.P)[None, :], part.piece, 0, sizes.tokens, sizes.heads, C.P, C.N,
         )  # fmt: skip
         found = C.LOADS(extra, at)
-    if normal is not None:
+    if normal.weights is not None:
         at_chunk = (part.lane * (sizes.length // C.L) + chunk) * C.N
         weight = tl.load(normal.states + at_chunk + part.keys, mask=part.keys < C.N, other=0.0)
         if normal.ones is not None:
@@ -267,7 +269,7 @@ def _read(
     if C.KEY_TERMS == 2 and not C.DELTA:
         out += tl.dot(rows_q, (state - seen[0].to(tl.float32)).to(C.KIND), input_precision=C.PRECISION)
     den = out
-    if normal is not None:
+    if normal.weights is not None:
         den = tl.sum(rows_q.to(tl.float32) * early.weight[None, :], axis=1)
         if C.DECAY:
             den *= read_scale(x.scalars, sizes.plane, rows, C.DECAY, C.READ_SCALED, C.DELTA)
@@ -281,7 +283,7 @@ def _read(
         scores = tl.where(part.causal, scores, 0.0)
     if C.SCALED and not C.DELTA and C.SCALED != 2:
         scores *= tl.load(x.scalars + SOURCE * sizes.plane + rows)[None, :]
-    if normal is not None:
+    if normal.weights is not None:
         den = _read_normal(den, scores, early, rows, x, normal, part, sizes, C)
     if not (C.SCORED and C.DELTA):
         weights = split(scores, C.SCORE_TERMS, C.KIND)
@@ -289,7 +291,7 @@ def _read(
     if C.READ_SCALED and not C.DECAY:
         out *= tl.load(x.scalars + READ * sizes.plane + rows)[:, None]
     if C.FINISH is not None:
-        out = C.FINISH(early.found, out, den[:, None] if normal is not None else out, write)
+        out = C.FINISH(early.found, out, den[:, None] if normal.weights is not None else out, write)
     return out
 
 

@@ -398,11 +398,11 @@ def _chunk_matrix_backward(
     read_wanted &= read is not None
     if skip is not None:
         skip.sums = call.empty(pieces * call.batch * call.chunks, heads, dtype=torch.float32)
-    values = None
+    values = Values()
     if call.kept_terms > call.adjoint_terms:
         if source is not None:
             scalars[1] = call.empty(-(-call.p // t.piece), *lead, dtype=torch.float32)
-        values = Values(call.struct(v), dv, None if source is None else scalars[1])
+        values = Values(dv, None if source is None else scalars[1])
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if together > 1 and read is not None and read_wanted:

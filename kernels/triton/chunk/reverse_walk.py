@@ -45,12 +45,11 @@ class AdjointOutputs(NamedTuple):
 
 
 class Values(NamedTuple):
-    """v, and what a delta rule's walk makes of entries' gradients before they are rounded: dv [B, T, H, P], and ds
+    """What a delta rule's walk makes of entries' gradients before they are rounded, if it does: dv [B, T, H, P], and ds
     [slices, B, T, H] or None."""
 
-    v: Any
-    dv: Any
-    ds: Any
+    dv: Any = None
+    ds: Any = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +70,9 @@ class ReverseWalk(Walk):
 
 
 @triton.jit(do_not_specialize=["segments", "per_segment", "base", "limit"])
-def reverse_walk(x, dy, start, to, values, table, sizes, segments, per_segment, base, limit, C: tl.constexpr):
+def reverse_walk(
+    q, k, operands, dy, start, to, v, values, table, sizes, segments, per_segment, base, limit, C: tl.constexpr
+):  # fmt: skip
     """Walk from chunk `limit` down to `base`: gradients with respect to last states and, under the delta rule, entries.
 
     START -1: there is one segment, which begins with zeros where `limit` is the end. start and final may be the same.
@@ -83,7 +84,7 @@ def reverse_walk(x, dy, start, to, values, table, sizes, segments, per_segment, 
     else:
         first, stop = tl.maximum(first, base), tl.minimum(stop, limit)
     part = part_of(piece, lane, shift, end, sizes, True, C)
-    x = of_lane(x, part, sizes, True, C)
+    x = of_lane(q, k, operands, part, sizes, True, C)
     dy += part.row * C.P
     kept = lane * (limit - base) - base  # chunks kept before the first one of all
     ends = (segment * tl.num_programs(1) + lane) * C.N * C.P
@@ -119,8 +120,8 @@ def reverse_walk(x, dy, start, to, values, table, sizes, segments, per_segment, 
         if C.DELTA:
             rows_k = load_wide(x.k, rows_of_k, part, sizes, C)
             adjoint = _adjoint(state, given, scores, rows_q, rows_k, rows, chunk, x, part, sizes, C)
-            if values is not None:
-                _store_values(values, adjoint, rows, x, part, sizes, C)
+            if values.dv is not None:
+                _store_values(v, values, adjoint, rows, x, part, sizes, C)
             if to.states is not None:
                 _keep(to, adjoint, rows, chunk, kept, base, limit, part, sizes, C)
             adjoint *= -tl.load(x.scalars + (PREFIX_ERASE if C.DECAY else ERASE) * sizes.plane + rows)[:, None]
@@ -163,13 +164,13 @@ def _adjoint(state, given, scores, rows_q, rows_k, rows, chunk, x, part, sizes, 
 
 
 @triton.jit
-def _store_values(values, adjoint, rows, x, part, sizes, C: tl.constexpr):
+def _store_values(v, values, adjoint, rows, x, part, sizes, C: tl.constexpr):
     """Write dv, and ds if it is wanted."""
     within = None if C.WHOLE else part.end
     batch, head = part.lane // sizes.heads, part.lane % sizes.heads
     grad_v = adjoint
     if values.ds is not None:
-        v = of_head(values.v, batch, head)
+        v = of_head(v, batch, head)
         of_v = load_rows(v.at, v.token, rows, within, part.columns, C.P, C.BP, tl.float32)
         of_source = turned(tl.sum(adjoint * of_v, axis=1), x.scalars, sizes.plane, rows, C.DECAY)
         slice_of_p = part.piece.to(tl.int64) * (tl.num_programs(1) // sizes.heads) + batch
@@ -231,15 +232,19 @@ def _onward(state, given, adjoint, rows_q, rows_k, rows_of_k, rows, chunk, x, pa
 
 @triton.jit(do_not_specialize=["pieces", "per_piece", "base", "limit"])
 def both_walks(
-    forward, reverse, sizes, pieces, per_piece, base, limit, FORWARD: tl.constexpr, REVERSE: tl.constexpr
+    q, k, operands, v, start, to, dy, behind, adjoints, values, sizes, pieces, per_piece, base, limit,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Of scalar decays or none: adjoint states of chunks base to limit, and beside them their first states from known
     ones; with the delta rule also e and its adjoint.
 
-    In pieces of per_piece chunks. forward: x, v, start, to; reverse: x, dy, start, to, values, as the two walks have
-    them.
+    In pieces of per_piece chunks. start, to: of the walk forwards, behind, adjoints: of that backwards.
     """
     if tl.program_id(2) < pieces:
-        reverse_walk(*reverse, None, sizes, pieces, per_piece, base, limit, REVERSE)
+        reverse_walk(
+            q, k, operands, dy, behind, adjoints, v, values, None, sizes, pieces, per_piece, base, limit, REVERSE
+        )  # fmt: skip
     else:
-        forward_walk(*forward, None, None, None, sizes, pieces, per_piece, base, limit, pieces, FORWARD)
+        forward_walk(
+            q, k, operands, v, start, to, None, None, None, sizes, pieces, per_piece, base, limit, pieces, FORWARD
+        )  # fmt: skip

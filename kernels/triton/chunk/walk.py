@@ -34,16 +34,27 @@ from dsf.kernels.triton.structs import alike, derived, of_head
 
 
 class Operands(NamedTuple):
-    """What both walks take: rows q, k and erased ones (with k's strides), prepared scalars, G, scores, what rounding
-    left of scores or rows, and the inverses."""
+    """What both walks take beside rows q and k: erased rows, with k's strides, prepared scalars, G, scores, what
+    rounding left of scores or rows, and the inverses."""
 
-    q: Any
-    k: Any
     erased: Any
     scalars: Any
     running: Any
     scores: Any
     rest: Any
+    solve: Any
+
+
+class Lane(NamedTuple):
+    """Rows and Operands of one head."""
+
+    q: Any
+    k: Any
+    erased: Any
+    rest: Any
+    scalars: Any
+    running: Any
+    scores: Any
     solve: Any
 
 
@@ -99,19 +110,19 @@ def part_of(piece, lane, shift, end, sizes, REVERSE: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def of_lane(x, part, sizes, REVERSE: tl.constexpr, C: tl.constexpr):
+def of_lane(q, k, x, part, sizes, REVERSE: tl.constexpr, C: tl.constexpr):
     """The operands of a program's head; scalars are found by rows of tokens."""
     lane, chunks = part.lane, sizes.length // C.L
     batch, head = lane // sizes.heads, lane % sizes.heads
-    of_rest = of_head(alike(x.rest, x.q if REVERSE else x.k), batch, head)
-    return Operands(
-        of_head(x.q, batch, head),
-        of_head(x.k, batch, head),
-        of_head(alike(x.erased, x.k), batch, head),
+    rest = of_head(alike(x.rest, q if REVERSE else k), batch, head)
+    return Lane(
+        of_head(q, batch, head),
+        of_head(k, batch, head),
+        of_head(alike(x.erased, k), batch, head),
+        alike(x.rest + part.row * C.L, rest) if C.DELTA else rest,
         x.scalars + lane * sizes.length - part.shift,
         x.running,
         x.scores + (part.row * C.L if C.KEYWISE else lane * chunks * C.PITCH),
-        alike(x.rest + part.row * C.L, of_rest) if C.DELTA else of_rest,
         x.solve + lane * chunks * C.PITCH,
     )
 

@@ -21,12 +21,16 @@ from dsf.kernels.triton.chunk.transform import Transform, delta_transform
 from dsf.kernels.triton.chunk.walk import Operands
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sizes import bases, power
+from dsf.kernels.triton.structs import Rows
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
 
 
 REGISTERS = 255  # the most of a thread: unasked, ptxas gave both walks of a delta rule in float32 only 32
+
+
+NONE = Values()
 
 
 class Held(NamedTuple):
@@ -136,7 +140,7 @@ def forward_launch(
     if late and t.walk_stages > 2:
         late = pieces * call.lanes * call.count > limits(call.q.device)[1]
     stages = 2 if late else t.walk_stages if to.states is None else min(t.walk_stages, t.saved_stages)
-    normal = None
+    normal = Normal()
     if reads and call.normal is not None:
         normal = Normal(by_lane(call.normal.ones), by_lane(call.normal.read), call.normal.states)
     config = _forward_config(call, stages, t.state_terms if back else call.right_terms)
@@ -145,7 +149,7 @@ def forward_launch(
         to = to._replace(more=finish[3])
     launch(
         forward_walk, (pieces, call.lanes, call.count),
-        _operands(call, solve, call.rest_of_writes), call.struct(call.v), start, to, normal,
+        *_operands(call, solve, call.rest_of_writes), call.struct(call.v), start, to, normal,
         finish[2] if reads and finish is not None else None, call.segment_table, call.measures,
         call.count, call.span, *chunks, 0,
         C=ForwardWalk(**config | {"START": held, "LATE": late}), num_warps=t.walk_warps, num_stages=stages,
@@ -176,17 +180,15 @@ def _reverse_config(call: _Call, stages: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _operands(call: _Call, solve: Tensor, rest: Tensor) -> Operands:
+def _operands(call: _Call, solve: Tensor, rest: Tensor) -> tuple[Rows, Rows, Operands]:
     """What both walks take. rest: what rounding left of scores, or of the rows that a walk writes into states."""
-    return Operands(
-        call.struct(call.reads), call.struct(call.writes), call.erased, call.scalars, call.running,
-        scores_of(call, solve), rest, solve,
-    )  # fmt: skip
+    reads, writes = call.struct(call.reads), call.struct(call.writes)
+    return reads, writes, Operands(call.erased, call.scalars, call.running, scores_of(call, solve), rest, solve)
 
 
 def reverse(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, written: Tensor,
-    first: bool, values: Values | None,
+    first: bool, values: Values,
 ) -> Iterator[Adjoints]:  # fmt: skip
     """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next.
 
@@ -209,7 +211,7 @@ def reverse(
 
 def both(
     call: _Call, dy: Tensor, solve: Tensor, state: Tensor | None, start: Tensor | None, marks: Sequence[Tensor],
-    values: Values | None,
+    values: Values,
 ) -> Iterator[Adjoints]:  # fmt: skip
     """The reverse walk of each stretch of T, and its first states from those that the forward pass kept, or from S_0.
 
@@ -225,7 +227,6 @@ def both(
         start, span = _adjoint_starts(call, dy, unused, start, marks[1], 1), call.span // call.finer
     last, ended = call.segments(-(-stretch // span)), start is not None
     stages = min(t.walk_stages, t.saved_stages)
-    operands = _operands(call, solve, unused)
     ahead = _forward_config(call, stages, t.state_terms), _reverse_config(call, t.reverse_stages)
     for base in reversed(bases(0, call.chunks, stretch)):
         limit, at = min(base + stretch, call.chunks), base // span
@@ -235,8 +236,8 @@ def both(
         behind = last if start is None else start[at:] if call.is_cut else start
         launch(
             both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
-            (operands, call.struct(call.v), known, Outputs(None, None, written, states, None, None)),
-            (operands, dy, behind, AdjointOutputs(entries, adjoints, last), values),
+            *_operands(call, solve, unused), call.struct(call.v), known,
+            Outputs(None, None, written, states, None, None), dy, behind, AdjointOutputs(entries, adjoints, last), values,
             call.measures, pieces, span, base, limit,
             FORWARD=ForwardWalk(**ahead[0] | {"START": 1 if call.is_cut or state is not None else -1}),
             REVERSE=ReverseWalk(**ahead[1] | {"START": 1 if ended else -1}), num_warps=t.walk_warps,
@@ -288,14 +289,15 @@ def _sum_pieces(
 
 def reverse_launch(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, to: AdjointOutputs, chunks: tuple[int, int],
-    values: Values | None = None,
+    values: Values = NONE,
 ) -> None:  # fmt: skip
     """Walk backwards from one chunk down to another."""
     t = call.tiles
     count = call.count if call.segment_table is not None else -(-(chunks[1] - chunks[0]) // call.span)
     launch(
         reverse_walk, (-(-call.p // t.piece), call.lanes, count),
-        _operands(call, solve, call.rest_of_reads), dy, start, to, values, call.segment_table, call.measures,
+        *_operands(call, solve, call.rest_of_reads), dy, start, to, call.struct(call.v), values, call.segment_table,
+        call.measures,
         call.count, call.span, *chunks,
         C=ReverseWalk(**_reverse_config(call, t.reverse_stages)), num_warps=t.walk_warps, num_stages=t.reverse_stages,
     )  # fmt: skip
