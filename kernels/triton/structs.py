@@ -33,12 +33,12 @@ class Rows(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """x [B, T, H]: where it begins, and its strides."""
+    """x [B, T, H], if there is one: where it begins, and its strides."""
 
-    at: Any
-    batch: Any
-    token: Any
-    head: Any
+    at: Any = None
+    batch: Any = None
+    token: Any = None
+    head: Any = None
 
 
 class Sizes(NamedTuple):

@@ -25,11 +25,11 @@ from dsf.kernels.triton.chunk.reverse_walk import Values
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
 from dsf.kernels.triton.chunk.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
-from dsf.kernels.triton.chunk.tiles import PLANES, arithmetic, prepare
+from dsf.kernels.triton.chunk.tiles import PLANES, Prepare, arithmetic, prepare
 from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, reverse, transform
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.packed import Sequences, slots
-from dsf.kernels.triton.structs import Rows, Sizes
+from dsf.kernels.triton.structs import Numbers, Rows, Sizes
 
 # Printed: what loads, what makes y of that and of what is read; pointers; where more digits of y go.
 Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
@@ -152,20 +152,20 @@ class _Call:
         if none and normal is None:
             return self.q
         planes = self.q if none else self.empty(PLANES, self.plane, dtype=torch.float32)
-        xs = [self.q if x is None else x for x in given]
         summed, vectors, drive, added, lanes = 0, self.q, None, None, 4
         if normal is not None:
             summed, vectors, drive = (1, self.k, normal.ones) if normal.slope is None else (2, self.q, normal.slope)
             added = normal.added = self.empty(self.lanes, self.chunks, self.n, dtype=torch.float32)
             lanes = 1
+        config = self.common | {
+            "P": 0, "SCALED": 0 if given[1] is None else self.scaled, "READ_SCALED": int(given[3] is not None),
+            "SUMMED": summed, "LANES": lanes, "BACK": self.back,
+        }  # fmt: skip
         launch(
             prepare, (self.chunks, -(-self.lanes // lanes)),
-            *xs, planes, self.chunk_table, vectors, *self.given(by_lane(drive), added),
-            self.plane, self.tokens, self.heads, self.length,
-            *(x.stride(i) for x in xs for i in range(3)), *self.rows(vectors),
-            N=self.n, BN=self.tiles.keys, L=self.tiles.chunk, DECAY=self.decay,
-            SCALED=0 if given[1] is None else self.scaled, DELTA=self.delta, READ_SCALED=given[3] is not None,
-            SUMMED=summed, DRIVEN=drive is not None, LANES=lanes, BACK=self.back, num_warps=4 if summed else 1,
+            *(Numbers() if x is None else Numbers(x, *x.stride()[:3]) for x in given), planes, self.chunk_table,
+            self.struct(vectors), by_lane(drive), added, self.measures,
+            C=Prepare(**config), num_warps=4 if summed else 1,
         )  # fmt: skip
         return planes
 

@@ -7,17 +7,21 @@ a state. Rows whose decays float32 no longer holds are left out, finite or not.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.tiles import (
     TOTAL,
+    Chunked,
     first_term,
     load_rows,
     read_scale,
     written_scale,
 )
 from dsf.kernels.triton.packed import place_of_segment, segments_of
+from dsf.kernels.triton.structs import of_head
 
 
 @triton.jit
@@ -26,75 +30,79 @@ def _times(a, b):
     return a * b
 
 
+@dataclass(frozen=True, repr=False)
+class Sum(Chunked):
+    """BP channels a program. EVERY: pieces of a segment, which has at most MOST chunks, a power of two. TERMS: of rows
+    as they are written."""
+
+    BP: int
+    MOST: int
+    EVERY: int
+    TERMS: int
+    STAGES: int
+
+
 @triton.jit(do_not_specialize=["per_piece", "chunks", "skipped"])
-def sum_piece(
-    a, b, scalars, sums, passed, table,
-    tokens, heads: tl.constexpr, per_piece, chunks, skipped, length, plane,
-    a_b, a_t: tl.constexpr, a_h, a_group, b_b, b_t: tl.constexpr, b_h, b_group,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, MOST: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, REVERSE: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr, EVERY: tl.constexpr,
-):  # fmt: skip
+def sum_piece(a, b, scalars, sums, passed, table, sizes, per_piece, chunks, skipped, C: tl.constexpr):
     """sums [pieces, B, H, N, P]: Σ of a piece's a bᵀ, rows of keys and values, or (REVERSE) of queries and dy.
 
-    SCALED: b has scales of its own, of sources or of reads. passed [pieces, B, H, N]: the product of its decays, not
-    written in REVERSE. skipped: pieces before the first that is summed. EVERY: pieces of a segment. Only
-    the sum over a segment is used, so rows that its other pieces forget are left out, too. A segment has
-    at most MOST chunks, a power of two.
+    passed [pieces, B, H, N]: the product of its decays, None in REVERSE. skipped: pieces before the first that is
+    summed. Only the sum over a segment is used, so rows that its other pieces forget are left out, too.
     """
+    REVERSE: tl.constexpr = passed is None
+    SCALED: tl.constexpr = C.READ_SCALED if REVERSE else C.SCALED  # b has scales of its own, of reads or of sources
     slice_of_p, lane, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) + skipped
-    batch, head = lane // heads, lane % heads
-    a += batch * a_b + head // a_group * a_h
-    b += batch * b_b + head // b_group * b_h
-    first, stop, shift, end = place_of_segment(table, piece, per_piece, tokens, True)
+    batch, head = lane // sizes.heads, lane % sizes.heads
+    a, b = of_head(a, batch, head), of_head(b, batch, head)
+    first, stop, shift, end = place_of_segment(table, piece, per_piece, sizes.tokens, True)
     count = tl.maximum(tl.minimum(stop, chunks) - first, 0)
     last = first + count - 1
-    scalars += lane * length - shift
-    keys, columns, local = tl.arange(0, BN), slice_of_p * BP + tl.arange(0, BP), tl.arange(0, L)
+    scalars += lane * sizes.length - shift
+    keys, columns, local = tl.arange(0, C.BN), slice_of_p * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
     at = piece * tl.num_programs(1) + lane
-    if DECAY:
-        each = tl.arange(0, MOST)  # chunks from where the sum is wanted
-        behind = (piece % EVERY if REVERSE else EVERY - 1 - piece % EVERY) * per_piece
+    if C.DECAY:
+        each = tl.arange(0, C.MOST)  # chunks from where the sum is wanted
+        behind = (piece % C.EVERY if REVERSE else C.EVERY - 1 - piece % C.EVERY) * per_piece
         if REVERSE:
             in_turn, there = first - behind + each, first - behind + each < chunks
         else:
             end_of_all = tl.minimum(stop + behind, chunks)
             behind = end_of_all - tl.minimum(stop, chunks)
             in_turn, there = end_of_all - 1 - each, end_of_all - 1 - each >= 0
-        totals = tl.load(scalars + TOTAL * plane + in_turn * L + shift, mask=there, other=1.0)
+        totals = tl.load(scalars + TOTAL * sizes.plane + in_turn * C.L + shift, mask=there, other=1.0)
         if not REVERSE:
             own = tl.where((each >= behind) & (each < behind + count), totals, 1.0)
             whole = tl.reduce(own, 0, _times)
-            tl.store(passed + at * N + keys, whole + keys * 0.0, mask=(keys < N) & (slice_of_p == 0))
+            tl.store(passed + at * C.N + keys, whole + keys * 0.0, mask=(keys < C.N) & (slice_of_p == 0))
         alive = 1 + tl.sum((tl.cumprod(totals, axis=0) != 0).to(tl.int32), axis=0)
         count = tl.maximum(tl.minimum(alive - behind, count), 0)
         count = tl.sum(tl.where(tl.arange(0, 32) == 0, count, 0), axis=0)  # so that the loop is known not to diverge
     elif not REVERSE:
-        tl.store(passed + at * N + keys, keys * 0.0 + 1.0, mask=(keys < N) & (slice_of_p == 0))
-    state = tl.zeros([BN, BP], tl.float32)
+        tl.store(passed + at * C.N + keys, keys * 0.0 + 1.0, mask=(keys < C.N) & (slice_of_p == 0))
+    state = tl.zeros([C.BN, C.BP], tl.float32)
     between = 1.0
-    for step in tl.range(0, count, num_stages=STAGES):
+    for step in tl.range(0, count, num_stages=C.STAGES):
         chunk = first + step if REVERSE else last - step
-        rows = chunk * L + local + shift
-        rows_a = tl.trans(load_rows(a, a_t, rows, end, keys, N, BN, KIND))
-        given = load_rows(b, b_t, rows, end, columns, P, BP, KIND)
-        if DECAY or SCALED:
+        rows = chunk * C.L + local + shift
+        rows_a = tl.trans(load_rows(a.at, a.token, rows, end, keys, C.N, C.BN, C.KIND))
+        given = load_rows(b.at, b.token, rows, end, columns, C.P, C.BP, C.KIND)
+        if C.DECAY or SCALED:
             if REVERSE:
-                scale = read_scale(scalars, plane, rows, DECAY, SCALED)
+                scale = read_scale(scalars, sizes.plane, rows, C.DECAY, SCALED)
             else:
-                scale = written_scale(scalars, plane, rows, DECAY, SCALED)
-            if DECAY:
+                scale = written_scale(scalars, sizes.plane, rows, C.DECAY, SCALED)
+            if C.DECAY:
                 scale *= between
-                between *= tl.load(scalars + TOTAL * plane + chunk * L + shift)
+                between *= tl.load(scalars + TOTAL * sizes.plane + chunk * C.L + shift)
             exact = given.to(tl.float32) * scale[:, None]
-            kept = first_term(exact, TERMS)
-            state = tl.dot(rows_a, kept.to(KIND), state, input_precision=PRECISION)
-            if TERMS == 2:
-                state = tl.dot(rows_a, (exact - kept).to(KIND), state, input_precision=PRECISION)
+            kept = first_term(exact, C.TERMS)
+            state = tl.dot(rows_a, kept.to(C.KIND), state, input_precision=C.PRECISION)
+            if C.TERMS == 2:
+                state = tl.dot(rows_a, (exact - kept).to(C.KIND), state, input_precision=C.PRECISION)
         else:
-            state = tl.dot(rows_a, given, state, input_precision=PRECISION)
-    place = keys[:, None].to(tl.int64) * P + columns[None, :]
-    tl.store(sums + at * N * P + place, state, mask=(keys[:, None] < N) & (columns[None, :] < P))
+            state = tl.dot(rows_a, given, state, input_precision=C.PRECISION)
+    place = keys[:, None].to(tl.int64) * C.P + columns[None, :]
+    tl.store(sums + at * C.N * C.P + place, state, mask=(keys[:, None] < C.N) & (columns[None, :] < C.P))
 
 
 @triton.jit

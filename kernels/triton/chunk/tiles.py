@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.packed import place_of_chunk
-from dsf.kernels.triton.structs import Config
+from dsf.kernels.triton.structs import Config, of_head
 
 LOG_TINY = tl.constexpr(-55.262042)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -219,92 +219,98 @@ def store_lower(base, local, x, L: tl.constexpr, TERMS: tl.constexpr):
         tl.store(at + behind, x[1].to(base.dtype.element_ty), mask=there)
 
 
+@dataclass(frozen=True, repr=False)
+class Prepare(Chunked):
+    """A program prepares a chunk of LANES sequences and heads, or (SUMMED) of one and what it adds. BACK: what only
+    gradients read is wanted, too."""
+
+    SUMMED: int
+    LANES: int
+    BACK: bool
+
+
 @triton.jit
-def prepare(
-    g, s, b, c, planes, table, vectors, drive, added, plane,
-    tokens, heads: tl.constexpr, length,
-    g_b, g_t, g_h, s_b, s_t, s_h, b_b, b_t, b_h, c_b, c_t, c_h, x_b, x_t: tl.constexpr, x_h, x_group,
-    N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, DELTA: tl.constexpr, READ_SCALED: tl.constexpr,
-    SUMMED: tl.constexpr, DRIVEN: tl.constexpr, LANES: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
+def prepare(g, s, b, c, planes, table, vectors, drive, added, sizes, C: tl.constexpr):
     """Scalars [B, T, H] of any strides -> planes [B·H, length], contiguous in time and filled up to whole chunks.
 
-    DECAY 1: g holds log decays; 2: decays of any sign, whose running product's sign gets a plane of its own. A program
-    prepares a chunk of LANES sequences and heads, or of one and with it (SUMMED) added [B·H, chunks, N]: 1, Σ of the
-    chunk's vectors, times their scales, their decays to its end and what DRIVEN finds in drive [B, H, T]; 2, times
-    their read scales and decays from its start instead. BACK: what only gradients read is wanted, too.
+    DECAY 1: g holds log decays; 2: decays of any sign, whose running product's sign gets a plane of its own. SUMMED:
+    also added [B·H, chunks, N]: 1, Σ of the chunk's vectors, times their scales, their decays to its end and what there
+    is in drive [B, H, T]; 2, times their read scales and decays from its start instead.
     """
-    chunk, lane, local = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, L)
-    axis: tl.constexpr = 0 if SUMMED else 1
-    if not SUMMED:
-        lane, local = lane * LANES + tl.arange(0, LANES)[:, None], local[None, :]
-    batch, head = lane // heads, lane % heads
-    begin, end = place_of_chunk(table, chunk, tokens, L)
+    chunk, lane, local = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, C.L)
+    axis: tl.constexpr = 0 if C.SUMMED else 1
+    if not C.SUMMED:
+        lane, local = lane * C.LANES + tl.arange(0, C.LANES)[:, None], local[None, :]
+    batch, head = lane // sizes.heads, lane % sizes.heads
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
     rows = begin + local
-    known = (lane < plane // length) & (local < L)
+    known = (lane < sizes.plane // sizes.length) & (local < C.L)
     inside = known & (rows < end)
     time = rows.to(tl.int64)
-    to = planes + lane * length + chunk * L + local
-    if SUMMED:
-        keys = tl.arange(0, BN)
-        taken = load_rows(vectors + batch * x_b + head // x_group * x_h, x_t, rows, end, keys, N, BN, tl.float32)
-        scale = tl.full([L], 1.0, tl.float32)
-        if DRIVEN:
-            scale = tl.load(drive + lane * tokens + rows, mask=inside, other=0.0)
+    to = planes + lane * sizes.length + chunk * C.L + local
+    if C.SUMMED:
+        keys = tl.arange(0, C.BN)
+        taken = load_rows(of_head(vectors, batch, head).at, vectors.token, rows, end, keys, C.N, C.BN, tl.float32)
+        scale = tl.full([C.L], 1.0, tl.float32)
+        if drive is not None:
+            scale = tl.load(drive + lane * sizes.tokens + rows, mask=inside, other=0.0)
     sign = tl.where(known, 1.0, 1.0)  # in the shape of the others
-    if DECAY == 1:
-        log = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=0.0).to(tl.float32)
+    if C.DECAY == 1:
+        log = tl.load(g.at + batch * g.batch + head * g.head + time * g.token, mask=inside, other=0.0).to(tl.float32)
         running = tl.cumsum(tl.maximum(log, LOG_TINY), axis=axis) * LOG2E
-    if DECAY == 2:
-        given = tl.load(g + batch * g_b + head * g_h + time * g_t, mask=inside, other=1.0).to(tl.float32)
+    if C.DECAY == 2:
+        given = tl.load(g.at + batch * g.batch + head * g.head + time * g.token, mask=inside, other=1.0).to(tl.float32)
         running = tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=axis) * LOG2E
         odd = tl.cumsum((given < 0).to(tl.int32), axis=axis) & 1
         sign = 1.0 - 2.0 * odd.to(tl.float32)
-        tl.store(to + SIGN * plane, sign, mask=known)
-    if DECAY:
-        is_last = local == L - 1
+        tl.store(to + SIGN * sizes.plane, sign, mask=known)
+    if C.DECAY:
+        is_last = local == C.L - 1
         last = tl.sum(tl.where(is_last, running, 0.0), axis=axis, keep_dims=True)
         turn = tl.sum(tl.where(is_last, sign, 0.0), axis=axis, keep_dims=True)
         prefix, suffix = tl.exp2(running), tl.exp2(last - running) * turn
         tl.store(to, running, mask=known)
-        if BACK or SCALED != 2:
-            tl.store(to + SUFFIX * plane, suffix, mask=known)
-        tl.store(to + TOTAL * plane, tl.exp2(last) * turn + local * 0.0, mask=known & (local == 0))
-        if SUMMED == 1:
+        if C.BACK or C.SCALED != 2:
+            tl.store(to + SUFFIX * sizes.plane, suffix, mask=known)
+        tl.store(to + TOTAL * sizes.plane, tl.exp2(last) * turn + local * 0.0, mask=known & (local == 0))
+        if C.SUMMED == 1:
             scale *= suffix
-    if SCALED or DECAY == 2:
-        if SCALED:
-            sign_s = sign * tl.load(s + batch * s_b + head * s_h + time * s_t, mask=inside, other=0.0).to(tl.float32)
+    if C.SCALED or C.DECAY == 2:
+        if C.SCALED:
+            sign_s = sign * tl.load(s.at + batch * s.batch + head * s.head + time * s.token, mask=inside, other=0.0).to(
+                tl.float32
+            )
         else:
             sign_s = sign
-        if BACK or SCALED != 2:
-            tl.store(to + SOURCE * plane, sign_s, mask=known)
-        if DECAY and not DELTA:
-            tl.store(to + WRITE * plane, sign_s * suffix, mask=known)
-        if SCALED == 2:
-            tl.store(to + LOWERED * plane, running - tl.log2(sign_s), mask=known)
-        if SUMMED == 1:
+        if C.BACK or C.SCALED != 2:
+            tl.store(to + SOURCE * sizes.plane, sign_s, mask=known)
+        if C.DECAY and not C.DELTA:
+            tl.store(to + WRITE * sizes.plane, sign_s * suffix, mask=known)
+        if C.SCALED == 2:
+            tl.store(to + LOWERED * sizes.plane, running - tl.log2(sign_s), mask=known)
+        if C.SUMMED == 1:
             scale *= sign_s
-    if DELTA:
-        x = tl.load(b + batch * b_b + head * b_h + time * b_t, mask=inside, other=0.0)
-        tl.store(to + ERASE * plane, x.to(tl.float32), mask=known)
-        if DECAY:
-            tl.store(to + PREFIX_ERASE * plane, x.to(tl.float32) * prefix, mask=known)
-    if READ_SCALED or DECAY == 2:
-        if READ_SCALED:
-            sign *= tl.load(c + batch * c_b + head * c_h + time * c_t, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to + READ * plane, sign, mask=known)
-        if SUMMED == 2:
+    if C.DELTA:
+        x = tl.load(b.at + batch * b.batch + head * b.head + time * b.token, mask=inside, other=0.0)
+        tl.store(to + ERASE * sizes.plane, x.to(tl.float32), mask=known)
+        if C.DECAY:
+            tl.store(to + PREFIX_ERASE * sizes.plane, x.to(tl.float32) * prefix, mask=known)
+    if C.READ_SCALED or C.DECAY == 2:
+        if C.READ_SCALED:
+            sign *= tl.load(c.at + batch * c.batch + head * c.head + time * c.token, mask=inside, other=0.0).to(
+                tl.float32
+            )
+        tl.store(to + READ * sizes.plane, sign, mask=known)
+        if C.SUMMED == 2:
             scale *= sign
-    if DECAY:
-        if DECAY == 2 or READ_SCALED or DELTA:
-            tl.store(to + PREFIX_READ * plane, sign * prefix, mask=known)
-        if SUMMED == 2:
+    if C.DECAY:
+        if C.DECAY == 2 or C.READ_SCALED or C.DELTA:
+            tl.store(to + PREFIX_READ * sizes.plane, sign * prefix, mask=known)
+        if C.SUMMED == 2:
             scale *= prefix
-    if SUMMED:
-        sums = added + (lane * (length // L) + chunk) * N + keys
-        tl.store(sums, tl.sum(taken * scale[:, None], axis=0), mask=keys < N)
+    if C.SUMMED:
+        sums = added + (lane * (sizes.length // C.L) + chunk) * C.N + keys
+        tl.store(sums, tl.sum(taken * scale[:, None], axis=0), mask=keys < C.N)
 
 
 @triton.jit

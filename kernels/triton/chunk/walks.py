@@ -15,7 +15,7 @@ from torch import Tensor
 from dsf.kernels.triton.chunk.forward_walk import ForwardWalk, Normal, Outputs, forward_walk
 from dsf.kernels.triton.chunk.normaliser import by_lane
 from dsf.kernels.triton.chunk.reverse_walk import AdjointOutputs, ReverseWalk, Values, both_walks, reverse_walk
-from dsf.kernels.triton.chunk.sums import combine_moves, combine_segments, sum_piece
+from dsf.kernels.triton.chunk.sums import Sum, combine_moves, combine_segments, sum_piece
 from dsf.kernels.triton.chunk.table import limits, lower
 from dsf.kernels.triton.chunk.transform import Transform, delta_transform
 from dsf.kernels.triton.chunk.walk import Operands
@@ -237,8 +237,8 @@ def both(
         launch(
             both_walks, (-(-call.p // t.piece), call.lanes, 2 * pieces),
             *_operands(call, solve, unused), call.struct(call.v), known,
-            Outputs(None, None, written, states, None, None), dy, behind, AdjointOutputs(entries, adjoints, last), values,
-            call.measures, pieces, span, base, limit,
+            Outputs(None, None, written, states, None, None), dy, behind, AdjointOutputs(entries, adjoints, last),
+            values, call.measures, pieces, span, base, limit,
             FORWARD=ForwardWalk(**ahead[0] | {"START": 1 if call.is_cut or state is not None else -1}),
             REVERSE=ReverseWalk(**ahead[1] | {"START": 1 if ended else -1}), num_warps=t.walk_warps,
             num_stages=max(stages, t.reverse_stages), maxnreg=REGISTERS if call.delta else t.walk_registers,
@@ -277,13 +277,14 @@ def _sum_pieces(
     every: of so many only their sum is of use.
     """
     t, span = call.tiles, call.span // call.finer
+    config = Sum(
+        **call.common, BP=t.piece, MOST=power(span * every), EVERY=every, TERMS=t.walk_terms, STAGES=t.sum_stages
+    )
     launch(
         sum_piece, (-(-call.p // t.piece), call.lanes, pieces[1] - pieces[0]),
-        a, b, call.scalars, sums, *call.given(passed), call.segment_table,
-        call.tokens, call.heads, span, call.chunks, pieces[0], call.length, call.plane, *call.rows(a), *call.rows(b),
-        BP=t.piece, MOST=power(span * every), EVERY=every, DECAY=call.decay,
-        SCALED=call.read if passed is None else call.scaled, REVERSE=passed is None, TERMS=t.walk_terms,
-        STAGES=t.sum_stages, num_warps=t.walk_warps, num_stages=t.sum_stages, maxnreg=t.walk_registers, **call.sizes,
+        call.struct(a), call.struct(b), call.scalars, sums, passed, call.segment_table, call.measures,
+        span, call.chunks, pieces[0],
+        C=config, num_warps=t.walk_warps, num_stages=t.sum_stages, maxnreg=t.walk_registers,
     )  # fmt: skip
 
 
