@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dsf.language.derived import derived, interned
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.frame import roots_of
 from dsf.language.operator import factors_of, split_factors, summands, times
-from dsf.language.spec import Spec
+
+if TYPE_CHECKING:
+    from dsf.language.spec import Spec
 
 
 @derived

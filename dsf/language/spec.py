@@ -14,6 +14,7 @@ from dsf.language.expr import IN_PAIRS, KEY, VALUE, Expr, children_first, const,
 from dsf.language.frame import Frame, frame_of, needs_frame, roots_of, turns
 from dsf.language.operator import Normal, factors_of, normal_form, split_factors, split_scale, summands, times
 from dsf.language.primitives import log_of
+from dsf.language.reads import apart
 from dsf.language.system import DEN, NUM, System, rule_of
 
 
@@ -242,8 +243,6 @@ class Spec:
         if self.rank or self.is_attention or self.mixes_pairs:
             return False
         wide = self.decay_axes == {KEY, VALUE} or any(r.dense is not None for r in self.rows)
-        from dsf.language.reads import apart  # made of Specs
-
         return wide or not self.has_key or (VALUE in self.gated_read[1].axes and not apart(self))
 
     @cached_property
