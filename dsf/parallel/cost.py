@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,6 +80,7 @@ def candidates(
     return found
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(
     frame: Frame, layout: Layout, rows: int, width: int, wanted: str, nodes: int, links: tuple[Link, Link]
 ) -> Choice:

@@ -86,14 +86,18 @@ def _payload(shards: Shards, frame: Frame) -> Tensor:
             needed = fragment.goes_on and not fragment.fresh
             m = shards.move(slot) if needed else frame.neutral(f, *f.shape[:2])
         rows.append(frame.pack(f, m))
-    return torch.stack(rows)
+    return _stacked(rows)
 
 
 def _own(shards: Shards) -> Tensor:
     """C of the rank's fragments [slots, B, H, N, plain], zeros where nothing enters."""
-    none = shards.nothing()
-    found = [shards.adjoint(s, None) if shards.fragment(s).continued else none for s in _slots(shards)]
-    return torch.stack(found)
+    found = [shards.adjoint(s, None) if shards.fragment(s).continued else shards.nothing() for s in _slots(shards)]
+    return _stacked(found)
+
+
+def _stacked(xs: Sequence[Tensor]) -> Tensor:
+    """torch.stack, which of one tensor is a view."""
+    return xs[0].unsqueeze(0) if len(xs) == 1 else torch.stack(list(xs))
 
 
 def _frame(shards: Shards) -> Frame:
@@ -121,12 +125,13 @@ class _Fold:
     def forward(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """rows [ranks, slots, B, H, numbers] -> the state every fragment is entered with, and what to keep."""
         frame, last = self.frame, self.layout.fragments - 1
-        maps = [frame.unpack(row) for row in _in_order(self.layout, rows)]
-        written, moves = [f for f, _ in maps[:-1]], [m for _, m in maps[:-1]]
+        f, m = frame.unpack(rows)
+        written = _in_order(self.layout, f)[:-1]
+        moves: list[Any] = [None] * last if m is None else _in_order(self.layout, m)[:-1]
         states = entered(frame, written, moves, self.fresh[:-1], frame.empty(rows, *rows.shape[2:4]))
         kept = []
         if frame.move_numbers and self.lowest + 1 < last:
-            kept.append(torch.stack([m for m in moves[self.lowest + 1 :] if m is not None]))
+            kept.append(torch.stack(moves[self.lowest + 1 :]))  # without what else was gathered
         if frame.gain:
             kept.append(torch.stack([frame.gain_of(s) for s in states]))
         return states, kept

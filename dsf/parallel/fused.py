@@ -43,7 +43,7 @@ class Fused(Rank):
 
     def _slot(self, rows: Tensor, slot: int) -> Tensor:
         """Of rows [B slots, ...] those of one slot."""
-        return rows.unflatten(0, (-1, self.layout.slots))[:, slot]
+        return rows if self.layout.slots == 1 else rows.unflatten(0, (-1, self.layout.slots))[:, slot]
 
     def summed(self) -> tuple[Tensor, Tensor]:
         """F and M of all rows, with the initial state in F where the sequence begins.
@@ -93,7 +93,7 @@ class Fused(Rank):
 
     def rows_of(self, x: Tensor) -> Tensor:
         """[B, slots L, ...] -> [B slots, L, ...]."""
-        return x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
+        return x if self.layout.slots == 1 else x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
 
     def hollow(self) -> Fused:
         """The same without tensors, which the graph holds, and frees."""
@@ -105,7 +105,8 @@ class Fused(Rank):
         self.begin = None if alone else self._row_state(starts)
         y, last, self.saved = self.shard.forward(self.begin, keep, self.held)
         self._summary = None
-        return y.unflatten(0, (self.summary.sizes.batch, -1)).flatten(1, 2), last
+        y = y if self.layout.slots == 1 else y.unflatten(0, (self.summary.sizes.batch, -1)).flatten(1, 2)
+        return y, last
 
 
 def _rows_of(bound: Bound, timed: set[str], slots: int) -> Bound:
@@ -135,7 +136,7 @@ class Through(torch.autograd.Function):
             groups = []
             for rank, e, last in zip(ranks, entered, lasts, strict=True):
                 begin = [] if rank.begin is None else [rank.begin]
-                gain = rank.frame.gain_of(last).clone()
+                gain = rank.frame.gain_of(last).clone()  # without the rest
                 groups.append([rank.shard.operands, begin, rank.saved, rank.held, e.after, e.kept, [gain], e.starts])
             ctx.counts = [[len(part) for part in group] for group in groups]
             ctx.save_for_backward(*(x for group in groups for part in group for x in part))

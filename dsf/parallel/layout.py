@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -95,6 +96,12 @@ class Piece:
     slot: int
     continued: bool
     goes_on: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def plain_fragments(layout: Layout, rank: int, tokens: int) -> tuple[Fragment, ...]:
+    """The fragments in a rank's slots."""
+    return tuple(plain_fragment(layout, rank, slot, tokens) for slot in range(layout.slots))
 
 
 def plain_fragment(layout: Layout, rank: int, slot: int, tokens: int) -> Fragment:

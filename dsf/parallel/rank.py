@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.parallel.collectives import tied
-from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragment
+from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragments
 from dsf.parallel.summary import Summary
 
 
@@ -37,7 +37,8 @@ class Rank:
         tokens = self.summary.sizes.tokens
         if self.packing is None:
             self.fresh: Several[bool] = [n == 0 for n in range(self.layout.fragments)]
-            self.parts = [plain_fragment(self.layout, self.rank, s, tokens) for s in range(self.layout.slots)]
+            kept = plain_fragments if type(tokens) is int else plain_fragments.__wrapped__  # a graph's are open
+            self.parts: Several[Fragment] = kept(self.layout, self.rank, tokens)
             self.pieces: list[Piece] = []
         else:
             self.fresh = [self.packing.is_fresh(n) for n in range(self.layout.fragments)]
@@ -175,34 +176,33 @@ class Rank:
 
         gain: m of `last`, in whose scale the main pass wants it.
         """
-        nothing = self.empty()
         found = []
         if self.packing is None:
-            gains = gain.unflatten(0, (-1, self.layout.slots))
             for slot, part in enumerate(self.parts):
-                found.append(self._row_gradient(part.goes_on, slot, g, after, gains[:, slot], self.dfinal, nothing))
-            return torch.stack(found, dim=1).flatten(0, 1)
+                own = gain[slot :: self.layout.slots]
+                found.append(self._row_gradient(part.goes_on, slot, g, after, own, self.dfinal))
+            return found[0] if len(found) == 1 else torch.stack(found, dim=1).flatten(0, 1)
         for row, piece in enumerate(self.pieces):
             final = None if self.dfinal is None else self.dfinal[piece.sequence : piece.sequence + 1]
             own = gain[row : row + 1]
-            found.append(self._row_gradient(piece.goes_on, piece.slot, g, after, own, final, nothing))
+            found.append(self._row_gradient(piece.goes_on, piece.slot, g, after, own, final))
         for s in self._without_tokens():
-            found.append(torch.zeros_like(nothing) if self.dfinal is None else self.dfinal[s : s + 1])
-        return torch.cat(found) if found else nothing[:0]
+            found.append(torch.zeros_like(self.empty()) if self.dfinal is None else self.dfinal[s : s + 1])
+        return torch.cat(found) if found else self.empty()[:0]
 
     def _row_gradient(
         self, goes_on: bool, slot: int, g: Several[Tensor], after: Several[Tensor], own: Tensor,
-        final: Tensor | None, nothing: Tensor,
+        final: Tensor | None,
     ) -> Tensor:  # fmt: skip
         frame = self.frame
         if not goes_on:
             if self.packing is None:  # of zeros, which keep the exchange in a traced graph
-                nothing = torch.cat([g[slot], torch.zeros_like(own)], dim=-1)
+                nothing = torch.cat([g[slot], torch.zeros_like(own)], dim=-1) if frame.gain else g[slot]
             else:
-                nothing = torch.zeros_like(nothing)
+                nothing = torch.zeros_like(self.empty())
             return nothing if final is None else nothing + final
         found = g[slot] * frame.wide((own - after[slot]).exp()) if frame.gain else g[slot]
-        return torch.cat([found, torch.zeros_like(own)], dim=-1)
+        return torch.cat([found, torch.zeros_like(own)], dim=-1) if frame.gain else found
 
 
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:

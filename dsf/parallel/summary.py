@@ -6,6 +6,7 @@ This is the one place that computes them, by public calls of the recurrence and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import decay_factors
 
 SEGMENT = 1 << 24  # numbers that a sum of decays may hold at once
+NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Summary:
         """The call's sizes."""
         return self.bound.sizes
 
-    @property
+    @functools.cached_property
     def frame(self) -> Frame:
         """Shapes of states and maps."""
         return frame_of(self.recurrence.spec, self.sizes.n, self.sizes.p)
@@ -205,6 +207,6 @@ def summary_of(recurrence: Recurrence, bound: Bound, form: str, backend: str) ->
 def hollow(summary: Summary) -> Summary:
     """The same without the call's tensors, for a graph that holds them itself: their names, sizes and dtypes."""
     bound = summary.bound
-    nothing = dict.fromkeys(bound.tensors, torch.empty(0))
+    nothing = dict.fromkeys(bound.tensors, NOTHING)
     empty = Bound(nothing, bound.sizes, bound.dtype, bound.compute, bound.device)
     return summary_of(summary.recurrence, empty, summary.form, summary.backend)

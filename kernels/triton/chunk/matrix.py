@@ -159,7 +159,8 @@ class _Call:
             lanes = 1
         config = self.common | {
             "P": 0, "SCALED": 0 if given[1] is None else self.scaled, "READ_SCALED": int(given[3] is not None),
-            "SUMMED": summed, "LANES": lanes, "BACK": self.back,
+            "SUMMED": summed, "LANES": lanes,
+            "BACK": self.back or self.scaled != 2,  # else one kernel for both directions: it changes nothing
         }  # fmt: skip
         launch(
             prepare, (self.chunks, -(-self.lanes // lanes)),
