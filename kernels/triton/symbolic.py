@@ -43,9 +43,9 @@ class Sheet:
 
     def ask(self, sign: str, left: Size, right: Any) -> Any:
         """Whether left sign right, which is as it is from now on."""
-        if not isinstance(right, (int, Size)):
+        if not isinstance(right, (int, float, Size)):
             return NotImplemented
-        answer = ASKED[sign](left.value, _value(right))
+        answer = ASKED[sign](left.value, right.value if isinstance(right, Size) else right)
         text = f"{left} {sign} {right}" if answer else f"not {left} {sign} {right}"
         if text not in self._asked:
             self._asked.add(text)
