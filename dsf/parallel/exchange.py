@@ -86,18 +86,13 @@ def _payload(shards: Shards, frame: Frame) -> Tensor:
             needed = fragment.goes_on and not fragment.fresh
             m = shards.move(slot) if needed else frame.neutral(f, *f.shape[:2])
         rows.append(frame.pack(f, m))
-    return _stacked(rows)
+    return torch.stack(rows)
 
 
 def _own(shards: Shards) -> Tensor:
     """C of the rank's fragments [slots, B, H, N, plain], zeros where nothing enters."""
     found = [shards.adjoint(s, None) if shards.fragment(s).continued else shards.nothing() for s in _slots(shards)]
-    return _stacked(found)
-
-
-def _stacked(xs: Sequence[Tensor]) -> Tensor:
-    """torch.stack, which of one tensor is a view."""
-    return xs[0].unsqueeze(0) if len(xs) == 1 else torch.stack(list(xs))
+    return torch.stack(found)
 
 
 def _frame(shards: Shards) -> Frame:
