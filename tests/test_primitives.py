@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -107,6 +108,53 @@ def test_a_cotangent_with_more_axes_than_the_root_is_summed(op):
     args = [leaf(f"x{i}", AXES["s"]) for i in range(ARITY.get(op, 1))]
     values = {a: draw(a, op in POSITIVE) for a in args}
     assert_derivatives_are_autograd(apply(op, args), values, AXES["kv"])
+
+
+SLOPES = {  # derivatives of the saturating ones, by formulas that lose no digits in float64
+    "sigmoid": lambda x: 0.5 / (1 + x.cosh()),
+    "tanh": lambda x: x.cosh() ** -2,
+    "softplus": lambda x: 1 / (1 + (-x).exp()),
+    "logsigmoid": lambda x: 1 / (1 + x.exp()),
+    "expm1": torch.exp,
+    "phi1": lambda x: (1 + x.exp() * (x - 1)) / x**2,
+    "exp": torch.exp,
+    "elu1": lambda x: x.clamp(max=0).exp(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_keep_their_digits_where_functions_saturate(name: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(-40, 40, 20_000, dtype=dtype).view(1, -1, 1, 1, 1).requires_grad_()
+    node, far = leaf("x", AXES["s"]), x.detach().abs() > 0.5
+    evaluate = Evaluator({node: x}, 1, 1)
+    root = getattr(dsf, name)(node)
+    want = SLOPES[name](x.detach().double())
+    by_torch = torch.autograd.grad(evaluate(root).sum(), x)[0]
+    by_rule = evaluate(derivatives(root, const(1), [node])[0]).detach().expand_as(x)
+    for found in (by_torch, by_rule):
+        error = (found - want).abs() / want
+        assert float(error[far if name == "phi1" else ...].max()) < (1e-6 if dtype is torch.float32 else 1e-13)
+
+
+def test_a_power_of_a_number_near_1_has_the_digits_of_its_logarithm() -> None:
+    x, y = (leaf(name, AXES["s"]) for name in "xy")
+    values = {x: torch.tensor(12.0).view(1, 1, 1, 1, 1), y: torch.tensor(2.5).view(1, 1, 1, 1, 1)}
+    found = Evaluator(values, 1, 1)(derivatives(dsf.sigmoid(x) ** y, const(1), [y])[0])
+    log = -math.log1p(math.exp(-12.0))
+    assert abs(float(found) / (math.exp(2.5 * log) * log) - 1) < 1e-6
+
+
+@pytest.mark.parametrize("function", [dsf.sigmoid, dsf.tanh, dsf.expm1, dsf.softplus], ids=lambda f: f.__name__)
+def test_higher_derivatives_of_saturating_functions(function: Callable[[Expr], Expr]) -> None:
+    node = leaf("x", AXES["s"])
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def evaluate(x: Tensor) -> Tensor:
+        return Evaluator({node: x.view(1, -1, 1, 1, 1)}, 1, 1)(function(node)).flatten()
+
+    assert torch.autograd.gradcheck(evaluate, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(evaluate, x)
 
 
 UNARY = (dsf.exp, dsf.tanh, dsf.sigmoid, dsf.softplus, dsf.logsigmoid, dsf.silu, dsf.relu, dsf.elu1, dsf.abs, dsf.expm1)

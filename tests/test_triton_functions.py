@@ -29,6 +29,7 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, tuple[
 }
 EDGES = {
     "tanh": (0.0, 1.0, -1.0), "rough_tanh": (0.0, 1.0, -1.0), "sigmoid": (0.5, 1.0, 0.0),
+    "sigmoid_slope": (0.25, 0.0, 0.0), "tanh_slope": (1.0, 0.0, 0.0),
     "softplus": (0.6931472, torch.inf, 0.0), "logsigmoid": (-0.6931472, 0.0, -torch.inf),
 }  # fmt: skip
 
@@ -49,13 +50,18 @@ def expm1_from_root(x):
     return fn.expm1_of(x, fn.exp(0.5 * x))
 
 
+@triton.jit
+def sigmoid_slope(x):
+    return fn.sigmoid(x) * fn.complement(x)
+
+
+OWN = {"expm1_from_root": expm1_from_root, "sigmoid_slope": sigmoid_slope}
+
+
 def apply(name: str, x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     _apply[(x.numel() // BLOCK,)](x, y, OWN.get(name) or getattr(fn, name), BLOCK)
     return y
-
-
-OWN = {"expm1_from_root": expm1_from_root}
 
 
 def arguments(low: float, high: float) -> torch.Tensor:
@@ -75,6 +81,16 @@ def test_functions_err_by_little_more_than_rounding(name: str, device: str) -> N
     error = ((y - oracle).abs() / oracle.abs())[normal]
     assert float(error.max()) < tolerance, (float(error.max()), float(x[normal][error.argmax()]))
     assert float(y[~normal].abs().max() if bool((~normal).any()) else 0.0) < 1.2e-38
+
+
+@pytest.mark.parametrize("device", on_a_device)
+@pytest.mark.parametrize("name", ["sigmoid_slope", "tanh_slope"])
+def test_slopes_err_by_no_more_than_the_power_in_them(name: str, device: str) -> None:
+    x = torch.linspace(-40, 40, BLOCK, device=device)
+    exponent = 2 * x if name == "tanh_slope" else x
+    oracle = (4.0 if name == "tanh_slope" else 1.0) * 0.5 / (1 + exponent.double().cosh())
+    error = (apply(name, x).double() / oracle - 1).abs()
+    assert bool((error < 1e-6 + exponent.abs().double() * 2**-24).all()), float(error.max())
 
 
 @pytest.mark.parametrize("device", on_a_device)

@@ -134,3 +134,26 @@ def test_more_channels_than_kernels_hold(lengths: tuple[int, ...]) -> None:
     case = Case(tokens=7, n=2, p=260, dtype="float32", initial=True, lengths=lengths, calls=2)
     verdict = attempt(mixers.gated_deltanet, case)
     assert verdict.status == "right", str(verdict)
+
+
+def attempted(declaration: Declaration, **case: Any) -> Any:
+    return attempt(declaration.build(), Case(**case))
+
+
+@pytest.mark.parametrize("decay", ["sigmoid(sv)", "tanh(sv)"])
+def test_the_gradient_of_a_saturated_gate_where_only_the_gate_has_one(decay: str) -> None:
+    gated = Declaration("vector", ((decay, "v"),), "1")
+    for seed in range(4):  # of either sign
+        verdict = attempted(
+            gated, tokens=2, dtype="float32", regimes={"sv": "saturated"}, frozen=("v",), loss="y", seed=seed
+        )
+        assert verdict.status == "right", verdict
+
+
+def test_a_params_gradient_where_logarithms_of_decays_are_extreme() -> None:
+    steep = Declaration("decay", (("exp(-exp(pk) * softplus(s))", "k * v"),), "q", read="before")
+    for seed in (5, 6, 8):
+        verdict = attempted(
+            steep, tokens=17, n=4, p=3, dtype="float32", regimes={"s": "saturated", "pk": "wide"}, loss="y", seed=seed
+        )
+        assert verdict.status == "right", verdict

@@ -7,8 +7,10 @@ import math
 from dsf.language.expr import Expr
 
 INF = math.inf
-RANGES = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "exp": (0.0, INF), "softplus": (0.0, INF), "abs": (0.0, INF),
-          "logsigmoid": (-INF, 0.0), "sqrt": (0.0, INF), "rsqrt": (0.0, INF)}  # fmt: skip
+RANGES = {
+    "sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "complement": (0.0, 1.0), "tanh_slope": (0.0, 1.0),
+    "logsigmoid": (-INF, 0.0), **dict.fromkeys(("exp", "softplus", "abs", "sqrt", "rsqrt"), (0.0, INF)),
+}  # fmt: skip
 
 
 def bounds(x: Expr) -> tuple[float, float]:

@@ -55,6 +55,16 @@ def sigmoid(x: Like) -> Expr:
     return _call("sigmoid", x)
 
 
+def complement(x: Like) -> Expr:
+    """σ(-x), 1 - sigmoid(x) with all its digits, as a factor of sigmoid(x): kernels make both of one exponential."""
+    return _call("complement", x)
+
+
+def tanh_slope(x: Like) -> Expr:
+    """4 σ(2x) σ(-2x), the derivative of tanh, which is 1 - tanh(x)² with all its digits."""
+    return _call("tanh_slope", x)
+
+
 def silu(x: Like) -> Expr:
     """x · sigmoid(x)."""
     x = as_expr(x)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.language.expr import KEY, REDUCTIONS, Expr, children_first, const, reduction
-from dsf.language.functions import N, P, abs, log, logsigmoid, sigmoid, where
+from dsf.language.functions import N, P, abs, complement, exp, log, logsigmoid, sigmoid, tanh, tanh_slope, where
 
 Cotangents = tuple["Expr | None", ...]
 
@@ -93,7 +93,8 @@ def _grad_pow(x: Expr, ct: Expr) -> Cotangents:
     if power.is_constant:
         return ct * power * base ** (power - 1) if power.value else None, None
     slope = ct * where(abs(power) > 0, power * base ** (power - 1), 0.0)  # x⁰ is flat, at x = 0 too
-    return slope, ct * x * log(where(abs(base) > 0, base, 1.0))  # and so is 0ʸ
+    known = log_of(base)  # that of a number near 1 would have few digits
+    return slope, ct * x * (log(where(abs(base) > 0, base, 1.0)) if known is None else known)  # and so is 0ʸ
 
 
 def _none(count: int) -> Callable[[Expr, Expr], Cotangents]:
@@ -125,13 +126,64 @@ def _quarter_turn(x: Tensor) -> Tensor:
     return torch.stack([-second, first], dim=-2).flatten(-3, -2)
 
 
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    return _sigmoid(x) * _sigmoid(-x)
+
+
+def _tanh_slope(x: Tensor) -> Tensor:
+    return 4 * _sigmoid_slope(2 * x)
+
+
+class _Sloped(torch.autograd.Function):
+    """value(x) whose derivative is slope(x), where torch's own, made of the value, loses digits next to 1.
+
+    slope is made of differentiable operations, so higher derivatives, torch.func and forward mode go through.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
+        return value(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, _, ctx.slope = inputs
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None]:
+        return given[0] * ctx.slope(*ctx.saved_tensors), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *along: Any) -> Tensor:
+        found: Tensor = along[0] * ctx.slope(*ctx.saved_tensors)
+        return found
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    found: Tensor = _Sloped.apply(x, torch.sigmoid, _sigmoid_slope)
+    return found
+
+
+def _tanh(x: Tensor) -> Tensor:
+    found: Tensor = _Sloped.apply(x, torch.tanh, _tanh_slope)
+    return found
+
+
+def _expm1(x: Tensor) -> Tensor:
+    found: Tensor = _Sloped.apply(x, torch.expm1, torch.exp)
+    return found
+
+
 def _softplus(x: Tensor) -> Tensor:
     """F.softplus turns to the identity at 20, which costs float64 half of its digits there, and torch.compile is told
     other strides of its gradient than it has."""
     return torch.logaddexp(x, x.new_zeros(()))
 
 
-NEAR, TERMS = 0.3, 14  # |x| up to which phi1 is a series; its rest, and that of its derivative, is below 1e-15
+NEAR, TERMS = 1.0, 18  # |x| up to which phi1 is a series; its rest, and that of its derivative, is below 1e-15
 
 
 def _phi1(x: Tensor) -> Tensor:
@@ -141,17 +193,17 @@ def _phi1(x: Tensor) -> Tensor:
     series = torch.ones_like(x)
     for term in range(TERMS, 1, -1):
         series = 1 + small / term * series
-    return torch.where(near, series, torch.expm1(x) / torch.where(near, 1.0, x))
+    return torch.where(near, series, _expm1(x) / torch.where(near, 1.0, x))
 
 
 def _grad_phi1(x: Expr, ct: Expr) -> Cotangents:
-    """φ₁ + (1 - φ₁) / x, near 0 the series Σ x^j / (j! (j + 2))."""
+    """(eˣ - φ₁) / x, near 0 the series Σ x^j / (j! (j + 2))."""
     near = abs(x.args[0]) < NEAR
     small = where(near, x.args[0], 0.0)
     series: Expr = const(1 / (math.factorial(TERMS) * (TERMS + 2)))
     for j in range(TERMS - 1, -1, -1):
         series = series * small + 1 / (math.factorial(j) * (j + 2))
-    return (ct * where(near, series, x + (1 - x) / where(near, 1.0, x.args[0])),)
+    return (ct * where(near, series, (exp(x.args[0]) - x) / where(near, 1.0, x.args[0])),)
 
 
 def _taylor(x: Tensor, order: int) -> Tensor:
@@ -173,14 +225,16 @@ PRIMITIVES: dict[str, Primitive] = {
     "exp": Primitive(torch.exp, lambda x, ct: (ct * x,), lambda x: x.args[0]),
     "log": Primitive(torch.log, lambda x, ct: (ct / x.args[0],)),
     "log1p": Primitive(torch.log1p, lambda x, ct: (ct / (x.args[0] + 1.0),)),
-    "expm1": Primitive(torch.expm1, lambda x, ct: (ct * (x + 1.0),)),
+    "expm1": Primitive(_expm1, lambda x, ct: (ct * exp(x.args[0]),)),
     "phi1": Primitive(_phi1, _grad_phi1),
     "sqrt": Primitive(torch.sqrt, lambda x, ct: (ct * 0.5 / x,), _scaled_log(0.5)),
     "rsqrt": Primitive(torch.rsqrt, lambda x, ct: (ct * -0.5 * x * x * x,), _scaled_log(-0.5)),
-    "sigmoid": Primitive(torch.sigmoid, lambda x, ct: (ct * x * (1.0 - x),), lambda x: logsigmoid(x.args[0])),
+    "sigmoid": Primitive(_sigmoid, lambda x, ct: (ct * x * complement(x.args[0]),), lambda x: logsigmoid(x.args[0])),
+    "complement": Primitive(lambda x: _sigmoid(-x), lambda x, ct: (-ct * x * sigmoid(x.args[0]),)),
     "logsigmoid": Primitive(F.logsigmoid, lambda x, ct: (ct * sigmoid(-x.args[0]),)),
     "softplus": Primitive(_softplus, lambda x, ct: (ct * sigmoid(x.args[0]),)),
-    "tanh": Primitive(torch.tanh, lambda x, ct: (ct * (1.0 - x * x),)),
+    "tanh": Primitive(_tanh, lambda x, ct: (ct * tanh_slope(x.args[0]),)),
+    "tanh_slope": Primitive(_tanh_slope, lambda x, ct: (ct * -2.0 * x * tanh(x.args[0]),)),
     "abs": Primitive(torch.abs, lambda x, ct: (where(x.args[0] > 0, ct, where(x.args[0] < 0, -ct, 0.0)),)),
     "minimum": Primitive(torch.minimum, _share(lambda a, b: a < b)),
     "maximum": Primitive(torch.maximum, _share(lambda a, b: a > b)),

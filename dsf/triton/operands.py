@@ -13,12 +13,15 @@ from dataclasses import dataclass, fields, replace
 
 from dsf.language.bounds import bounds
 from dsf.language.derived import derived
-from dsf.language.expr import KEY, VALUE, Expr, children_first, const
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of
+from dsf.language.functions import where
 from dsf.language.operator import I, factors_of, normal_form, split_factors, split_scale, summands, times
+from dsf.language.primitives import derivatives
 from dsf.language.spec import Row, Spec
 from dsf.language.system import System
 
 ZERO, UNIT = const(0), const(1)
+GONE = -55.0  # kernels take no logarithm along the Key axis below it (LOG_TINY): it has no gradient there
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,15 @@ class Operands:
             x = getattr(self, entry.name)
             found += [x] if isinstance(x, Expr) else list(x) if isinstance(x, tuple) else []
         return found
+
+    def settled(self, name: str, x: Expr, given: Expr) -> Expr:
+        """The gradient that kernels give of operand x. That of a log decay along the Key axis is left of sums that
+        cancel: 0 where the decay is gone, or what moves an extreme logarithm far makes a rounding error large."""
+        if name == "decay" and self.keywise and self.log:
+            slopes = derivatives(x, UNIT, inputs_of(x))
+            if any(math.isinf(end) for slope in slopes for end in bounds(slope)):
+                return where(x < GONE, 0.0, given)
+        return given
 
 
 class Unfit(Exception):

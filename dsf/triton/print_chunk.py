@@ -311,19 +311,18 @@ class _Writer(Writer):
         wanted = [x for x in self.nodes if x.attrs[0] not in skipped]
         roots = [r for r in self.roots if not (self.vectors and r.name in TURNED)]
         varied = [r for r in roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
-        pairs = [(r.expr, self.call(Expr("input", (), (f".d{r.name}", r.step), r.axes))) for r in varied]
+        given = [self.call(Expr("input", (), (f".d{r.name}", r.step), r.axes)) for r in varied]
+        pairs = [(r.expr, self.ops.settled(r.name, r.expr, x)) for r, x in zip(varied, given, strict=True)]
         if self.y is not None and self.beside is None:
             pairs.append((self.y, GIVEN))
-        if not wanted:
-            return None
-        return self.pulled(pairs, wanted)
+        return self.pulled(pairs, wanted) if wanted else None
 
     def vectors_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores gradients from tiles of those of TURNED [L, N]."""
         if not self.vectors:
             return None
         given = {r.name: self.call(symbol(f".d{r.name}", frozenset({KEY}))) for r in self.roots if r.name in TURNED}
-        pairs = [(r.expr, given[r.name]) for r in self.roots if r.name in TURNED]
+        pairs = [(r.expr, self.ops.settled(r.name, r.expr, given[r.name])) for r in self.roots if r.name in TURNED]
         slopes = derivatives(pairing(pairs), UNIT, self.vectors)
         function = Body(self.names)
         for node in inputs_of(*slopes):

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from dsf.language.annotations import Input, Kind
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.functions import complement, exp, tanh_slope
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.triton.coefficients import masked, packed
@@ -256,6 +257,12 @@ class _Emission:
 
     def _slopes(self, pairs: list[tuple[Expr, Expr]], kept: Collection[Expr] = ()) -> list[Expr]:
         found = derivatives(pairing(pairs), const(1), [*self.tokens, *self.held.values()], late=VALUE)
+        if self.rough:  # fewer numbers are alive at once, and 1 - σ has digits enough until σ is next to 1
+            known = children_first(*self.roots)
+            quick = {exp(x.args[0]): x + 1.0 for x in known if x.op == "expm1" and exp(x.args[0]) not in known}
+            quick |= {tanh_slope(x.args[0]): 1.0 - x * x for x in known if x.op == "tanh"}
+            quick |= {complement(x.args[0]): 1.0 - x for x in known if x.op == "sigmoid"}
+            found = [substitute(x, quick) for x in found]
         return regroup([collect(x) for x in found], kept=kept)
 
     def _over_channels(self) -> list[bool]:

@@ -27,7 +27,9 @@ RESERVED = {
 POWERS = {
     "exp": ("tl.exp2", "fn.LOG2E"),
     "sigmoid": ("fn.sigmoid2", "-fn.LOG2E"),
+    "complement": ("fn.complement2", "-fn.LOG2E"),
     "tanh": ("fn.tanh2", "(2.0 * fn.LOG2E)"),
+    "tanh_slope": ("fn.tanh_slope2", "(2.0 * fn.LOG2E)"),
 }
 ROUGH = {
     "fn.tanh": "fn.rough_tanh", "fn.tanh2": "fn.rough_tanh2", "fn.softplus": "fn.rough_softplus",
@@ -64,7 +66,7 @@ class Printer:
         self.text = dict(names)
         self.taken = {*taken, *names.values()}
         self.lines: list[str] = []
-        self.squares: dict[Expr, Expr] = {}  # e^2x - 1 and the e^x that is there anyway
+        self.squares: dict[Expr, Expr] = {}  # e^2x, or that less 1, and the e^x that is there anyway
         self.scaled: set[Expr] = set()  # products whose factors are printed inside a function of a power of two
         self.count = 0
 
@@ -73,13 +75,15 @@ class Printer:
         roots = list(roots)
         order = children_first(*roots)
         uses: dict[Expr, int] = {}
+        scales: dict[Expr, set[str]] = {}  # by which users multiply, "" for none
         for node in order:
             for place, arg in enumerate(node.args):
                 twice = node.op == "pow" and place == 0
                 uses[arg] = uses.get(arg, 0) + 1 + twice
-        powers = {x.args[0] for x in order if x.op in POWERS and uses[x.args[0]] == 1} - {*roots, *self.text}
-        self.scaled |= {x for x in powers if key_and_rest(x)}
+                scales.setdefault(arg, set()).add(POWERS[node.op][1] if node.op in POWERS else "")
         self.squares = {x: root for x in order if (root := _root(x)) is not x and root in uses}
+        powers = {x for x, found in scales.items() if len(found) == 1 and "" not in found} - {*roots, *self.text}
+        self.scaled |= {x for x in powers - {x.args[0] for x in self.squares} if key_and_rest(x)}
         for root in self.squares.values():
             uses[root] += 1
         for node in order:
@@ -119,7 +123,8 @@ class Printer:
             return f"{self._rough(function, node)}({key} * ({rest} * {scale}))"
         args = [self.text[a] for a in node.args]
         if node in self.squares:
-            return f"fn.expm1_of({args[0]}, {self.text[self.squares[node]]})"
+            root = self.text[self.squares[node]]
+            return f"fn.expm1_of({args[0]}, {root})" if node.op == "expm1" else f"({root} * {root})"
         if node.op == "pow":
             return _power(args[0], args[1], node.args[1])
         if node.op == "div" and (node.args[1].op == "sqrt" or (self.rough and _is_far(node.args[1]))):
@@ -141,8 +146,8 @@ class Printer:
 
 
 def _root(node: Expr) -> Expr:
-    """e^x of e^2x - 1; the node itself if it is not that."""
-    if node.op == "expm1" and node.args[0].op == "mul":
+    """e^x of e^2x, or of that less 1; the node itself if it is neither."""
+    if node.op in ("exp", "expm1") and node.args[0].op == "mul":
         for number, x in (node.args[0].args, node.args[0].args[::-1]):
             if number.is_constant and number.value == 2:
                 return exp(x)

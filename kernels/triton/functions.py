@@ -108,6 +108,41 @@ def sigmoid2(x):
 
 
 @triton.jit
+def complement(x):
+    """1 - sigmoid(x) with all its digits, to be multiplied with sigmoid(x)."""
+    return complement2(x * -LOG2E)
+
+
+@triton.jit
+def complement2(x):
+    """1 - sigmoid2(x) as 2^x sigmoid2(x), whose parts are there once where both are asked for.
+
+    0 where 2^x is infinite, so that what it is always multiplied with, sigmoid2(x) = 0, is not lost in a NaN.
+    """
+    power = tl.exp2(x)
+    s = reciprocal(1.0 + power)
+    if INTERPRETED:
+        found = tl.where(power < float("inf"), power, 0.0) * s
+    else:
+        found = tl.inline_asm_elementwise(
+            "mul.sat.f32 $0, $1, $2;", "=r,r,r", [power, s], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
+def tanh_slope(x):
+    """1 - tanh(x)² with all its digits."""
+    return tanh_slope2(x * (2.0 * LOG2E))
+
+
+@triton.jit
+def tanh_slope2(x):
+    """The same, given the argument of tanh2."""
+    return 4.0 * sigmoid2(x) * complement2(x)
+
+
+@triton.jit
 def log1p_power(x):
     """log(1 + 2^x) for x ≤ 0: z P(z) with z = 2^x, P the best polynomial of degree 8, to 3e-8 of the value."""
     z = tl.exp2(x)
