@@ -6,7 +6,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from structures import channel_delta, gated_delta, product, sample, softmax, stabilised
+from structures import channel_delta, gated_delta, product, sample, softmax, stabilised, trapezoid, turned_delta
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -21,8 +21,10 @@ from dsf.parallel.layout import LAYOUTS
 
 OUTPUT = Kind(frozenset({VALUE}))
 # One of each structure: tests/test_parallel.py has every recurrence and layer, on ranks in one process.
-LAYERS = ["gated_deltanet", "s6", "rg_lru", "retnet", "rwkv7", "softmax_attention"]
-RECURRENCES = {r.name: r for r in (gated_delta, channel_delta, product, stabilised, softmax, mixers.s6)}
+LAYERS = ["gated_deltanet", "s6", "rg_lru", "retnet", "rwkv7", "softmax_attention", "mamba3", "lru"]
+RECURRENCES = {
+    r.name: r for r in (gated_delta, channel_delta, product, stabilised, softmax, mixers.s6, turned_delta, trapezoid)
+}
 
 
 def worst(pairs):

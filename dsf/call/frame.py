@@ -89,8 +89,9 @@ class Framed:
                 x = self._all_heads(x)
             for node in leaf.nodes:
                 start = None if self.rest is None else self._recalled(leaf, place)
-                last.append(self._stored(leaf, last_of(x, self.places), place))
-                x = self.values[node] = shifted(x, start, self.places)
+                moved, ended = self.delayed(x, start)
+                last.append(self._stored(leaf, ended, place))
+                x = self.values[node] = moved
                 place += self._width(leaf)
         self.remembered = last
         for node, source, first in self.frame.whole:
@@ -101,6 +102,19 @@ class Framed:
             self._turn()
         for source, node in self.frame.torch:
             self.values[node] = self.evaluate(source)
+
+    def delayed(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x of the token before, and of every sequence's last token. start: what precedes first tokens, None for 0."""
+        return shifted(x, start, self.places), last_of(x, self.places)
+
+    def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of x up to each token of a sequence, and of the whole of every sequence, 0 of empty ones."""
+        whole = x.cumsum(1)
+        if self.places is None:
+            return whole, last_of(whole, None)
+        before = torch.cat([torch.zeros_like(whole[:, :1]), whole[:, :-1]], dim=1)
+        whole = whole - before.index_select(1, self.places.starts.index_select(0, self.places.which))
+        return whole, torch.where(self.places.filled.view(-1, 1, 1, 1), last_of(whole, self.places), 0.0)
 
     def _width(self, leaf: Leaf) -> int:
         sizes = self.bound.sizes
@@ -175,19 +189,13 @@ class Framed:
         inside = [parts[0]]  # up to a row of its token
         for part in parts[1:]:
             inside.append(inside[-1] + part)
-        whole = inside[-1].cumsum(1)
-        if self.places is not None:
-            before = torch.cat([torch.zeros_like(whole[:, :1]), whole[:, :-1]], dim=1)
-            whole = whole - before.index_select(1, self.places.starts.index_select(0, self.places.which))
+        whole, last = self.summed(inside[-1])
         earlier = whole - inside[-1]
         dtype = self.bound.compute
         found = {
             row: whole_turns_left_out(earlier if row < 0 else earlier + inside[row], dtype)
             for row in {t.row for t in self.frame.turned}
         }
-        last = last_of(whole, self.places)
-        if self.places is not None:
-            last = torch.where(self.places.filled.view(-1, 1, 1, 1), last, 0.0)
         self.final = _spread_heads(whole_turns_left_out(last, dtype), self.bound.sizes.heads, 1)
         for t in self.frame.turned:
             x, angle = self.evaluate(t.source).to(dtype), found[t.row]

@@ -89,10 +89,6 @@ class Spec:
     @property
     def why_alone(self) -> str | None:
         """Why tokens are not spread over ranks, in words; None where they are."""
-        if self.is_framed:
-            return (
-                "turn and prev are not spread over ranks yet: sums of angles and last tokens would have to cross them"
-            )
         return None if self.system.solve is None else "a readout that is a solve is not spread over ranks yet"
 
     @property

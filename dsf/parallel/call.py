@@ -164,6 +164,8 @@ def call(
         _bind(recurrence, given, form, backend)  # says what is wrong of the tensors as they were given
         given, world, state = flipped(spec, given), world.backwards(), flipped_rows(state, packed)
         bounds = None if bounds is None else flipped_bounds(bounds)
+    if spec.is_framed:
+        return _run_framed(recurrence, world, given, state, bounds, return_state, form, backend, reverse)
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
     compare_ranks(spec, world, given, state)
     with no_autocast(next(iter(given.values()))):
@@ -181,6 +183,25 @@ def call(
         return y
     final = finals[0] if len(finals) == 1 else _alike(finals)
     return y, flipped_rows(final, packed) if reverse else final
+
+
+def _run_framed(
+    recurrence: Recurrence, world: World, given: Mapping[str, Tensor], state: Any, bounds: list[int] | None,
+    return_state: bool, form: str, backend: str, reverse: bool,
+) -> Any:  # fmt: skip
+    """The call of a declaration with turns or previous values, the tokens turned round already in reverse."""
+    from dsf.parallel import framed
+
+    compare_ranks(recurrence.spec, world, given, state)
+    bound, _ = _bind(recurrence, given, form, backend)
+    if not isinstance(world, Simulated):
+        _check(recurrence.spec, world, world.here[0], bound, None if bounds is None else world.packing(bounds))
+    with no_autocast(next(iter(given.values()))):
+        y, final = framed.call(recurrence, world, bound, state, bounds, return_state, form, backend)
+    y = y.flip(1) if reverse else y
+    if not return_state:
+        return y
+    return y, flipped_rows(final, bounds is not None) if reverse else final
 
 
 def _run(
@@ -249,7 +270,7 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
             exchange=f"{held}gather: {size:,} bytes into a rank in 1 round, as many backward; the state of softmax "
             "attention is the keys and values of earlier tokens",
         )
-    frame = frame_of(spec, sizes.n, sizes.p)
+    frame = frame_of(spec.inner, sizes.n, sizes.p)
     width = 8 if dtype == torch.float64 else 4
     return replace(plan, exchange=held + str(world.choice(frame, sizes.batch * sizes.heads, width)))
 

@@ -35,9 +35,9 @@ def adjoint(spec: Spec) -> Recurrence | None:
     lambda_{t-1} = A_tᵀ (lambda_t + C_t dy_tᵀ), or A_tᵀ lambda_t + C_t dy_tᵀ where S_{t-1} is read: a declaration
     like any other, which every form and backend runs. Its last state is the gradient of the state that the tokens are
     entered with; its initial state that of the one they leave. None for normalised systems, whose quotient is not
-    linear in the state.
+    linear in the state, and where turns mix pairs of entries.
     """
-    if spec.rule is not None:
+    if spec.rule is not None or spec.mixes_pairs:
         return None
     name = _free(spec)
     dy = Expr("input", (), (name, None), frozenset({VALUE}))
@@ -99,7 +99,7 @@ def acting(spec: Spec) -> list[Expr]:
 @derived
 def kind_of_map(spec: Spec) -> str:
     """What M is: identity, scale, dense or channel (dsf.kernels.affine)."""
-    if spec.rank:
+    if spec.rank or spec.mixes_pairs:
         return "channel" if any(VALUE in x.axes for x in acting(spec)) else "dense"
     return "identity" if all(r.normal.decay is const(1) for r in spec.rows) else "scale"
 

@@ -266,8 +266,8 @@ def refuse_shared(model: Any) -> None:
         if world is not None and hasattr(world, "shard"):
             raise InputError(
                 f"labels: the mixers share the sequence over {world.ranks} ranks (dsf.parallel.attach), and a rank's "
-                "last token predicts a token of another rank; give shift_labels=cp.shard(next_labels(labels)): whole "
-                "labels that dsf.models.next_labels moves on by one place, then cut"
+                "last token predicts a token of another rank; move whole labels on by one place, cut them, and give "
+                "shift_labels=cp.shard(dsf.models.next_labels(labels))"
             )
 
 

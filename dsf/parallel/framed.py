@@ -1,0 +1,94 @@
+"""Declarations with turns and previous values, their tokens over ranks.
+
+What their plain system is given (dsf.language.frame) is made over ranks first: a previous value crosses a cut as a
+window of one token does (`halo.convolve`), and the sum of angles is a recurrence, S_t = S_{t-1} + angle_t, in float64.
+Then the plain system runs over ranks as any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import Bound, check_state
+from dsf.call.frame import Framed, Places, last_of, shifted
+from dsf.call.plan import CONVOLUTION
+from dsf.call.recurrence import Recurrence, recurrence
+from dsf.language.annotations import Value
+from dsf.language.operator import I
+from dsf.language.system import System
+from dsf.parallel.halo import convolve
+from dsf.parallel.world import World
+from dsf.torch.columns import state_columns
+
+
+def call(
+    of: Recurrence, world: World, bound: Bound, state: Tensor | None, bounds: list[int] | None,
+    return_state: bool, form: str, backend: str,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y of this rank's tokens, and the final states of the global sequences where they are asked for.
+
+    bound: this rank's inputs, of a `Simulated` world all of them.
+    """
+    spec = of.spec
+    frame = spec.turning if form == CONVOLUTION else spec.frame
+    assert frame is not None
+    sizes = bound.sizes
+    if state is not None:
+        rows = sizes.batch if bounds is None else len(bounds) - 1
+        expected = (rows, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
+        check_state(spec, state, expected, bound)
+    framed = _Spread(world, None if bounds is None else torch.tensor(bounds), spec, frame, bound, None, state)
+    framed.make()
+    tensors = _of_one_dtype(framed.inner(), {i.name for i in frame.spec.inputs if i.kind.time}, sizes.heads)
+    how: dict[str, Any] = {**tensors, "cu_seqlens": framed.cu_seqlens, "return_state": True}
+    how |= {"initial_state": None if state is None else state[..., : framed.plain]}
+    y, final = Recurrence(frame.spec)(**how, form=form, backend=backend, parallel=world)
+    return y.to(bound.dtype), framed.finish(final) if return_state else None
+
+
+def _of_one_dtype(inner: Bound, timed: set[str], heads: int) -> dict[str, Tensor]:
+    """The plain system's inputs as a call takes them: in the computing dtype if some were made in it, and with at least
+    one of all heads."""
+    tensors = dict(inner.tensors)
+    if len({tensors[name].dtype for name in timed}) > 1:
+        tensors = {name: x.to(inner.compute) for name, x in tensors.items()}
+    if all(x.shape[2 if name in timed else 0] < heads for name, x in tensors.items()):
+        name = next(iter(timed))
+        tensors[name] = tensors[name].repeat_interleave(heads // tensors[name].shape[2], dim=2)
+    return tensors
+
+
+class _Spread(Framed):
+    """One call whose tokens are spread over ranks."""
+
+    def __init__(self, world: World, cu_seqlens: Tensor | None, *args: Any) -> None:
+        super().__init__(*args)
+        self.world, self.cu_seqlens = world, cu_seqlens
+
+    def delayed(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x of the token before, also of another rank's, and of every sequence's last token."""
+        state = None if start is None else start.flatten(1).unsqueeze(-1)
+        moved, last = convolve(_previous, 1, x.flatten(2), state, self.cu_seqlens, self.world)
+        return moved.unflatten(2, x.shape[2:]), last.squeeze(-1).unflatten(1, x.shape[2:])
+
+    def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums up to each token and of every sequence."""
+        how: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "return_state": True, "parallel": self.world}
+        whole, last = running_sum(x.flatten(2).unsqueeze(2), **how)
+        return whole.squeeze(2).unflatten(2, x.shape[2:]), last.flatten(1).unflatten(1, x.shape[2:])
+
+
+@recurrence
+def running_sum(x: Value) -> System:
+    """The sum of all tokens up to each."""
+    return System(A=I, B=x, C=1)
+
+
+def _previous(x: Tensor, state: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The tokens before x [B, T, C], and the last ones [B or sequences, C, 1]."""
+    places = None if bounds is None else Places.of(bounds, x.shape[1], x.device)
+    first = None if state is None else state.squeeze(-1)
+    return shifted(x, first, places), last_of(x, places).unsqueeze(-1)
