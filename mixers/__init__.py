@@ -18,6 +18,7 @@ from dsf.mixers._own import parameter_groups
 from dsf.mixers._shard import shard_rates
 from dsf.mixers._state_space import hippo_legs, legs_in_pairs
 from dsf.mixers.bidirectional import Bidirectional, BothWays
+from dsf.mixers.comba import Comba, comba
 from dsf.mixers.delta_product import (
     DeltaProduct,
     GatedDeltaProduct,
@@ -30,6 +31,7 @@ from dsf.mixers.dss import DSS, dss
 from dsf.mixers.efla import EFLA, efla
 from dsf.mixers.fox import ForgettingAttention, fox
 from dsf.mixers.gated_deltanet import GatedDeltaNet, gated_deltanet, gated_deltanet_log
+from dsf.mixers.gated_deltanet2 import GatedDeltaNet2, gated_deltanet2
 from dsf.mixers.gla import GLA, gla
 from dsf.mixers.h3 import H3, h3
 from dsf.mixers.hgrn import HGRN, hgrn
@@ -144,6 +146,8 @@ ZOO: tuple[Entry, ...] = (
     Entry(rg_lru, RGLRU),
     Entry(deltanet, DeltaNet),
     Entry(gated_deltanet, GatedDeltaNet),
+    Entry(gated_deltanet2, GatedDeltaNet2),
+    Entry(comba, Comba),
     Entry(efla, EFLA),
     Entry(longhorn, Longhorn),
     Entry(longhorn_exact, _variant(Longhorn, exact=True)),
@@ -170,7 +174,7 @@ ALIASES = {
     "sliding_window": "sliding_window_attention", "swa": "sliding_window_attention",
     "local_attention": "sliding_window_attention", "attention_sinks": "sink_attention", "sinks": "sink_attention",
     "softmax1": "softmax_one", "quiet_attention": "softmax_one", "off_by_one": "softmax_one",
-    "gdn": "gated_deltanet", "gated_delta_rule": "gated_deltanet", "delta_rule": "deltanet",
+    "gdn": "gated_deltanet", "gated_delta_rule": "gated_deltanet", "delta_rule": "deltanet", "gdn2": "gated_deltanet2",
     "gated_linear_attention": "gla", "kimi_delta_attention": "kda", "kimi_linear": "kda", "retention": "retnet",
     "griffin": "rg_lru", "hawk": "rg_lru", "real_gated_lru": "rg_lru", "xlstm": "mlstm", "goose": "rwkv7",
     "finch": "rwkv6", "mesa": "mesanet", "linear_recurrent_unit": "lru", "hungry_hungry_hippos": "h3",
@@ -278,6 +282,7 @@ __all__ = [
     "LAYERS",
     "Bidirectional",
     "BothWays",
+    "Comba",
     "DSS",
     "DeltaNet",
     "DeltaProduct",
@@ -286,6 +291,7 @@ __all__ = [
     "ForgettingAttention",
     "GLA",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GeneralizedLinearAttention",
     "H3",
@@ -323,6 +329,7 @@ __all__ = [
     "alibi",
     "attention_with",
     "canonical",
+    "comba",
     "delta_product",
     "delta_product_of",
     "deltanet",
@@ -331,6 +338,7 @@ __all__ = [
     "fox",
     "gated_delta_product",
     "gated_deltanet",
+    "gated_deltanet2",
     "gated_deltanet_log",
     "generalized_linear_attention",
     "get",

@@ -71,6 +71,7 @@ class KDA(Heads):
         self.b_proj = nn.Linear(d_model, n_heads, bias=False)
         self.own("A_log", partial(log_uniform, low=1.0, high=16.0), n_heads, kind="rate")
         self.own("dt_bias", time_step, n_heads, n, kind="rate")
+        self.own_more(d_model, bare)
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:

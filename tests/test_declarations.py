@@ -24,6 +24,7 @@ from dsf import (
     diag,
     dot,
     exp,
+    mixers,
     outer,
     pair,
     ratio,
@@ -32,18 +33,6 @@ from dsf import (
     taylor_features,
     turn,
 )
-
-
-@dsf.recurrence
-def comba(q: Key, k: Key, v: Value, g: Scalar, beta: Scalar, b: Param[Scalar], d: Param[Scalar]) -> System:
-    """Comba (Hu et al., arXiv 2506.02475): a decay less a weaker erasure, a query corrected by the key."""
-    return System(A=exp(g) * I - beta * sigmoid(b) * outer(k, k), B=beta * k * v, C=q - d * k)
-
-
-@dsf.recurrence
-def gdn2(q: Key, k: Key, v: Value, g: Key, b: Key, w: Value) -> System:
-    """Gated DeltaNet-2 (Hatamizadeh et al., arXiv 2605.22791): what is erased and what is written have own gates."""
-    return System(A=(I - outer(k, b * k)) @ diag(exp(g)), B=k * (w * v), C=q)
 
 
 @dsf.recurrence
@@ -111,22 +100,6 @@ def corrected_reads(q: Key, p: Key, k: Key, v: Value, beta: Scalar, g: Value) ->
 def two_corrections(q: Key, k1: Key, k2: Key, v: Value, b1: Scalar, b2: Scalar) -> System:
     """Both erasures see the state of the last token."""
     return System(A=I - b1 * outer(k1, k1) - b2 * outer(k2, k2), B=b1 * k1 * v, C=q)
-
-
-def comba_loop(q, k, v, g, beta, b, d):
-    state = zeros(k.shape[1], v.shape[1])
-    for t in range(len(q)):
-        read = torch.sigmoid(b) * k[t] @ state
-        state = torch.exp(g[t]) * state + beta[t] * torch.outer(k[t], v[t] - read)
-        yield (q[t] - d * k[t]) @ state
-
-
-def gdn2_loop(q, k, v, g, b, w):
-    state = zeros(k.shape[1], v.shape[1])
-    for t in range(len(q)):
-        state = torch.exp(g[t])[:, None] * state
-        state = state + torch.outer(k[t], w[t] * v[t] - (b[t] * k[t]) @ state)
-        yield q[t] @ state
 
 
 def metala_loop(q, a, v, w):
@@ -197,8 +170,6 @@ def two_corrections_loop(q, k1, k2, v, b1, b2):
 
 
 LOOPS = {
-    comba: comba_loop,
-    gdn2: gdn2_loop,
     metala: metala_loop,
     based: based_loop,
     linoss: linoss_loop,
@@ -298,8 +269,10 @@ def test_slot_attention_is_two_recurrences(law):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("r", [slots_of_keys, slots_of_values], ids=lambda r: r.name)
-def test_every_law_holds_of_slots(r):
+@pytest.mark.parametrize(
+    "r", [slots_of_keys, slots_of_values, mixers.comba, mixers.gated_deltanet2], ids=lambda r: r.name
+)
+def test_every_law_holds_of_slots_and_of_new_members(r):
     assert dsf.check(r, examples=2, dtypes=(torch.float64,)).ok
 
 

@@ -129,6 +129,38 @@ def test_kda_layer():
     same(m, x, m.o_proj(torch.cat(out, -1) * sigmoid(m.g_proj[1](m.g_proj[0](x)))))
 
 
+def test_gated_deltanet2_layer():
+    m, x = moved(mixers.GatedDeltaNet2(C, H, d_state=3, headdim=5, d_conv=2)), torch.randn(T, C)
+    q, k, v = conv(m.in_proj(x), m.conv1d.weight).split([6, 6, 10], -1)
+    rate, erase, write = m.f_proj[1](m.f_proj[0](x)), sigmoid(m.b_proj(x)), sigmoid(m.w_proj(x))
+    out = []
+    for h in range(H):
+        g = -exp(m.A_log[h]) * softplus(heads(rate, 3)[h] + m.dt_bias[h])
+        S, rows = zeros(3, 5), []
+        for t in range(T):
+            key = unit(heads(k, 3)[h][t])
+            S = exp(g[t])[:, None] * S
+            S = S + outer(key, heads(write, 5)[h][t] * heads(v, 5)[h][t] - (heads(erase, 3)[h][t] * key) @ S)
+            rows.append(unit(heads(q, 3)[h][t]) / math.sqrt(3) @ S)
+        out.append(rms(torch.stack(rows), m.o_norm.weight))
+    same(m, x, m.o_proj(torch.cat(out, -1) * sigmoid(m.g_proj[1](m.g_proj[0](x)))))
+
+
+def test_comba_layer():
+    m, x = moved(mixers.Comba(C, H, d_state=3, headdim=5, d_conv=2)), torch.randn(T, C)
+    q, k, v = conv(m.qkv_proj(x), m.conv1d.weight).split([6, 6, 10], -1)
+    out = []
+    for h in range(H):
+        g = -exp(m.A_log[h]) * softplus(m.a_proj(x)[:, h] + m.dt_bias[h])
+        S, rows = zeros(3, 5), []
+        for t in range(T):
+            query, key, beta = unit(heads(q, 3)[h][t]), unit(heads(k, 3)[h][t]), sigmoid(m.b_proj(x[t]))[h]
+            S = exp(g[t]) * S + beta * outer(key, heads(v, 5)[h][t] - sigmoid(m.b[h]) * key @ S)
+            rows.append((query - m.d[h] * key) / math.sqrt(3) @ S)
+        out.append(rms(torch.stack(rows), m.o_norm.weight))
+    same(m, x, m.o_proj(torch.cat(out, -1) * silu(m.g_proj(x))))
+
+
 def test_retnet_layer_is_its_parallel_form_with_complex_rotation():
     m, x = moved(mixers.RetNet(C, H, d_state=4, headdim=3)), torch.randn(T, C)
     q, k, v = m.in_proj(x).split([8, 8, 6], -1)

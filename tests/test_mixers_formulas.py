@@ -145,6 +145,22 @@ def gated_deltanet(q, k, v, alpha, beta):
         yield memory @ q[t]
 
 
+def comba(q, k, v, g, beta, b, d):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        read = sigmoid(b) * k[t] @ state
+        state = exp(g[t]) * state + beta[t] * outer(k[t], v[t] - read)
+        yield (q[t] - d * k[t]) @ state
+
+
+def gated_deltanet2(q, k, v, g, b, w):
+    state = zeros(k.shape[1], v.shape[1])
+    for t in range(len(q)):
+        state = exp(g[t])[:, None] * state
+        state = state + outer(k[t], w[t] * v[t] - (b[t] * k[t]) @ state)
+        yield q[t] @ state
+
+
 def kda(q, k, v, g, beta):
     state = zeros(k.shape[1], v.shape[1])
     for t in range(len(q)):
@@ -266,6 +282,8 @@ FORMULAS = [
         rg_lru,
         deltanet,
         gated_deltanet,
+        gated_deltanet2,
+        comba,
         efla,
         kda,
         longhorn,
