@@ -13,7 +13,7 @@ from dsf.mixers._own import full
 from dsf.mixers.gated_deltanet import GatedDeltaNet
 
 if TYPE_CHECKING:
-    from dsf.mixers._shard import Cuts
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence

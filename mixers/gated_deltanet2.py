@@ -10,7 +10,7 @@ from dsf.mixers._module import Side, Span
 from dsf.mixers.kda import KDA
 
 if TYPE_CHECKING:
-    from dsf.mixers._shard import Cuts
+    from dsf.parallel import Cuts
 
 
 @dsf.recurrence

@@ -6,7 +6,7 @@ from interpreted import interpreted
 from test_turns import rotary, sample, spiral, turned_kda, two_tokens
 
 import dsf
-from dsf import I, Key, Scalar, System, Value, outer, sigmoid
+from dsf import I, Key, Scalar, System, Value, diag, outer, sigmoid
 from dsf.mixers import mamba3, mamba3_mimo_of
 
 pytestmark = interpreted
@@ -26,7 +26,30 @@ def read_twice(q: Key, l: Key, k: Key, v: Value, o: Value, a: Scalar, b: Scalar)
     return System(A=decay, B=k * (sigmoid(b) * v), C=q - sigmoid(o) * l, D=sigmoid(a) * v)
 
 
-LINES = [rotary, spiral, turned_kda, two_tokens, mamba3, mamba3_mimo_of(2), erased_and_added, read_twice]
+@dsf.recurrence
+def oja(q: Key, k: Key, v: Value, g: Value, b: Scalar, o: Value) -> System:
+    """A delta rule with keys and values exchanged, read by keys through a gate of the channels."""
+    return System(A=(I - sigmoid(b) * outer(v, v)) @ diag(sigmoid(g)), B=sigmoid(b) * k * v, C=q * sigmoid(o), D=b * v)
+
+
+@dsf.recurrence
+def two_ways_of_oja(q: Key, l: Key, k: Key, v: Value, o: Value, b: Scalar) -> System:
+    """The same without a decay, erased along another value, before it writes, and read in two ways."""
+    return System(A=I - sigmoid(b) * outer(v, sigmoid(o) * v), B=k * v, C=q + o * l, read="before")
+
+
+LINES = [
+    rotary,
+    spiral,
+    turned_kda,
+    two_tokens,
+    mamba3,
+    mamba3_mimo_of(2),
+    erased_and_added,
+    read_twice,
+    oja,
+    two_ways_of_oja,
+]
 EVERY = pytest.mark.parametrize("r", LINES, ids=lambda r: r.name)
 
 

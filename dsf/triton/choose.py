@@ -13,6 +13,7 @@ from dsf.call.bind import Sizes
 from dsf.language.expr import VALUE
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
+from dsf.triton import across as gpu_across
 from dsf.triton import attention as gpu_attention
 from dsf.triton import chunk as gpu_matrix
 from dsf.triton import scan as gpu_scan
@@ -43,8 +44,6 @@ def refusal(
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if spec.mixes_pairs:
         return "turns whose decay differs within a pair run on torch only"
-    if spec.acts_on_values:
-        return "corrections on the Value axis run on torch only"
     if spec.is_attention:
         if form not in ("auto", "chunk"):
             return f"the {form} form of {spec.structure} runs on torch only"
@@ -53,6 +52,8 @@ def refusal(
         return None
     if form not in ("auto", *forms_of(spec)):
         return f"the {form} form of {spec.structure} runs on torch only, but for one token without gradients"
+    if spec.acts_on_values:
+        return gpu_across.refusal(spec, sizes, dtype)
     room = gpu_scan if is_scan(spec) else gpu_matrix
     return room.refusal(spec, sizes, dtype)
 
@@ -87,6 +88,9 @@ def kernel_of(
         return gpu_attention.kernel_of(sizes, dtype)
     if one_step:
         return gpu_step.kernel_of(spec, sizes), 0
+    if spec.acts_on_values:
+        name, length = gpu_matrix.kernel_of(gpu_across.transposed(spec), gpu_across.sizes_of(sizes), dtype, device)
+        return f"{name} of the transposed state", length
     return (
         gpu_scan.kernel_of(spec, sizes, device) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype, device)
     )
@@ -98,6 +102,7 @@ def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
         return ""
     if one_step:
         return gpu_step.program_of(spec)[0].text
+    spec = gpu_across.transposed(spec) if spec.acts_on_values else spec
     return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
 
 
@@ -115,10 +120,12 @@ def packs(spec: Spec) -> bool:
 def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
     """True where packed sequences are found on the GPU alone: the chunk kernels take a tensor of boundaries."""
     spec = _one_read(spec)
-    return not (spec.is_attention or is_scan(spec)) and gpu_matrix.refusal(spec, sizes, dtype) is None
+    room = gpu_across if spec.acts_on_values else gpu_matrix
+    return not (spec.is_attention or is_scan(spec)) and room.refusal(spec, sizes, dtype) is None
 
 
 def packs_hidden(spec: Spec, form: str) -> bool:
     """True where boundaries need not be known on the host, for sizes that the kernels hold."""
     spec = _one_read(spec)
+    spec = gpu_across.transposed(spec) if spec.acts_on_values else spec
     return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))

@@ -15,7 +15,7 @@ from dsf.kernels.triton.pointwise.programs import Access
 from dsf.kernels.triton.pointwise.step_ops import StepProgram
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.language.functions import abs as absolute
-from dsf.language.functions import exp, log, maximum, minimum, sum_key
+from dsf.language.functions import exp, log, maximum, minimum, sum_key, sum_value
 from dsf.language.operator import times
 from dsf.language.primitives import log_of
 from dsf.language.spec import Row, Spec
@@ -37,8 +37,6 @@ def step_refusal(spec: Spec) -> str | None:
         return "its readout is solved for token by token, on torch"
     if spec.is_attention:
         return "the decode kernel keeps a finite state"
-    if spec.acts_on_values:
-        return "the decode kernel has corrections of the Key axis"
     if spec.features is not None:
         return "no printed kernel evaluates Taylor features"
     if not spec.has_key and any(KEY in x.axes for r in spec.rows for x in (r.normal.decay, *(t.key for t in r.terms))):
@@ -85,7 +83,8 @@ def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | Non
     """A x + B, with B of `source`, in the scale of `level`."""
     total = times(row.normal.decay, x)
     for c in row.normal.corrections:
-        total = total + times(c.scale, c.left) * sum_key(c.right * x)
+        seen = sum_key(c.right * x) if c.axis == KEY else sum_value(c.right * x)
+        total = total + times(c.scale, c.left) * seen
     if moved is not None:
         total = total * moved
     if source.dense is not None:

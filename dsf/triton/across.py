@@ -1,0 +1,141 @@
+"""Systems whose A acts on the Value axis, on the chunk kernels of the transposed state.
+
+The transposed state Z = Sᵀ has keys where values are, and obeys a declaration like any other, which is read along its
+other axis: y_t = Z_t q_t. That is no output of the kernels, o_t = Z_tᵀ Q_t, but it is their gradient in Q where q is
+the gradient of o, for Σ o_t · q_t = Σ Q_t · (Z_t q_t). So y is one backward pass of the kernels, and its own gradients
+are their outputs (in q, with dy for Q) and one more backward pass, with dy for Q and q for the gradient of o.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.call.bind import Bound, Sizes, environment
+from dsf.kernels.operators import refuse_second_order
+from dsf.language.annotations import Input, Kind
+from dsf.language.derived import derived, interned
+from dsf.language.expr import KEY, REDUCTIONS, VALUE, Axes, Expr, children_first, const, inputs_of, rebuild, reduction
+from dsf.language.frame import map_operator, roots_of
+from dsf.language.spec import Spec
+from dsf.language.system import System
+from dsf.torch.evaluate import Evaluator
+from dsf.triton import chunk
+from dsf.triton.chunk import Timed
+
+OTHER = {KEY: VALUE, VALUE: KEY}
+SUMS = {axis: op for op, axis in REDUCTIONS.items()}
+Run = Callable[[Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
+
+
+def exchanged(axes: Axes) -> Axes:
+    """Keys for values and values for keys."""
+    return frozenset(OTHER[axis] for axis in axes)
+
+
+def exchange(x: Expr) -> Expr:
+    """The expression with its axes exchanged."""
+    done: dict[Expr, Expr] = {}
+    for node in children_first(x):
+        if node.op == "input":
+            done[node] = Expr("input", (), node.attrs, exchanged(node.axes))
+        elif node.op == "size":
+            done[node] = Expr("size", (), (OTHER[node.attrs[0]],), node.axes)
+        elif node.op in REDUCTIONS:
+            done[node] = reduction(SUMS[OTHER[REDUCTIONS[node.op]]], done[node.args[0]])
+        else:
+            done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
+    return done[x]
+
+
+@derived
+def transposed(spec: Spec) -> Spec:
+    """The system of Sᵀ, without D, read by its last input: a Key of the transposed state."""
+    name = "Q"
+    while name in {i.name for i in spec.inputs}:
+        name += "_"
+    steps = [System(A=map_operator(s.A, exchange), B=exchange(s.B)) for s in spec.system.micro_steps]
+    c = Expr("input", (), (name, None), frozenset({KEY}))
+    system = replace(steps[-1], C=c, read=spec.system.read, earlier=tuple(steps[:-1]))
+    used = {i.attrs[0] for i in inputs_of(*roots_of(system))}
+    kinds = [(i.name, replace(i.kind, axes=exchanged(i.kind.axes))) for i in spec.inputs if i.name in used]
+    inputs = (*(Input(*entry) for entry in kinds), Input(name, Kind(frozenset({KEY}))))
+    return interned(replace(spec, inputs=inputs, system=system))
+
+
+def sizes_of(sizes: Sizes) -> Sizes:
+    """The sizes of the transposed system."""
+    return replace(sizes, keys=sizes.p, n=sizes.p, p=sizes.n)
+
+
+def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
+    """Why the matrix kernels cannot run the transposed system, in the user's words; None when they can."""
+    refused = chunk.refusal(transposed(spec), sizes_of(sizes), dtype)
+    return None if refused is None else f"of the transposed system, {refused}"
+
+
+def run_across(
+    spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, P] and the final state [B, H, N, P]; arguments as dsf.triton.chunk.run_matrix has them."""
+    of, sizes = transposed(spec), bound.sizes
+    *inputs, query = of.inputs
+    values = Evaluator(environment(spec, bound, timed), sizes.keys, sizes.p)
+    batch, tokens = next(iter(timed.values())).shape[:2]
+    gate, core = spec.gated_read if spec.has_key else (spec.readout, const(1))
+    q = values(core).squeeze(-1).expand(batch, tokens, sizes.heads, sizes.n).to(bound.dtype)
+    timed_names = {i.name for i in inputs if i.kind.time} | {query.name}
+    given = {i.name: timed.get(i.name, bound.tensors[i.name]) for i in inputs}
+    both = {i.name for i in inputs if len(i.kind.axes) == 2}
+
+    def run(reads: Tensor, start: Tensor | None, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        every = dict(zip(given, tensors, strict=True)) | {query.name: reads}
+        every = {name: x.transpose(-1, -2) if name in both else x for name, x in every.items()}
+        mine = replace(bound, tensors=every, sizes=sizes_of(sizes))
+        return chunk.run_matrix(of, mine, {n: x for n, x in every.items() if n in timed_names}, start, bounds)
+
+    start = None if state is None else state.transpose(-1, -2).contiguous()
+    y, final = Across.apply(run, sizes.p, q, start, *given.values())
+    y = y if gate is const(1) else y * values(gate).squeeze(-2)
+    skip = spec.system.D
+    y = y if skip is const(0) else y + values(skip).squeeze(-2)
+    return y, final.transpose(-1, -2)
+
+
+class Across(torch.autograd.Function):
+    """y_t = Z_t q_t and the last state, of what `run` makes of (Q, state, tensors): o_t = Z_tᵀ Q_t, and that state."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, n: int, q: Tensor, state: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """q: [B, T, H, p]; run as in run_across. Returns y [B, T, H, n] and the last state [B, H, n, p]."""
+        ctx.run, ctx.held = run, state is not None
+        ctx.save_for_backward(q, *tensors, *([] if state is None else [state]))
+        with torch.enable_grad():
+            reads = q.new_zeros(*q.shape[:-1], n).requires_grad_()
+            o, final = run(reads, _loose(state), [x.detach() for x in tensors])
+            (y,) = torch.autograd.grad(o, reads, q.detach().to(o.dtype))
+        return y, final.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Of q the outputs that dy reads; of all else by one backward pass."""
+        refuse_second_order()
+        dy, dfinal = cotangents
+        q, *tensors = ctx.saved_tensors
+        state = tensors.pop() if ctx.held else None
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in tensors]
+            start = None if state is None else state.detach().requires_grad_()
+            o, final = ctx.run(dy.to(q.dtype), start, leaves)
+            wanted = [*leaves, *([] if start is None else [start])]
+            found = list(torch.autograd.grad((o, final), wanted, (q.to(o.dtype), dfinal), allow_unused=True))
+        dstate = found.pop() if start is not None else None
+        return None, None, o.detach().to(q.dtype), dstate, *found
+
+
+def _loose(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.detach()
