@@ -49,8 +49,8 @@ class Comba(GatedDeltaNet):
 
     def own_more(self, d_model: int, bare: bool) -> None:
         super().own_more(d_model, bare)
-        self.own("b", torch.ones, self.dims[0], kind="rate")
-        self.own("d", partial(full, value=0.02), self.dims[0], kind="rate")
+        self.own("b", torch.ones, self.dims[0], kind="vector")
+        self.own("d", partial(full, value=0.02), self.dims[0], kind="vector")
 
     def cut(self, to: "Cuts") -> None:
         super().cut(to)

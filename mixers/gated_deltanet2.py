@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 import dsf
-from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, softplus
+from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, sigmoid, softplus
 from dsf.mixers._module import Side, Span
 from dsf.mixers.kda import KDA
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dsf.recurrence
 def gated_deltanet2(q: Key, k: Key, v: Value, g: Key, b: Key, w: Value) -> System:
-    """Gated DeltaNet-2: decay the rows, read along b k and erase at k, write gated values there.
+    """Gated DeltaNet-2: decay the rows, erase at k what a gated k reads, write gated values there.
 
     Source: Hatamizadeh, Choi and Kautz (arXiv 2605.22791), the gated delta rule 2. Symbols: g <= 0 is the log of the
-    decay, b in (0, 1) the erase gate, w in (0, 1) the write gate, k has unit length; b = w = beta is KDA.
+    decay, sigmoid(b) the erase gate, sigmoid(w) the write gate, k has unit length; both gates beta is KDA.
     """
-    return System(A=(I - outer(k, b * k)) @ diag(exp(g)), B=k * (w * v), C=q)
+    return System(A=(I - outer(k, sigmoid(b) * k)) @ diag(exp(g)), B=k * (sigmoid(w) * v), C=q)
 
 
 @dsf.recurrence
@@ -29,7 +29,7 @@ def gated_deltanet2_rate(
 ) -> System:
     """The same with its decay exp(-exp(A_log) softplus(a + dt_bias)) computed inside, what the layer runs."""
     alpha = exp(-exp(A_log) * softplus(a + dt_bias))
-    return System(A=(I - outer(k, b * k)) @ diag(alpha), B=k * (w * v), C=q)
+    return System(A=(I - outer(k, sigmoid(b) * k)) @ diag(alpha), B=k * (sigmoid(w) * v), C=q)
 
 
 class GatedDeltaNet2(KDA):
@@ -50,7 +50,6 @@ class GatedDeltaNet2(KDA):
         to.rows(self.w_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        b, w = (self.per_head(gate(side[0])).sigmoid() for gate in (self.b_proj, self.w_proj))
+        a, b, w = (self.per_head(made(side[0])) for made in (self.f_proj, self.b_proj, self.w_proj))
         q, k, v = self.split(u)
-        a = self.per_head(self.f_proj(side[0]))
         return {"q": q, "k": k, "v": v, "a": a, "b": b, "w": w, "A_log": self.A_log, "dt_bias": self.dt_bias}

@@ -157,7 +157,7 @@ def gated_deltanet2(q, k, v, g, b, w):
     state = zeros(k.shape[1], v.shape[1])
     for t in range(len(q)):
         state = exp(g[t])[:, None] * state
-        state = state + outer(k[t], w[t] * v[t] - (b[t] * k[t]) @ state)
+        state = state + outer(k[t], sigmoid(w[t]) * v[t] - (sigmoid(b[t]) * k[t]) @ state)
         yield q[t] @ state
 
 
