@@ -24,6 +24,9 @@ row: what is read must not depend on later decays, not even by its rounding).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -33,18 +36,82 @@ from dsf.kernels.triton.chunk.states import place_of_state, store_state
 from dsf.kernels.triton.chunk.tiles import LOG2E, LOG_TINY, load_rows, product, split, store_rows
 from dsf.kernels.triton.chunk.transform import unit_lower_inverse
 from dsf.kernels.triton.packed import place_of_chunk, place_of_segment
+from dsf.kernels.triton.structs import Config, of_head
+
+
+class Kept(NamedTuple):
+    """What the forward pass leaves: G, what rank_one_chunk made of each chunk, and the chunks' first states.
+
+    running, reads, inner, writes, outer [B·H, chunks · L, N]: G, Q, W, K, â. mixed [B, T, H, PARTS · L]: M | T BK |
+    T - I | QA T, factors [PARTS, B·H, chunks · L]: what its rows are to be multiplied with (halves.py).
+    """
+
+    running: Any
+    mixed: Any
+    factors: Any
+    reads: Any
+    inner: Any
+    writes: Any
+    outer: Any
+    states: Any
+
+
+@dataclass(frozen=True, repr=False)
+class RankOne(Config):
+    """What all kernels of a call are compiled for: N and P, L rows a chunk. KEY_TERMS: of products between its rows.
+
+    KIND and PRECISION: of products (`arithmetic`). AT_ONCE: the rows of a chunk meet at once, else in blocks of LEVELS.
+    """
+
+    N: int
+    P: int
+    L: int
+    LEVELS: int
+    AT_ONCE: bool
+    KEY_TERMS: int
+    KIND: Any
+    PRECISION: str
+
+    @property
+    def ROWS(self) -> Any:
+        """What the products between rows are made of."""
+        return tl.float32 if self.KEY_TERMS == 2 else self.KIND
+
+
+@dataclass(frozen=True, repr=False)
+class Chunk(RankOne):
+    """BK keys at a time. PARTS: what `mixed` has, 4 where there will be gradients. TERMS: of the inverse's operands.
+
+    LEFT, DECAY, OWN: printed functions that make a, g and what own is the sum of instead of these, or None.
+    """
+
+    BK: int
+    PARTS: int
+    TERMS: int
+    LEFT: Any
+    DECAY: Any
+    OWN: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Walk(RankOne):
+    """BN: N filled up to a power of two; BP channels a program; REVERSE: in time."""
+
+    BN: int
+    BP: int
+    PARTS: int
+    REVERSE: bool
+    STAGES: int
 
 
 @triton.jit
-def rows_of(
-    base, stride, MAKE: tl.constexpr, inputs, rows, end, keys, N: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr
-):
+def rows_of(x, MAKE: tl.constexpr, inputs, rows, end, keys, N: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
     """Rows of a vector [L, BK], zeros beyond the last: from memory, or as a printed function makes them.
 
     inputs: its pointers and strides, batch, head, tokens, heads.
     """
     if MAKE is None:
-        return load_rows(base, stride, rows, end, keys, N, BK, KIND)
+        return load_rows(x.at, x.token, rows, end, keys, N, BK, KIND)
     else:
         args, batch, head, tokens, heads = inputs
         at = place_of_rows(batch, head, 0, rows.to(tl.int64), rows < end, keys, tokens, heads, 1, N)
@@ -110,30 +177,25 @@ def meeting(local, level, distance, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def rank_one_chunk(
-    q, b, a, k, g, own, given, running, mixed, factors, reads, inner, writes, outer, table,
-    tokens, heads: tl.constexpr, length,
-    q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
-    a_group, k_b, k_t: tl.constexpr, k_h, k_group,
-    g_b, g_t: tl.constexpr, g_h, g_group, own_b, own_t, own_h,
-    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
-    KEEP: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, LEFT: tl.constexpr, DECAY: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    """Log decays -> G, and Q, W, K, â, all chunk by chunk without gaps, and M | T BK [B, T, H, PARTS · L].
+def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexpr):
+    """Log decays -> G, and Q, W, K, â, all chunk by chunk without gaps, and M | T BK; with PARTS 4 T - I | QA T.
 
-    KEEP: T - I | QA T beside them, for the gradients. LEFT, DECAY, OWN: printed functions that make a, g and what own
-    is the sum of, of given, instead of these; or None.
+    given: pointers and strides for LEFT, DECAY and OWN.
     """
+    N: tl.constexpr = C.N
+    BK: tl.constexpr = C.BK
+    L: tl.constexpr = C.L
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = lane // heads, lane % heads
-    q += batch * q_b + head // q_group * q_h
-    b += batch * b_b + head // b_group * b_h
-    k += batch * k_b + head // k_group * k_h
-    if LEFT is None:
-        a += batch * a_b + head // a_group * a_h
-    if DECAY is None:
-        g += batch * g_b + head // g_group * g_h
+    batch, head = lane // sizes.heads, lane % sizes.heads
+    q, b, k = of_head(q, batch, head), of_head(b, batch, head), of_head(k, batch, head)
+    if C.LEFT is None:
+        a = of_head(a, batch, head)
+    if C.DECAY is None:
+        g = of_head(g, batch, head)
+    tokens, length = sizes.tokens, sizes.length
+    heads: tl.constexpr = sizes.heads
     of_left = given[0], batch, head, tokens, heads
     of_decay = given[1], batch, head, tokens, heads
     of_own = given[2], batch, head, tokens, heads
@@ -141,37 +203,30 @@ def rank_one_chunk(
     begin, end = place_of_chunk(table, chunk, tokens, L)
     rows = begin + local
     block = (lane * length + chunk * L) * N
-    running += block
-    ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
-    ba, bk = _scores(
-        b, b_t, a, a_t, k, k_t, g, g_t, of_left, of_decay, outer + block, writes + block, running, rows, end, local, 1,
-        N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION, LEFT, DECAY,
-    )  # fmt: skip
-    wide = heads * PARTS * L
-    mixed += (batch * tokens * heads + head) * PARTS * L
-    factors += lane * length + chunk * L
+    running, outer, writes = kept.running + block, kept.outer + block, kept.writes + block
+    ba, bk = _scores(b, a, k, g, of_left, of_decay, outer, writes, running, rows, end, local, 1, C)
+    wide = heads * C.PARTS * L
+    mixed = kept.mixed + (batch * tokens * heads + head) * C.PARTS * L
+    factors = kept.factors + (lane * length + chunk * L)
     plane = tl.num_programs(1).to(tl.int64) * length
-    inverse = unit_lower_inverse(-ba, local, LEVELS, KIND, PRECISION, TERMS).to(KIND)
+    inverse = unit_lower_inverse(-ba, local, C.LEVELS, KIND, PRECISION, C.TERMS).to(KIND)
     known = tl.dot(inverse, bk.to(KIND), bk, input_precision=PRECISION)
     store_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L, known)
     bk = bk.to(KIND)
     tl.debug_barrier()  # G is read again, by other threads
-    qa, qk = _scores(
-        q, q_t, a, a_t, k, k_t, g, g_t, of_left, of_decay, outer + block, writes + block, running, rows, end, local, 0,
-        N, BK, L, LEVELS, AT_ONCE, ROWS, KIND, PRECISION, LEFT, DECAY,
-    )  # fmt: skip
-    if own is not None or OWN is not None:
-        if OWN is None:
-            at = own + batch * own_b + rows.to(tl.int64) * own_t + head * own_h
+    qa, qk = _scores(q, a, k, g, of_left, of_decay, outer, writes, running, rows, end, local, 0, C)
+    if own.at is not None or C.OWN is not None:
+        if C.OWN is None:
+            at = own.at + batch * own.batch + rows.to(tl.int64) * own.token + head * own.head
             beside = tl.load(at, mask=rows < end, other=0.0).to(tl.float32)
         else:
             beside = tl.zeros([L], tl.float32)
             for first in tl.range(0, N, BK, num_stages=1):
                 keys = first + tl.arange(0, BK)
-                beside += tl.sum(rows_of(q, q_t, OWN, of_own, rows, end, keys, N, BK, tl.float32), axis=1)
+                beside += tl.sum(rows_of(q, C.OWN, of_own, rows, end, keys, N, BK, tl.float32), axis=1)
         qk += tl.where(local[:, None] == local[None, :], beside[:, None], 0.0)
     through = tl.dot(qa.to(KIND), inverse, qa, input_precision=PRECISION)
-    if KEEP:
+    if C.PARTS == 4:
         store_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L, inverse.to(tl.float32))
         store_half(mixed + 3 * L, wide, factors + 3 * plane, rows, end, local, local, L, L, through)
     through = through.to(KIND)
@@ -184,37 +239,38 @@ def rank_one_chunk(
         total = load_chunk(running, local, keys, N, BK)
         before = load_earlier(running, local, keys, N, BK)
         last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
-        erases = load_rows(b, b_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(before)
+        erases = load_rows(b.at, b.token, rows, end, keys, N, BK, tl.float32) * tl.exp2(before)
         out = tl.dot(inverse, erases.to(KIND), erases, input_precision=PRECISION)
-        store_chunk(inner + block, out, local, keys, N, BK)
+        store_chunk(kept.inner + block, out, local, keys, N, BK)
         erases = erases.to(KIND)
-        out = load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * tl.exp2(total)
+        out = load_rows(q.at, q.token, rows, end, keys, N, BK, tl.float32) * tl.exp2(total)
         out = tl.dot(through, erases, out, input_precision=PRECISION)
-        store_chunk(reads + block, out, local, keys, N, BK)
+        store_chunk(kept.reads + block, out, local, keys, N, BK)
         to_end = tl.exp2(last[None, :] - total)
-        if LEFT is None:
-            ends = load_rows(a, a_t, rows, end, keys, N, BK, tl.float32)
+        if C.LEFT is None:
+            ends = load_rows(a.at, a.token, rows, end, keys, N, BK, tl.float32)
         else:
-            ends = load_parted(outer + block, writes + block, local, keys, N, BK)
+            ends = load_parted(outer, writes, local, keys, N, BK)
             tl.debug_barrier()  # â and K are written there, by other threads
         ends = (ends * to_end).to(KIND)
-        store_chunk(outer + block, ends, local, keys, N, BK)
-        out = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32) * to_end
+        store_chunk(outer, ends, local, keys, N, BK)
+        out = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32) * to_end
         out = tl.dot(solved_k, ends, out, input_precision=PRECISION)
-        store_chunk(writes + block, out, local, keys, N, BK)
+        store_chunk(writes, out, local, keys, N, BK)
 
 
 @triton.jit
 def _scores(
-    x, x_t, a, a_t, k, k_t, g, g_t, of_left, of_decay, high, low, running, rows, end, local, DISTANCE: tl.constexpr,
-    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, AT_ONCE: tl.constexpr,
-    ROWS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, LEFT: tl.constexpr, DECAY: tl.constexpr,
-):  # fmt: skip
+    x, a, k, g, of_left, of_decay, high, low, running, rows, end, local, DISTANCE: tl.constexpr, C: tl.constexpr
+):
     """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G, and
     a where a printed function does, which it leaves in high and low.
-
-    ROWS: what the products are made of.
     """
+    N: tl.constexpr = C.N
+    BK: tl.constexpr = C.BK
+    L: tl.constexpr = C.L
+    ROWS: tl.constexpr = C.ROWS
+    PRECISION: tl.constexpr = C.PRECISION
     with_a = tl.zeros([L, L], tl.float32)
     with_k = tl.zeros([L, L], tl.float32)
     for first in tl.range(0, N, BK, num_stages=1):
@@ -223,28 +279,28 @@ def _scores(
             own = load_chunk(running, local, keys, N, BK)
             at = own
         else:
-            log = rows_of(g, g_t, DECAY, of_decay, rows, end, keys, N, BK, tl.float32)
+            log = rows_of(g, C.DECAY, of_decay, rows, end, keys, N, BK, tl.float32)
             log = tl.maximum(log, LOG_TINY) * LOG2E
             own = tl.cumsum(log, axis=0)
             store_chunk(running, own, local, keys, N, BK)
-            if AT_ONCE and DECAY is None:
+            if C.AT_ONCE and C.DECAY is None:
                 at = own - log
             else:
                 tl.debug_barrier()  # G is read again, by other threads
                 at = load_earlier(running, local, keys, N, BK)
-            if DECAY is not None:  # or it would be made twice, where another layout is wanted
+            if C.DECAY is not None:  # or it would be made twice, where another layout is wanted
                 own = load_chunk(running, local, keys, N, BK)
-        rows_x = load_rows(x, x_t, rows, end, keys, N, BK, KIND)
-        if LEFT is None:
-            rows_a = load_rows(a, a_t, rows, end, keys, N, BK, ROWS)
+        rows_x = load_rows(x.at, x.token, rows, end, keys, N, BK, C.KIND)
+        if C.LEFT is None:
+            rows_a = load_rows(a.at, a.token, rows, end, keys, N, BK, ROWS)
         elif DISTANCE == 0:
             rows_a = load_parted(high, low, local, keys, N, BK).to(ROWS)
         else:
-            whole = rows_of(a, a_t, LEFT, of_left, rows, end, keys, N, BK, tl.float32)
+            whole = rows_of(a, C.LEFT, of_left, rows, end, keys, N, BK, tl.float32)
             store_parted(high, low, whole, local, keys, N, BK)
             rows_a = whole.to(ROWS)
-        rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
-        if AT_ONCE:
+        rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, C.KIND)
+        if C.AT_ONCE:
             read, source = factor(at, True), factor(-own, True)
             with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, ROWS, PRECISION)
         else:
@@ -252,7 +308,7 @@ def _scores(
                 same, wide = local[:, None] == local[None, :], rows_x.to(tl.float32)
                 with_a += tl.where(same, tl.sum(wide * rows_a.to(tl.float32), axis=1)[:, None], 0.0)
                 with_k += tl.where(same, tl.sum(wide * rows_k.to(tl.float32), axis=1)[:, None], 0.0)
-            for level in tl.range(0, LEVELS, num_stages=1):
+            for level in tl.range(0, C.LEVELS, num_stages=1):
                 middle = middle_of(running, local, keys, level, N, BK)
                 read, source = factor(at - middle, False), factor(middle - own, False)
                 none = tl.zeros([L, L], tl.float32)
@@ -260,8 +316,8 @@ def _scores(
                 of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, ROWS, PRECISION)
                 with_a += tl.where(meet, of_a, 0.0)
                 with_k += tl.where(meet, of_k, 0.0)
-    if AT_ONCE:
-        seen = meeting(local, LEVELS - 1, DISTANCE, True)
+    if C.AT_ONCE:
+        seen = meeting(local, C.LEVELS - 1, DISTANCE, True)
         with_a, with_k = tl.where(seen, with_a, 0.0), tl.where(seen, with_k, 0.0)
     return with_a, with_k
 
@@ -279,54 +335,58 @@ def _products(
 
 
 @triton.jit
-def rank_one_walk(
-    outer, inner, writes, reads, mixed, factors, x, running, y, states, start, final, table,
-    tokens, heads: tl.constexpr, length, x_b, x_t: tl.constexpr, x_h, x_group,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    REVERSE: tl.constexpr, START: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr,
-    PARTS: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def rank_one_walk(kept, x, y, states, start, final, table, sizes, C: tl.constexpr):
     """S ← exp(G_L) S + outerᵀ (inner S) + writesᵀ x, from chunk to chunk, in either direction.
 
     Forwards x is v; the adjoint of S walks backwards with outer and inner exchanged, Q for K and dy for v. Every S
-    before its step (STATES), the last one (FINAL), and y = reads S + M x (OUTPUT).
+    before its step goes to `states`, the last one to `final`, and reads S + M x to y, if they are not None.
     """
+    N: tl.constexpr = C.N
+    P: tl.constexpr = C.P
+    BN: tl.constexpr = C.BN
+    L: tl.constexpr = C.L
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
+    tokens, length = sizes.tokens, sizes.length
+    heads: tl.constexpr = sizes.heads
     piece, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
-    x += batch * x_b + head // x_group * x_h
+    x = of_head(x, batch, head)
     at = batch * tokens * heads + head
     chunks = length // L
     low, stop, shift, end = place_of_segment(table, tl.program_id(2), chunks, tokens, False)
     ends = (tl.program_id(2) * tl.num_programs(1) + lane) * N * P
-    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    keys, columns, local = tl.arange(0, BN), piece * C.BP + tl.arange(0, C.BP), tl.arange(0, L)
     place = keys[:, None].to(tl.int64) * P + columns[None, :]
     inside = (keys[:, None] < N) & (columns[None, :] < P)
-    if START:
+    if start is not None:
         state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
-        state = tl.zeros([BN, BP], tl.float32)
-    for step in tl.range(0, stop - low, num_stages=STAGES):
-        chunk = stop - 1 - step if REVERSE else low + step
+        state = tl.zeros([BN, C.BP], tl.float32)
+    for step in tl.range(0, stop - low, num_stages=C.STAGES):
+        chunk = stop - 1 - step if C.REVERSE else low + step
         rows = chunk * L + local + shift
         block = (lane * length + chunk * L) * N
-        if STATES:
+        if states is not None:
             store_state(place_of_state(states, lane * chunks + chunk, N * P), place, inside, piece, state, N * P)
         seen = state.to(KIND)
         entry = tl.dot(
-            load_rows(inner + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION
+            load_rows(kept.inner + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION
         ).to(KIND)  # fmt: skip
-        given = load_rows(x, x_t, rows, end, columns, P, BP, KIND)
-        if OUTPUT:
-            out = tl.dot(load_rows(reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
-            factor = factors + lane * length + chunk * L
-            direct = load_half(mixed + at * PARTS * L, heads * PARTS * L, factor, rows, end, local, local, L, L)
-            direct = split(direct, KEY_TERMS, KIND)
-            out = product(direct, (given, given), KEY_TERMS, 1, PRECISION, out)
-            store_rows(y + at * P, heads * P, rows, end, columns, P, BP, out)
-        state *= tl.exp2(last_running(running, lane, length, chunk, keys, N, L))[:, None]
-        rows_w = load_rows(writes + block, N, local, L, keys, N, BN, KIND)
+        given = load_rows(x.at, x.token, rows, end, columns, P, C.BP, KIND)
+        if y is not None:
+            out = tl.dot(load_rows(kept.reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
+            factor = kept.factors + lane * length + chunk * L
+            direct = load_half(
+                kept.mixed + at * C.PARTS * L, heads * C.PARTS * L, factor, rows, end, local, local, L, L
+            )
+            direct = split(direct, C.KEY_TERMS, KIND)
+            out = product(direct, (given, given), C.KEY_TERMS, 1, PRECISION, out)
+            store_rows(y + at * P, heads * P, rows, end, columns, P, C.BP, out)
+        state *= tl.exp2(last_running(kept.running, lane, length, chunk, keys, N, L))[:, None]
+        rows_w = load_rows(kept.writes + block, N, local, L, keys, N, BN, KIND)
         state = tl.dot(tl.trans(rows_w), given, state, input_precision=PRECISION)
-        rows_o = load_rows(outer + block, N, local, L, keys, N, BN, KIND)
+        rows_o = load_rows(kept.outer + block, N, local, L, keys, N, BN, KIND)
         state = tl.dot(tl.trans(rows_o), entry, state, input_precision=PRECISION)
-    if FINAL:
+    if final is not None:
         tl.store(final + ends + place, state, mask=inside)

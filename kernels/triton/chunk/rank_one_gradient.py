@@ -14,70 +14,145 @@ the sum cancel; products that no decay touches (q with its own row, b with the r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.halves import load_half, store_half
 from dsf.kernels.triton.chunk.keywise import load_chunk, rounded
-from dsf.kernels.triton.chunk.rank_one import factor, load_earlier, meeting, middle_of, place_of_rows, rows_of
+from dsf.kernels.triton.chunk.rank_one import (
+    RankOne,
+    factor,
+    load_earlier,
+    meeting,
+    middle_of,
+    place_of_rows,
+    rows_of,
+)
 from dsf.kernels.triton.chunk.states import load_state, place_of_state
 from dsf.kernels.triton.chunk.tiles import load_rows, product, split, store_rows, turn
 from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.structs import of_head
+
+
+class Between(NamedTuple):
+    """What the backward pass makes of chunks: the adjoints of their last states, u and f [B, T, H, P].
+
+    weights: the gradients of QA | QK | BA | BK [B, T, H, 4L]; scales: what rows in float16 are to be multiplied with,
+    those of the weights, then pieces of u and of f (halves.py).
+    """
+
+    adjoints: Any
+    entries: Any
+    adjoint_entries: Any
+    weights: Any
+    scales: Any
+
+
+class Gradients(NamedTuple):
+    """Where gradients go [B, T, H, ·], or None: of the four vectors, log decays, v; own [B, H, T]: of y's own v."""
+
+    dq: Any
+    db: Any
+    da: Any
+    dk: Any
+    dg: Any
+    dv: Any
+    own: Any
+
+
+class Around(NamedTuple):
+    """A chunk, for a block of keys: `Between` of it, G and its rows."""
+
+    weights: Any
+    scales: Any
+    running: Any
+    plane: Any
+    rows: Any
+    end: Any
+    heads: Any
+    keys: Any
+    local: Any
+    of_left: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Entries(RankOne):
+    """BN: N filled up to a power of two; BP channels at a time."""
+
+    BN: int
+    BP: int
+
+
+@dataclass(frozen=True, repr=False)
+class Gradient(RankOne):
+    """BK keys a program, BP channels at a time; PIECE channels of u and of f share scales.
+
+    LEFT: the printed function that makes a. PULL: the one that takes the gradients of a, b and the decays instead of
+    memory, and stores what they give.
+    """
+
+    BK: int
+    BP: int
+    PIECE: int
+    LEFT: Any
+    PULL: Any
 
 
 @triton.jit
-def rank_one_entries(
-    outer, inner, writes, mixed, factors, v, dy, states, adjoints, entries, adjoint_entries, dv, weights, scales,
-    d_own, table,
-    tokens, heads: tl.constexpr, length, v_b, v_t: tl.constexpr, v_h, v_group,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK [B, T, H, 4L].
-
-    factors: of `mixed` (halves.py); scales: of the weights, then of BP channels after the others of u and of f.
-    d_own [B, H, T]: the gradient of what y has of a row's own value.
-    """
+def rank_one_entries(kept, between, v, dy, to, table, sizes, C: tl.constexpr):
+    """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK."""
+    N: tl.constexpr = C.N
+    P: tl.constexpr = C.P
+    BN: tl.constexpr = C.BN
+    BP: tl.constexpr = C.BP
+    L: tl.constexpr = C.L
+    KEY_TERMS: tl.constexpr = C.KEY_TERMS
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
     PIECES: tl.constexpr = (P + BP - 1) // BP
+    tokens, length = sizes.tokens, sizes.length
+    heads: tl.constexpr = sizes.heads
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     keys, local = tl.arange(0, BN), tl.arange(0, L)
     origin, end = place_of_chunk(table, chunk, tokens, L)
     rows = origin + local
     at = batch * tokens * heads + head
-    mixed += at * 4 * L
+    mixed = kept.mixed + at * 4 * L
     row, wide = heads * P, heads * 4 * L
     block = (lane * length + chunk * L) * N
-    states = place_of_state(states, lane * (length // L) + chunk, N * P)
-    adjoints = place_of_state(adjoints, lane * (length // L) + chunk, N * P)
-    factors += lane * length + chunk * L
-    scales += lane * length + chunk * L
+    states = place_of_state(kept.states, lane * (length // L) + chunk, N * P)
+    adjoints = place_of_state(between.adjoints, lane * (length // L) + chunk, N * P)
+    factors = kept.factors + (lane * length + chunk * L)
+    scales = between.scales + (lane * length + chunk * L)
     plane = tl.num_programs(1).to(tl.int64) * length
-    v += batch * v_b + head // v_group * v_h
+    v = of_head(v, batch, head)
     dy += at * P
-    entries += at * P
-    adjoint_entries += at * P
+    entries, adjoint_entries = between.entries + at * P, between.adjoint_entries + at * P
     for first in tl.range(0, P, BP, num_stages=1):
         columns = first + tl.arange(0, BP)
-        values = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
+        values = load_rows(v.at, v.token, rows, end, columns, P, BP, KIND)
         state = load_whole(states, keys, first // BP, BP, N, P, KIND)
-        out = tl.dot(load_rows(inner + block, N, local, L, keys, N, BN, KIND), state, input_precision=PRECISION)
+        out = tl.dot(load_rows(kept.inner + block, N, local, L, keys, N, BN, KIND), state, input_precision=PRECISION)
         known = load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L)
         out = product(split(known, KEY_TERMS, KIND), (values, values), KEY_TERMS, 1, PRECISION, out)
         of_piece = scales + (4 + first // BP) * plane
         store_half(entries, row, of_piece, rows, end, local, columns, P, BP, out)
         adjoint = load_whole(adjoints, keys, first // BP, BP, N, P, KIND)
         given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
-        out = tl.dot(load_rows(outer + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
+        out = tl.dot(load_rows(kept.outer + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
         inverse = load_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L).to(KIND)
         out = tl.dot(tl.trans(inverse), out.to(KIND), out, input_precision=PRECISION)
         through = load_half(mixed + 3 * L, wide, factors + 3 * plane, rows, end, local, local, L, L)
         out = product(turn(split(through, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
         store_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP, out)
-        out = tl.dot(load_rows(writes + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
+        out = tl.dot(load_rows(kept.writes + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
         direct = load_half(mixed, wide, factors, rows, end, local, local, L, L)
         out = product(turn(split(direct, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
-        store_rows(dv + at * P, row, rows, end, columns, P, BP, out)
+        store_rows(to.dv + at * P, row, rows, end, columns, P, BP, out)
     qa = tl.zeros([L, L], tl.float32)
     qk = tl.zeros([L, L], tl.float32)
     ba = tl.zeros([L, L], tl.float32)
@@ -91,17 +166,17 @@ def rank_one_entries(
         entry = turn(split(entry, KEY_TERMS, KIND, True))
         adjoint = load_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP)
         adjoint = split(adjoint, KEY_TERMS, KIND, True)
-        values = tl.trans(load_rows(v, v_t, rows, end, columns, P, BP, KIND))
+        values = tl.trans(load_rows(v.at, v.token, rows, end, columns, P, BP, KIND))
         qa = product((given, given), entry, 1, KEY_TERMS, PRECISION, qa)
         qk = tl.dot(given, values, qk, input_precision=PRECISION)
         ba = tl.dot(adjoint[0], entry[0], ba, input_precision=PRECISION)
         bk = product(adjoint, (values, values), KEY_TERMS, 1, PRECISION, bk)
     down, across = local[:, None], local[None, :]
-    if d_own is not None:
-        tl.store(d_own + lane * tokens + rows, tl.sum(tl.where(down == across, qk, 0.0), axis=1), mask=rows < end)
+    if to.own is not None:
+        tl.store(to.own + lane * tokens + rows, tl.sum(tl.where(down == across, qk, 0.0), axis=1), mask=rows < end)
     qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
     ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
-    weights += at * 4 * L
+    weights = between.weights + at * 4 * L
     store_half(weights, wide, scales, rows, end, local, local, L, L, qa)
     store_half(weights + L, wide, scales + plane, rows, end, local, local, L, L, qk)
     store_half(weights + 2 * L, wide, scales + 2 * plane, rows, end, local, local, L, L, ba)
@@ -109,45 +184,37 @@ def rank_one_entries(
 
 
 @triton.jit
-def rank_one_gradient(
-    q, b, a, k, v, dy, adjoint_entries, entries, weights, scales, running, states, adjoints, dq, db, da, dk, dg,
-    extra, given, table,
-    tokens, heads: tl.constexpr, length,
-    q_b, q_t: tl.constexpr, q_h, q_group, b_b, b_t: tl.constexpr, b_h, b_group, a_b, a_t: tl.constexpr, a_h,
-    a_group, k_b, k_t: tl.constexpr, k_h, k_group,
-    v_b, v_t: tl.constexpr, v_h, v_group,
-    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    LEFT: tl.constexpr, PULL: tl.constexpr,
-):  # fmt: skip
+def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table, sizes, C: tl.constexpr):
     """Gradients of q, b, a, k and the log decays [B, T, H, N] for BK keys of one chunk.
 
-    PIECE: channels of u and of f that share scales. LEFT: the printed function that makes a, of `given`. PULL: the
-    printed function that takes the gradients of a, b and the decays instead of memory, and stores what they give, with
-    pointers and strides `extra`.
+    given, extra: pointers and strides for LEFT and PULL.
     """
+    N: tl.constexpr = C.N
+    P: tl.constexpr = C.P
+    BK: tl.constexpr = C.BK
+    BP: tl.constexpr = C.BP
+    L: tl.constexpr = C.L
+    tokens, length = sizes.tokens, sizes.length
+    heads: tl.constexpr = sizes.heads
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     keys, local = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, L)
     batch, head = lane // heads, lane % heads
-    q += batch * q_b + head // q_group * q_h
-    b += batch * b_b + head // b_group * b_h
-    if LEFT is None:
-        a += batch * a_b + head // a_group * a_h
-    k += batch * k_b + head // k_group * k_h
-    v += batch * v_b + head // v_group * v_h
+    q, b, k, v = of_head(q, batch, head), of_head(b, batch, head), of_head(k, batch, head), of_head(v, batch, head)
+    if C.LEFT is None:
+        a = of_head(a, batch, head)
     of_left = given, batch, head, tokens, heads
     at = batch * tokens * heads + head
-    weights += at * 4 * L
-    scales += lane * length + chunk * L
     plane = tl.num_programs(1).to(tl.int64) * length
-    states = place_of_state(states, lane * (length // L) + chunk, N * P)
-    adjoints = place_of_state(adjoints, lane * (length // L) + chunk, N * P)
-    running += (lane * length + chunk * L) * N
+    scales = between.scales + (lane * length + chunk * L)
+    states = place_of_state(kept.states, lane * (length // L) + chunk, N * P)
+    adjoints = place_of_state(between.adjoints, lane * (length // L) + chunk, N * P)
+    running = kept.running + (lane * length + chunk * L) * N
     origin, end = place_of_chunk(table, chunk, tokens, L)
     rows = origin + local
+    here = Around(between.weights + at * 4 * L, scales, running, plane, rows, end, heads, keys, local, of_left)
     row, narrow = heads * P, heads * N
-    PIECES: tl.constexpr = (P + PIECE - 1) // PIECE
+    PIECES: tl.constexpr = (P + C.PIECE - 1) // C.PIECE
     of_u, of_f = scales + 4 * plane, scales + (4 + PIECES) * plane
     last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
     carried = tl.zeros([BK], tl.float32)
@@ -155,52 +222,40 @@ def rank_one_gradient(
         state = load_whole(states, keys, begin // BP, BP, N, P, tl.float32)
         carried += tl.sum(state * load_whole(adjoints, keys, begin // BP, BP, N, P, tl.float32), axis=1)
     carried *= tl.exp2(last)
-    if PULL is None:
-        da += at * N
-        db += at * N
     _, of_k, at_end = _of_a_vector(
-        v, v_t, None, adjoints, weights, scales, k, k_t, None, q, q_t, None, b, b_t, of_left,
-        dk + at * N, running, last, rows, end, heads, keys, local, plane, 1, False,
-        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        v.at, v.token, None, adjoints, k, None, q, None, b, to.dk + at * N, here, last, 1, False, C
     )  # fmt: skip
     carried += at_end
     log = -of_k
     tl.debug_barrier()  # or loads move up, and registers run out
     _, of_q, at_end = _of_a_vector(
-        dy + at * P, row, None, states, weights, scales, q, q_t, None, a, a_t, LEFT, k, k_t, of_left,
-        dq + at * N, running, last, rows, end, heads, keys, local, plane, 0, True,
-        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        dy + at * P, row, None, states, q, None, a, C.LEFT, k, to.dq + at * N, here, last, 0, True, C
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
     dleft, of_a, at_end = _of_a_vector(
-        entries + at * P, row, of_u, adjoints, weights, scales, a, a_t, LEFT, q, q_t, None, b, b_t, of_left,
-        da, running, last, rows, end, heads, keys, local, plane, 0, False,
-        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        between.entries + at * P, row, of_u, adjoints, a, C.LEFT, q, None, b,
+        to.da + at * N if C.PULL is None else None, here, last, 0, False, C,
     )  # fmt: skip
     carried += at_end
     log -= of_a
     tl.debug_barrier()
     dright, of_b, at_end = _of_a_vector(
-        adjoint_entries + at * P, row, of_f, states, weights, scales, b, b_t, None, a, a_t, LEFT, k, k_t, of_left,
-        db, running, last, rows, end, heads, keys, local, plane, 1, True,
-        N, P, BK, BP, PIECE, L, LEVELS, AT_ONCE, KEY_TERMS, KIND, PRECISION,
+        between.adjoint_entries + at * P, row, of_f, states, b, None, a, C.LEFT, k,
+        to.db + at * N if C.PULL is None else None, here, last, 1, True, C,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
-    if PULL is None:
-        store_rows(dg + at * N, narrow, rows, end, keys, N, BK, log)
+    if C.PULL is None:
+        store_rows(to.dg + at * N, narrow, rows, end, keys, N, BK, log)
     else:
         at = place_of_rows(batch, head, lane * 0 + origin, local, rows < end, keys, tokens, heads, P, N)
-        PULL(extra, at, dleft, dright, log)
+        C.PULL(extra, at, dleft, dright, log)
 
 
 @triton.jit
 def _of_a_vector(
-    field, field_t, scales_of_field, state_of, weights, scales, x, x_t, X: tl.constexpr, first, first_t,
-    FIRST: tl.constexpr, second, second_t, of_left, out, running, last, rows, end, heads, keys, local, plane,
-    turn: tl.constexpr, READS: tl.constexpr,
-    N: tl.constexpr, P: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PIECE: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, AT_ONCE: tl.constexpr, KEY_TERMS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    field, field_t, scales_of_field, state_of, x, X: tl.constexpr, first, FIRST: tl.constexpr, second, out, here, last,
+    turn: tl.constexpr, READS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the vector x of every row: field meets the state, weights the vectors first and second of other rows.
 
@@ -210,8 +265,16 @@ def _of_a_vector(
     each other in tf32. Returns the gradient, what each row of x gives the decays up to it, or takes from them [L, BK],
     and all of them [BK].
     """
-    ROWS: tl.constexpr = tl.float32 if KEY_TERMS == 2 else KIND
-    HALF: tl.constexpr = KEY_TERMS == 2 and scales_of_field is not None
+    N: tl.constexpr = C.N
+    P: tl.constexpr = C.P
+    BK: tl.constexpr = C.BK
+    BP: tl.constexpr = C.BP
+    L: tl.constexpr = C.L
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
+    ROWS: tl.constexpr = C.ROWS
+    HALF: tl.constexpr = C.KEY_TERMS == 2 and scales_of_field is not None
+    weights, scales, running, plane, rows, end, heads, keys, local, of_left = here
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)
@@ -220,7 +283,7 @@ def _of_a_vector(
             inside = (keys[:, None] < N) & (columns[None, :] < P)
             state, scale = load_state(state_of, place, inside, begin // BP, N, P, KIND)
             given = load_rows(field, field_t, rows, end, columns, P, BP, tl.float16)
-            scale *= tl.load(scales_of_field + begin // PIECE * plane + local)[:, None]
+            scale *= tl.load(scales_of_field + begin // C.PIECE * plane + local)[:, None]
             grad += tl.dot(given, tl.trans(state)) * scale
         else:
             given = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
@@ -237,14 +300,14 @@ def _of_a_vector(
     with_two = with_two.to(ROWS)
     if not READS:
         with_one, with_two = tl.trans(with_one), tl.trans(with_two)
-    rows_x = rows_of(x, x_t, X, of_left, rows, end, keys, N, BK, KIND)
-    rows_1 = rows_of(first, first_t, FIRST, of_left, rows, end, keys, N, BK, KIND)
-    rows_2 = load_rows(second, second_t, rows, end, keys, N, BK, KIND)
+    rows_x = rows_of(x, X, of_left, rows, end, keys, N, BK, KIND)
+    rows_1 = rows_of(first, FIRST, of_left, rows, end, keys, N, BK, KIND)
+    rows_2 = load_rows(second.at, second.token, rows, end, keys, N, BK, KIND)
     own = load_chunk(running, local, keys, N, BK)
     before = own if READS and turn == 0 else load_earlier(running, local, keys, N, BK)
     carried = tl.zeros([BK], tl.float32)
     nothing = 0.0 * own
-    if AT_ONCE:
+    if C.AT_ONCE:
         source = tl.exp2(-own)
         if READS:
             mine, theirs, others = tl.exp2(before), source, source
@@ -265,7 +328,7 @@ def _of_a_vector(
             grad *= tl.exp2(last[None, :] - own)
             of_rows = tl.where((local < L - 1)[:, None], grad * rows_x.to(tl.float32), 0.0)
             carried = tl.sum(of_rows, axis=0)
-        for level in tl.range(0, LEVELS, num_stages=1):
+        for level in tl.range(0, C.LEVELS, num_stages=1):
             middle = middle_of(running, local, keys, level, N, BK)
             source = factor(middle - own, False)
             if READS:
@@ -284,10 +347,10 @@ def _of_a_vector(
         # what no decay touches: the row's own, or the neighbour's that b reads
         gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
         near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
-        beside = _neighbours(rows_1, first, first_t, FIRST, of_left, rows, end, keys, turn, READS, 0, N, BK)
+        beside = _neighbours(rows_1, first, FIRST, of_left, rows, end, keys, turn, READS, 0, N, BK)
         grad += near[:, None] * beside
         near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
-        beside = _neighbours(rows_2, second, second_t, None, of_left, rows, end, keys, turn, READS, 1, N, BK)
+        beside = _neighbours(rows_2, second, None, of_left, rows, end, keys, turn, READS, 1, N, BK)
         grad += near[:, None] * beside
     if out is not None:
         store_rows(out, heads * N, rows, end, keys, N, BK, grad)
@@ -309,14 +372,14 @@ def _meet(start, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PR
 
 @triton.jit
 def _neighbours(
-    own_rows, base, stride, MAKE: tl.constexpr, of_left, rows, end, keys, turn: tl.constexpr,
-    READS: tl.constexpr, SECOND: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+    own_rows, x, MAKE: tl.constexpr, of_left, rows, end, keys, turn: tl.constexpr, READS: tl.constexpr,
+    SECOND: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The rows that meet without decay: their own, or for b those before; of b those after."""
     if READS:
-        return rows_of(base, stride, MAKE, of_left, tl.maximum(rows - turn, 0), end, keys, N, BK, tl.float32)
+        return rows_of(x, MAKE, of_left, tl.maximum(rows - turn, 0), end, keys, N, BK, tl.float32)
     if SECOND:
-        return load_rows(base, stride, rows + 1, end, keys, N, BK, tl.float32)
+        return load_rows(x.at, x.token, rows + 1, end, keys, N, BK, tl.float32)
     return own_rows.to(tl.float32)
 
 

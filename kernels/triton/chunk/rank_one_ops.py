@@ -11,41 +11,30 @@ and the chunks' first states, are kept for the backward pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsf.kernels.triton.chunk import matrix
-from dsf.kernels.triton.chunk.rank_one import rank_one_chunk, rank_one_walk
-from dsf.kernels.triton.chunk.rank_one_gradient import rank_one_entries, rank_one_gradient
+from dsf.kernels.triton.chunk.rank_one import Chunk, Kept, Walk, rank_one_chunk, rank_one_walk
+from dsf.kernels.triton.chunk.rank_one_gradient import (
+    Between,
+    Entries,
+    Gradient,
+    Gradients,
+    rank_one_entries,
+    rank_one_gradient,
+)
 from dsf.kernels.triton.chunk.states import sizes_of_state
 from dsf.kernels.triton.chunk.table import Tiles
 from dsf.kernels.triton.chunk.tiles import arithmetic
-from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.packed import Sequences, slots
+from dsf.kernels.triton.structs import Numbers, Rows, Sizes
 
 Function = tuple[Any, tuple[Any, ...]]  # a printed one, with its pointers and strides
 SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^60
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What the forward pass leaves: G, what rank_one_chunk made of each chunk, and the chunks' first states."""
-
-    running: Tensor
-    mixed: Tensor
-    factors: Tensor
-    reads: Tensor
-    inner: Tensor
-    writes: Tensor
-    outer: Tensor
-    states: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """All of them, in order."""
-        return list(vars(self).values())
 
 
 class _Call:
@@ -71,9 +60,10 @@ class _Call:
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN
         kind, precision = arithmetic(q.dtype)
-        self.common = {
-            "N": self.n, "L": self.chunk, "KEY_TERMS": self.tiles.key_terms, "KIND": kind, "PRECISION": precision,
-        }  # fmt: skip
+        self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
+        self.common = (
+            self.n, self.p, self.chunk, self.levels, self.at_once, self.tiles.key_terms, kind, precision,
+        )  # fmt: skip
         self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -89,9 +79,11 @@ class _Call:
         """Uninitialised first or last states [B or sequences, H, N, P]."""
         return self.empty(self.ends, self.heads, self.n, self.p, dtype=torch.float32)
 
-    def strides(self, *xs: Tensor | None) -> list[int]:
-        """Strides of batch, token and head, and how many heads share one of x's, of each."""
-        return [y for x in xs for y in ((0, 0, 0, 1) if x is None else (*x.stride()[:3], self.heads // x.shape[2]))]
+    def struct(self, x: Tensor | None) -> Rows | None:
+        """x [B, T, H', ·] as kernels take it."""
+        if x is None:
+            return None
+        return Rows(x, x.stride(0), constant(x.stride(1)), x.stride(2), self.heads // x.shape[2])
 
     def printed(self, made: Mapping[str, Function | None], *names: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Of each of these operands the function that makes it, or None; and what all of them are given."""
@@ -121,19 +113,16 @@ class _Call:
         final: Tensor | None, reverse: bool,
     ) -> None:  # fmt: skip
         """Run the walk; reverse: on the adjoint, whose operands are the same with their parts exchanged."""
-        t, unused = self.tiles, kept.running
-        outer, inner, writes, reads = kept.outer, kept.inner, kept.writes, kept.reads
+        t = self.tiles
         if reverse:
-            outer, inner, writes, reads = inner, outer, reads, writes
+            kept = Kept(
+                kept.running, kept.mixed, kept.factors, kept.writes, kept.outer, kept.reads, kept.inner, kept.states
+            )  # fmt: skip
         launch(
             rank_one_walk, (-(-self.p // t.piece), self.lanes, self.sequences),
-            outer, inner, writes, reads, kept.mixed, kept.factors, x, kept.running, unused if y is None else y,
-            unused if states is None else states, unused if start is None else start,
-            unused if final is None else final, self.segment_table,
-            self.tokens, self.heads, self.length, *self.strides(x),
-            P=self.p, BN=t.keys, BP=t.piece, REVERSE=reverse, START=start is not None, OUTPUT=y is not None,
-            STATES=states is not None, FINAL=final is not None, PARTS=self.parts(kept), STAGES=t.walk_stages,
-            num_warps=t.walk_warps, num_stages=t.walk_stages, **self.common,
+            kept, self.struct(x), y, states, start, final, self.segment_table, self.sizes,
+            C=Walk(*self.common, t.keys, t.piece, self.parts(kept), reverse, t.walk_stages),
+            num_warps=t.walk_warps, num_stages=t.walk_stages,
         )  # fmt: skip
 
 
@@ -146,26 +135,24 @@ def forward(
     call = _Call(q, v, heads, floor, packed)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     final, kept = call.end(), call.kept(keep)
-    _make_chunks(call, kept, (q, right, left, k, decay), own, made, keep)
+    _make_chunks(call, kept, (q, right, left, k, decay), own, made)
     call.walk(kept, v, state, y, kept.states if keep else None, final, False)
-    return y, final, kept.tensors() if keep else []
+    return y, final, list(kept) if keep else []
 
 
 def _make_chunks(
     call: _Call, kept: Kept, vectors: tuple[Tensor | None, ...], own: Tensor | None,
-    made: Mapping[str, Function | None], keep: bool,
+    made: Mapping[str, Function | None],
 ) -> None:  # fmt: skip
     """Fill `kept` but its states. vectors: q, right, left, k, decay."""
     t = call.tiles
     functions, given = call.printed(made, "left", "decay", "own")
+    beside = Numbers() if own is None else Numbers(own, *own.stride())
+    chunk = Chunk(*call.common, call.block, call.parts(kept), t.transform_terms, *functions)
     launch(
         rank_one_chunk, (call.chunks, call.lanes),
-        *vectors, own, given, kept.running, kept.mixed, kept.factors, kept.reads, kept.inner,
-        kept.writes, kept.outer, call.chunk_table, call.tokens, call.heads, call.length,
-        *call.strides(*vectors), *((0, 0, 0) if own is None else own.stride()),
-        BK=call.block, LEVELS=call.levels, AT_ONCE=call.at_once, KEEP=keep, PARTS=call.parts(kept),
-        TERMS=t.transform_terms, LEFT=functions[0], DECAY=functions[1], OWN=functions[2],
-        num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers, **call.common,
+        *map(call.struct, vectors), beside, given, kept, call.chunk_table, call.sizes,
+        C=chunk, num_warps=t.transform_warps, num_stages=2, maxnreg=t.transform_registers,
     )  # fmt: skip
 
 
@@ -180,7 +167,7 @@ def shard(
     """
     call = _Call(q, v, heads, floor, packed)
     final, kept = call.end(), call.kept(False)
-    _make_chunks(call, kept, (q, right, left, k, decay), own, made, False)
+    _make_chunks(call, kept, (q, right, left, k, decay), own, made)
     call.walk(kept, v, state, None, None, final, False)
     if not moves:
         return final, call.empty(0, dtype=torch.float32)
@@ -242,21 +229,18 @@ def _gradients(
     entries, adjoint_entries = (call.empty(*lead, call.p, dtype=call.finer) for _ in range(2))
     weights = call.empty(*lead, 4 * call.chunk, dtype=call.finer)
     scales = call.factors(4 + 2 * -(-call.p // piece))
-    sizes: dict[str, Any] = {"P": call.p, "num_stages": 2, **call.common}
+    names = ("query", "right", "left", "key", "decay", "value", "own")
+    between, to = Between(adjoints, entries, adjoint_entries, weights, scales), Gradients(*map(found.get, names))
     launch(
         rank_one_entries, (call.chunks, call.lanes),
-        kept.outer, kept.inner, kept.writes, kept.mixed, kept.factors, v, dy, kept.states, adjoints, entries,
-        adjoint_entries, found["value"], weights, scales, found.get("own"), call.chunk_table, call.tokens,
-        call.heads, call.length, *call.strides(v), BN=t.keys, BP=piece, num_warps=t.entry_warps, **sizes,
+        kept, between, call.struct(v), dy, to, call.chunk_table, call.sizes,
+        C=Entries(*call.common, t.keys, piece), num_warps=t.entry_warps, num_stages=2,
     )  # fmt: skip
-    xs = (*vectors, v)
     (left,), given = call.printed(made, "left")
+    function, extra = (None, (call.q,)) if pull is None else pull
     launch(
         rank_one_gradient, (call.chunks * -(-call.n // call.block), call.lanes),
-        *xs, dy, adjoint_entries, entries, weights, scales, kept.running, kept.states, adjoints,
-        *(found.get(name) for name in ("query", "right", "left", "key", "decay")),
-        (call.q,) if pull is None else pull[1], *given, call.chunk_table, call.tokens, call.heads, call.length,
-        *call.strides(*xs),
-        BK=call.block, BP=t.gradient_piece, PIECE=piece, LEVELS=call.levels, AT_ONCE=call.at_once,
-        LEFT=left, PULL=None if pull is None else pull[0], num_warps=t.gradient_warps, **sizes,
+        *map(call.struct, (*vectors, v)), dy, kept, between, to, extra, *given, call.chunk_table, call.sizes,
+        C=Gradient(*call.common, call.block, t.gradient_piece, piece, left, function),
+        num_warps=t.gradient_warps, num_stages=2,
     )  # fmt: skip
