@@ -42,14 +42,7 @@ WIDE_FUNCTIONS = {
     "kernels/triton/chunk/walk.py:reverse_walk",
 }
 # Modules that import each other, if only within functions.
-CIRCLES = [
-    {
-        "dsf.call.recurrence", "dsf.parallel.call", "dsf.parallel.derive", "dsf.parallel.fused", "dsf.parallel.rank",
-        "dsf.parallel.softmax", "dsf.parallel.summary",
-    },
-    {"dsf.parallel.tokens", "dsf.parallel.world"},
-    {"dsf.mixers._module", "dsf.mixers._shard"},
-]  # fmt: skip
+CIRCLES = [{"dsf.mixers._module", "dsf.mixers._shard"}]
 
 
 def short(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -38,15 +38,10 @@ if TYPE_CHECKING:
 State = Tensor | KVCache
 
 
-def _parallel() -> Any:
-    """The room for many ranks, which loads only when used."""
-    from dsf.parallel import call
-
-    return call
-
-
 class Recurrence:
     """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
+
+    ranks: ClassVar[Any]  # dsf.parallel.call, once dsf.parallel is imported: what a call over ranks is
 
     def __init__(self, spec: Spec) -> None:
         self.spec = interned(spec)
@@ -142,15 +137,15 @@ class Recurrence:
             options = (return_state, form, backend, parallel.key, reverse)
             tensors = (*args, *kwargs.values())
             return call_in_graph(self._key, "_call_shard", options, tuple(kwargs), state, None, *tensors)
-        return _parallel().call(self, parallel, args, kwargs, state, return_state, form, backend, cu_seqlens, reverse)
+        return self.ranks.call(self, parallel, args, kwargs, state, return_state, form, backend, cu_seqlens, reverse)
 
     def _call_shard(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         world: str, reverse: bool = False,
     ) -> Any:  # fmt: skip
         """One node of a compiled graph, which knows the ranks by name."""
-        found = _parallel().world_of(world)
-        return _parallel().call(self, found, args, kwargs, state, return_state, form, backend, None, reverse)
+        found = self.ranks.world_of(world)
+        return self.ranks.call(self, found, args, kwargs, state, return_state, form, backend, None, reverse)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
@@ -348,7 +343,7 @@ class Recurrence:
             plan = replace(plan, call=Planned.of(self, tensors, form, device))
         if reverse:
             plan = backwards.planned(self.spec, plan, sizes, dtype)
-        return plan if parallel is None else _parallel().planned(self.spec, plan, sizes, dtype, parallel)
+        return plan if parallel is None else self.ranks.planned(self.spec, plan, sizes, dtype, parallel)
 
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.

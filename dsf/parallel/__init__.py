@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from dsf.call.recurrence import Recurrence
+from dsf.parallel import call
 from dsf.parallel.cost import Choice, Link
 from dsf.parallel.cuts import Cuts
 from dsf.parallel.modules import attach, prepare
@@ -22,6 +24,8 @@ __all__ = [
     "plan_of",
     "prepare",
 ]
+
+Recurrence.ranks = call
 
 # What torch's styles and checkpoints are imported for takes seconds, and few need them.
 _LATE = {"Checkpoint": "checkpoint", "HeadShard": "styles", "SequenceShard": "styles", "plan_of": "plans"}

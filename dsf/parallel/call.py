@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from dsf.call import guard, packing
 from dsf.call.backwards import flipped, flipped_bounds, flipped_rows
-from dsf.call.bind import INTEGERS, Bound, Sizes, bind, cached_heads, check_state
+from dsf.call.bind import Bound, Sizes, bind, cached_heads, check_state
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
@@ -30,7 +29,7 @@ from dsf.parallel import fused
 from dsf.parallel.collectives import Request, Sum
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
-from dsf.parallel.layout import Packing
+from dsf.parallel.layout import Packing, host_bounds
 from dsf.parallel.rank import Rank, no_autocast
 from dsf.parallel.summary import hollow, summary_of
 from dsf.parallel.world import Sequence, Simulated, World, world_of
@@ -276,27 +275,6 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
 
 
 # -- checks
-
-
-def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
-    """cu_seqlens of the global sequences, on the host. name: of who asks, for errors."""
-    if cu_seqlens is None:
-        return None
-    if isinstance(cu_seqlens, packing.Packing):
-        return packing.values(cu_seqlens)
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-        raise InputError(
-            f"{name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
-        )
-    if packing.is_hidden(cu_seqlens):
-        raise InputError(
-            f"{name}: parallel= cuts packed sequences on the host, so cu_seqlens cannot be an input of a compiled "
-            "or captured graph"
-        )
-    bounds = packing.values(cu_seqlens)
-    if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
-        raise InputError(f"{name}: cu_seqlens of the global sequences must begin with 0 and not fall, got {bounds}")
-    return bounds
 
 
 def compare_ranks(spec: Spec, world: World, given: Mapping[str, Tensor], state: Any) -> None:

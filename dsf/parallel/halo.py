@@ -14,9 +14,8 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
-from dsf.parallel.call import host_bounds
 from dsf.parallel.collectives import Gather, Request, Sum
-from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragment
+from dsf.parallel.layout import Fragment, Layout, Packing, Piece, host_bounds, plain_fragment
 from dsf.parallel.world import Simulated, World
 
 Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, Tensor]"]

@@ -6,7 +6,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
+from torch import Tensor
+
+from dsf.call import packing
+from dsf.call.bind import INTEGERS
 from dsf.language.errors import InputError
 
 LAYOUTS = ("contiguous", "headtail")
@@ -194,3 +199,24 @@ class Packing:
             for n in [self.layout.number(rank, slot)]
             for t in range(self.starts[n], self.starts[n + 1])
         ]
+
+
+def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
+    """cu_seqlens of the global sequences, on the host. name: of who asks, for errors."""
+    if cu_seqlens is None:
+        return None
+    if isinstance(cu_seqlens, packing.Packing):
+        return packing.values(cu_seqlens)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+        raise InputError(
+            f"{name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
+        )
+    if packing.is_hidden(cu_seqlens):
+        raise InputError(
+            f"{name}: parallel= cuts packed sequences on the host, so cu_seqlens cannot be an input of a compiled "
+            "or captured graph"
+        )
+    bounds = packing.values(cu_seqlens)
+    if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
+        raise InputError(f"{name}: cu_seqlens of the global sequences must begin with 0 and not fall, got {bounds}")
+    return bounds

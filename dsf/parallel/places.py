@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dsf.language.errors import InputError
-from dsf.parallel.call import host_bounds
 from dsf.parallel.collectives import Gather, Request
+from dsf.parallel.layout import host_bounds
 from dsf.parallel.world import Simulated, World
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dsf.parallel.collectives import Gather, Request, Swap
-from dsf.parallel.world import World
+
+if TYPE_CHECKING:
+    from dsf.parallel.world import World
 
 
 def gather_tokens(world: World, xs: Sequence[Tensor], lengths: Sequence[int], dim: int = 1) -> list[Tensor]:

@@ -32,6 +32,7 @@ from dsf.parallel.collectives import (
 )
 from dsf.parallel.cost import Choice, Link, choose, default_links
 from dsf.parallel.layout import LAYOUTS, Layout, Packing
+from dsf.parallel.tokens import gather_tokens
 
 WORLDS: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -274,8 +275,6 @@ class Sequence(World):
 
         tokens: of the whole sequence, where shards are not all of one length.
         """
-        from dsf.parallel.tokens import gather_tokens
-
         return gather_tokens(self, [x], self.lengths(x.shape[dim], tokens), dim)[0]
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
