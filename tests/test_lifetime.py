@@ -167,7 +167,7 @@ def test_calls_that_are_remembered_go_one_by_one(monkeypatch):
     given = {t: inputs(recurrence, t) for t in range(1, 6)}
     for t in given:
         recurrence(**given[t])
-    assert len(recurrence._calls.kept) == 3
+    assert len(recurrence._calls.kept.kept) == 3
     made = []
     plan = calls.make_plan
     monkeypatch.setattr(calls, "make_plan", lambda *how: made.append(how) or plan(*how))

@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 
+from dsf.kernels.recent import Recent
 from dsf.kernels.triton import operators
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import Scheduled
-from dsf.kernels.triton.recent import Recent
 
 
 class Kernel:

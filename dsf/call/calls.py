@@ -18,13 +18,14 @@ from dsf.call.bind import Bound, bind
 from dsf.call.cost import CONVOLUTION
 from dsf.call.guard import looks_swapped
 from dsf.call.plan import Plan, make_plan
+from dsf.kernels.recent import Recent
 from dsf.language.derived import derived, digest
 from dsf.language.invariant import is_invariant
 from dsf.language.spec import Spec
 from dsf.triton.choose import interpreted, packs_hidden
 from dsf.triton.names import declared
 
-LARGEST = 256  # combinations a recurrence remembers
+LARGEST = 2048  # combinations a recurrence remembers
 
 
 def is_transformed(tensors: Iterable[Any]) -> bool:
@@ -46,7 +47,7 @@ class Calls:
 
     def __init__(self, spec: Spec) -> None:
         self.names, self.timed = tuple(i.name for i in spec.inputs), tuple(i.kind.time for i in spec.inputs)
-        self.kept: dict[Any, tuple[Any, ...]] = {}
+        self.kept: Recent[tuple[Any, ...]] = Recent(LARGEST)
         self.warned = False
 
     def prepare(
@@ -78,9 +79,7 @@ class Calls:
         if key is not None:
             if not (self.warned or one_token or state is not None or torch.compiler.is_compiling()):
                 self.warned = looks_swapped(spec, bound.sizes)
-            for oldest in list(self.kept)[: len(self.kept) + 1 - LARGEST]:
-                self.kept.pop(oldest, None)
-            self.kept[key] = (bound.sizes, bound.dtype, bound.compute, bound.device, plan)
+            self.kept.put(key, (bound.sizes, bound.dtype, bound.compute, bound.device, plan))
         return bound, plan
 
     @staticmethod

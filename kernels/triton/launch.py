@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from dsf.kernels.recent import Recent
 from dsf.kernels.triton.launcher import launcher, prove, proven
 from dsf.kernels.triton.player import function
-from dsf.kernels.triton.recent import Recent
 from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
 from dsf.kernels.triton.symbolic import Size
 

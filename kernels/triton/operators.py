@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dsf.kernels.recent import Recent
 from dsf.kernels.triton.launch import runnable, runner
-from dsf.kernels.triton.recent import Recent
 from dsf.kernels.triton.schedule import ALIGNED, Book, Schedule
 from dsf.kernels.triton.template import Templates, numbers_of, with_numbers
 from dsf.kernels.triton.unwritten import Unwritten

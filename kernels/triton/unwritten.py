@@ -233,10 +233,11 @@ def _contiguous(x: Unwritten) -> Unwritten:
     return x if x.is_dense() else Unwritten(x.shape, None, x.dtype)
 
 
-VIEWS: dict[str, Callable[..., Any]] = {
+KNOWN: dict[str, Callable[..., Any]] = {
     "transpose": _transpose, "permute": _permute, "movedim": _movedim, "unsqueeze": _unsqueeze, "squeeze": _squeeze,
     "select": _select, "__getitem__": _getitem, "expand": _expand, "unflatten": _unflatten, "flatten": _flatten,
-    "view": _reshape, "reshape": _reshape, "contiguous": _contiguous,
+    "view": _reshape, "reshape": _reshape, "contiguous": _contiguous, "numel": lambda x: math.prod(x.shape),
+    "is_contiguous": Unwritten.is_dense, "element_size": lambda x: x.dtype.itemsize,
 }  # fmt: skip
 
 
@@ -247,10 +248,12 @@ def evaluate(function: Callable[..., Any], args: Sequence[Any], named: dict[str,
         return args[0]
     if "out" in named:
         return named["out"]
-    if title in VIEWS:
-        return VIEWS[title](*args, **named)
+    if title in KNOWN:
+        return KNOWN[title](*args, **named)
     given = [x for x in _leaves((args, named)) if isinstance(x, Unwritten)]
     like = function(*_meta(args), **_meta(named))
+    if not isinstance(like, Tensor):
+        raise Unsaid(f"what {title} returns")
     if like.dtype == given[0].dtype and title in ("to", "float", "long"):
         return given[0]
     numbers = [z for x in given for y in (x.shape, x.strides) for z in y]
@@ -265,18 +268,19 @@ def evaluate(function: Callable[..., Any], args: Sequence[Any], named: dict[str,
 
 def _strides(title: str, given: Sequence[Unwritten], shape: Sequence[Any]) -> Sequence[Any] | None:
     """Of what a function makes of tensors, in the order of its axes (None) or of theirs."""
-    first, axes = given[0], list(range(len(given[0].shape)))
+    first = given[0]
     if title in KEPT and first.is_filled():
         return first.strides
     if all(x.is_dense() or x.order() == list(range(len(x.shape))) for x in given):
         return None
-    if title in ALIKE and all(x.axes == first.axes for x in given):
-        if first.is_filled():
-            return first.strides
-        order = first.order()
-        if order:
-            steps = dict(zip(order, dense([shape[i] for i in order]), strict=True))
-            return [steps[i] for i in axes]
+    if title in ALIKE and all(x.axes == first.axes for x in given) and first.is_filled():
+        return first.strides
+    order = first.order()
+    if (
+        title in ALIKE and not title.startswith("__r") and order and list(first.shape) == list(shape)
+    ):  # torch asks it first
+        steps = dict(zip(order, dense([shape[i] for i in order]), strict=True))
+        return [steps[i] for i in range(len(shape))]
     raise Unsaid(f"how {title} lays out what it makes")
 
 
