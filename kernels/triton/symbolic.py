@@ -70,9 +70,13 @@ def _value(x: Any) -> int:
 
 
 class Size:
-    """A number of a Sheet. Where Python wants a number that it can count with, its value becomes a condition."""
+    """A number of a Sheet. Where Python wants a number that it can count with, its value becomes a condition.
+
+    It has no hash: what remembers results by arguments would keep symbols for calls that know nothing of them.
+    """
 
     __slots__ = ("_name", "sheet", "value")
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, sheet: Sheet, name: str, value: int) -> None:
         self.sheet, self._name, self.value = sheet, name, value
@@ -83,9 +87,6 @@ class Size:
     def __index__(self) -> int:
         self.sheet.ask("==", self, self.value)
         return self.value
-
-    def __hash__(self) -> int:
-        return hash(self.__index__())
 
     def __bool__(self) -> bool:
         return bool(self.sheet.ask("!=", self, 0))

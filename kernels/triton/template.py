@@ -111,7 +111,7 @@ class Templates:
     ) -> None:
         """Remember what was made for these sizes. host: makes the same of numbers in their places."""
         last, self.last = self.last or numbers, numbers
-        self.open |= {i for i, pair in enumerate(zip(last, numbers, strict=True)) if pair[0] != pair[1]}
+        self.open = self.open | {i for i, pair in enumerate(zip(last, numbers, strict=True)) if pair[0] != pair[1]}
         groups: dict[tuple[int, int], list[int]] = {}
         for i in sorted(self.open):
             groups.setdefault((last[i], numbers[i]), []).append(i)
