@@ -7,46 +7,19 @@ inverse. Kept with the chunks' first states, it spares the backward pass this ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsf.kernels.triton.chunk.key_gradient import key_gradient, key_pairs
-from dsf.kernels.triton.chunk.keywise import GROUP, prepare_far_keys, prepare_keys
+from dsf.kernels.triton.chunk.keywise import GROUP, Keyed, KeyRows, prepare_far_keys, prepare_keys
 from dsf.kernels.triton.launch import launch
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
     from dsf.kernels.triton.chunk.table import Tiles
     from dsf.kernels.triton.chunk.walks import Adjoints
-
-
-@dataclass
-class KeyRows:
-    """What a call makes of its rows, each empty where it has no use.
-
-    running: G [B·H, chunks · L, N]; first_levels [B·H, chunks]; scores [B, T, H, L]; reads, writes, erased
-    [B, T', H, N] in memory that has all chunks of a head in one piece; rest: what rounding leaves of scores (delta
-    rules) or reads. Left by the forward walk: entries [B, T, H, P · terms], states [B, H, chunks, N, P], and passed:
-    what each of several segments does to its first state [segments, B·H, ·].
-    """
-
-    running: Tensor
-    first_levels: Tensor
-    scores: Tensor
-    reads: Tensor
-    writes: Tensor
-    erased: Tensor
-    rest: Tensor
-    entries: Tensor
-    states: Tensor
-    passed: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """All of them, in order."""
-        return list(vars(self).values())
 
 
 def room(
@@ -86,22 +59,17 @@ def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
     """
     made = room(call.q, call.heads, call.p, call.chunks, call.tiles, call.delta, keep)
     left = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.writes
-    t, rows = call.tiles, (*call.rows(call.q), *call.rows(call.k), *call.rows(g))
-    if t.key_terms == 2 and not call.delta:
+    if call.tiles.key_terms == 2 and not call.delta:
         left = torch.empty_like(made.writes)
-    sizes = {name: x for name, x in call.sizes.items() if name not in ("P", "BN")}
-    sizes |= {"BK": call.key_block, "LEVELS": call.levels, "DELTA": call.delta, "KEEP": keep, "TERMS": t.key_terms}
-    launch(
-        prepare_keys, (call.chunks, call.lanes),
-        call.q, call.k, g, made.running, made.reads, made.erased if call.delta else made.writes, made.writes,
-        made.scores, made.rest, left, left, made.first_levels, call.chunk_table,
-        call.tokens, call.heads, call.length, *rows, num_warps=t.prepare_warps, **sizes,
-    )  # fmt: skip
-    launch(
-        prepare_far_keys, (-(-call.chunks // GROUP.value), call.lanes),
-        call.q, call.k, g, made.running, made.scores, made.rest, left, made.first_levels,
-        call.chunk_table, call.tokens, call.heads, call.length, *rows, num_warps=t.prepare_warps, **sizes,
-    )  # fmt: skip
+    keyed = Keyed(
+        **call.common | {"P": 0}, BK=call.key_block, LEVELS=call.levels, TERMS=call.tiles.key_terms, KEEP=keep
+    )
+    for kernel, programs in ((prepare_keys, call.chunks), (prepare_far_keys, -(-call.chunks // GROUP.value))):
+        launch(
+            kernel, (programs, call.lanes),
+            call.struct(call.q), call.struct(call.k), call.struct(g), made, left, call.chunk_table, call.measures,
+            C=keyed, num_warps=call.tiles.prepare_warps,
+        )  # fmt: skip
     return made, left
 
 

@@ -17,105 +17,135 @@ multiply with states: queries and erased keys decayed from the chunk's start, wr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import LOG2E, LOG_TINY, load_rows, store_rows
+from dsf.kernels.triton.chunk.tiles import LOG2E, LOG_TINY, Chunked, load_rows, store_rows
 from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.structs import of_head
 
 SPAN = tl.constexpr(100.0)
 GROUP = tl.constexpr(8)  # chunks that a program looks through for those whose rows do not all meet at once
 REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 
 
+class KeyRows(NamedTuple):
+    """What a call makes of its rows, each empty where it has no use.
+
+    running: G [B·H, chunks · L, N]; first_levels [B·H, chunks]; scores [B, T, H, L]; reads, writes, erased
+    [B, T', H, N] in memory that has all chunks of a head in one piece; rest: what rounding leaves of scores (delta
+    rules) or reads. Left by the forward walk: entries [B, T, H, P · terms], states [B, H, chunks, N, P], and passed:
+    what each of several segments does to its first state [segments, B·H, ·].
+    """
+
+    running: Any
+    first_levels: Any
+    scores: Any
+    reads: Any
+    writes: Any
+    erased: Any
+    rest: Any
+    entries: Any
+    states: Any
+    passed: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Keyed(Chunked):
+    """BK keys at a time, 2 ^ LEVELS rows a chunk. TERMS: of the products between its rows.
+
+    KEEP: all of G is wanted, else of most chunks two rows.
+    """
+
+    BK: int
+    LEVELS: int
+    TERMS: int
+    KEEP: bool = True
+
+
 @triton.jit
-def prepare_keys(
-    q, k, g, running, reads, erased, writes, scores, rest, rest_of_writes, system, first_levels, table,
-    tokens, heads: tl.constexpr, length,
-    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, g_b, g_t: tl.constexpr, g_h, g_group,
-    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr, TERMS: tl.constexpr,
-):  # fmt: skip
+def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
     """Log decays -> G, the rows for the walks, and scores[i, j] = Σ_n q_i k_j exp(G_i - G_j), i ≥ j [B, T, H, L].
 
-    DELTA: also the erased keys, and system, the scores of k_i with k_j for i > j. BK keys at a time. first_levels
-    [B·H, chunks]: the highest where all rows meet at once; elsewhere 0, and some scores are left to prepare_far_keys.
-    KEEP: all of G is wanted, else of most chunks two rows. TERMS 2: also `rest`, what rounding leaves of the scores
-    [B, T, H, L] (DELTA); else of written keys, and (KEEP), in `rest`, of the queries' rows. Products between rows are
-    of 11 bits: three more than bfloat16's.
+    DELTA: also the erased keys, and in `left` [B, T, H, L] the scores of k_i with k_j for i > j. first_levels: the
+    highest where all rows meet at once; elsewhere 0, and some scores are left to prepare_far_keys. TERMS 2: also
+    `rest`, what rounding leaves of the scores (DELTA); else in `left` of written keys, and (KEEP), in `rest`, of the
+    queries' rows. Products between rows are of 11 bits: three more than bfloat16's.
     """
+    N: tl.constexpr = C.N
+    BK: tl.constexpr = C.BK
+    L: tl.constexpr = C.L
+    DELTA: tl.constexpr = C.DELTA
+    PRECISION: tl.constexpr = C.PRECISION
+    heads: tl.constexpr = sizes.heads
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
-    q += batch * q_b + head // q_group * q_h
-    k += batch * k_b + head // k_group * k_h
-    g += batch * g_b + head // g_group * g_h
+    q, k, g = of_head(q, batch, head), of_head(k, batch, head), of_head(g, batch, head)
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     local = tl.arange(0, L)
-    begin, end = place_of_chunk(table, chunk, tokens, L)
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, L)
     rows = begin + local
-    here = (lane * length + chunk * L) * N
-    scores += (batch * tokens * heads + head) * L
-    if DELTA:
-        rest += (batch * tokens * heads + head) * L
-    system += (batch * tokens * heads + head) * L
-    running += here
+    here = (lane * sizes.length + chunk * L) * N
+    row = (batch * sizes.tokens * heads + head) * L
+    scores, rest, system = made.scores + row, made.rest + row if DELTA else made.rest, left + row
+    running = made.running + here
     between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
     far = tl.full([L], -1.0, tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         keys = block * BK + tl.arange(0, BK)
-        log = load_rows(g, g_t, rows, end, keys, N, BK, tl.float32)
-        rows_q = load_rows(q, q_t, rows, end, keys, N, BK, KIND)
-        rows_k = load_rows(k, k_t, rows, end, keys, N, BK, KIND)
+        log = load_rows(g.at, g.token, rows, end, keys, N, BK, tl.float32)
+        rows_q = load_rows(q.at, q.token, rows, end, keys, N, BK, C.KIND)
+        rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, C.KIND)
         own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
-        kept = tl.full([L], True, tl.int1) if KEEP else (local == L - 1) | (local == L // 2 - 1)
+        kept = tl.full([L], True, tl.int1) if C.KEEP else (local == L - 1) | (local == L // 2 - 1)
         tl.store(running + local[:, None] * N + keys[None, :], own, mask=kept[:, None] & (keys < N)[None, :])
         tl.debug_barrier()  # two rows are read again, by other threads
         last, middle = load_row(running, L - 1, keys, N), load_row(running, L // 2 - 1, keys, N)
         beyond = tl.maximum(tl.abs(own - middle[None, :]) - REACH, -own - SPAN)
         far = tl.maximum(far, tl.max(beyond, axis=1))
         written = rows_k.to(tl.float32) * tl.exp2(last[None, :] - own)
-        store_chunk(writes + here, written, local, keys, N, BK)
-        if TERMS == 2 and not DELTA:
-            store_chunk(rest_of_writes + here, written - written.to(KIND).to(tl.float32), local, keys, N, BK)
+        store_chunk(made.writes + here, written, local, keys, N, BK)
+        if C.TERMS == 2 and not DELTA:
+            store_chunk(left + here, written - written.to(C.KIND).to(tl.float32), local, keys, N, BK)
         weighed = operand(rows_k.to(tl.float32) * tl.exp2(tl.minimum(-own, SPAN)), PRECISION)
         from_start = tl.exp2(own)
         readers = rows_q.to(tl.float32) * from_start
-        store_chunk(reads + here, readers, local, keys, N, BK)
-        if TERMS == 2 and KEEP and not DELTA:
-            store_chunk(rest + here, readers - readers.to(KIND).to(tl.float32), local, keys, N, BK)
+        store_chunk(made.reads + here, readers, local, keys, N, BK)
+        if C.TERMS == 2 and C.KEEP and not DELTA:
+            store_chunk(made.rest + here, readers - readers.to(C.KIND).to(tl.float32), local, keys, N, BK)
         readers = tl.trans(operand(readers, PRECISION))
         between_rows += tl.dot(weighed, readers, input_precision=PRECISION)  # sources down, readers across
         if DELTA:
             readers = rows_k.to(tl.float32) * from_start
-            store_chunk(erased + here, readers, local, keys, N, BK)
+            store_chunk(made.erased + here, readers, local, keys, N, BK)
             readers = tl.trans(operand(readers, PRECISION))
             between_keys += tl.dot(weighed, readers, input_precision=PRECISION)
     once = tl.max(far, axis=0) <= 0
     between_rows, between_keys = tl.trans(between_rows), tl.trans(between_keys)
-    tl.store(first_levels + lane * (length // L) + chunk, tl.where(once, LEVELS - 1, 0))
-    _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, L, DELTA, TERMS)
+    tl.store(made.first_levels + lane * (sizes.length // L) + chunk, tl.where(once, C.LEVELS - 1, 0))
+    _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C)
 
 
 @triton.jit
-def prepare_far_keys(
-    q, k, g, running, scores, rest, system, first_levels, table,
-    tokens, heads: tl.constexpr, length,
-    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, g_b, g_t: tl.constexpr, g_h, g_group,
-    N: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, DELTA: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr, TERMS: tl.constexpr,
-):  # fmt: skip
+def prepare_far_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
     """The scores of rows whose G is beyond SPAN, by blocks, and the first level, of every GROUP chunks that need it."""
+    N: tl.constexpr = C.N
+    BK: tl.constexpr = C.BK
+    L: tl.constexpr = C.L
+    LEVELS: tl.constexpr = C.LEVELS
+    PRECISION: tl.constexpr = C.PRECISION
+    heads: tl.constexpr = sizes.heads
+    tokens, length = sizes.tokens, sizes.length
     lane = tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
-    q += batch * q_b + head // q_group * q_h
-    k += batch * k_b + head // k_group * k_h
-    g += batch * g_b + head // g_group * g_h
-    scores += (batch * tokens * heads + head) * L
-    if DELTA:
-        rest += (batch * tokens * heads + head) * L
-    system += (batch * tokens * heads + head) * L
-    running += lane * length * N
-    first_levels += lane * (length // L)
+    q, k, g = of_head(q, batch, head), of_head(k, batch, head), of_head(g, batch, head)
+    row = (batch * tokens * heads + head) * L
+    scores, rest, system = made.scores + row, made.rest + row if C.DELTA else made.rest, left + row
+    running = made.running + lane * length * N
+    first_levels = made.first_levels + lane * (length // L)
     BLOCKS: tl.constexpr = (N + BK - 1) // BK
     local = tl.arange(0, L)
     first = tl.program_id(0) * GROUP
@@ -126,10 +156,10 @@ def prepare_far_keys(
             fallen, far = tl.zeros([L], tl.float32), tl.zeros([L], tl.float32)
             for block in tl.range(0, BLOCKS, num_stages=1):
                 keys = block * BK + tl.arange(0, BK)
-                if KEEP:
+                if C.KEEP:
                     own = load_chunk(here, local, keys, N, BK)
                 else:
-                    log = load_rows(g, g_t, rows, end, keys, N, BK, tl.float32)
+                    log = load_rows(g.at, g.token, rows, end, keys, N, BK, tl.float32)
                     own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
                     store_chunk(here, own, local, keys, N, BK)
                     tl.debug_barrier()  # it is read again, by other threads
@@ -143,30 +173,28 @@ def prepare_far_keys(
                 level, keys = step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
                 reader, writer = factors(here, load_chunk(here, local, keys, N, BK), local, keys, level, N, BK)
                 met = (meet >> level) == 1
-                rows_k = load_rows(k, k_t, rows, end, keys, N, BK, tl.float32)
+                rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
                 weighed = tl.trans(operand(rows_k * writer, PRECISION))
-                readers = operand(load_rows(q, q_t, rows, end, keys, N, BK, tl.float32) * reader, PRECISION)
+                readers = operand(load_rows(q.at, q.token, rows, end, keys, N, BK, tl.float32) * reader, PRECISION)
                 between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=PRECISION), 0.0)
-                if DELTA:
+                if C.DELTA:
                     readers = operand(rows_k * reader, PRECISION)
                     product = tl.dot(readers, weighed, input_precision=PRECISION)
                     between_keys += tl.where(met, product, 0.0)
             rows = tl.where(fallen <= SPAN, end, rows)  # those rows have their scores
-            _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, L, DELTA, TERMS)
+            _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C)
 
 
 @triton.jit
-def _store_scores(
-    scores, rest, system, between_rows, between_keys, rows, end, heads, local,
-    L: tl.constexpr, DELTA: tl.constexpr, TERMS: tl.constexpr,
-):  # fmt: skip
+def _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C: tl.constexpr):
     """Write the products of rows that read rows before them, queries also their own."""
+    L: tl.constexpr = C.L
     between_rows = tl.where(local[:, None] >= local[None, :], between_rows, 0.0)
     store_rows(scores, heads * L, rows, end, local, L, L, between_rows)
-    if TERMS == 2 and DELTA:
+    if C.TERMS == 2 and C.DELTA:
         left = between_rows - between_rows.to(scores.dtype.element_ty).to(tl.float32)
         store_rows(rest, heads * L, rows, end, local, L, L, left)
-    if DELTA:
+    if C.DELTA:
         between_keys = tl.where(local[:, None] > local[None, :], between_keys, 0.0)
         store_rows(system, heads * L, rows, end, local, L, L, between_keys)
 

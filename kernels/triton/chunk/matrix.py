@@ -12,7 +12,6 @@ head each stretch is walked forwards only then, from a state that the forward pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -342,7 +341,7 @@ def _chunk_matrix(
     marks = kept if call.marks is not None else None
     last, passed = forward(call, solve, state, y, final, saved, marks)
     if kept is not None and call.made is not None:
-        kept += replace(call.made, passed=passed if call.is_cut else call.made.passed).tensors()
+        kept += call.made._replace(passed=passed if call.is_cut else call.made.passed)
     return y, (call.empty(0, dtype=torch.float32) if last is None else last), solve
 
 
