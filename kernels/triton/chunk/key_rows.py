@@ -7,12 +7,13 @@ inverse. Kept with the chunks' first states, it spares the backward pass this ke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.key_gradient import key_gradient, key_pairs
+from dsf.kernels.triton.chunk.key_gradient import Gradients, KeyGradient, key_gradient, key_pairs
 from dsf.kernels.triton.chunk.keywise import GROUP, Keyed, KeyRows, prepare_far_keys, prepare_keys
 from dsf.kernels.triton.launch import launch
 
@@ -95,24 +96,22 @@ def key_gradients(
     width = t.chunk * (2 if call.delta else 1)
     pairs = call.empty(*lead, width, dtype=torch.float32 if t.key_terms == 2 else None)
     alone = call.empty(*lead, dtype=torch.float32)
-    sizes = (call.tokens, call.heads, call.length, call.plane, found.base, found.chunks)
-    common = {
-        "BP": t.gradient_piece, "DELTA": call.delta, "SCALED": call.scaled, "READ_SCALED": call.read,
-        "SOURCE_WANTED": source_wanted, "num_stages": 2, **call.sizes, "TERMS": t.key_terms,
-    }  # fmt: skip
-    launch(
-        key_pairs, (found.chunks, call.lanes, pieces),
-        call.v, dy, call.scalars, call.writes, call.scores, entries, found.entries, found.states, pairs, alone, dv, ds,
-        call.chunk_table, *sizes, *call.rows(call.v), num_warps=t.pair_warps, **common,
+    assert call.made is not None
+    given = call.made._replace(entries=entries, states=states), found.entries, found.states
+    to = Gradients(pairs, alone, dq, dk, dv, dg, ds, db, dc)
+    rest = to, call.chunk_table, call.measures, found.base, found.chunks
+    keyed = KeyGradient(
+        **call.common, BK=call.key_block, LEVELS=call.levels, TERMS=t.key_terms, BP=t.gradient_piece,
+        SOURCE_WANTED=source_wanted, READ_WANTED=read_wanted,
     )  # fmt: skip
-    del common["BN"]
+    q, k, v = (call.struct(x) for x in (call.q, call.k, call.v))
+    launch(
+        key_pairs, (found.chunks, call.lanes, pieces), v, dy, call.scalars, *given, *rest,
+        C=keyed, num_warps=t.pair_warps, num_stages=2,
+    )  # fmt: skip
     for once in (True, False):
         programs = found.chunks if once else -(-found.chunks // GROUP.value)
         launch(
-            key_gradient, (programs * blocks, call.lanes, pieces),
-            call.q, call.k, call.v, dy, call.scalars, call.running, call.first_levels, pairs, alone,
-            entries, found.entries, states, found.states, dq, dk, dg, ds, db, dc,
-            call.chunk_table, *sizes, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
-            BK=call.key_block, LEVELS=call.levels, ONCE=once, READ_WANTED=read_wanted,
-            num_warps=t.gradient_warps, **common,
+            key_gradient, (programs * blocks, call.lanes, pieces), q, k, v, dy, call.scalars, *given, *rest,
+            C=replace(keyed, ONCE=once), num_warps=t.gradient_warps, num_stages=2,
         )  # fmt: skip
