@@ -1,5 +1,6 @@
 """Softmax attention: the KV cache as the state, against torch's own attention, and its Taylor truncations."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -212,7 +213,7 @@ def test_a_truncation_is_a_finite_recurrence_like_any_other(order):
     for form in r.forms:
         y, state = r(q / 2, k, v, form=form, return_state=True)
         torch.testing.assert_close(y.transpose(1, 2), expected, rtol=1e-6, atol=1e-6)
-        assert state.shape[2:] == r.state_shape(N=3, P=2) == (sum(3**p for p in range(order + 1)), 2 + 1)
+        assert state.shape[2:] == r.state_shape(N=3, P=2) == (math.comb(3 + order, order), 2 + 1)
 
 
 def appended(state, tokens, seed):

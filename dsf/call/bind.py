@@ -155,7 +155,8 @@ def state_keys(spec: Spec, keys: int) -> int:
     if not spec.has_key:
         return 1
     if spec.features is not None and spec.features.startswith("taylor"):
-        return sum(keys**p for p in range(int(spec.features.removeprefix("taylor")) + 1))
+        order = int(spec.features.removeprefix("taylor"))
+        return math.comb(keys + order, order)
     return keys
 
 

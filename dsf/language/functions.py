@@ -189,7 +189,7 @@ def exp_features(x: Like) -> Expr:
 
 
 def taylor_features(x: Like, order: int) -> Expr:
-    """The same, cut after degree `order`: N' = Σ_{p ≤ order} N^p finite features.
+    """The same, cut after degree `order`: the (N + order choose order) monomials x^α, weighted 1/√α!.
 
     Raises TraceError unless x has the Key axis alone and order is an integer of at least 0.
     """

@@ -207,13 +207,22 @@ def _grad_phi1(x: Expr, ct: Expr) -> Cotangents:
 
 
 def _taylor(x: Tensor, order: int) -> Tensor:
-    """x [..., N, 1] -> [..., Σ N^p, 1]: monomials of each degree p, weighted 1/√p!."""
-    flat = x.squeeze(-1)
-    parts, power = [torch.ones_like(flat[..., :1])], flat[..., :0]
+    """x [..., N, 1] -> [..., C(N + order, order), 1]: the monomials x^α of each degree, each once, weighted 1/√α!.
+
+    Those of a degree lie by the first entry i they have, and of these by how often they have it.
+    """
+    entries = x.squeeze(-1).split(1, dim=-1)
+    powers = [torch.ones_like(entries[0])]
+    own = [[(0, powers[0][..., :0])] for _ in entries]  # of every entry, (how often, monomials that begin with it)
     for p in range(1, order + 1):
-        power = flat if p == 1 else (power.unsqueeze(-1) * flat.unsqueeze(-2)).flatten(-2) / p**0.5
-        parts.append(power)
-    return torch.cat(parts, dim=-1).unsqueeze(-1)
+        below, behind, grown = powers[-1], 0, []
+        for entry, parts in zip(entries, own, strict=True):
+            behind += sum(part.shape[-1] for _, part in parts)
+            first = entry * (below if p == 1 else below[..., behind:])
+            grown.append([(1, first)] + [(a + 1, part * entry / (a + 1) ** 0.5) for a, part in parts if a])
+        own = grown
+        powers.append(torch.cat([part for parts in own for _, part in parts], dim=-1))
+    return torch.cat(powers, dim=-1).unsqueeze(-1)
 
 
 PRIMITIVES: dict[str, Primitive] = {
