@@ -231,7 +231,7 @@ def test_every_form_is_the_papers_loop(r, tokens):
 
 @EACH
 def test_every_law_holds(r):
-    assert dsf.check(r, examples=2, dtypes=(torch.float64,)).ok
+    assert dsf.check(r, examples=1, dtypes=(torch.float64,)).ok
 
 
 def slots_of_one_head(q, k, v, s, g):
@@ -273,7 +273,7 @@ def test_slot_attention_is_two_recurrences(law):
     "r", [slots_of_keys, slots_of_values, mixers.comba, mixers.gated_deltanet2], ids=lambda r: r.name
 )
 def test_every_law_holds_of_slots_and_of_new_members(r):
-    assert dsf.check(r, examples=2, dtypes=(torch.float64,)).ok
+    assert dsf.check(r, examples=1, dtypes=(torch.float64,)).ok
 
 
 @pytest.mark.parametrize("r", [two_writes, two_reads], ids=lambda r: r.name)

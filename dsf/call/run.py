@@ -30,11 +30,9 @@ from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import apply_rule, decay_factors, finish, lower, true_state
 from dsf.torch.on_values import lower_on_values
 from dsf.torch.stabilise import EMPTY
-from dsf.triton import across as gpu_across
-from dsf.triton import chunk as gpu_chunk
 from dsf.triton import scan as gpu_scan
 from dsf.triton import step as gpu_step
-from dsf.triton.choose import is_scan, packs
+from dsf.triton.choose import is_scan, packs, room_of
 
 Timed = Mapping[str, Tensor]
 
@@ -84,8 +82,7 @@ def run_packed(
         if is_scan(spec):
             return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
         assert isinstance(bounds, Tensor)
-        chunks = gpu_across.run_across if spec.acts_on_values else gpu_chunk.run_matrix
-        return chunks(spec, bound, timed, state, bounds)
+        return room_of(spec).run_matrix(spec, bound, timed, state, bounds)
     for batch in packing.batches(bounds, bound.device):
         start = None if state is None else state.index_select(0, batch.chosen)
         y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan, declared=declared)
@@ -113,8 +110,7 @@ def _run(
             return gpu_step.run(spec, bound, state)
         if is_scan(spec):
             return gpu_scan.fused_scan(spec, bound, timed, state, valid)
-        chunks = gpu_across.run_across if spec.acts_on_values else gpu_chunk.run_matrix
-        return chunks(spec, bound, timed, state)
+        return room_of(spec).run_matrix(spec, bound, timed, state)
     if plan.form == CONVOLUTION:
         still = invariant(declared or spec)
         assert isinstance(still, Still)

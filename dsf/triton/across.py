@@ -78,7 +78,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     return None if refused is None else f"of the transposed system, {refused}"
 
 
-def run_across(
+def run_matrix(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] and the final state [B, H, N, P]; arguments as dsf.triton.chunk.run_matrix has them."""
@@ -111,7 +111,7 @@ class Across(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Run, n: int, q: Tensor, state: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """q: [B, T, H, p]; run as in run_across. Returns y [B, T, H, n] and the last state [B, H, n, p]."""
+        """q: [B, T, H, p]; run as in run_matrix. Returns y [B, T, H, n] and the last state [B, H, n, p]."""
         ctx.run, ctx.held = run, state is not None
         ctx.save_for_backward(q, *tensors, *([] if state is None else [state]))
         with torch.enable_grad():

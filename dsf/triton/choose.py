@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from dsf.language.spec import Spec
 from dsf.triton import across as gpu_across
 from dsf.triton import attention as gpu_attention
 from dsf.triton import chunk as gpu_matrix
+from dsf.triton import features as gpu_features
 from dsf.triton import scan as gpu_scan
 from dsf.triton import step as gpu_step
 from dsf.triton import support
@@ -51,11 +53,9 @@ def refusal(
     if steps(spec, sizes, dtype, form, grad):
         return None
     if form not in ("auto", *forms_of(spec)):
-        return f"the {form} form of {spec.structure} runs on torch only, but for one token without gradients"
-    if spec.acts_on_values:
-        return gpu_across.refusal(spec, sizes, dtype)
-    room = gpu_scan if is_scan(spec) else gpu_matrix
-    return room.refusal(spec, sizes, dtype)
+        token = ", but for one token without gradients" * (gpu_step.refusal(spec, sizes, dtype) is None)
+        return f"the {form} form of {spec.structure} runs on torch only{token}"
+    return gpu_scan.refusal(spec, sizes, dtype) if is_scan(spec) else room_of(spec).refusal(spec, sizes, dtype)
 
 
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
@@ -91,9 +91,10 @@ def kernel_of(
     if spec.acts_on_values:
         name, length = gpu_matrix.kernel_of(gpu_across.transposed(spec), gpu_across.sizes_of(sizes), dtype, device)
         return f"{name} of the transposed state", length
-    return (
-        gpu_scan.kernel_of(spec, sizes, device) if is_scan(spec) else gpu_matrix.kernel_of(spec, sizes, dtype, device)
-    )
+    if is_scan(spec):
+        return gpu_scan.kernel_of(spec, sizes, device)
+    sizes = gpu_features.sizes_of(sizes) if gpu_features.has_features(spec) else sizes
+    return gpu_matrix.kernel_of(inside(spec), sizes, dtype, device)
 
 
 def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
@@ -102,8 +103,21 @@ def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
         return ""
     if one_step:
         return gpu_step.program_of(spec)[0].text
-    spec = gpu_across.transposed(spec) if spec.acts_on_values else spec
-    return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(spec)[0].text
+    return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(inside(spec))[0].text
+
+
+def room_of(spec: Spec) -> Any:
+    """Where calls of the matrix families are handed over: what acts on values, and features, make others of them."""
+    if spec.acts_on_values:
+        return gpu_across
+    return gpu_features if gpu_features.has_features(spec) else gpu_matrix
+
+
+def inside(spec: Spec) -> Spec:
+    """The system that the matrix kernels run."""
+    if spec.acts_on_values:
+        return gpu_across.transposed(spec)
+    return gpu_features.featured(spec).spec if gpu_features.has_features(spec) else spec
 
 
 def _one_read(spec: Spec) -> Spec:
@@ -120,12 +134,11 @@ def packs(spec: Spec) -> bool:
 def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
     """True where packed sequences are found on the GPU alone: the chunk kernels take a tensor of boundaries."""
     spec = _one_read(spec)
-    room = gpu_across if spec.acts_on_values else gpu_matrix
-    return not (spec.is_attention or is_scan(spec)) and room.refusal(spec, sizes, dtype) is None
+    return not (spec.is_attention or is_scan(spec)) and room_of(spec).refusal(spec, sizes, dtype) is None
 
 
 def packs_hidden(spec: Spec, form: str) -> bool:
     """True where boundaries need not be known on the host, for sizes that the kernels hold."""
     spec = _one_read(spec)
-    spec = gpu_across.transposed(spec) if spec.acts_on_values else spec
+    spec = inside(spec)
     return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))

@@ -26,7 +26,7 @@ def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
         return False
     if is_scan(spec):
         return spec.rule is None
-    if apart(spec) or spec.acts_on_values:
+    if apart(spec) or spec.acts_on_values or spec.features is not None:
         return False
     whole = chunk.channels(spec, bound.sizes.p) == bound.sizes.p
     return whole and bound.sizes.batch * bound.sizes.heads <= chunk.GRID
