@@ -30,6 +30,12 @@ def phi1(x: Like) -> Expr:
     return _call("phi1", x)
 
 
+def elu1(x: Like) -> Expr:
+    """elu(x) + 1, the feature map of linear attention (Katharopoulos et al. 2020, eq. 7)."""
+    x = as_expr(x)
+    return where(x > 0, x + 1.0, exp(minimum(x, 0.0)))
+
+
 def log(x: Like) -> Expr:
     """Natural logarithm."""
     return _call("log", x)
@@ -38,6 +44,12 @@ def log(x: Like) -> Expr:
 def log1p(x: Like) -> Expr:
     """log(1 + x), accurate near 0."""
     return _call("log1p", x)
+
+
+def relu(x: Like) -> Expr:
+    """max(x, 0); derivative 0 at 0."""
+    x = as_expr(x)
+    return where(x > 0, x, 0.0)
 
 
 def sqrt(x: Like) -> Expr:
@@ -50,6 +62,12 @@ def rsqrt(x: Like) -> Expr:
     return _call("rsqrt", x)
 
 
+def silu(x: Like) -> Expr:
+    """x · sigmoid(x)."""
+    x = as_expr(x)
+    return x * sigmoid(x)
+
+
 def sigmoid(x: Like) -> Expr:
     """1 / (1 + e^-x)."""
     return _call("sigmoid", x)
@@ -60,47 +78,9 @@ def complement(x: Like) -> Expr:
     return _call("complement", x)
 
 
-def tanh_slope(x: Like) -> Expr:
-    """4 σ(2x) σ(-2x), the derivative of tanh, which is 1 - tanh(x)² with all its digits."""
-    return _call("tanh_slope", x)
-
-
-def silu(x: Like) -> Expr:
-    """x · sigmoid(x)."""
-    x = as_expr(x)
-    return x * sigmoid(x)
-
-
 def logsigmoid(x: Like) -> Expr:
     """log(sigmoid(x)) without underflow."""
     return _call("logsigmoid", x)
-
-
-def softplus(x: Like) -> Expr:
-    """log(1 + e^x) without overflow."""
-    return _call("softplus", x)
-
-
-def tanh(x: Like) -> Expr:
-    """Hyperbolic tangent."""
-    return _call("tanh", x)
-
-
-def relu(x: Like) -> Expr:
-    """max(x, 0); derivative 0 at 0."""
-    x = as_expr(x)
-    return where(x > 0, x, 0.0)
-
-
-def elu1(x: Like) -> Expr:
-    """elu(x) + 1, the feature map of linear attention (Katharopoulos et al. 2020, eq. 7)."""
-    x = as_expr(x)
-    return where(x > 0, x + 1.0, exp(minimum(x, 0.0)))
-
-
-def abs(x: Like) -> Expr:
-    """|x|; derivative 0 at 0."""
-    return _call("abs", x)
 
 
 def minimum(a: Like, b: Like) -> Expr:
@@ -113,11 +93,31 @@ def maximum(a: Like, b: Like) -> Expr:
     return _call("maximum", a, b)
 
 
+def softplus(x: Like) -> Expr:
+    """log(1 + e^x) without overflow."""
+    return _call("softplus", x)
+
+
+def tanh(x: Like) -> Expr:
+    """Hyperbolic tangent."""
+    return _call("tanh", x)
+
+
+def tanh_slope(x: Like) -> Expr:
+    """4 σ(2x) σ(-2x), the derivative of tanh, which is 1 - tanh(x)² with all its digits."""
+    return _call("tanh_slope", x)
+
+
 def where(condition: Any, a: Like, b: Like) -> Expr:
     """a where condition (a comparison such as x > 0) holds, else b. Raises TraceError for any other condition."""
     if not (isinstance(condition, Expr) and condition.op in COMPARISONS):
         raise TraceError(f"where needs a comparison of expressions (>, >=, <, <=) as its condition, got {condition!r}")
     return Expr("where", (condition, as_expr(a), as_expr(b)))
+
+
+def abs(x: Like) -> Expr:
+    """|x|; derivative 0 at 0."""
+    return _call("abs", x)
 
 
 def sin(x: Like) -> Expr:

@@ -18,7 +18,7 @@ from dsf.kernels.triton.sizes import power
 LEVEL_TOKENS = 1024  # tokens a program of the running maximum
 
 
-class Call(Pointwise):
+class ChunkCall(Pointwise):
     """One call of the matrix families."""
 
     def __init__(self, program: Program, operands: Sequence[Tensor], bounds: Tensor | None = None) -> None:

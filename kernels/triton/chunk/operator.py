@@ -15,14 +15,14 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
-from dsf.kernels.triton.chunk.call import Call, last_rows
+from dsf.kernels.triton.chunk.call import ChunkCall, last_rows
 from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.chunk.row_gradients import Skip
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.programs import PROGRAMS, gathered
 
 
-def starting(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def starting(call: ChunkCall, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """S_0 [B or sequences, H, N, columns] beside its normaliser's column, the first running maximum, its rescaling."""
     if state is None:
         return None, None, None
@@ -38,7 +38,7 @@ def starting(call: Call, state: Tensor | None) -> tuple[Tensor | None, Tensor | 
     return start.contiguous(), first, scale
 
 
-def _read_first(call: Call, start: Tensor | None, y: Tensor) -> Tensor:
+def _read_first(call: ChunkCall, start: Tensor | None, y: Tensor) -> Tensor:
     """What the first token reads of S_0, for read="before": [B or sequences, H, columns]."""
     if start is None:
         return y.new_zeros(call.ends, call.heads, call.columns + call.inside)
@@ -64,7 +64,7 @@ def _forward(
     what dsf.kernels.triton.chunk.shard found before.
     """
     known = PROGRAMS[program]
-    call = Call(known, operands, bounds)
+    call = ChunkCall(known, operands, bounds)
     start, first, _ = starting(call, state)
     saved = []
     if known.stabilised:
@@ -104,7 +104,7 @@ def _forward(
 
 
 def _chunks(
-    call: Call, start: Tensor | None, wide: bool, keep: bool, held: Sequence[Tensor]
+    call: ChunkCall, start: Tensor | None, wide: bool, keep: bool, held: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor | None]:
     """By the chunk kernels: y (float32 when `wide`), S_T's columns, what they keep for backward, the normaliser."""
     arguments = call.chunk_arguments(start)
@@ -124,7 +124,7 @@ def _chunks(
     return y, [final, normal.final.unsqueeze(-1)], [solve, normal.states, *(rows or ())], normal.read
 
 
-def read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+def read_gradient(call: ChunkCall, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """The gradients of what the chunk kernels read, [B, T, H, columns] and of a normaliser [B, T, H], from y's."""
     call.tensors[".dy"] = dy
     if "readout_adjoint" not in call.program.accesses:
@@ -141,7 +141,9 @@ def read_gradient(call: Call, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     return out, slope
 
 
-def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def _pull_first(
+    call: ChunkCall, d_first: Tensor, start: Tensor | None, gradients: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Gradients of the next token's query (and read scale) back at their own token; what the first one reads of S_0."""
     found = {}
     query, read = call.operand("query"), call.operand("read")
@@ -162,7 +164,7 @@ def _pull_first(call: Call, d_first: Tensor, start: Tensor | None, gradients: di
     return found
 
 
-def first_reads(call: Call, d_first: Tensor) -> Tensor:
+def first_reads(call: ChunkCall, d_first: Tensor) -> Tensor:
     """The gradient of S_0 through what first tokens read of it, for read="before"."""
     query, read = call.operand("query"), call.operand("read")
     assert query is not None
@@ -172,7 +174,7 @@ def first_reads(call: Call, d_first: Tensor) -> Tensor:
 
 
 def by_row(
-    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None
+    call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of what tokens read as the chunk kernels' rows have them: of the first token's, of the rows', of a
     normaliser's, and of the final state's columns."""
@@ -191,7 +193,7 @@ def by_row(
 
 
 def _chunk_gradients(
-    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
+    call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
     held: Sequence[Tensor],
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
@@ -214,7 +216,7 @@ def _chunk_gradients(
 
 
 def _unchunk(
-    call: Call, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
+    call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
     held: Sequence[Tensor],
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients of the operands row by row, and of S_0, by the chunk kernels."""
@@ -248,7 +250,7 @@ def _unchunk(
 
 
 def resumed(
-    call: Call, state: Tensor | None, saved: Sequence[Tensor]
+    call: ChunkCall, state: Tensor | None, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
     """S_0 and its rescaling (`_start`), and what the chunk kernels kept; the rest of `saved` is named."""
     known = call.program
@@ -273,7 +275,7 @@ def _backward(
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """Gradients of the operands that need one, in order, and of the state (empty without one)."""
     known = PROGRAMS[program]
-    call = Call(known, operands, bounds)
+    call = ChunkCall(known, operands, bounds)
     start, scale, kept = resumed(call, state, saved)
     wanted = {a.role: x for a, x, need in zip(known.inputs, operands, needs, strict=True) if need}
     for a in known.inputs:
@@ -326,7 +328,7 @@ class _Differentiable(torch.autograd.Function):
         bounds, state, *rest = ctx.saved_tensors
         operands, saved = rest[: ctx.count], rest[ctx.count :]
         if dy is None:
-            call = Call(PROGRAMS[ctx.program], operands)
+            call = ChunkCall(PROGRAMS[ctx.program], operands)
             dy = operands[0].new_zeros(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
         needs = list(ctx.needs_input_grad[3:])
         found, first = matrix_mixer_backward(dy, dfinal, operands, state, saved, ctx.program, needs, bounds)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsf.kernels.affine import exact_product
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
-from dsf.kernels.triton.chunk.call import Call
+from dsf.kernels.triton.chunk.call import ChunkCall
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks
 from dsf.kernels.triton.chunk.operator import by_row, first_reads, read_gradient, resumed, starting
 from dsf.kernels.triton.chunk.reverse_walk import AdjointOutputs
@@ -40,7 +40,7 @@ def _run(
     state: the one that they are entered with, or None for one in which nothing was written.
     """
     known = PROGRAMS[program]
-    call = Call(known, operands)
+    call = ChunkCall(known, operands)
     start, first, _ = starting(call, state)
     last = None
     if known.stabilised:
@@ -124,7 +124,7 @@ def _pull(
     dsf::matrix_shard held for it.
     """
     known = PROGRAMS[program]
-    call = Call(known, operands)
+    call = ChunkCall(known, operands)
     start, scale, kept = resumed(call, state, saved)
     d_first, dy, slope, dfinal = by_row(call, *read_gradient(call, dy), dfinal)
     arguments, found = call.chunk_arguments(start), list[Tensor]()
