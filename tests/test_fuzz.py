@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from dsf.checking.ranges import ranges_of
 from dsf.fuzz import Case, attempt, combined, poisoned, run, shrink
 from dsf.fuzz.__main__ import main
 from dsf.fuzz.case import EXPANDED, LAYOUTS
-from dsf.fuzz.declaration import smaller
+from dsf.fuzz.declaration import Declaration, smaller
 from dsf.fuzz.draw import GPU, TORCH, Cases
 from dsf.fuzz.grammar import DECK, FAMILIES, KNOWN, draw
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
@@ -378,6 +379,34 @@ def test_every_family_is_dealt() -> None:
     assert set(DECK) == set(FAMILIES)
 
 
-def test_softmax_is_refused_in_words() -> None:
-    with pytest.raises(dsf.FormError, match="use dsf"):
-        run(cases=1, recurrence=dsf.mixers.softmax_attention)
+@pytest.mark.parametrize("name", ["softmax_attention", "fox", "sink_attention"])
+def test_attention_is_tried_with_its_caches(name: str) -> None:
+    result = run(cases=12, recurrence=dsf.mixers.get(name).recurrence, seed=1, profile=SMALL)
+    assert result.ok, result
+
+
+WINDOWED = Declaration("window", (("sigmoid(s)", "k * v"),), "q", window=5)
+
+
+@pytest.mark.parametrize("wrong", ["keys", "count", "gradient"])
+def test_a_wrong_cache_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last cache with one key, one count or one gradient that is another."""
+    case = Case(tokens=9, lengths=(4, 0, 5), n=2, p=2, heads=2, initial=True, form="chunk", seed=3)
+    recurrence = WINDOWED.build()
+    assert attempt(recurrence, case).status == "right"
+    whole = Subject.run
+
+    def spoilt(self: Any, form: str, *given: Any, **more: Any) -> Any:
+        y, cache = whole(self, form, *given, **more)
+        if wrong == "keys":
+            cache = cache._replace(k=torch.cat([cache.k[:, :, :1] + 1e-6, cache.k[:, :, 1:]], 2))
+        elif wrong == "count":
+            cache = cache._replace(lengths=cache.lengths + 1)
+        else:
+            cache = cache._replace(k=cache.k.detach())
+        return y, cache
+
+    monkeypatch.setattr(Subject, "run", spoilt)
+    verdict = attempt(recurrence, case)
+    assert verdict.status == "wrong" and verdict.finding is not None
+    assert verdict.finding.quantity == ("grad initial_state.k" if wrong == "gradient" else "state")

@@ -22,6 +22,10 @@ from dsf import (
     sigmoid,
     turn,
 )
+from dsf.checking.examples import Example
+from dsf.checking.laws import LAWS
+from dsf.checking.measure import Subject
+from dsf.checking.ranges import ranges_of
 from dsf.kernels.invariant import fast_length
 from dsf.language.invariant import is_invariant
 
@@ -194,3 +198,38 @@ def test_fast_lengths_hold_what_they_must():
             while rest % prime == 0:
                 rest //= prime
         assert least <= found <= 1.2 * least + 1 and rest == 1
+
+
+@pytest.mark.parametrize("recurrence", LINES, ids=lambda r: r.name)
+def test_backwards_is_the_convolution_of_the_other_order(recurrence):
+    """By the law, packed and in pieces with states and all gradients, and against the naive form."""
+    subject = Subject(recurrence, ranges_of(recurrence.spec))
+    for example in (
+        Example(tokens=83, heads=2, n=4, p=3, initial=True, cuts=(4, 4, 70), seed=1),
+        Example(batch=2, tokens=70, heads=2, n=4, p=3, initial=True, cuts=(5, 66), seed=2),
+    ):
+        broken = [m for m in LAWS["reverse"].measure(subject, "convolution", example) if not m.ok]
+        assert not broken, broken
+    inputs = subject.inputs(Example(tokens=71, heads=2, n=4, p=3))
+    state = subject.state(Example(tokens=71, heads=2, n=4, p=3, initial=True))
+    (y, last), (expected, first) = (
+        recurrence(**inputs, initial_state=state, reverse=True, return_state=True, form=form)
+        for form in ("convolution", "naive")
+    )
+    torch.testing.assert_close(y, expected, **CLOSE)
+    torch.testing.assert_close(last, first, **CLOSE)
+
+
+def test_backwards_is_the_sum_over_later_tokens():
+    torch.manual_seed(0)
+    x = torch.randn(1, 70, 1, 1, dtype=torch.float64)
+    a, c = torch.rand(1, 3, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64)
+
+    @dsf.recurrence
+    def bank(x: Value, a: Param[Key], c: Param[Key]) -> System:
+        return System(A=a, B=c * x, C=c)
+
+    y = bank(x, a, c, form="convolution", reverse=True)
+    response = torch.stack([(c**2 * a**lag).sum() for lag in range(70)])
+    later = torch.stack([(response[: 70 - t] * x[0, t:, 0, 0]).sum() for t in range(70)])
+    torch.testing.assert_close(y[0, :, 0, 0], later, **CLOSE)

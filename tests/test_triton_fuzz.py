@@ -10,7 +10,7 @@ from interpreted import interpreted
 from test_triton_scan import small_tiles  # noqa: F401, a fixture
 
 from dsf import mixers
-from dsf.fuzz import Case, Declaration, attempt, run
+from dsf.fuzz import Case, Declaration, attempt, loop, run
 from dsf.fuzz.draw import INTERPRETER
 from dsf.fuzz.grammar import KNOWN
 from dsf.fuzz.loop import takes_empty
@@ -38,6 +38,17 @@ def test_kernels_withstand_random_calls_of_random_declarations(seed: int, tiny_t
     assert result.ok, str(result)
     assert result.cases == 30 and len(result.undecided) <= 2, result.undecided
     assert result.quotas["three calls or more"] and (result.quotas["packed with empty sequences"] or not takes_empty())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_kernels_withstand_random_calls_of_random_declarations(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases, turns, windows and sinks, from caches and packed; KNOWN, which every run begins with, besides."""
+    monkeypatch.setattr(loop, "DECK", ("attention",))
+    result = run(cases=30, seed=300 + seed, backend="triton", each=5, shrink=0)
+    assert result.ok, str(result)
+    assert result.cases == 30 and len(result.undecided) <= 2, result.undecided
 
 
 def test_the_gradient_of_a_first_state_that_is_all_but_erased(tiny_tiles: None) -> None:

@@ -22,9 +22,9 @@ KINDS = {
     "th": "Pair", "pth": "Param[Pair]",  # angles
 }  # fmt: skip
 FUNCTIONS = (
-    "I", "N", "System", "abs", "bilinear", "compose", "diag", "dot", "elu1", "exp", "expm1", "l2norm", "log1p",
-    "logsigmoid", "maximum", "minimum", "outer", "pair", "phi1", "prev", "quarter_turn", "ratio", "relu", "rsqrt",
-    "sigmoid", "silu", "sin", "softplus", "sqrt", "sum_key", "tanh", "turn", "where", "zoh",
+    "I", "N", "System", "abs", "bilinear", "compose", "diag", "dot", "elu1", "exp", "exp_features", "expm1", "l2norm",
+    "log1p", "logsigmoid", "maximum", "minimum", "outer", "pair", "phi1", "prev", "quarter_turn", "ratio", "relu",
+    "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "sum_key", "tanh", "turn", "where", "zoh",
 )  # fmt: skip
 NAME = "fuzzed"
 
@@ -45,6 +45,7 @@ class Declaration:
     rule: str = ""
     drive: str = ""
     lets: tuple[tuple[str, str], ...] = ()
+    window: int = 0
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ class Declaration:
     @property
     def inputs(self) -> dict[str, str]:
         """Annotations of the inputs that are used, by name."""
-        used = _names(*self.parts)
+        used = _names(*self.parts, self.rule)
         return {name: kind for name, kind in KINDS.items() if name in used}
 
     @functools.cached_property
@@ -81,7 +82,7 @@ class Declaration:
         lines += [f"def {NAME}({given}):", *(f"    {self.lets[i][0]} = {self.lets[i][1]}" for i in self._used())]
         systems = [f"System(A={a}, B={b})" for a, b in self.steps[:-1]]
         more = [("D", self.D, "0"), ("read", repr(self.read), repr("after")), ("normalize", self.rule, "")]
-        more += [("drive", self.drive, "")]
+        more += [("drive", self.drive, ""), ("window", str(self.window), "0")]
         a, b = self.steps[-1]
         last = "".join(f", {name}={value}" for name, value, plain in more if value != plain)
         systems.append(f"System(A={a}, B={b}, C={self.C}{last})")
@@ -116,6 +117,11 @@ def smaller(declaration: Declaration) -> Iterator[Declaration]:
     d = declaration
     if d.rule:
         yield replace(d, rule="", drive="")
+        if d.rule != "dsf.ratio":
+            yield replace(d, rule="dsf.ratio")
+    for window in sorted({0, 1, d.window // 2} - {d.window}):
+        if window < d.window:
+            yield replace(d, window=window)
     if len(d.steps) > 1:
         for place in range(len(d.steps)):
             yield replace(d, steps=(*d.steps[:place], *d.steps[place + 1 :]))

@@ -90,6 +90,8 @@ RANK_ONE = [
     ("diag(exp(-0.6 * sigmoid(sk)))", "-outer(sigmoid(bk) * k, k)"), ("sigmoid(s) * I", "-0.5 * outer(k, bk * k)"),
     ("diag(sigmoid(sk))", "outer(0.5 * tanh(b) * k, l)"), ("I", "-sigmoid(b) * outer(k, k * sigmoid(pk))"),
 ]  # fmt: skip
+WINDOWS = [0, 0, 1, 2, 3, 5, 16, 40]
+SINKS = ["lambda num, den, one: num / (den + exp(ps) * one)", "lambda num, den, one: num / (den + one)"]
 GUARDED = [
     "lambda num, den, one: num / maximum(abs(den), one)",
     "lambda num, den, one: num / (abs(den) + one)",
@@ -255,17 +257,47 @@ def _invariant(pick: Pick) -> Declaration:
     return Declaration("time-invariant", ((a, b),), c, pick(["0", "pv * v", "tanh(i) * v"]), _read(pick))
 
 
+def _attention(pick: Pick) -> Declaration:
+    """Exponential features with what may stand beside them: a decay a head, turns, windows, sinks."""
+    decay = pick(["", "", "sigmoid(s) * ", "exp(-softplus(ps)) * ", "exp(-softplus(s)) * ", "0.9 * "])
+    turn = pick(["", "", "", "turn(ps)", "turn(th)", "turn(tanh(b))", "turn(softplus(b) * pth)"])
+    a = f"{decay}{turn}" if turn else decay.removesuffix(" * ") or "I"
+    key = pick(["k", "k", "silu(k)", "l2norm(k)", "k * sigmoid(sk)", "k * sigmoid(pk)"])
+    query = pick(["q * N ** -0.5", "q * N ** -0.5", "0.3 * q", "l2norm(q)", "q * (sigmoid(b) * N ** -0.5)"])
+    rule = pick(["dsf.ratio", "dsf.ratio", *SINKS])
+    return Declaration(
+        "attention", ((a, f"exp_features({key}) * v"),), f"exp_features({query})", rule=rule, window=pick(WINDOWS)
+    )
+
+
+def _window(pick: Pick) -> Declaration:
+    """Finite states of the last tokens alone, with a quotient or without."""
+    a = pick(["I", "0.9", "sigmoid(s)", "exp(-softplus(ps))", "exp(-softplus(s))", "sigmoid(s) * turn(th)", "turn(ps)"])
+    window = pick(WINDOWS[2:])
+    if pick([True, False]):
+        b = pick(["k * v", "k * (sigmoid(b) * v)", "silu(k) * v", "l2norm(k) * (v * relu(b))"])
+        c, skip = pick(["q", "q * sigmoid(o)", "silu(q)"]), pick(["0", "pv * v"])
+        return Declaration("window", ((a, b),), c, skip, window=window)
+    if "turn" in a or pick([True, False]):
+        rule, b, c = pick(GUARDED), pick(["k * v", "exp(i) * k * v"]), "q"
+    else:
+        rule, (key, c) = "dsf.ratio", pick(POSITIVE)
+        b = f"{key} * v"
+    return Declaration("window", ((a, b),), c, rule=rule, drive="v" if rule in GUARDED else "", window=window)
+
+
 FAMILIES: dict[str, Callable[[Pick], Declaration]] = {
     "elementwise": _elementwise, "dense write": _dense_write, "decay": _decay, "value decay": _value_decay,
     "vector": _vector, "delta": _delta, "rank one": _rank_one, "micro-steps": _product, "normalised": _normalised,
     "exponential gate": _exponential, "turned": _turned, "learnt": _learnt, "time-invariant": _invariant,
-    "on values": _on_values, "several": _several,
+    "on values": _on_values, "several": _several, "attention": _attention, "window": _window,
 }  # fmt: skip
 # What run() deals from, in turn: half elementwise, where the kernels differ most from one declaration to the next.
 DECK = (
     "elementwise", "decay", "elementwise", "delta", "vector", "elementwise", "rank one", "value decay", "elementwise",
     "micro-steps", "dense write", "learnt", "delta", "elementwise", "normalised", "exponential gate", "elementwise",
     "decay", "turned", "time-invariant", "on values", "several",
+    "attention", "window",
 )  # fmt: skip
 # Wrong once: rows of a last block that no token fills, left unwritten. Every run tries it first.
 KNOWN = Declaration(

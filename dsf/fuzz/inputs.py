@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsf.call.recurrence import Recurrence
+from dsf.call.recurrence import Recurrence, State
 from dsf.checking.examples import PREFIX, draw_tensor, regimes_of
 from dsf.checking.measure import HALF
 from dsf.checking.ranges import Range
+from dsf.fuzz.caches import given_type, rows_of
 from dsf.fuzz.case import Case
 from dsf.language.annotations import Kind
 from dsf.language.expr import KEY, VALUE
@@ -76,26 +77,31 @@ def _expanded_axis(way: str, heads: int, x: Tensor) -> int | None:
     return axis if axis is not None and axis < x.dim() else None
 
 
-def states(recurrence: Recurrence, ranges: Ranges, case: Case) -> list[Tensor | None]:
+def states(recurrence: Recurrence, ranges: Ranges, case: Case) -> list[State | None]:
     """Every call's initial state on the CPU: what a few tokens before leave."""
     if not case.initial:
         return [None] * case.calls
     inputs: dict[str, Any] = {}
     for entry in recurrence.spec.inputs:
         regime = regimes_of(recurrence.spec, entry.name, ranges[entry.name])[0]
-        shape = shape_of(case, entry.kind, case.heads, PREFIX, case.calls * case.rows)
+        few = case.groups.get(entry.name, case.heads) if recurrence.spec.is_attention else case.heads  # caches have few
+        shape = shape_of(case, entry.kind, few, PREFIX, case.calls * case.rows)
         inputs[entry.name] = draw_tensor(ranges[entry.name], regime, shape, entry.kind, _seed(case, entry.name, 0))
     with torch.no_grad():
         state = recurrence(**inputs, return_state=True, form="recurrent", backend="torch")[1]
-    state = state.to(torch.float64 if case.dtype == "float64" else torch.float32)
-    return list(state.split(case.rows))
+    state = given_type(recurrence, case, state)
+    return [rows_of(state, range(at, at + case.rows)) for at in range(0, case.calls * case.rows, case.rows)]
 
 
-def cotangents(case: Case, call: int, state: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """dy in the inputs' dtype, and float64 numbers for the final state in its true scale; rounded as the inputs are."""
+def cotangents(case: Case, call: int, state: Sequence[int], cached: bool = False) -> tuple[Tensor, Tensor]:
+    """dy in the inputs' dtype, and float64 numbers for the final state in its true scale; rounded as the inputs are.
+
+    cached: the state is a cache, which has the inputs' dtype itself, and so has its gradient.
+    """
     generator = torch.Generator().manual_seed(_seed(case, "dy", call))
     dy = torch.randn(case.batch, case.tokens, case.heads, case.p, generator=generator, dtype=torch.float64)
-    ds = torch.randn(state, generator=generator, dtype=torch.float32).double()
+    ds = torch.randn(tuple(state), generator=generator, dtype=torch.float32)
+    ds = (ds.to(case.torch_dtype) if cached else ds).double()
     return _repeated(dy.to(case.torch_dtype), case.layouts.get("dy", "plain"), 2), ds
 
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dsf.call import packing
-from dsf.call.recurrence import Recurrence
+from dsf.call.recurrence import Recurrence, State
 from dsf.checking.compare import OUTPUT
 from dsf.checking.measure import BLOCK, KERNELS, Subject, distance, misfits, typical_entry
 from dsf.checking.ranges import Given, ranges_of
+from dsf.fuzz.caches import as_numbers, changed
 from dsf.fuzz.case import Case
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
 from dsf.fuzz.poison import poisoned
@@ -104,8 +105,8 @@ def attempt(
     subject = Subject(recurrence, _ranges(recurrence, ranges), None, device, case.backend)
     values = [numbers(recurrence, subject.ranges, case, call) for call in range(1, case.calls + 1)]
     starts = states(recurrence, subject.ranges, case)
-    shape = (case.rows, case.heads, *true_shape(recurrence, case))
-    cots = [cotangents(case, call, shape) for call in range(1, case.calls + 1)]
+    shape = _state_shape(recurrence, case, values, starts)
+    cots = [cotangents(case, call, shape, recurrence.spec.is_attention) for call in range(1, case.calls + 1)]
     expected = truths(recurrence, case, values, starts, cots)
     if not all(e.is_usable(case.dtype) for e in expected):
         return Verdict("void")
@@ -138,8 +139,17 @@ def true_shape(recurrence: Recurrence, case: Case) -> tuple[int, int]:
     return recurrence.state_shape(N=case.n if recurrence.spec.has_key else 1, P=case.p)[0], layout.p + layout.den
 
 
+def _state_shape(
+    recurrence: Recurrence, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None]
+) -> tuple[int, ...]:
+    """Of a call's final state as numbers: of a cache as the oracle has it."""
+    if not recurrence.spec.is_attention:
+        return (case.rows, case.heads, *true_shape(recurrence, case))
+    return tuple(truths(recurrence, replace(case, loss=""), values, starts, [])[0].state.shape)
+
+
 def _calls(
-    subject: Subject, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[Tensor | None],
+    subject: Subject, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None],
     cots: Sequence[Cotangents], expected: Sequence[Expected],
 ) -> tuple[dict[str, float], Finding | None]:  # fmt: skip
     """The worst errors, and the first finding."""
@@ -170,10 +180,11 @@ def _calls(
     return errors, None
 
 
-def _start(case: Case, start: Tensor | None, memory: Memory) -> Tensor | None:
+def _start(case: Case, start: State | None, memory: Memory) -> State | None:
     if start is None:
         return None
-    return memory.put(start, case.layouts.get("initial_state", "plain"), 1).detach().requires_grad_(bool(case.loss))
+    way = case.layouts.get("initial_state", "plain")
+    return changed(start, lambda x: memory.put(x, way, 1).detach().requires_grad_(bool(case.loss)))
 
 
 def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor]) -> None:
@@ -193,8 +204,10 @@ def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tenso
 
 @functools.lru_cache(maxsize=32)
 def neighbour(recurrence: Recurrence) -> Recurrence:
-    """Another recurrence of the same inputs: it reads twice as much."""
+    """Another recurrence of the same inputs: it reads twice as much, or of softmax is another by its name alone."""
     system = recurrence.spec.system
+    if recurrence.spec.is_softmax:
+        return Recurrence(replace(recurrence.spec, name=f"{recurrence.name}_again"))
     return Recurrence(replace(recurrence.spec, name=f"{recurrence.name}_twice", system=replace(system, C=2 * system.C)))
 
 
@@ -209,7 +222,7 @@ def forget(recurrence: Recurrence) -> None:
 
 
 def _run(
-    subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor], start: Tensor | None, cots: Cotangents,
+    subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor], start: State | None, cots: Cotangents,
     memory: Memory,
 ) -> Ran:  # fmt: skip
     """One call and its gradients."""
@@ -219,24 +232,29 @@ def _run(
         else:
             bounds = torch.tensor(case.bounds, device=subject.device) if case.lengths else None
             y, found = subject.run(case.form, leaves, start, bounds, reverse=case.reverse)
-            assert isinstance(found, Tensor)
+            assert found is not None
             final = found
-        state = subject.recurrence.true_state(final.double(), case.p)
+        state = as_numbers(subject.recurrence, case, final)
     grads: dict[str, Tensor] = {}
     if case.loss:
         wrt = {n: x for n, x in leaves.items() if x.requires_grad}
         if case.is_one(call) and not case.overlap:
             wrt = {n: x for n, x in wrt.items() if n not in case.alias[1:]}
-        if start is not None:
-            wrt["initial_state"] = start
+        wrt |= subject.state_leaves(start)
         dy = memory.put(cots[0], case.layout("dy", call), 2)
         pairs = [(y, dy)] if case.loss in ("both", "y") else []
         pairs += [(state, cots[1].to(state))] if case.loss in ("both", "state") else []
         grads = subject.without_gain(_differentiated([p for p in pairs if p[0].requires_grad], wrt), case.p)
-    return Ran(y.detach(), final.detach(), state.detach(), grads)
+    raw = final if isinstance(final, Tensor) else state.to(start_dtype(case))
+    return Ran(y.detach(), raw.detach(), state.detach(), grads)
 
 
-def _stepped(subject: Subject, case: Case, leaves: Mapping[str, Tensor], state: Any) -> tuple[Tensor, Tensor]:
+def start_dtype(case: Case) -> torch.dtype:
+    """What states are computed in."""
+    return torch.float64 if case.dtype == "float64" else torch.float32
+
+
+def _stepped(subject: Subject, case: Case, leaves: Mapping[str, Tensor], state: Any) -> tuple[Tensor, State]:
     timed = {name for name, kind in subject.kinds.items() if kind.time}
     outputs = []
     for t in range(case.tokens):
@@ -260,9 +278,10 @@ def _measures(
     """Every quantity's error, and what it was measured with. The scales are those of dsf.checking.compare."""
     held = max(expected.start, typical_entry(expected.y, OUTPUT), typical_entry(expected.state, None))
     kinds: Mapping[str, Kind | None] = subject.kinds
-    scale = max(
-        [1.0 if case.loss != "y" else 0.0, *(typical_entry(x, kinds.get(n)) for n, x in expected.grads.items())]
-    )
+    least = 1.0 if case.loss != "y" else 0.0
+    if subject.recurrence.spec.rule is not None:  # num's gradient and den's, which may cancel, are about as large as y
+        least = max(least, typical_entry(expected.y, OUTPUT))
+    scale = max([least, *(typical_entry(x, kinds.get(n)) for n, x in expected.grads.items())])
     told: list[tuple[str, Tensor, Tensor, Any, float, Tensor | None]] = [
         ("y", ran.y, expected.y, OUTPUT, held, None), ("state", ran.state, expected.state, None, held, None)
     ]  # fmt: skip

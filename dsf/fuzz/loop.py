@@ -106,8 +106,6 @@ def run(
     if recurrence is not None:
         if backend == KERNELS:
             recurrence.plan(N=3, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
-        elif recurrence.spec.is_attention:
-            raise FormError(f"{recurrence.name}: dsf.fuzz tries finite states; attention has none: use dsf.check")
         given = Subject(None, recurrence, ranges)
         result = _local(plan, tell, given)
     elif workers == 1:

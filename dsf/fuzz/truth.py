@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.call.recurrence import Recurrence
-from dsf.checking.measure import HALF, LARGEST, ORACLE, typical_entry, without_gain
+from dsf.call.recurrence import Recurrence, State
+from dsf.checking.measure import HALF, LARGEST, ORACLE, Subject, typical_entry, without_gain
+from dsf.fuzz.caches import as_numbers, blank, changed, rows_of, together
 from dsf.fuzz.case import Case
+from dsf.kernels.attention import KVCache
 
 DENSE = 4_000_000  # numbers of dense A's up to which the naive form is the oracle; above, the recurrent one in float64
 TOO_LARGE = 1e3  # in float16: beyond it what comes between gradients may leave its range
@@ -49,7 +51,7 @@ def form_of(recurrence: Recurrence, case: Case) -> str:
 
 
 def truths(
-    recurrence: Recurrence, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[Tensor | None],
+    recurrence: Recurrence, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None],
     cotangents: Sequence[tuple[Tensor, Tensor]],
 ) -> list[Expected]:  # fmt: skip
     """The outcome of every call. values, starts, cotangents: as the calls are given them."""
@@ -63,16 +65,16 @@ def truths(
         else:
             leaves[name] = torch.cat(stack)
         leaves[name].requires_grad_(bool(case.loss))
-    start = torch.cat([s.double() for s in starts if s is not None]) if case.initial else None
+    start = together([changed(s, Tensor.double) for s in starts if s is not None]) if case.initial else None
     if start is not None:
-        start.requires_grad_(bool(case.loss))
+        start = changed(start, lambda x: x.detach().requires_grad_(bool(case.loss)))
     given = {n: x.repeat_interleave(batch, dim=0) if n in params else x for n, x in leaves.items()}
     with torch.set_grad_enabled(bool(case.loss)):
         y, state = _run(recurrence, case, given, start)
-    wrt = leaves if start is None else leaves | {"initial_state": start}
+    wrt = leaves | Subject.state_leaves(start)
     grads = _grads(case, y, state, wrt, cotangents) if case.loss else {}
     grads = without_gain(recurrence, grads, case.p)
-    true = None if start is None else recurrence.true_state(start.detach(), case.p)
+    held_first = [] if start is None else _sizes(recurrence, case, start)
     found = []
     for call in range(calls):
         mine, held = slice(call * batch, (call + 1) * batch), slice(call * case.rows, (call + 1) * case.rows)
@@ -83,39 +85,48 @@ def truths(
                 own[name] = g[call].sum(0)
                 terms |= {name: g[call].square().sum(0).sqrt()} if case.dtype in HALF else {}
             else:
-                own[name] = g[held if name == "initial_state" else mine]
-        size = 0.0 if true is None else typical_entry(true[held], None)
+                own[name] = g[held if name.startswith("initial_state") else mine]
+        size = max((typical_entry(x[held], None) for x in held_first), default=0.0)
         found.append(_merged(case, call + 1, Expected(y[mine].detach(), state[held].detach(), size, own, terms)))
     return found
 
 
-def _run(
-    recurrence: Recurrence, case: Case, given: Mapping[str, Tensor], start: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _run(recurrence: Recurrence, case: Case, given: Mapping[str, Tensor], start: State | None) -> tuple[Tensor, Tensor]:
     """y and the true final states; packed sequences one by one, each of all calls at once, states call by call."""
     wide, form = timed(recurrence), form_of(recurrence, case)
 
-    def ran(inputs: Mapping[str, Any], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def ran(inputs: Mapping[str, Any], state: State | None) -> tuple[Tensor, State]:
         if case.reverse:  # Params are per token here, too
             inputs = {name: x.flip(1) for name, x in inputs.items()}
         y, final = wide(**inputs, initial_state=state, form=form, backend="torch", return_state=True)
-        return y.flip(1) if case.reverse else y, recurrence.true_state(final, case.p)
+        return y.flip(1) if case.reverse else y, final
+
+    def numbers(state: State) -> Tensor:
+        return as_numbers(recurrence, case, state, case.calls)
 
     if not case.lengths:
-        return ran(given, start)
+        y, final = ran(given, start)
+        return y, numbers(final)
     sequences = len(case.lengths)
     outputs: list[Tensor] = []
-    finals: dict[int, Tensor] = {}
+    finals: dict[int, State] = {}
     for row, (begin, end) in enumerate(pairwise(case.bounds)):
-        own = None if start is None else start[row::sequences]
+        own = None if start is None else rows_of(start, range(row, case.calls * sequences, sequences))
         if end > begin:
             y, finals[row] = ran({n: x[:, begin:end] for n, x in given.items()}, own)
             outputs.append(y)
         elif own is not None:
-            finals[row] = recurrence.true_state(own, case.p)
+            finals[row] = own
     one = next(iter(finals.values()))
-    rows = [finals.get(row, torch.zeros_like(one)) for row in range(sequences)]
-    return torch.cat(outputs, dim=1), torch.stack(rows, dim=1).flatten(0, 1)
+    whole = together([finals[row] if row in finals else blank(one) for row in range(sequences)])
+    by_call = [row * case.calls + call for call in range(case.calls) for row in range(sequences)]
+    return torch.cat(outputs, dim=1), numbers(rows_of(whole, by_call))
+
+
+def _sizes(recurrence: Recurrence, case: Case, start: State) -> list[Tensor]:
+    """The tensors of a state whose entries say how large it is."""
+    start = changed(start, Tensor.detach)
+    return [start.k, start.v] if isinstance(start, KVCache) else [recurrence.true_state(start, case.p)]
 
 
 def _grads(
@@ -147,8 +158,8 @@ def _merged(case: Case, call: int, found: Expected) -> Expected:
 
 
 def moved(
-    values: Sequence[Mapping[str, Tensor]], starts: Sequence[Tensor | None], dtype: str, seed: int
-) -> tuple[list[dict[str, Tensor]], list[Tensor | None]]:
+    values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None], dtype: str, seed: int
+) -> tuple[list[dict[str, Tensor]], list[State | None]]:
     """The numbers moved by about one rounding of the dtype: what an oracle makes of them says what can be asked for.
 
     First states, too: they are what earlier inputs of that dtype made.
@@ -160,4 +171,4 @@ def moved(
         return x.double() * (1 + unit * torch.randn(x.shape, generator=generator, dtype=torch.float64))
 
     own = [{name: shaken(x) for name, x in v.items()} for v in values]
-    return own, [None if s is None else shaken(s) for s in starts]
+    return own, [None if s is None else changed(s, shaken) for s in starts]

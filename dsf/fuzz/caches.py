@@ -1,0 +1,65 @@
+"""States of the adversary's cases, finite ones and attention's caches alike: as numbers, by rows, as leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dsf.call.recurrence import Recurrence, State
+from dsf.checking.examples import PREFIX
+from dsf.fuzz.case import Case
+from dsf.kernels.attention import KVCache, joined, padded
+
+WRONG = 1e30  # for each token by which a cache's count of tokens is off
+
+
+def as_numbers(recurrence: Recurrence, case: Case, state: State, calls: int = 1) -> Tensor:
+    """A state of `calls` calls in float64 and its true scale: [rows, H, N, columns], of a cache [rows, 1, numbers].
+
+    A cache's numbers are those of the places in use, as many as any row may use; more places are padding.
+    """
+    if isinstance(state, Tensor):
+        return recurrence.true_state(state.double(), case.p)
+    counts = torch.tensor([n + PREFIX * case.initial for n in case.lengths or (case.tokens,) * case.batch] * calls)
+    window = recurrence.spec.system.window
+    places = int((counts if window is None else counts.clamp(max=window)).max())
+    off = (state.lengths.cpu() - counts).abs().double() * WRONG
+    used = state.in_use()[:, None]
+    parts = [x.double() * used[..., None] for x in (state.k, state.v)]
+    parts += [] if state.bias is None else [(state.bias.double() * used).exp() * used]
+    kept = [padded(x, places)[:, :, :places].flatten(1) for x in parts]
+    kept += [] if state.angle is None else [f(state.angle.double()).flatten(1) for f in (torch.cos, torch.sin)]
+    return torch.cat([*kept, off.to(state.k.device)[:, None]], dim=1).unsqueeze(1)
+
+
+def rows_of(state: State, chosen: Sequence[int]) -> State:
+    """Some rows of a state."""
+    index = torch.tensor(chosen, dtype=torch.int64)
+    return state.rows(index) if isinstance(state, KVCache) else state.index_select(0, index)
+
+
+def changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
+    """`change` applied to every floating point tensor of a state."""
+    return state.map(change) if isinstance(state, KVCache) else change(state)
+
+
+def together(states: Sequence[State]) -> State:
+    """The rows of several states, one after the other."""
+    caches = [s for s in states if isinstance(s, KVCache)]
+    return joined(caches) if caches else torch.cat([s for s in states if isinstance(s, Tensor)])
+
+
+def blank(state: State) -> State:
+    """What stands for the state of a sequence that began with nothing and has no tokens."""
+    if isinstance(state, KVCache):
+        return state.map(torch.zeros_like)._replace(lengths=torch.zeros_like(state.lengths))
+    return torch.zeros_like(state)
+
+
+def given_type(recurrence: Recurrence, case: Case, state: State) -> State:
+    """A state drawn in float64 in the dtypes that a call takes it in: of keys and values the inputs' own."""
+    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    found = changed(state, lambda x: x.to(wide))
+    return found.to(case.torch_dtype) if isinstance(found, KVCache) else found
