@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import triton
-from triton_private import active_mode
+from triton_private import active_mode, asked_of
 
 from dsf.kernels.triton import launch, launcher, operators, structs
 from dsf.kernels.triton.operators import Scheduled
@@ -160,3 +160,19 @@ def test_a_config_is_another_where_a_function_in_it_has_another_source(tmp_path)
     assert first == Sized(16, holes[0]) and hash(first) == hash(Sized(16, holes[0]))
     assert first != second and str(first) == str(second) == "Sized(SIZE=16, HOLE=hole)"
     assert first.cache_key != second.cache_key == repr(second) and first.cache_key == again.cache_key
+
+
+@triton.jit(do_not_specialize=["free"])
+def _numbers(number, free, pair):
+    """Which only says what Triton asks of its parameters."""
+
+
+@pytest.mark.skipif(not hasattr(_numbers, "params"), reason="Triton's interpreter compiles nothing")
+def test_numbers_that_are_specialised_alike_are_one_to_triton():
+    numbers = [-16, -3, 0, 1, 2, 7, 16, 17, 48, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, 2**40]
+    asked = {x: asked_of(_numbers, x, x, (x, 3)) for x in numbers}
+    told = {x: (launch.specialised(x), launch.specialised(x, True)) for x in numbers}
+    for a in numbers:
+        for b in numbers:
+            for place, kind in ((0, 0), (1, 1), (2, 0)):
+                assert told[a][kind] != told[b][kind] or asked[a][place] == asked[b][place]
