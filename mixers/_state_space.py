@@ -119,7 +119,7 @@ class StateSpace(Mixer):
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return x if self.shares is None else self.shares.own(x), ()
 
-    def rates(self) -> dict[str, Tensor]:
+    def rate_inputs(self) -> dict[str, Tensor]:
         """The Params that all of these recurrences have."""
         return {"dt": self.log_dt, "A_log": self.A_log, "A_imag": self.A_imag, "D": self.D.unsqueeze(-1)}
 

@@ -37,4 +37,4 @@ class DSS(StateSpace):
         self.own("W", partial(normal, std=1.0), d_model, self.dims[1] // 2, 2)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        return {"x": u.unsqueeze(-1), "W": paired(self.W), **self.rates()}
+        return {"x": u.unsqueeze(-1), "W": paired(self.W), **self.rate_inputs()}

@@ -72,4 +72,4 @@ class H3(StateSpace):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = (x.unsqueeze(-1) for x in (side[0], u, side[1]))
-        return {"q": q, "k": k, "v": v, "C": paired(self.C, 2.0), **self.rates()}
+        return {"q": q, "k": k, "v": v, "C": paired(self.C, 2.0), **self.rate_inputs()}

@@ -52,4 +52,4 @@ class S4(StateSpace):
         self.own("C", partial(normal, std=0.5**0.5), d_model, n // 2, 2)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        return {"x": u.unsqueeze(-1), "p": self.p, "B": self.B, "C": paired(self.C, 2.0), **self.rates()}
+        return {"x": u.unsqueeze(-1), "p": self.p, "B": self.B, "C": paired(self.C, 2.0), **self.rate_inputs()}

@@ -77,7 +77,7 @@ class S4D(StateSpace):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         if self.recurrence is s4d:
-            return {"x": u.unsqueeze(-1), "C": paired(self.C, 2.0), **self.rates()}
+            return {"x": u.unsqueeze(-1), "C": paired(self.C, 2.0), **self.rate_inputs()}
         return {
             "x": u.unsqueeze(2), "dt": self.log_dt[None], "A_log": self.A_log.T[None], "C": self.C.T[None],
             "D": self.D[None],

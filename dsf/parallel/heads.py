@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -98,7 +99,7 @@ def _share(cuts: Cuts, mesh: DeviceMesh) -> None:
     layer.__dict__["_apart"], layer.__dict__["_once"] = places(cuts.apart), places(cuts.once)
     layer.__dict__["_same"] = cuts.same
     layer.shares = shares  # type: ignore[assignment]
-    layer.__class__ = type(type(layer).__name__, (Shared, type(layer)), {})
+    layer.__class__ = type(type(layer).__name__, (Shared, type(layer)), {"_within": _untraced()})
     layer.register_state_dict_post_hook(_save)
     layer.register_load_state_dict_pre_hook(_load)
 
@@ -192,6 +193,12 @@ class Shared(nn.Module):
 
         alone = {inner for m in self.modules() if m is not self and isinstance(m, FSDPModule) for inner in m.modules()}
         yield from ((path, module) for path, module in self.named_modules() if module not in alone)
+
+
+@functools.cache
+def _untraced() -> Any:
+    """`Shared._within` out of compiled graphs: dynamo would see parameters where they are, as DTensors."""
+    return torch.compiler.disable(Shared._within)
 
 
 def canonical(layer: Shared, path: str, tensor: Any) -> Any:
