@@ -19,8 +19,10 @@ class Heads(Mixer):
 
     sections: heads and widths of what in_proj gives, H1, D1, H2, D2, ... (see `split_heads`). d_conv: taps of the
     convolution with SiLU, 0 for none. gate: the module that makes the output gate from x, or None. lengths: to what
-    Euclidean length the heads of each section are brought, None as they are.
+    Euclidean length the heads of each section are brought, None as they are. blur: of the convolution (`ShortConv`).
     """
+
+    blur: float | None = None
 
     def __init__(
         self,
@@ -38,7 +40,8 @@ class Heads(Mixer):
         self.sections, self.lengths = sections, lengths
         channels = sum(h * d for h, d in zip(sections[::2], sections[1::2], strict=True))
         self.in_proj = nn.Linear(d_model, channels, bias=bias)
-        self.conv1d = ShortConv(channels, d_conv, bias=False, pieces=heads_of(sections, lengths)) if d_conv else None
+        pieces = heads_of(sections, lengths)
+        self.conv1d = ShortConv(channels, d_conv, bias=False, pieces=pieces, blur=self.blur) if d_conv else None
         self.g_proj = gate
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(heads * p, d_model, bias=bias)

@@ -92,6 +92,7 @@ class DeltaProduct(Heads):
     """
 
     recurrence = delta_product
+    blur = 0.3  # as DeltaNet's
     gated = False
 
     def __init__(

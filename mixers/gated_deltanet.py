@@ -49,7 +49,6 @@ class GatedDeltaNet(DeltaNet):
     """
 
     recurrence = gated_deltanet_log
-    blur = None  # what forgets loses nothing by a mixture of tokens
     A_log: Tensor
     dt_bias: Tensor
 

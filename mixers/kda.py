@@ -45,6 +45,7 @@ class KDA(Heads):
     """
 
     recurrence = kda_rate
+    blur = 0.3  # as DeltaNet's
     A_log: Tensor
     dt_bias: Tensor
 

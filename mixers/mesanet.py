@@ -41,6 +41,7 @@ class MesaNet(Heads):
     """
 
     recurrence = mesanet
+    blur = 0.3  # as DeltaNet's
     lam: Tensor
 
     def __init__(

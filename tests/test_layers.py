@@ -484,14 +484,25 @@ def test_every_entry_of_the_zoo_has_a_layer_with_its_source():
         assert len((inspect.getdoc(inspect.unwrap(entry.module)) or "").split()) > 15, entry.name
 
 
+CORRECTING = (
+    "deltanet", "gated_deltanet", "gated_deltanet2", "comba", "efla", "kda", "delta_product", "gated_delta_product",
+    "mesanet",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["new", "reset"])
-def test_deltanet_begins_with_the_newest_token_and_others_with_a_mixture(again):
-    """A random mixture of tokens as keys costs a recurrence that never forgets half a bit (docs/layers.md)."""
-    delta, gated = mixers.DeltaNet(16), mixers.GatedDeltaNet(16)
+@pytest.mark.parametrize("name", CORRECTING)
+def test_what_corrects_at_keys_begins_with_the_newest_token(name, again):
+    """A random mixture of tokens as keys costs it up to half a bit (docs/layers.md)."""
+    layer = mixers.layer_for(name, 16)
     if again:
-        delta.conv1d.weight.data.zero_()
-        delta.conv1d.reset_parameters()
-    taps = delta.conv1d.weight.detach()
+        layer.conv1d.weight.data.zero_()
+        layer.conv1d.reset_parameters()
+    taps = layer.conv1d.weight.detach()
     assert (taps[..., -1] - 1).abs().max() <= 0.15 and taps[..., :-1].abs().max() <= 0.15
     assert taps.std(0).min() > 0.05
-    assert gated.conv1d.weight[..., -1].mean().abs() < 0.3
+
+
+def test_what_decays_begins_with_a_mixture():
+    for layer in (mixers.SSD(16, headdim=8), mixers.S6(16), mixers.MLSTM(16), mixers.Layer(mixers.kda, 16)):
+        assert layer.conv1d.weight[..., -1].mean().abs() < 0.3
