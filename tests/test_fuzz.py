@@ -14,7 +14,7 @@ from dsf.call.calls import Calls
 from dsf.checking.laws import forms
 from dsf.checking.measure import ORACLE, Subject
 from dsf.checking.ranges import ranges_of
-from dsf.fuzz import Case, attempt, combined, poisoned, run, shrink
+from dsf.fuzz import Case, Declaration, attempt, combined, poisoned, run, shrink
 from dsf.fuzz.__main__ import main
 from dsf.fuzz.case import EXPANDED, LAYOUTS
 from dsf.fuzz.declaration import Declaration, smaller
@@ -410,3 +410,16 @@ def test_a_wrong_cache_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> 
     verdict = attempt(recurrence, case)
     assert verdict.status == "wrong" and verdict.finding is not None
     assert verdict.finding.quantity == ("grad initial_state.k" if wrong == "gradient" else "state")
+
+
+def test_softmax_is_refused_in_words() -> None:
+    with pytest.raises(dsf.FormError, match="use dsf"):
+        run(cases=1, recurrence=dsf.mixers.softmax_attention)
+
+
+def test_a_root_of_what_cancels_is_undecided_and_the_same_far_from_it_is_not() -> None:
+    near = Declaration("decay", (("0.2", "sqrt(1 + l2norm(l))"),), "q").build()
+    case = Case(tokens=2, heads=2, dtype="float32", form="scan", loss="", seed=11197)
+    verdict = attempt(near, case)
+    assert verdict.status == "undecided" and verdict.finding and "values of expressions" in verdict.finding.detail
+    assert attempt(Declaration("decay", (("0.2", "sqrt(2 + l2norm(l))"),), "q").build(), case).status == "right"

@@ -25,8 +25,9 @@ from dsf.fuzz.poison import poisoned
 from dsf.fuzz.truth import Expected, moved, truths
 from dsf.language.annotations import Kind
 from dsf.torch.columns import columns
+from dsf.torch.evaluate import disturbed
 
-UNDECIDED = 0.5  # share of a tolerance by which the oracle itself moves when its inputs move by one rounding
+UNDECIDED = 0.5  # share of a tolerance by which the oracle itself moves with one rounding of inputs, or of expressions
 Cotangents = tuple[Tensor, Tensor]
 
 
@@ -62,7 +63,7 @@ class Verdict:
     """What came of a case.
 
     status: "right"; "wrong"; "void" (what the oracle gives does not fit the dtype: no case); or "undecided" (the oracle
-    itself moves by more than UNDECIDED of the tolerance when inputs move by one rounding). errors: the worst by
+    itself moves by more than UNDECIDED of the tolerance when inputs, or what expressions are worth, move by one rounding). errors: the worst by
     quantity, relative as dsf.check has them. finding: what was wrong, or is undecided.
     """
 
@@ -115,12 +116,17 @@ def attempt(
     if finding is None:
         return Verdict("right", errors)
     if math.isfinite(finding.error) and finding.tolerance:
-        shaken = truths(recurrence, case, *moved(values, starts, case.dtype, case.seed), cots)
-        now, before = shaken[finding.call - 1], expected[finding.call - 1]
-        own = dict(_measures(subject, case, Ran(now.y, None, now.state, now.grads), before))[finding.quantity][0]
-        if own > UNDECIDED * finding.tolerance:
-            more = f"the oracle itself moves by {own:.1e} when inputs move by one rounding"
-            return Verdict("undecided", errors, replace(finding, detail=more))
+        computed = torch.float64 if case.dtype == "float64" else torch.float32
+        for what, inputs, share in (
+            ("inputs", moved(values, starts, case.dtype, case.seed), 0.0),
+            ("values of expressions", (values, starts), torch.finfo(computed).eps / 2),
+        ):
+            with disturbed(case.seed, share):
+                now, before = truths(recurrence, case, *inputs, cots)[finding.call - 1], expected[finding.call - 1]
+            own = dict(_measures(subject, case, Ran(now.y, None, now.state, now.grads), before))[finding.quantity][0]
+            if own > UNDECIDED * finding.tolerance:
+                more = f"the oracle itself moves by {own:.1e} when {what} move by one rounding"
+                return Verdict("undecided", errors, replace(finding, detail=more))
     return Verdict("wrong", errors, finding)
 
 

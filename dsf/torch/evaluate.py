@@ -14,18 +14,18 @@ from dsf.language.expr import ARITHMETIC, KEY, Expr, children_first
 from dsf.language.primitives import PRIMITIVES
 
 DISTURBANCE = 2.0**-26  # far above a rounding of float64, far below what would bend a curve
-_generator: ContextVar[torch.Generator | None] = ContextVar("generator", default=None)
+_disturbing: ContextVar[tuple[torch.Generator, float] | None] = ContextVar("disturbing", default=None)
 
 
 @contextmanager
-def disturbed(seed: int) -> Iterator[None]:
-    """Every expression that is computed, and the gradient that comes back to it, is off by DISTURBANCE of itself, up or
+def disturbed(seed: int, share: float = DISTURBANCE) -> Iterator[None]:
+    """Every expression that is computed, and the gradient that comes back to it, is off by that share of itself, up or
     down at random: that shows the condition of what is made of them."""
-    token = _generator.set(torch.Generator().manual_seed(seed))
+    token = _disturbing.set((torch.Generator().manual_seed(seed), share))
     try:
         yield
     finally:
-        _generator.reset(token)
+        _disturbing.reset(token)
 
 
 class _Disturbed(torch.autograd.Function):
@@ -63,12 +63,11 @@ class Evaluator:
 
     @staticmethod
     def _disturb(x: Tensor) -> Tensor:
-        generator = _generator.get()
-        if generator is None:
+        disturbing = _disturbing.get()
+        if disturbing is None:
             return x
-        there, back = (
-            2.0 * torch.randint(2, (2, *x.shape), generator=generator, dtype=torch.float64) - 1
-        ) * DISTURBANCE
+        generator, share = disturbing
+        there, back = (2.0 * torch.randint(2, (2, *x.shape), generator=generator, dtype=torch.float64) - 1) * share
         found: Tensor = _Disturbed.apply(x, (1 + there).to(x), (1 + back).to(x))
         return found
 
