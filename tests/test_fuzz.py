@@ -14,7 +14,7 @@ from dsf.call.calls import Calls
 from dsf.checking.laws import forms
 from dsf.checking.measure import ORACLE, Subject
 from dsf.checking.ranges import ranges_of
-from dsf.fuzz import Case, Declaration, attempt, combined, poisoned, run, shrink
+from dsf.fuzz import Case, attempt, combined, poisoned, run, shrink
 from dsf.fuzz.__main__ import main
 from dsf.fuzz.case import EXPANDED, LAYOUTS
 from dsf.fuzz.declaration import Declaration, smaller
