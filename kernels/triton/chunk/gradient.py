@@ -18,6 +18,9 @@ Transposed score matrices are products of their own: no accumulator is transpose
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -27,6 +30,7 @@ from dsf.kernels.triton.chunk.tiles import (
     READ,
     SOURCE,
     TINY,
+    Chunked,
     between,
     load_rows,
     load_terms,
@@ -38,395 +42,439 @@ from dsf.kernels.triton.chunk.tiles import (
     total_of,
     turn,
     turned,
+    whole,
 )
 from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.structs import of_head
+
+
+class Known(NamedTuple):
+    """What is known of chunks: the prepared scalars; states [B, H, held, N, P] and entries [B, H, held, L, P] of chunks
+    from `since` on, adjoints [B, H, count, N, P] and adjoint_entries [B, H, count, L, P] of chunks from `base` on."""
+
+    scalars: Any
+    entries: Any
+    adjoint_entries: Any
+    states: Any
+    adjoints: Any
+
+
+class Gradients(NamedTuple):
+    """dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens from `shift` on, and the scalars' [slices, B, T,
+    H], None where they are not wanted, to be summed over the slices; with two ROLES dg is [2 · slices, ...]."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    ds: Any
+    db: Any
+    dc: Any
+    d_skip: Any
+
+
+class NormalGradients(NamedTuple):
+    """Of the normaliser: what drives it and the gradient of what is read of it [B, H, T], its states and their
+    gradients between chunks; where the gradient of what drives it goes."""
+
+    ones: Any = None
+    slopes: Any = None
+    states: Any = None
+    adjoints: Any = None
+    d_ones: Any = None
+
+
+class Beside(NamedTuple):
+    """A chunk of the normaliser: what drives it and the gradient of what is read of it [L], its first state and the
+    gradient of its last one [N]; both gradients are 0 but for the first slice of P."""
+
+    drive: Any
+    slope: Any
+    weight: Any
+    weight_adjoint: Any
+
+
+class Chunk(NamedTuple):
+    """A program's chunk: its first token, its sequence's end, numbers [B, T, H] of its sequence's first row and (part)
+    of that one's gradients; its rows, keys and channels."""
+
+    begin: Any
+    end: Any
+    flat: Any
+    part: Any
+    rows: Any
+    local: Any
+    keys: Any
+    columns: Any
+
+
+class Place(NamedTuple):
+    """Where a chunk's scalars' gradients lie, its entries in a state, and which of them there are."""
+
+    scalars: Any
+    state: Any
+    inside: Any
+
+
+class Loaded(NamedTuple):
+    """q, k, dy and what is written, in terms, of a chunk's rows."""
+
+    q: Any
+    k: Any
+    dy: Any
+    written: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Gradient(Chunked):
+    """BP channels a program. TERMS: bfloat16 terms of e, ADJOINT_TERMS: of f; where these are fewer, the reverse walk
+    made dv and ds, of f before it was rounded. PAIR_TERMS: of the products between rows as they meet the next ones.
+
+    With two ROLES a chunk has two programs, one for what reads give and one for what writes give: neighbours, so that
+    the second finds its operands in the cache; in one program they would not fit in registers.
+    NORMAL: 0 none, 1 driven by 1, 2 by what `ones` holds. SKIP: the printed adjoint of what y has beside what is read,
+    given what LOADS finds: its part of dv, and that of an input without time, d_skip [slices, B, chunks, H].
+    """
+
+    BP: int
+    ROLES: int
+    NORMAL: int
+    LOADS: Any
+    SKIP: Any
+    TERMS: int
+    STATE_TERMS: int
+    PAIR_TERMS: int
+    ADJOINT_TERMS: int
 
 
 @triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept", "since", "held"])
 def chunk_gradient(
-    q, k, v, dy, g, scalars, entries, adjoint_entries, states, adjoints,
-    dq, dk, dv, dg, ds, db, dc, ones, slopes, weight_states, weight_adjoints, d_ones, extra, d_skip, table,
-    tokens, heads: tl.constexpr, length, plane, batches, base, count, first, shift, kept, since, held,
-    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, v_b, v_t: tl.constexpr, v_h,
-    v_group, g_b, g_t, g_h,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, ROLES: tl.constexpr, NORMAL: tl.constexpr,
-    LOADS: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
+    q, k, v, dy, g, known, to, normal, extra, table, sizes, batches, base, count, first, shift, kept, since, held,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others.
-
-    states [B, H, held, N, P] and entries [B, H, held, L, P] are those of chunks from `since` on, adjoints [B, H, count,
-    N, P] and adjoint_entries [B, H, count, L, P] of chunks from `base` on.
-    dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens from `shift` on, and the scalars' [slices, B, T,
-    H], to be summed over the slices. With two ROLES a chunk has two programs, one for what reads give and one for what
-    writes give (dg [2 · slices, ...]): neighbours, so that the second finds its operands in the cache; in one program
-    they would not fit in registers.
-    TERMS: bfloat16 terms of e, ADJOINT_TERMS: of f; where these are fewer, the reverse walk made dv and ds, of f before
-    it was rounded. PAIR_TERMS: of the products between rows as they meet the next ones.
-    SKIP: the printed adjoint of what y has beside what is read, given what LOADS finds at `extra`: its part of dv, and
-    that of an input without time, d_skip [slices, B, chunks, H].
-    """
-    role, chunk = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES + first
+    """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others."""
+    role, chunk = tl.program_id(0) % C.ROLES, tl.program_id(0) // C.ROLES + first
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    batch, head = lane // heads, lane % heads
-    q += batch * q_b + head // q_group * q_h
-    k += batch * k_b + head // k_group * k_h
-    v += batch * v_b + head // v_group * v_h
-    begin, end = place_of_chunk(table, chunk, tokens, L)
-    behind = chunk * L - begin  # rows of slots less rows of tokens
-    scalars += lane * length + behind
-    flat = batch * tokens * heads + head
-    part = flat + piece.to(tl.int64) * batches * tokens * heads
-    at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) * N
-    dq += at_row
-    dk += at_row
-    states = place_of_state(states, lane * held + chunk - since, N * P)
-    adjoints = place_of_state(adjoints, lane * count + chunk - base, N * P)
-    entries += (lane * held + chunk - since) * L * P * TERMS
-    adjoint_entries += (lane * count + chunk - base) * L * P * ADJOINT_TERMS
-    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    batch, head = lane // sizes.heads, lane % sizes.heads
+    q, k, v = of_head(q, batch, head), of_head(k, batch, head), of_head(v, batch, head)
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
+    flat = batch * sizes.tokens * sizes.heads + head
+    part = flat + piece.to(tl.int64) * batches * sizes.tokens * sizes.heads
+    at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * sizes.heads + head) * C.N
+    known = Known(
+        known.scalars + (lane * sizes.length + (chunk * C.L - begin)),  # by rows of tokens, not of slots
+        known.entries + (lane * held + chunk - since) * C.L * C.P * C.TERMS,
+        known.adjoint_entries + (lane * count + chunk - base) * C.L * C.P * C.ADJOINT_TERMS,
+        place_of_state(known.states, lane * held + chunk - since, C.N * C.P),
+        place_of_state(known.adjoints, lane * count + chunk - base, C.N * C.P),
+    )
+    keys, columns, local = tl.arange(0, C.BN), piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
     rows = begin + local
-    EARLY: tl.constexpr = DELTA and not DECAY and ROLES == 2 and SKIP is None
-    rows_k = load_rows(k, k_t, rows, end, keys, N, BN, KIND)
+    here = Chunk(begin, end, flat, part, rows, local, keys, columns)
+    EARLY: tl.constexpr = C.DELTA and not C.DECAY and C.ROLES == 2 and C.SKIP is None
+    rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BN, C.KIND)
     rows_q, given = rows_k, rows_k
     if not EARLY:
-        rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
-        given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
-    if DELTA:
-        written = load_terms(entries, P * TERMS, local, end - begin, columns, P, BP, KIND, TERMS)
+        rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BN, C.KIND)
+        given = _given(dy, here, sizes, C)
+    if C.DELTA:
+        written = load_terms(known.entries, C.P * C.TERMS, local, end - begin, columns, C.P, C.BP, C.KIND, C.TERMS)
     else:
-        value = load_rows(v, v_t, rows, end, columns, P, BP, KIND)
+        value = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.KIND)
         written = value, value
-    beside = (rows, rows, keys, keys)
-    if NORMAL:
-        at = (lane * (length // L) + chunk) * N
-        beside = _beside(
-            ones, slopes, weight_states + at, weight_adjoints + at, lane * tokens, rows, end, keys, piece,
-            N, L, NORMAL,
-        )  # fmt: skip
-        d_ones += lane * tokens
-    skip = (rows, d_skip)
-    if SKIP is not None:
+    beside = Beside(rows, rows, keys, keys)
+    if C.NORMAL:
+        beside = _beside(normal, lane * sizes.tokens, (lane * (sizes.length // C.L) + chunk) * C.N, piece, here, C)
+    skip = rows
+    if C.SKIP is not None:
         at = (
             batch, head, lane * 0 + begin, local[:, None], 0, columns[None, :], (rows < end)[:, None],
-            True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
+            True, (columns < C.P)[None, :], piece, 0, sizes.tokens, sizes.heads, C.P, C.N,
         )  # fmt: skip
-        d_skip += ((piece.to(tl.int64) * batches + batch) * (length // L) + chunk) * heads + head
-        skip = (LOADS(extra, at), d_skip)
-    if ROLES == 1:
-        grad = _of_reads(
-            rows_q, rows_k, given, written, scalars, adjoint_entries, states, adjoints,
-            dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
-            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
-            TERMS, PAIR_TERMS, ADJOINT_TERMS,
-        )  # fmt: skip
+        skip = C.LOADS(extra, at)
+    of_skip = ((piece.to(tl.int64) * batches + batch) * (sizes.length // C.L) + chunk) * sizes.heads + head
+    d_ones = lane * sizes.tokens
+    if C.ROLES == 1:
+        x = Loaded(rows_q, rows_k, given, written)
+        grad = _of_reads(x, known, to, at_row, beside, here, sizes, C)
         grad += _of_writes(
-            q, q_t, dy + flat * P, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states, adjoints,
-            dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
-            N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-            TERMS, STATE_TERMS, PAIR_TERMS, ADJOINT_TERMS, False,
+            q, v, dy, x, known, to, at_row, normal, d_ones, beside, skip, of_skip, here, sizes, False, C
         )  # fmt: skip
     else:
         if role == 0:
-            grad = _of_reads(
-                load_rows(q, q_t, rows, end, keys, N, BN, KIND) if EARLY else rows_q, rows_k,
-                load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND) if EARLY else given,
-                written, scalars, adjoint_entries, states, adjoints,
-                dq, dg, dc, begin, end, heads, plane, flat, part, keys, columns, local, beside,
-                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, READ_WANTED, NORMAL, KIND, PRECISION,
-                TERMS, PAIR_TERMS, ADJOINT_TERMS,
-            )  # fmt: skip
+            if EARLY:
+                rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BN, C.KIND)
+                given = _given(dy, here, sizes, C)
+            grad = _of_reads(Loaded(rows_q, rows_k, given, written), known, to, at_row, beside, here, sizes, C)
         else:
+            x = Loaded(rows_q, rows_k, given, written)
             grad = _of_writes(
-                q, q_t, dy + flat * P, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, states,
-                adjoints,
-                dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
-                N, P, BN, BP, L, DECAY, DELTA, SCALED, READ_SCALED, SOURCE_WANTED, NORMAL, SKIP, KIND, PRECISION,
-                TERMS, STATE_TERMS, PAIR_TERMS, ADJOINT_TERMS, EARLY,
+                q, v, dy, x, known, to, at_row, normal, d_ones, beside, skip, of_skip, here, sizes, EARLY, C
             )  # fmt: skip
-    if DECAY:
-        grad = decay_gradient(grad, g + batch * g_b + head * g_h + rows.to(tl.int64) * g_t, rows, end, DECAY)
-        at = part + role.to(tl.int64) * tl.num_programs(2) * batches * tokens * heads + rows.to(tl.int64) * heads
-        tl.store(dg + at, grad, mask=rows < end)
+    if C.DECAY:
+        decays = g.at + batch * g.batch + head * g.head + rows.to(tl.int64) * g.token
+        grad = decay_gradient(grad, decays, rows, end, C.DECAY)
+        part += role.to(tl.int64) * tl.num_programs(2) * batches * sizes.tokens * sizes.heads
+        at = part + rows.to(tl.int64) * sizes.heads
+        tl.store(to.dg + at, grad, mask=rows < end)
 
 
 @triton.jit
-def _of_reads(
-    rows_q, rows_k, given, written, scalars, adjoint_entries, state_of, adjoint_of, dq, dg, dc,
-    begin, end, heads, plane, flat, part, keys, columns, local, beside,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    READ_WANTED: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
-):  # fmt: skip
+def _given(dy, here, sizes, C: tl.constexpr):
+    """dy of a chunk [L, BP]."""
+    at = dy + here.flat * C.P
+    return load_rows(at, sizes.heads * C.P, here.rows, here.end, here.columns, C.P, C.BP, C.KIND)
+
+
+@triton.jit
+def _place(scalars, here, C: tl.constexpr):
+    """The Place of a chunk. scalars: where their gradients lie."""
+    state = here.keys[:, None] * C.P + here.columns[None, :]
+    return Place(scalars, state, (here.keys[:, None] < C.N) & (here.columns[None, :] < C.P))
+
+
+@triton.jit
+def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
     """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
-    rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
-    place = keys[:, None] * P + columns[None, :]
-    inside = (keys[:, None] < N) & (columns[None, :] < P)
-    grad = tl.zeros([L], tl.float32)
-    drive, slope, weight, weight_adjoint = beside
+    scalars, rows, local = known.scalars, here.rows, here.local
+    place = _place(here.part + rows.to(tl.int64) * sizes.heads, here, C)
+    grad = tl.zeros([C.L], tl.float32)
     # beside both terms of pairs, or of e, shared memory has no room for the state, of two programs a processor
-    LATER: tl.constexpr = PAIR_TERMS == 2 and (TERMS > ADJOINT_TERMS or not DELTA)
+    LATER: tl.constexpr = C.PAIR_TERMS == 2 and (C.TERMS > C.ADJOINT_TERMS or not C.DELTA)
     if not LATER:
-        state, carried = _carried(
-            state_of, adjoint_of, place, inside, weight, weight_adjoint, scalars, plane, begin,
-            N, P, DECAY, NORMAL, KIND,
-        )  # fmt: skip
+        state, carried = _carried(known, beside, place, here, sizes, C)
         grad += carried
-    yx = product((given, given), turn(written), 1, TERMS, PRECISION)
-    if NORMAL:
-        yx += slope[:, None] * drive[None, :]
-    yx = _weigh(yx, scalars, rows, local[:, None] >= local[None, :], False, DECAY)
-    if SCALED and not DELTA:
-        yx *= tl.load(scalars + SOURCE * plane + rows)[None, :]
-    if DECAY:
-        pairs = tl.dot(rows_q, tl.trans(rows_k), input_precision=PRECISION) * yx
-        if READ_SCALED:
-            pairs *= tl.load(scalars + READ * plane + rows)[:, None]
-        if DELTA:
-            f = load_terms(adjoint_entries, P * ADJOINT_TERMS, local, None, columns, P, BP, KIND, ADJOINT_TERMS)
-            fx = product(f, turn(written), ADJOINT_TERMS, ADJOINT_TERMS, PRECISION)
-            fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
-            fx *= tl.load(scalars + ERASE * plane + rows)[:, None]
-            pairs -= tl.dot(rows_k, tl.trans(rows_k), input_precision=PRECISION) * fx
-        grad += spanning(pairs, local, False, KIND, PRECISION, PAIR_TERMS)
+    yx = product((x.dy, x.dy), turn(x.written), 1, C.TERMS, C.PRECISION)
+    if C.NORMAL:
+        yx += beside.slope[:, None] * beside.drive[None, :]
+    yx = _weigh(yx, scalars, rows, local[:, None] >= local[None, :], False, C.DECAY)
+    if C.SCALED and not C.DELTA:
+        yx *= tl.load(scalars + SOURCE * sizes.plane + rows)[None, :]
+    if C.DECAY:
+        pairs = tl.dot(x.q, tl.trans(x.k), input_precision=C.PRECISION) * yx
+        if C.READ_SCALED:
+            pairs *= tl.load(scalars + READ * sizes.plane + rows)[:, None]
+        if C.DELTA:
+            f = _entry_gradients(known, here, C)
+            fx = product(f, turn(x.written), C.ADJOINT_TERMS, C.ADJOINT_TERMS, C.PRECISION)
+            fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, C.DECAY)
+            fx *= tl.load(scalars + ERASE * sizes.plane + rows)[:, None]
+            pairs -= tl.dot(x.k, tl.trans(x.k), input_precision=C.PRECISION) * fx
+        grad += spanning(pairs, local, False, C.KIND, C.PRECISION, C.PAIR_TERMS)
     if LATER:
-        state, carried = _carried(
-            state_of, adjoint_of, place, inside, weight, weight_adjoint, scalars, plane, begin,
-            N, P, DECAY, NORMAL, KIND,
-        )  # fmt: skip
+        state, carried = _carried(known, beside, place, here, sizes, C)
         grad += carried
-    grad_q = times_state((given, given), state, 1, PRECISION)
-    if NORMAL:
-        grad_q += slope[:, None] * weight[None, :]
-    if DECAY:
+    grad_q = times_state((x.dy, x.dy), state, 1, C.PRECISION)
+    if C.NORMAL:
+        grad_q += beside.slope[:, None] * beside.weight[None, :]
+    if C.DECAY:
         grad_q *= prefix_of(scalars, rows)[:, None]
-        reads = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
-        if READ_SCALED:
-            reads *= tl.load(scalars + READ * plane + rows)
-    grad_q = product(split(yx, PAIR_TERMS, KIND), (rows_k, rows_k), PAIR_TERMS, 1, PRECISION, grad_q)
-    if READ_WANTED:
-        of_read = tl.sum(grad_q * rows_q.to(tl.float32), axis=1)
-        tl.store(dc + at, turned(of_read, scalars, plane, rows, DECAY), mask=rows < end)
-    if READ_SCALED:
-        grad_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(dq, heads * N, rows, end, keys, N, BN, grad_q)
-    if DECAY:
+        reads = tl.sum(grad_q * x.q.to(tl.float32), axis=1)
+        if C.READ_SCALED:
+            reads *= tl.load(scalars + READ * sizes.plane + rows)
+    grad_q = product(split(yx, C.PAIR_TERMS, C.KIND), (x.k, x.k), C.PAIR_TERMS, 1, C.PRECISION, grad_q)
+    if to.dc is not None:
+        of_read = tl.sum(grad_q * x.q.to(tl.float32), axis=1)
+        tl.store(to.dc + place.scalars, turned(of_read, scalars, sizes.plane, rows, C.DECAY), mask=rows < here.end)
+    if C.READ_SCALED:
+        grad_q *= tl.load(scalars + READ * sizes.plane + rows)[:, None]
+    store_rows(to.dq + at_row, sizes.heads * C.N, rows, here.end, here.keys, C.N, C.BN, grad_q)
+    if C.DECAY:
         grad += tl.sum(tl.where(local[:, None] <= local[None, :], reads[None, :], 0.0), axis=1)
     return grad
 
 
 @triton.jit
-def _carried(
-    state_of, adjoint_of, place, inside, weight, weight_adjoint, scalars, plane, begin,
-    N: tl.constexpr, P: tl.constexpr, DECAY: tl.constexpr, NORMAL: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+def _carried(known, beside, place, here, sizes, C: tl.constexpr):
     """S, and what the gradients of all decays of the chunk have of S carried through it, the normaliser's added."""
     piece = tl.program_id(2)
-    state, carried = load_state(state_of, place, inside, piece, N, P, KIND), 0.0
-    if DECAY:
-        adjoint, factor = load_state(adjoint_of, place, inside, piece, N, P, tl.float32)
+    state, carried = load_state(known.states, place.state, place.inside, piece, C.N, C.P, C.KIND), 0.0
+    if C.DECAY:
+        adjoint, factor = load_state(known.adjoints, place.state, place.inside, piece, C.N, C.P, tl.float32)
         carried = state[0].to(tl.float32) * adjoint.to(tl.float32)
         if adjoint.dtype == tl.float16:
             carried = tl.sum(carried, axis=0, keep_dims=True) * state[1] * factor
         carried = tl.sum(carried)
-        if NORMAL:
-            carried += tl.sum(weight * weight_adjoint)
-        carried *= total_of(scalars, plane, begin)
+        if C.NORMAL:
+            carried += tl.sum(beside.weight * beside.weight_adjoint)
+        carried *= total_of(known.scalars, sizes.plane, here.begin)
     return state, carried
 
 
 @triton.jit
 def _of_writes(
-    q, q_t, dy, rows_q, rows_k, given, written, v, v_t, scalars, adjoint_entries, state_of, adjoint_of,
-    dk, dv, dg, ds, db, d_ones, begin, end, heads, plane, flat, part, keys, columns, local, beside, skip,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, NORMAL: tl.constexpr, SKIP: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, TERMS: tl.constexpr, STATE_TERMS: tl.constexpr, PAIR_TERMS: tl.constexpr,
-    ADJOINT_TERMS: tl.constexpr, EARLY: tl.constexpr,
+    q, v, dy, x, known, to, at_row, normal, d_ones, beside, skip, of_skip, here, sizes, EARLY: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, ds, db, that of `ones` and d_skip.
 
     EARLY: all that f enters comes first, and q and dy are loaded here, after it: shared memory has no room for both.
     Returns dlog decay's sum over the products that end in the last state, or in an erasing [L].
     """
-    rows, at = begin + local, part + (begin + local).to(tl.int64) * heads
+    scalars, rows, local, rows_q, given = known.scalars, here.rows, here.local, x.q, x.dy
+    at = here.part + rows.to(tl.int64) * sizes.heads
     before = local[:, None] <= local[None, :]
-    place = keys[:, None] * P + columns[None, :]
-    inside = (keys[:, None] < N) & (columns[None, :] < P)
-    grad = tl.zeros([L], tl.float32)
-    WALKED: tl.constexpr = DELTA and TERMS > ADJOINT_TERMS  # f enters when e's second term has left shared memory
-    if DELTA and not WALKED:
-        f, state = _of_later(adjoint_entries, state_of, place, inside, local, columns, N, P, BP, KIND, ADJOINT_TERMS)
+    place = _place(at, here, C)
+    dv, wide = to.dv + here.flat * C.P, sizes.heads * C.P
+    grad = tl.zeros([C.L], tl.float32)
+    WALKED: tl.constexpr = C.DELTA and C.TERMS > C.ADJOINT_TERMS  # f enters when e's second term left shared memory
+    if C.DELTA and not WALKED:
+        f, state = _later(known, place, here, C)
         if EARLY:
-            grad_v = _of_values(
-                f, v, v_t, scalars, ds + at, rows, end, columns, plane,
-                P, BP, DECAY, SCALED, SOURCE_WANTED, ADJOINT_TERMS,
-            )  # fmt: skip
-            store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
-            xf = _of_erasing(written, f, scalars, plane, rows, local, DECAY, PRECISION, STATE_TERMS)
-        d, reads = _of_erased(
-            f, written, rows_k, state, scalars, db + at, rows, end, plane, local, DECAY, KIND, PRECISION, STATE_TERMS
-        )  # fmt: skip
-
+            grad_v = _of_values(f, v, to, known, place, here, sizes, C)
+            store_rows(dv, wide, rows, here.end, here.columns, C.P, C.BP, grad_v)
+            xf = _of_erasing(x.written, f, known, here, sizes, C)
+        d, reads = _of_erased(f, x, state, known, to, place, here, sizes, C)
     if EARLY:
-        d = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, d)
-        rows_q = load_rows(q, q_t, rows, end, keys, N, BN, KIND)
-        given = load_rows(dy, heads * P, rows, end, columns, P, BP, KIND)
+        d = product(split(xf, C.STATE_TERMS, C.KIND), (x.k, x.k), C.STATE_TERMS, 1, C.PRECISION, d)
+        rows_q = load_rows(q.at, q.token, rows, here.end, here.keys, C.N, C.BN, C.KIND)
+        given = _given(dy, here, sizes, C)
     # z = G x, from the last state and from the reads of later rows; dk
-    adjoint = load_state(adjoint_of, place, inside, tl.program_id(2), N, P, KIND)
-    if DELTA and not DECAY:
-        z = times_state(written, adjoint, TERMS, PRECISION, d)
+    adjoint = load_state(known.adjoints, place.state, place.inside, tl.program_id(2), C.N, C.P, C.KIND)
+    if C.DELTA and not C.DECAY:
+        z = times_state(x.written, adjoint, C.TERMS, C.PRECISION, d)
     else:
-        z = times_state(written, adjoint, TERMS, PRECISION)
-    drive, slope, _, weight_adjoint = beside
-    if NORMAL:
-        z += drive[:, None] * weight_adjoint[None, :]
-    if DECAY:
-        z *= suffix_of(scalars, plane, rows)[:, None]
-        writes = tl.sum(z * rows_k.to(tl.float32), axis=1)
-        if SCALED and not DELTA:
-            writes *= tl.load(scalars + SOURCE * plane + rows)
+        z = times_state(x.written, adjoint, C.TERMS, C.PRECISION)
+    if C.NORMAL:
+        z += beside.drive[:, None] * beside.weight_adjoint[None, :]
+    if C.DECAY:
+        z *= suffix_of(scalars, sizes.plane, rows)[:, None]
+        writes = tl.sum(z * x.k.to(tl.float32), axis=1)
+        if C.SCALED and not C.DELTA:
+            writes *= tl.load(scalars + SOURCE * sizes.plane + rows)
     turned_given = tl.trans(given)
-    xy = product(written, (turned_given, turned_given), TERMS, 1, PRECISION)
-    if NORMAL:
-        xy += drive[:, None] * slope[None, :]
-    xy = _weigh(xy, scalars, rows, before, True, DECAY)
-    if READ_SCALED:
-        xy *= tl.load(scalars + READ * plane + rows)[None, :]
-    z = product(split(xy, PAIR_TERMS, KIND), (rows_q, rows_q), PAIR_TERMS, 1, PRECISION, z)
+    xy = product(x.written, (turned_given, turned_given), C.TERMS, 1, C.PRECISION)
+    if C.NORMAL:
+        xy += beside.drive[:, None] * beside.slope[None, :]
+    xy = _weigh(xy, scalars, rows, before, True, C.DECAY)
+    if C.READ_SCALED:
+        xy *= tl.load(scalars + READ * sizes.plane + rows)[None, :]
+    z = product(split(xy, C.PAIR_TERMS, C.KIND), (rows_q, rows_q), C.PAIR_TERMS, 1, C.PRECISION, z)
     if WALKED:
-        f, state = _of_later(adjoint_entries, state_of, place, inside, local, columns, N, P, BP, KIND, ADJOINT_TERMS)
-        d, reads = _of_erased(
-            f, written, rows_k, state, scalars, db + at, rows, end, plane, local, DECAY, KIND, PRECISION, STATE_TERMS
-        )  # fmt: skip
-    if DELTA and not EARLY:
-        xf = _of_erasing(written, f, scalars, plane, rows, local, DECAY, PRECISION, STATE_TERMS)
-        z = product(split(xf, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, z)
-        if DECAY:
+        f, state = _later(known, place, here, C)
+        d, reads = _of_erased(f, x, state, known, to, place, here, sizes, C)
+    if C.DELTA and not EARLY:
+        xf = _of_erasing(x.written, f, known, here, sizes, C)
+        z = product(split(xf, C.STATE_TERMS, C.KIND), (x.k, x.k), C.STATE_TERMS, 1, C.PRECISION, z)
+        if C.DECAY:
             z += d
         if not WALKED:
-            grad_v = _of_values(
-                f, v, v_t, scalars, ds + at, rows, end, columns, plane,
-                P, BP, DECAY, SCALED, SOURCE_WANTED, ADJOINT_TERMS,
-            )  # fmt: skip
-    elif not DELTA:
-        if SOURCE_WANTED:
-            of_source = tl.sum(z * rows_k.to(tl.float32), axis=1)
-            tl.store(ds + at, turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
-        if SCALED:
-            z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=PRECISION)
-        scores = _weigh(scores, scalars, rows, before, True, DECAY)
-        grad_v = times_slices(rows_k, adjoint, PRECISION)
-        if DECAY:
-            grad_v *= suffix_of(scalars, plane, rows)[:, None]
-        if READ_SCALED:
-            scores *= tl.load(scalars + READ * plane + rows)[None, :]
-        if NORMAL == 2:
-            of_drive = tl.sum(rows_k.to(tl.float32) * weight_adjoint[None, :], axis=1)
-            if DECAY:
-                of_drive *= suffix_of(scalars, plane, rows)
-            of_drive += tl.sum(scores * slope[None, :], axis=1)
-            if SCALED:
-                of_drive *= tl.load(scalars + SOURCE * plane + rows)
-            tl.store(d_ones + rows, of_drive, mask=(rows < end) & (tl.program_id(2) == 0))
-        grad_v = product(split(scores, PAIR_TERMS, KIND), (given, given), PAIR_TERMS, 1, PRECISION, grad_v)
-        if SCALED:
-            grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    store_rows(dk, heads * N, rows, end, keys, N, BN, z)
-    if SKIP is not None:
-        loaded, d_skip = skip
-        of_value, of_skip = SKIP(loaded, given.to(tl.float32), written[0].to(tl.float32))
+            grad_v = _of_values(f, v, to, known, place, here, sizes, C)
+    elif not C.DELTA:
+        if to.ds is not None:
+            of_source = tl.sum(z * x.k.to(tl.float32), axis=1)
+            tl.store(to.ds + at, turned(of_source, scalars, sizes.plane, rows, C.DECAY), mask=rows < here.end)
+        if C.SCALED:
+            z *= tl.load(scalars + SOURCE * sizes.plane + rows)[:, None]
+        grad_v = _of_read_values(rows_q, given, x.k, adjoint, normal, d_ones, beside, known, here, sizes, C)
+    store_rows(to.dk + at_row, sizes.heads * C.N, rows, here.end, here.keys, C.N, C.BN, z)
+    if C.SKIP is not None:
+        of_value, of_skip_rows = C.SKIP(skip, given.to(tl.float32), x.written[0].to(tl.float32))
         if WALKED:
-            grad_v = load_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, tl.float32)
+            grad_v = load_rows(dv, wide, rows, here.end, here.columns, C.P, C.BP, tl.float32)
         grad_v += of_value
-        tl.store(d_skip, tl.sum(tl.sum(of_skip, axis=1), axis=0))
-    if not EARLY and not (WALKED and SKIP is None):
-        store_rows(dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
+        tl.store(to.d_skip + of_skip, tl.sum(tl.sum(of_skip_rows, axis=1), axis=0))
+    if not EARLY and not (WALKED and C.SKIP is None):
+        store_rows(dv, wide, rows, here.end, here.columns, C.P, C.BP, grad_v)
 
-    if DECAY:  # last, when registers are free
-        if DELTA:
-            reads *= tl.load(scalars + ERASE * plane + rows)
+    if C.DECAY:  # last, when registers are free
+        if C.DELTA:
+            reads *= tl.load(scalars + ERASE * sizes.plane + rows)
             grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad
 
 
 @triton.jit
-def _of_later(
-    adjoint_entries, state_of, place, inside, local, columns,
-    N: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, KIND: tl.constexpr, ADJOINT_TERMS: tl.constexpr,
-):  # fmt: skip
+def _entry_gradients(known, here, C: tl.constexpr):
+    """f, in terms."""
+    wide = C.P * C.ADJOINT_TERMS
+    return load_terms(
+        known.adjoint_entries, wide, here.local, None, here.columns, C.P, C.BP, C.KIND, C.ADJOINT_TERMS
+    )  # fmt: skip
+
+
+@triton.jit
+def _later(known, place, here, C: tl.constexpr):
     """f, and S."""
-    f = load_terms(adjoint_entries, P * ADJOINT_TERMS, local, None, columns, P, BP, KIND, ADJOINT_TERMS)
-    return f, load_state(state_of, place, inside, tl.program_id(2), N, P, KIND)
+    f = _entry_gradients(known, here, C)
+    return f, load_state(known.states, place.state, place.inside, tl.program_id(2), C.N, C.P, C.KIND)
 
 
 @triton.jit
-def _of_erased(
-    f, written, rows_k, state, scalars, db, rows, end, plane, local,
-    DECAY: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, STATE_TERMS: tl.constexpr,
-):  # fmt: skip
+def _of_erased(f, x, state, known, to, place, here, sizes, C: tl.constexpr):
     """-b d, d what the erasing of each row read: S_{t-1} decayed, times f; k·(S_0 f) decayed, of decays; stores db."""
-    fx = product(f, turn(written), STATE_TERMS, STATE_TERMS, PRECISION)
-    fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, DECAY)
-    d, reads = times_state(f, state, STATE_TERMS, PRECISION), rows
-    if DECAY:
+    scalars, rows, local = known.scalars, here.rows, here.local
+    db = to.db + place.scalars
+    fx = product(f, turn(x.written), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
+    fx = _weigh(fx, scalars, rows, local[:, None] > local[None, :], False, C.DECAY)
+    d, reads = times_state(f, state, C.STATE_TERMS, C.PRECISION), rows
+    if C.DECAY:
         d *= prefix_of(scalars, rows)[:, None]
-        reads = tl.sum(d * rows_k.to(tl.float32), axis=1)
-    d = product(split(fx, STATE_TERMS, KIND), (rows_k, rows_k), STATE_TERMS, 1, PRECISION, d)
-    tl.store(db, -tl.sum(d * rows_k.to(tl.float32), axis=1), mask=rows < end)
-    return d * -tl.load(scalars + ERASE * plane + rows)[:, None], reads
+        reads = tl.sum(d * x.k.to(tl.float32), axis=1)
+    d = product(split(fx, C.STATE_TERMS, C.KIND), (x.k, x.k), C.STATE_TERMS, 1, C.PRECISION, d)
+    tl.store(db, -tl.sum(d * x.k.to(tl.float32), axis=1), mask=rows < here.end)
+    return d * -tl.load(scalars + ERASE * sizes.plane + rows)[:, None], reads
 
 
 @triton.jit
-def _of_erasing(
-    written, f, scalars, plane, rows, local,
-    DECAY: tl.constexpr, PRECISION: tl.constexpr, STATE_TERMS: tl.constexpr,
-):  # fmt: skip
+def _of_erasing(written, f, known, here, sizes, C: tl.constexpr):
     """-b_i M_it (f_i·x_t), of x_t down and i > t across [L, L]."""
-    xf = product(written, turn(f), STATE_TERMS, STATE_TERMS, PRECISION)
-    xf = _weigh(xf, scalars, rows, local[:, None] < local[None, :], True, DECAY)
-    return xf * -tl.load(scalars + ERASE * plane + rows)[None, :]
+    xf = product(written, turn(f), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
+    xf = _weigh(xf, known.scalars, here.rows, here.local[:, None] < here.local[None, :], True, C.DECAY)
+    return xf * -tl.load(known.scalars + ERASE * sizes.plane + here.rows)[None, :]
 
 
 @triton.jit
-def _of_values(
-    f, v, v_t, scalars, ds, rows, end, columns, plane,
-    P: tl.constexpr, BP: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, SOURCE_WANTED: tl.constexpr,
-    TERMS: tl.constexpr,
-):  # fmt: skip
+def _of_values(f, v, to, known, place, here, sizes, C: tl.constexpr):
     """dv of a delta rule; stores ds."""
-    grad_v = f[0].to(tl.float32)
-    if TERMS == 2:
-        grad_v += f[1].to(tl.float32)
-    if SOURCE_WANTED:
-        values = load_rows(v, v_t, rows, end, columns, P, BP, tl.float32)
-        of_source = tl.sum(grad_v * values, axis=1)
-        tl.store(ds, turned(of_source, scalars, plane, rows, DECAY), mask=rows < end)
-    if SCALED:
-        grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
+    if to.ds is not None:
+        ds = to.ds + place.scalars
+    grad_v = whole(f, C.ADJOINT_TERMS)
+    if to.ds is not None:
+        values = load_rows(v.at, v.token, here.rows, here.end, here.columns, C.P, C.BP, tl.float32)
+        of_source = turned(tl.sum(grad_v * values, axis=1), known.scalars, sizes.plane, here.rows, C.DECAY)
+        tl.store(ds, of_source, mask=here.rows < here.end)
+    if C.SCALED:
+        grad_v *= tl.load(known.scalars + SOURCE * sizes.plane + here.rows)[:, None]
     return grad_v
 
 
 @triton.jit
-def _beside(
-    ones, slopes, weight_states, weight_adjoints, lane, rows, end, keys, piece,
-    N: tl.constexpr, L: tl.constexpr, NORMAL: tl.constexpr,
-):  # fmt: skip
-    """Of the normaliser: what drives it and the gradient of what is read of it [L], its first state and the gradient of
-    its last one [N]; both gradients are 0 but for the first slice of P."""
-    drive = tl.full([L], 1.0, tl.float32)
-    if NORMAL == 2:
-        drive = tl.load(ones + lane + rows, mask=rows < end, other=0.0)
-    slope = tl.load(slopes + lane + rows, mask=(rows < end) & (piece == 0), other=0.0)
-    weight = tl.load(weight_states + keys, mask=keys < N, other=0.0)
-    weight_adjoint = tl.load(weight_adjoints + keys, mask=(keys < N) & (piece == 0), other=0.0)
-    return drive, slope, weight, weight_adjoint
+def _of_read_values(rows_q, given, rows_k, adjoint, normal, d_ones, beside, known, here, sizes, C: tl.constexpr):
+    """dv without a delta rule; stores the gradient of what drives the normaliser."""
+    scalars, rows = known.scalars, here.rows
+    scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=C.PRECISION)
+    scores = _weigh(scores, scalars, rows, here.local[:, None] <= here.local[None, :], True, C.DECAY)
+    grad_v = times_slices(rows_k, adjoint, C.PRECISION)
+    if C.DECAY:
+        grad_v *= suffix_of(scalars, sizes.plane, rows)[:, None]
+    if C.READ_SCALED:
+        scores *= tl.load(scalars + READ * sizes.plane + rows)[None, :]
+    if C.NORMAL == 2:
+        of_drive = tl.sum(rows_k.to(tl.float32) * beside.weight_adjoint[None, :], axis=1)
+        if C.DECAY:
+            of_drive *= suffix_of(scalars, sizes.plane, rows)
+        of_drive += tl.sum(scores * beside.slope[None, :], axis=1)
+        if C.SCALED:
+            of_drive *= tl.load(scalars + SOURCE * sizes.plane + rows)
+        tl.store(normal.d_ones + d_ones + rows, of_drive, mask=(rows < here.end) & (tl.program_id(2) == 0))
+    grad_v = product(split(scores, C.PAIR_TERMS, C.KIND), (given, given), C.PAIR_TERMS, 1, C.PRECISION, grad_v)
+    if C.SCALED:
+        grad_v *= tl.load(scalars + SOURCE * sizes.plane + rows)[:, None]
+    return grad_v
+
+
+@triton.jit
+def _beside(normal, lane, at, piece, here, C: tl.constexpr):
+    """A chunk of the normaliser. lane, at: where its head begins, and the chunk's states."""
+    drive, keys = tl.full([C.L], 1.0, tl.float32), here.keys
+    if C.NORMAL == 2:
+        drive = tl.load(normal.ones + lane + here.rows, mask=here.rows < here.end, other=0.0)
+    slope = tl.load(normal.slopes + lane + here.rows, mask=(here.rows < here.end) & (piece == 0), other=0.0)
+    weight = tl.load(normal.states + at + keys, mask=keys < C.N, other=0.0)
+    weight_adjoint = tl.load(normal.adjoints + at + keys, mask=(keys < C.N) & (piece == 0), other=0.0)
+    return Beside(drive, slope, weight, weight_adjoint)
 
 
 @triton.jit

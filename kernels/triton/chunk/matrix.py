@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.chunk.forward_walk import Outputs
+from dsf.kernels.triton.chunk.gradient import NormalGradients
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, by_lane
 from dsf.kernels.triton.chunk.reverse_walk import Values
@@ -410,14 +411,14 @@ def _chunk_matrix_backward(
     if call.keywise:
         kind = _decay_gradient(decay, heads) if pieces == 1 else torch.float32
         scalars = [call.empty(*parts, call.n, dtype=kind), *key_scalars(call, pieces, source, erase, read)]
-    beside: tuple[Tensor | None, ...] = (None,) * 5
+    of_normal = NormalGradients()
     if normal is not None:
         assert normal.added is not None
         normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
         if normal.ones is not None:
             normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         own = (by_lane(x) for x in (normal.ones, normal.slope))
-        beside = (*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
+        of_normal = NormalGradients(*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
     if at_once:
         walked = both(call, dy, solve, state, start, kept, values)
     else:
@@ -429,7 +430,7 @@ def _chunk_matrix_backward(
             )  # fmt: skip
         else:
             row_gradients(
-                call, dy, found, (dq, dk, dv), scalars, decay, together, summed, beside,
+                call, dy, found, (dq, dk, dv), scalars, decay, together, summed, of_normal,
                 source is not None, read_wanted, skip,
             )  # fmt: skip
     if not summed:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.gradient import chunk_gradient
+from dsf.kernels.triton.chunk.gradient import Gradient, Gradients, Known, NormalGradients, chunk_gradient
 from dsf.kernels.triton.chunk.normaliser import kind_of
 from dsf.kernels.triton.chunk.shared_gradient import shared_gradient, sum_heads
 from dsf.kernels.triton.chunk.table import SHARED_STRETCHES, padded
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sizes import bases
+from dsf.kernels.triton.structs import Numbers
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
@@ -84,11 +85,11 @@ def in_turn(call: _Call) -> int:
 def row_gradients(
     call: _Call, dy: Tensor, found: Adjoints,
     rows: Sequence[Tensor], scalars: Sequence[Tensor], decay: Tensor | None, together: int, summed: bool,
-    beside: Sequence[Tensor | None], source_wanted: bool, read_wanted: bool, skip: Skip | None,
+    normal: NormalGradients, source_wanted: bool, read_wanted: bool, skip: Skip | None,
 ) -> None:  # fmt: skip
     """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found.
 
-    together: heads in one program. summed: dq and dk over the heads that share q and k. beside: of the normaliser.
+    together: heads in one program. summed: dq and dk over the heads that share q and k.
     """
     t, (dq, dk, dv), g, (states, since, held) = call.tiles, rows, call.given(decay)[0], found.known
     pieces = -(-call.p // t.gradient_piece)
@@ -121,13 +122,24 @@ def row_gradients(
                 HEADS=together, STAGES=t.gradient_stages, PAIR_TERMS=call.pair_terms, **common,
             )  # fmt: skip
         else:
+            config = Gradient(
+                **call.common, BP=t.gradient_piece, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
+                LOADS=None if skip is None else skip.loads, SKIP=None if skip is None else skip.adjoint,
+                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms,
+                ADJOINT_TERMS=call.adjoint_terms,
+            )  # fmt: skip
+            dg, ds, db, dc = scalars
             launch(
                 chunk_gradient, (out.chunks * t.gradient_roles, call.lanes, pieces),
-                call.q, call.k, call.v, dy, g, call.scalars, found.written, found.entries, states, found.states,
-                out.dq, out.dk, dv, *scalars, *call.given(*beside), *beyond, call.chunk_table, *where,
-                DELTA=call.delta, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
-                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms,
-                ADJOINT_TERMS=call.adjoint_terms, **common,
+                call.struct(call.q), call.struct(call.k), call.struct(call.v), dy, Numbers(g, *g.stride()[:3]),
+                Known(call.scalars, found.written, found.entries, states, found.states),
+                Gradients(
+                    out.dq, out.dk, dv, dg, ds if source_wanted else None, db, dc if read_wanted else None,
+                    None if skip is None else skip.sums,
+                ),
+                normal, None if skip is None else skip.extra, call.chunk_table, call.measures, call.batch, found.base,
+                found.chunks, out.first, out.shift, out.rows, since, held,
+                C=config, num_warps=t.gradient_warps, num_stages=2,
             )  # fmt: skip
 
 
