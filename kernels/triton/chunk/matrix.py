@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.chunk.forward_walk import Outputs
-from dsf.kernels.triton.chunk.gradient import NormalGradients
+from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, by_lane
 from dsf.kernels.triton.chunk.reverse_walk import Values
@@ -417,8 +417,9 @@ def _chunk_matrix_backward(
         normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
         if normal.ones is not None:
             normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
-        own = (by_lane(x) for x in (normal.ones, normal.slope))
-        of_normal = NormalGradients(*own, normal.states, normal.adjoints, by_lane(normal.d_ones))
+        of_normal = NormalGradients(
+            by_lane(normal.ones), by_lane(normal.slope), normal.states, normal.adjoints, by_lane(normal.d_ones)
+        )
     if at_once:
         walked = both(call, dy, solve, state, start, kept, values)
     else:

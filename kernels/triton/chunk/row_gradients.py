@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.gradient import Gradient, Gradients, Known, NormalGradients, chunk_gradient
+from dsf.kernels.triton.chunk.gradient import chunk_gradient
+from dsf.kernels.triton.chunk.gradient_parts import Gradient, Gradients, Known, NormalGradients
 from dsf.kernels.triton.chunk.normaliser import kind_of
 from dsf.kernels.triton.chunk.shared_gradient import shared_gradient, sum_heads
 from dsf.kernels.triton.chunk.table import SHARED_STRETCHES, padded

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.gradient import decay_gradient, spanning
+from dsf.kernels.triton.chunk.gradient_parts import decay_gradient, spanning
 from dsf.kernels.triton.chunk.tiles import (
     READ,
     SOURCE,

@@ -1,0 +1,172 @@
+"""What the gradients of a chunk take, give and share (dsf.kernels.triton.chunk.gradient has the notation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.chunk.tiles import (
+    TINY,
+    Chunked,
+    between,
+    load_rows,
+    load_terms,
+    product,
+    split,
+)
+
+
+class Known(NamedTuple):
+    """What is known of chunks: the prepared scalars; states [B, H, held, N, P] and entries [B, H, held, L, P] of chunks
+    from `since` on, adjoints [B, H, count, N, P] and adjoint_entries [B, H, count, L, P] of chunks from `base` on."""
+
+    scalars: Any
+    entries: Any
+    adjoint_entries: Any
+    states: Any
+    adjoints: Any
+
+
+class Gradients(NamedTuple):
+    """dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens from `shift` on, and the scalars' [slices, B, T,
+    H], None where they are not wanted, to be summed over the slices; with two ROLES dg is [2 · slices, ...]."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    ds: Any
+    db: Any
+    dc: Any
+    d_skip: Any
+
+
+class NormalGradients(NamedTuple):
+    """Of the normaliser: what drives it and the gradient of what is read of it [B, H, T], its states and their
+    gradients between chunks; where the gradient of what drives it goes."""
+
+    ones: Any = None
+    slopes: Any = None
+    states: Any = None
+    adjoints: Any = None
+    d_ones: Any = None
+
+
+class Beside(NamedTuple):
+    """A chunk of the normaliser: what drives it and the gradient of what is read of it [L], its first state and the
+    gradient of its last one [N]; both gradients are 0 but for the first slice of P."""
+
+    drive: Any
+    slope: Any
+    weight: Any
+    weight_adjoint: Any
+
+
+class Chunk(NamedTuple):
+    """A program's chunk: its first token, its sequence's end, numbers [B, T, H] of its sequence's first row and (part)
+    of that one's gradients; its rows, keys and channels."""
+
+    begin: Any
+    end: Any
+    flat: Any
+    part: Any
+    rows: Any
+    local: Any
+    keys: Any
+    columns: Any
+
+
+class Place(NamedTuple):
+    """Where a chunk's scalars' gradients lie, its entries in a state, and which of them there are."""
+
+    scalars: Any
+    state: Any
+    inside: Any
+
+
+class Loaded(NamedTuple):
+    """q, k, dy and what is written, in terms, of a chunk's rows."""
+
+    q: Any
+    k: Any
+    dy: Any
+    written: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Gradient(Chunked):
+    """BP channels a program. TERMS: bfloat16 terms of e, ADJOINT_TERMS: of f; where these are fewer, the reverse walk
+    made dv and ds, of f before it was rounded. PAIR_TERMS: of the products between rows as they meet the next ones.
+
+    With two ROLES a chunk has two programs, one for what reads give and one for what writes give: neighbours, so that
+    the second finds its operands in the cache; in one program they would not fit in registers.
+    NORMAL: 0 none, 1 driven by 1, 2 by what `ones` holds. SKIP: the printed adjoint of what y has beside what is read,
+    given what LOADS finds: its part of dv, and that of an input without time, d_skip [slices, B, chunks, H].
+    """
+
+    BP: int
+    ROLES: int
+    NORMAL: int
+    LOADS: Any
+    SKIP: Any
+    TERMS: int
+    STATE_TERMS: int
+    PAIR_TERMS: int
+    ADJOINT_TERMS: int
+
+
+@triton.jit
+def load_given(dy, here, sizes, C: tl.constexpr):
+    """dy of a chunk [L, BP]."""
+    at = dy + here.flat * C.P
+    return load_rows(at, sizes.heads * C.P, here.rows, here.end, here.columns, C.P, C.BP, C.KIND)
+
+
+@triton.jit
+def place_of(scalars, here, C: tl.constexpr):
+    """The Place of a chunk. scalars: where their gradients lie."""
+    state = here.keys[:, None] * C.P + here.columns[None, :]
+    return Place(scalars, state, (here.keys[:, None] < C.N) & (here.columns[None, :] < C.P))
+
+
+@triton.jit
+def entry_gradients(known, here, C: tl.constexpr):
+    """f, in terms."""
+    wide = C.P * C.ADJOINT_TERMS
+    return load_terms(
+        known.adjoint_entries, wide, here.local, None, here.columns, C.P, C.BP, C.KIND, C.ADJOINT_TERMS
+    )  # fmt: skip
+
+
+@triton.jit
+def decay_gradient(grad, decays, rows, tokens, DECAY: tl.constexpr):
+    """The gradient of what is given of a decay, from its logarithm's: itself, or at `decays` the decay (DECAY 2)."""
+    if DECAY == 2:
+        decay = tl.load(decays, mask=rows < tokens, other=1.0)
+        grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
+    return grad
+
+
+@triton.jit
+def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
+    """[t]: the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, whose product of decays contains row t's."""
+    later, upto = local[:, None] > local[None, :], local[:, None] <= local[None, :]
+    if transposed:
+        gathered = tl.where(later, 1.0, 0.0).to(KIND)  # [t, j]
+        gathered = product((gathered, gathered), split(pairs, TERMS, KIND), 1, TERMS, PRECISION)
+        return tl.sum(tl.where(upto, gathered, 0.0), axis=1)
+    gathered = tl.where(upto, 1.0, 0.0).to(KIND)  # [t, i]
+    pairs = split(tl.where(later, pairs, 0.0), TERMS, KIND)
+    gathered = product((gathered, gathered), pairs, 1, TERMS, PRECISION)
+    return tl.sum(tl.where(later, gathered, 0.0), axis=1)
+
+
+@triton.jit
+def weigh(x, scalars, rows, seen, transposed: tl.constexpr, DECAY: tl.constexpr):
+    """x times the decays between its rows and columns, 0 where not `seen`."""
+    if DECAY:
+        return x * between(scalars, rows, seen, transposed)
+    return tl.where(seen, x, 0.0)
