@@ -22,11 +22,6 @@ WIDE_FUNCTIONS = {
     "kernels/triton/chunk/gradient.py:_of_writes",
     "kernels/triton/chunk/gradient.py:chunk_gradient",
     "kernels/triton/chunk/matrix.py:_chunk_matrix_backward",
-    "kernels/triton/chunk/shared_gradient.py:_of_head",
-    "kernels/triton/chunk/shared_gradient.py:_of_reads",
-    "kernels/triton/chunk/shared_gradient.py:_of_values",
-    "kernels/triton/chunk/shared_gradient.py:_of_writes",
-    "kernels/triton/chunk/shared_gradient.py:shared_gradient",
 }
 # Modules that import each other, if only within functions.
 CIRCLES = [{"dsf.mixers._module", "dsf.mixers._shard"}]

@@ -16,7 +16,7 @@ from torch import Tensor
 from dsf.kernels.triton.chunk.gradient import chunk_gradient
 from dsf.kernels.triton.chunk.gradient_parts import Gradient, Gradients, Known, NormalGradients
 from dsf.kernels.triton.chunk.normaliser import kind_of
-from dsf.kernels.triton.chunk.shared_gradient import shared_gradient, sum_heads
+from dsf.kernels.triton.chunk.shared_gradient import Shared, shared_gradient, sum_heads
 from dsf.kernels.triton.chunk.table import SHARED_STRETCHES, padded
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sizes import bases
@@ -100,47 +100,35 @@ def row_gradients(
             found.base, found.chunks, call.stretch(SHARED_STRETCHES), t.chunk, call.tokens,
             (pieces, call.batch, call.heads // together, call.n), (dq, dk),
         )  # fmt: skip
-    common: dict[str, Any] = {
-        "BP": t.gradient_piece, "DECAY": call.decay, "SCALED": call.scaled, "READ_SCALED": call.read,
-        "SOURCE_WANTED": source_wanted, "READ_WANTED": read_wanted, "LOADS": None, "SKIP": None,
-        "num_warps": t.gradient_warps, "num_stages": 2, **call.sizes,
-    }  # fmt: skip
-    beyond: tuple[Any, Any] = (call.q,), call.q
-    if skip is not None:
-        beyond = skip.extra, skip.sums
-        common |= {"LOADS": skip.loads, "SKIP": skip.adjoint}
+    dg, ds, db, dc = scalars
+    q, k, v = (call.struct(x) for x in (call.q, call.k, call.v))
+    given = q, k, v, dy, Numbers(g, *g.stride()[:3])
+    known = Known(call.scalars, found.written, found.entries, states, found.states)
+    loads, adjoint, extra = (None, None, None) if skip is None else (skip.loads, skip.adjoint, skip.extra)
+    common = {**call.common, "BP": t.gradient_piece, "LOADS": loads, "SKIP": adjoint, "PAIR_TERMS": call.pair_terms}
     for out in outs:
+        to = Gradients(
+            out.dq, out.dk, dv, dg, ds if source_wanted else None, db, dc if read_wanted else None,
+            None if skip is None else skip.sums,
+        )  # fmt: skip
         where = (
-            call.tokens, call.heads, call.length, call.plane, call.batch, found.base, found.chunks,
-            out.first, out.shift, out.rows, since, held, *call.rows(call.q), *call.rows(call.k), *call.rows(call.v),
-            *g.stride()[:3],
+            call.measures, call.batch, found.base, found.chunks, out.first, out.shift, out.rows, since, held,
         )  # fmt: skip
         if together > 1:
             launch(
-                shared_gradient, (3 * out.chunks, call.lanes // together, pieces),
-                call.q, call.k, call.v, dy, g, call.scalars, states, found.states,
-                out.dq, out.dk, dv, scalars[0], scalars[1], scalars[3], *beyond, *where,
-                HEADS=together, STAGES=t.gradient_stages, PAIR_TERMS=call.pair_terms, **common,
+                shared_gradient, (3 * out.chunks, call.lanes // together, pieces), *given, known, to, extra, *where,
+                C=Shared(**common, HEADS=together, STAGES=t.gradient_stages),
+                num_warps=t.gradient_warps, num_stages=2,
             )  # fmt: skip
         else:
-            config = Gradient(
-                **call.common, BP=t.gradient_piece, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal),
-                LOADS=None if skip is None else skip.loads, SKIP=None if skip is None else skip.adjoint,
-                TERMS=call.kept_terms, STATE_TERMS=t.state_terms, PAIR_TERMS=call.pair_terms,
-                ADJOINT_TERMS=call.adjoint_terms,
+            gradient = Gradient(
+                **common, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal), TERMS=call.kept_terms,
+                STATE_TERMS=t.state_terms, ADJOINT_TERMS=call.adjoint_terms,
             )  # fmt: skip
-            dg, ds, db, dc = scalars
             launch(
                 chunk_gradient, (out.chunks * t.gradient_roles, call.lanes, pieces),
-                call.struct(call.q), call.struct(call.k), call.struct(call.v), dy, Numbers(g, *g.stride()[:3]),
-                Known(call.scalars, found.written, found.entries, states, found.states),
-                Gradients(
-                    out.dq, out.dk, dv, dg, ds if source_wanted else None, db, dc if read_wanted else None,
-                    None if skip is None else skip.sums,
-                ),
-                normal, None if skip is None else skip.extra, call.chunk_table, call.measures, call.batch, found.base,
-                found.chunks, out.first, out.shift, out.rows, since, held,
-                C=config, num_warps=t.gradient_warps, num_stages=2,
+                *given, known, to, normal, extra, call.chunk_table, *where,
+                C=gradient, num_warps=t.gradient_warps, num_stages=2,
             )  # fmt: skip
 
 

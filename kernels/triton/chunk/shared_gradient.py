@@ -8,14 +8,18 @@ and dk comes from q S and k G, so that sums can go on inside products.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.gradient_parts import decay_gradient, spanning
+from dsf.kernels.triton.chunk.gradient_parts import Gradients, Known, decay_gradient, spanning
 from dsf.kernels.triton.chunk.tiles import (
     READ,
     SOURCE,
     TOTAL,
+    Chunked,
     between,
     load_rows,
     prefix_of,
@@ -27,199 +31,220 @@ from dsf.kernels.triton.chunk.tiles import (
     turned,
     written_scale,
 )
+from dsf.kernels.triton.structs import Numbers, Rows, of_head
+
+
+class Heads(NamedTuple):
+    """A program's chunk, sequence, first head and slice of P; what lies between a head's states, or adjoints, and the
+    next one's."""
+
+    chunk: Any
+    batch: Any
+    head: Any
+    piece: Any
+    next_state: Any
+    next_adjoint: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Shared(Chunked):
+    """BP channels and HEADS heads a program, STAGES of them under way; LOADS, SKIP and PAIR_TERMS: as `Gradient`'s."""
+
+    BP: int
+    HEADS: int
+    STAGES: int
+    LOADS: Any
+    SKIP: Any
+    PAIR_TERMS: int
 
 
 @triton.jit(do_not_specialize=["base", "count", "first", "shift", "kept", "since", "held"])
 def shared_gradient(
-    q, k, v, dy, g, scalars, states, adjoints,
-    dq, dk, dv, dg, ds, dc, extra, d_skip,
-    tokens, heads: tl.constexpr, length, plane, batches, base, count, first, shift, kept, since, held,
-    q_b, q_t: tl.constexpr, q_h, q_group, k_b, k_t: tl.constexpr, k_h, k_group, v_b, v_t: tl.constexpr, v_h,
-    v_group, g_b, g_t, g_h,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, LOADS: tl.constexpr, SKIP: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
-):  # fmt: skip
+    q, k, v, dy, g, known, to, extra, sizes, batches, base, count, first, shift, kept, since, held, C: tl.constexpr
+):
     """Gradients of HEADS consecutive heads of a chunk; arguments as chunk_gradient's.
 
     dq, dk [slices, B, kept, H / HEADS, N]; ds [slices, B, T, H]; dg, dc [2 · slices, B, T, H], of reads and of writes.
     """
+    heads: tl.constexpr = sizes.heads
+    tokens = sizes.tokens
     role, chunk = tl.program_id(0) % 3, tl.program_id(0) // 3 + first
-    lane, piece = tl.program_id(1).to(tl.int64) * HEADS, tl.program_id(2)
+    lane, piece = tl.program_id(1).to(tl.int64) * C.HEADS, tl.program_id(2)
     batch, head = lane // heads, lane % heads
-    flat, chunks = batch * tokens * heads + head, tl.cdiv(tokens, L)
-    at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) // HEADS * N
+    flat, chunks = batch * tokens * heads + head, tl.cdiv(tokens, C.L)
+    at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * heads + head) // C.HEADS * C.N
     part = flat + piece.to(tl.int64) * batches * tokens * heads
-    dy += flat * P
-    v += batch * v_b
-    q += batch * q_b + head // q_group * q_h
-    k += batch * k_b + head // k_group * k_h
-    g += batch * g_b + head * g_h
-    scalars += lane * length
-    states += (lane * held + chunk - since) * N * P
-    adjoints += (lane * count + chunk - base) * N * P
+    dy += flat * C.P
+    v = Rows(v.at + batch * v.batch, None, v.token, v.head, v.group)
+    q, k = of_head(q, batch, head), of_head(k, batch, head)
+    g = Numbers(g.at + batch * g.batch + head * g.head, None, g.token, g.head)
+    known = Known(
+        known.scalars + lane * sizes.length, None, None, known.states + (lane * held + chunk - since) * C.N * C.P,
+        known.adjoints + (lane * count + chunk - base) * C.N * C.P,
+    )  # fmt: skip
+    here = Heads(chunk, batch, head, piece, held * C.N * C.P, count * C.N * C.P)
     if role == 0:
-        _of_reads(
-            q, k, v, dy, g, scalars, states, adjoints, dq + at_row, dg + part, dc + part,
-            chunk, head, heads, tokens, length, plane, piece, held * N * P, count * N * P,
-            q_t, k_t, v_t, v_h, v_group, g_t, g_h,
-            N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, READ_WANTED, KIND, PRECISION, STAGES,
-            PAIR_TERMS,
-        )  # fmt: skip
+        dc = None if to.dc is None else to.dc + part
+        _of_reads(q, k, v, dy, g, known, to.dq + at_row, to.dg + part, dc, here, sizes, C)
     elif role == 1:
-        _of_writes(
-            q, v, dy, scalars, adjoints, dk + at_row, chunk, head, heads, tokens, length, plane, piece, count * N * P,
-            q_t, v_t, v_h, v_group, N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, KIND, PRECISION, STAGES,
-            PAIR_TERMS,
-        )  # fmt: skip
+        _of_writes(q, v, dy, known, to.dk + at_row, here, sizes, C)
     else:
+        of_source = flat + piece.to(tl.int64) * batches * tokens * heads
         part += tl.num_programs(2).to(tl.int64) * batches * tokens * heads
-        ds += flat + piece.to(tl.int64) * batches * tokens * heads
-        if SKIP is not None:
-            d_skip += ((piece.to(tl.int64) * batches + batch) * chunks + chunk) * heads + head
-        _of_values(
-            q, k, v, dy, g, scalars, adjoints, dv + flat * P, dg + part, ds, dc + part, extra, d_skip,
-            batch, chunk, head, heads, tokens, length, plane, piece, count * N * P,
-            q_t, k_t, v_t, v_h, v_group, g_t, g_h,
-            N, P, BN, BP, L, HEADS, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, LOADS, SKIP,
-            KIND, PRECISION, STAGES, PAIR_TERMS,
+        of_skip = ((piece.to(tl.int64) * batches + batch) * chunks + chunk) * heads + head
+        of_values = Gradients(
+            None, None, to.dv + flat * C.P, to.dg + part, None if to.ds is None else to.ds + of_source, None,
+            None if to.dc is None else to.dc + part, None if to.d_skip is None else to.d_skip + of_skip,
         )  # fmt: skip
+        _of_values(q, k, v, dy, g, known, of_values, extra, here, sizes, C)
 
 
 @triton.jit
-def _of_reads(
-    q, k, v, dy, g, scalars, states, adjoints, dq, dg, dc,
-    chunk, head, heads, tokens, length, plane, piece, next_state, next_adjoint,
-    q_t, k_t, v_t, v_h, v_group, g_t, g_h,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, READ_WANTED: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
-):  # fmt: skip
+def _place(here, C: tl.constexpr):
+    """A chunk's keys, channels and rows; where their entries lie in a state, and which of them there are."""
+    keys, columns, local = tl.arange(0, C.BN), here.piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
+    rows = here.chunk * C.L + local
+    place = keys[:, None] * C.P + columns[None, :]
+    return keys, columns, local, rows, place, (keys[:, None] < C.N) & (columns[None, :] < C.P)
+
+
+@triton.jit
+def _values_of(v, i, rows, columns, here, sizes, C: tl.constexpr):
+    """v of the program's head number i."""
+    at = v.at + (here.head + i) // v.group * v.head
+    return load_rows(at, v.token, rows, sizes.tokens, columns, C.P, C.BP, C.KIND)
+
+
+@triton.jit
+def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
     """dq of all heads, and of each what the gradients of decays and read scales have of S."""
-    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
-    rows = chunk * L + local
-    place = keys[:, None] * P + columns[None, :]
-    inside = (keys[:, None] < N) & (columns[None, :] < P)
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
+    N: tl.constexpr = C.N
+    P: tl.constexpr = C.P
+    BN: tl.constexpr = C.BN
+    L: tl.constexpr = C.L
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
+    HEADS: tl.constexpr = C.HEADS
+    heads: tl.constexpr = sizes.heads
+    tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
+    scalars = known.scalars
+    keys, columns, local, rows, place, inside = _place(here, C)
+    rows_q = load_rows(q.at, q.token, rows, tokens, keys, N, BN, KIND)
     sums, weights = tl.zeros([L, BN], tl.float32), tl.zeros([L, L], tl.float32)
-    for i in tl.range(HEADS, num_stages=STAGES):
-        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
-        written = load_rows(v + (head + i) // v_group * v_h, v_t, rows, tokens, columns, P, BP, KIND)
-        state = tl.load(states + i * next_state + place, mask=inside, other=0.0).to(KIND)
-        if DECAY or READ_WANTED:
+    for i in tl.range(HEADS, num_stages=C.STAGES):
+        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, C.BP, KIND)
+        written = _values_of(v, i, rows, columns, here, sizes, C)
+        state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(KIND)
+        if C.DECAY or dc is not None:
             at = rows.to(tl.int64) * heads + i
             reads = tl.sum(tl.dot(rows_q, state, input_precision=PRECISION) * given.to(tl.float32), axis=1)
-            if DECAY:
+            if C.DECAY:
                 reads *= prefix_of(scalars + i * length, rows)
-            if READ_WANTED:
-                tl.store(dc + at, turned(reads, scalars + i * length, plane, rows, DECAY), mask=rows < tokens)
-            if READ_SCALED:
+            if dc is not None:
+                tl.store(dc + at, turned(reads, scalars + i * length, plane, rows, C.DECAY), mask=rows < tokens)
+            if C.READ_SCALED:
                 reads *= tl.load(scalars + i * length + READ * plane + rows)
-            if DECAY:
+            if C.DECAY:
                 tl.store(dg + at, reads, mask=rows < tokens)
         sums, weights = _add_head(
-            given, written, state, scalars + i * length, sums, weights, plane, rows, local,
-            DECAY, READ_SCALED, SCALED, False, KIND, PRECISION,
+            given, written, state, scalars + i * length, sums, weights, plane, rows, local, False, C
         )  # fmt: skip
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-    sums = product(split(weights, PAIR_TERMS, KIND), (rows_k, rows_k), PAIR_TERMS, 1, PRECISION, sums)
+    rows_k = load_rows(k.at, k.token, rows, tokens, keys, N, BN, KIND)
+    sums = product(split(weights, C.PAIR_TERMS, KIND), (rows_k, rows_k), C.PAIR_TERMS, 1, PRECISION, sums)
     store_rows(dq, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
-    if DECAY:  # S carried through the chunk, and what later rows read of it
+    if C.DECAY:  # S carried through the chunk, and what later rows read of it
         each = tl.arange(0, HEADS)
         carried = tl.zeros([HEADS], tl.float32)
         for i in range(HEADS):
-            state = tl.load(states + i * next_state + place, mask=inside, other=0.0).to(tl.float32)
-            state *= tl.load(adjoints + i * next_adjoint + place, mask=inside, other=0.0)
+            state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(tl.float32)
+            state *= tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0)
             carried += tl.where(each == i, tl.sum(state), 0.0)
-        carried *= tl.load(scalars + each * length + TOTAL * plane + chunk * L)
+        carried *= tl.load(scalars + each * length + TOTAL * plane + here.chunk * L)
         tl.debug_barrier()  # what follows was stored by other threads
         at = rows[None, :].to(tl.int64) * heads + each[:, None]
         reads = tl.load(dg + at, mask=(rows < tokens)[None, :], other=0.0)
         grad = tl.cumsum(reads, axis=1, reverse=True) + carried[:, None]
-        at_decay = g + each[:, None] * g_h + rows[None, :].to(tl.int64) * g_t
-        tl.store(dg + at, decay_gradient(grad, at_decay, rows[None, :], tokens, DECAY), mask=(rows < tokens)[None, :])
+        at_decay = g.at + each[:, None] * g.head + rows[None, :].to(tl.int64) * g.token
+        tl.store(dg + at, decay_gradient(grad, at_decay, rows[None, :], tokens, C.DECAY), mask=(rows < tokens)[None, :])
 
 
 @triton.jit
-def _of_writes(
-    q, v, dy, scalars, adjoints, dk,
-    chunk, head, heads, tokens, length, plane, piece, next_adjoint, q_t, v_t, v_h, v_group,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
-):  # fmt: skip
+def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
     """dk of all heads."""
-    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
-    rows = chunk * L + local
-    place = keys[:, None] * P + columns[None, :]
-    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    N: tl.constexpr = C.N
+    P: tl.constexpr = C.P
+    BN: tl.constexpr = C.BN
+    L: tl.constexpr = C.L
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
+    HEADS: tl.constexpr = C.HEADS
+    heads: tl.constexpr = sizes.heads
+    tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
+    scalars = known.scalars
+    keys, columns, local, rows, place, inside = _place(here, C)
     sums, weights = tl.zeros([L, BN], tl.float32), tl.zeros([L, L], tl.float32)
-    for i in tl.range(HEADS, num_stages=STAGES):
-        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
-        written = load_rows(v + (head + i) // v_group * v_h, v_t, rows, tokens, columns, P, BP, KIND)
-        adjoint = tl.load(adjoints + i * next_adjoint + place, mask=inside, other=0.0).to(KIND)
+    for i in tl.range(HEADS, num_stages=C.STAGES):
+        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, C.BP, KIND)
+        written = _values_of(v, i, rows, columns, here, sizes, C)
+        adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(KIND)
         sums, weights = _add_head(
-            written, given, adjoint, scalars + i * length, sums, weights, plane, rows, local,
-            DECAY, SCALED, READ_SCALED, True, KIND, PRECISION,
+            written, given, adjoint, scalars + i * length, sums, weights, plane, rows, local, True, C
         )  # fmt: skip
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-    sums = product(split(weights, PAIR_TERMS, KIND), (rows_q, rows_q), PAIR_TERMS, 1, PRECISION, sums)
+    rows_q = load_rows(q.at, q.token, rows, tokens, keys, N, BN, KIND)
+    sums = product(split(weights, C.PAIR_TERMS, KIND), (rows_q, rows_q), C.PAIR_TERMS, 1, PRECISION, sums)
     store_rows(dk, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
 
 
 @triton.jit
-def _of_values(
-    q, k, v, dy, g, scalars, adjoints, dv, dg, ds, dc, extra, d_skip,
-    batch, chunk, head, heads, tokens, length, plane, piece, next_adjoint,
-    q_t, k_t, v_t, v_h, v_group, g_t, g_h,
-    N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, LOADS: tl.constexpr, SKIP: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PAIR_TERMS: tl.constexpr,
-):  # fmt: skip
+def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
     """What every head has of its own: dv, ds, a skip's, and what the other gradients of scalars have of writes."""
-    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
-    rows = chunk * L + local
-    place = keys[:, None] * P + columns[None, :]
-    inside = (keys[:, None] < N) & (columns[None, :] < P)
-    rows_q = load_rows(q, q_t, rows, tokens, keys, N, BN, KIND)
-    rows_k = load_rows(k, k_t, rows, tokens, keys, N, BN, KIND)
-    for i in tl.range(HEADS, num_stages=STAGES):
-        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, BP, KIND)
-        written = load_rows(v + (head + i) // v_group * v_h, v_t, rows, tokens, columns, P, BP, KIND)
-        adjoint = tl.load(adjoints + i * next_adjoint + place, mask=inside, other=0.0).to(KIND)
+    N: tl.constexpr = C.N
+    P: tl.constexpr = C.P
+    BN: tl.constexpr = C.BN
+    L: tl.constexpr = C.L
+    KIND: tl.constexpr = C.KIND
+    HEADS: tl.constexpr = C.HEADS
+    heads: tl.constexpr = sizes.heads
+    tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
+    scalars = known.scalars
+    keys, columns, local, rows, place, inside = _place(here, C)
+    rows_q = load_rows(q.at, q.token, rows, tokens, keys, N, BN, KIND)
+    rows_k = load_rows(k.at, k.token, rows, tokens, keys, N, BN, KIND)
+    for i in tl.range(HEADS, num_stages=C.STAGES):
+        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, C.BP, KIND)
+        written = _values_of(v, i, rows, columns, here, sizes, C)
+        adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(KIND)
         # else products of q and k would be made before the loop and kept, for which there is no room
-        again = (chunk * 0 + i).to(tl.float32) * 0.0
+        again = (here.chunk * 0 + i).to(tl.float32) * 0.0
         at = rows.to(tl.int64) * heads + i
         grad_v, grad = _of_head(
-            rows_q, rows_k, again, given, written, adjoint, scalars + i * length, ds + at, dc + at,
-            tokens, plane, rows, local,
-            L, DECAY, SCALED, READ_SCALED, SOURCE_WANTED, READ_WANTED, KIND, PRECISION, PAIR_TERMS,
+            rows_q, rows_k, again, given, written, adjoint, scalars + i * length, None if to.ds is None else to.ds + at,
+            None if to.dc is None else to.dc + at, tokens, plane, rows, local, C,
         )  # fmt: skip
-        if SKIP is not None:
+        if C.SKIP is not None:
             tile = (
-                batch, head + i, batch * 0 + chunk * L, local[:, None], 0, columns[None, :],
-                (rows < tokens)[:, None], True, (columns < P)[None, :], piece, 0, tokens, heads, P, N,
+                here.batch, here.head + i, here.batch * 0 + here.chunk * L, local[:, None], 0, columns[None, :],
+                (rows < tokens)[:, None], True, (columns < P)[None, :], here.piece, 0, tokens, heads, P, N,
             )  # fmt: skip
-            of_value, of_skip = SKIP(LOADS(extra, tile), given.to(tl.float32), written.to(tl.float32))
+            of_value, of_skip = C.SKIP(C.LOADS(extra, tile), given.to(tl.float32), written.to(tl.float32))
             grad_v += of_value
-            tl.store(d_skip + i, tl.sum(tl.sum(of_skip, axis=1), axis=0))
-        store_rows(dv + i * P, heads * P, rows, tokens, columns, P, BP, grad_v)
-        if DECAY:
-            grad = decay_gradient(grad, g + i * g_h + rows.to(tl.int64) * g_t, rows, tokens, DECAY)
-            tl.store(dg + at, grad, mask=rows < tokens)
+            tl.store(to.d_skip + i, tl.sum(tl.sum(of_skip, axis=1), axis=0))
+        store_rows(to.dv + i * P, heads * P, rows, tokens, columns, P, C.BP, grad_v)
+        if C.DECAY:
+            grad = decay_gradient(grad, g.at + i * g.head + rows.to(tl.int64) * g.token, rows, tokens, C.DECAY)
+            tl.store(to.dg + at, grad, mask=rows < tokens)
 
 
 @triton.jit
-def _add_head(
-    mine, other, state, scalars, sums, total, plane, rows, local,
-    DECAY: tl.constexpr, SCALED: tl.constexpr, OTHER_SCALED: tl.constexpr, WRITES: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _add_head(mine, other, state, scalars, sums, total, plane, rows, local, WRITES: tl.constexpr, C: tl.constexpr):
     """One head's part of dq added: of rows `mine` of dy, `other` of v and S; to sums what states give [L, N], to total
     the weights of the keys that all heads share [L, L]. WRITES: of dk, from v, dy and G; the weights are queries'.
     """
+    DECAY: tl.constexpr = C.DECAY
+    SCALED: tl.constexpr = C.SCALED if WRITES else C.READ_SCALED
+    OTHER_SCALED: tl.constexpr = C.READ_SCALED if WRITES else C.SCALED
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
     weights = tl.dot(mine, tl.trans(other), input_precision=PRECISION)
     seen = local[:, None] <= local[None, :] if WRITES else local[:, None] >= local[None, :]
     if DECAY:
@@ -244,12 +269,13 @@ def _add_head(
 
 @triton.jit
 def _of_head(
-    rows_q, rows_k, again, given, written, adjoint, scalars, ds, dc, tokens, plane, rows, local,
-    L: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, READ_SCALED: tl.constexpr,
-    SOURCE_WANTED: tl.constexpr, READ_WANTED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    PAIR_TERMS: tl.constexpr,
-):  # fmt: skip
+    rows_q, rows_k, again, given, written, adjoint, scalars, ds, dc, tokens, plane, rows, local, C: tl.constexpr
+):
     """ds and pairs' dc; returns dv and dlog decay [L]. Products between rows have sources down and reads across."""
+    L: tl.constexpr = C.L
+    DECAY: tl.constexpr = C.DECAY
+    KIND: tl.constexpr = C.KIND
+    PRECISION: tl.constexpr = C.PRECISION
     grad = tl.zeros([L], tl.float32)
     seen = local[:, None] <= local[None, :]
     scores = tl.dot(rows_k, tl.trans(rows_q), tl.full([L, L], 1.0, tl.float32) * again, input_precision=PRECISION)
@@ -257,32 +283,32 @@ def _of_head(
         scores *= between(scalars, rows, seen, True)
     else:
         scores = tl.where(seen, scores, 0.0)
-    if READ_SCALED:
+    if C.READ_SCALED:
         read = tl.load(scalars + READ * plane + rows)
-    if DECAY or READ_WANTED:
+    if DECAY or dc is not None:
         pairs = tl.dot(written, tl.trans(given), input_precision=PRECISION) * scores
-        if SCALED:
+        if C.SCALED:
             pairs *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-        if READ_WANTED:
+        if dc is not None:
             tl.store(dc, turned(tl.sum(pairs, axis=0), scalars, plane, rows, DECAY), mask=rows < tokens)
-        if READ_SCALED:
+        if C.READ_SCALED:
             pairs *= read[None, :]
         if DECAY:  # before there is dv, which would have no room in registers beside its terms
-            grad += spanning(pairs, local, True, KIND, PRECISION, PAIR_TERMS)
-    if READ_SCALED:
+            grad += spanning(pairs, local, True, KIND, PRECISION, C.PAIR_TERMS)
+    if C.READ_SCALED:
         scores *= read[None, :]
     grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
     if DECAY:
         grad_v *= suffix_of(scalars, plane, rows)[:, None]
         writes = tl.sum(grad_v * written.to(tl.float32), axis=1)
-        if SCALED:
+        if C.SCALED:
             writes *= tl.load(scalars + SOURCE * plane + rows)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
-    grad_v = product(split(scores, PAIR_TERMS, KIND), (given, given), PAIR_TERMS, 1, PRECISION, grad_v)
-    if SOURCE_WANTED:
+    grad_v = product(split(scores, C.PAIR_TERMS, KIND), (given, given), C.PAIR_TERMS, 1, PRECISION, grad_v)
+    if ds is not None:
         of_source = tl.sum(grad_v * written.to(tl.float32), axis=1)
         tl.store(ds, turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
-    if SCALED:
+    if C.SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     return grad_v, grad
 
