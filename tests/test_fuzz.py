@@ -423,3 +423,15 @@ def test_a_root_of_what_cancels_is_undecided_and_the_same_far_from_it_is_not() -
     verdict = attempt(near, case)
     assert verdict.status == "undecided" and verdict.finding and "values of expressions" in verdict.finding.detail
     assert attempt(Declaration("decay", (("0.2", "sqrt(2 + l2norm(l))"),), "q").build(), case).status == "right"
+
+
+@pytest.mark.parametrize("way", ["func", "compiled"])
+def test_other_ways_of_calling_are_held_to_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(
+        tokens=9, n=3, p=2, dtype="float32", form="recurrent", calls=3, between=("shorter", "forget"), way=way,
+        alias=("q", "k"), alias_calls=(1, 3), initial=True,
+    )  # fmt: skip
+    delta = Declaration("delta", (("sigmoid(s) * (I - sigmoid(b) * outer(k, k))", "k * v"),), "q").build()
+    assert attempt(delta, case).status == "right"
+    leaking(monkeypatch, lambda y: 1.001 * y)
+    assert attempt(delta, case).status == "wrong"

@@ -30,9 +30,11 @@ class Case:
     in memory, plain unless named. lengths: of packed sequences (B = 1), () for none. initial: with an initial state.
     alias: inputs that are one tensor in the calls whose numbers are in alias_calls; overlap: two that instead lie
     in one storage, one token apart. between: what happens before calls 2, 3, …: "", "other" (a call of another
-    recurrence with the same tensors) or "forget" (all that calls remember is dropped). loss: what is differentiated,
+    recurrence with the same tensors), "shorter" (a call with the first half of the tokens, as one sequence) or "forget"
+    (all that calls remember is dropped). loss: what is differentiated,
     "both" (y and the final state), "y", "state" or "" (nothing, without a graph). frozen: inputs that need no
-    gradient. step: token by token, through step(). reverse: from the last token to the first. seed: of the numbers.
+    gradient. step: token by token, through step(). reverse: from the last token to the first. way: "" (a plain call),
+    "compiled" (inside torch.compile) or "func" (torch.func.vjp; recurrent form). seed: of the numbers.
     """
 
     tokens: int = 1
@@ -56,6 +58,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     step: bool = False
     reverse: bool = False
+    way: str = ""
     seed: int = 0
 
     def __repr__(self) -> str:

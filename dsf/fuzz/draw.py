@@ -26,7 +26,8 @@ class Profile:
     cases of one kind, which share dtype, N, P, heads, layouts and options. dtypes: as often as they stand there.
     calls: how many a case has. other: share of kinds that another recurrence may run between. scans: longest of fused
     scans, whose tokens the interpreter walks one by one. pool: how many combinations of N, P, heads and dtype one seed
-    has, so that its declarations share what is compiled; 0: any. drawn: those combinations.
+    has, so that its declarations share what is compiled; 0: any. ways: share of kinds that are called inside
+    torch.compile or by torch.func (torch forms); 0: and no shorter calls between. drawn: those combinations.
     """
 
     n: tuple[int, ...]
@@ -41,6 +42,7 @@ class Profile:
     other: float
     scans: int = 10_000
     pool: int = 0
+    ways: float = 0.0
     drawn: tuple[tuple[int, int, int, str], ...] = ()
 
     def of_seed(self, seed: int) -> Profile:
@@ -119,7 +121,11 @@ class Cases:
         )  # fmt: skip
         if rng.random() < (0.08 if form == KERNELS else 0.3) and self._steps(case):
             case = replace(case, step=True, lengths=(), loss="" if form == KERNELS else case.loss)
-        return replace(case, reverse=not case.step and rng.random() < 0.15)
+        case = replace(case, reverse=not case.step and rng.random() < 0.15)
+        if not self.profile.ways or case.step or case.lengths or form == KERNELS or self.recurrence.spec.is_attention:
+            return case
+        ways = ["func"] * (form == "recurrent" and bool(case.loss)) + ["compiled"]
+        return replace(case, way=rng.choice(ways) if rng.random() < self.profile.ways else "")
 
     @property
     def _names(self) -> list[str]:
@@ -139,7 +145,10 @@ class Cases:
         for i in self.inputs:
             if rng.random() < 0.15:
                 regimes[i.name] = rng.choice(regimes_of(self.recurrence.spec, i.name, self.ranges[i.name]))
-        between = tuple(rng.choice(["", "", "", "forget", "other" if self.other else ""]) for _ in range(calls - 1))
+        between = tuple(
+            rng.choice(["", "", "shorter" if profile.ways else "", "forget", "other" if self.other else ""])
+            for _ in range(calls - 1)
+        )
         case = replace(
             kind, tokens=tokens, batch=1 if kind.lengths else rng.choice(profile.batches), calls=calls, between=between,
             lengths=self._lengths(tokens) if kind.lengths else (), regimes=regimes, seed=rng.randrange(2**16),

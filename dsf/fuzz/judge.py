@@ -63,7 +63,8 @@ class Verdict:
     """What came of a case.
 
     status: "right"; "wrong"; "void" (what the oracle gives does not fit the dtype: no case); or "undecided" (the oracle
-    itself moves by more than UNDECIDED of the tolerance when inputs, or what expressions are worth, move by one rounding). errors: the worst by
+    itself moves by more than UNDECIDED of the tolerance when inputs or expressions' values move by one rounding).
+    errors: the worst by
     quantity, relative as dsf.check has them. finding: what was wrong, or is undecided.
     """
 
@@ -116,10 +117,9 @@ def attempt(
     if finding is None:
         return Verdict("right", errors)
     if math.isfinite(finding.error) and finding.tolerance:
-        computed = torch.float64 if case.dtype == "float64" else torch.float32
         for what, inputs, share in (
             ("inputs", moved(values, starts, case.dtype, case.seed), 0.0),
-            ("values of expressions", (values, starts), torch.finfo(computed).eps / 2),
+            ("values of expressions", (values, starts), torch.finfo(start_dtype(case)).eps / 2),
         ):
             with disturbed(case.seed, share):
                 now, before = truths(recurrence, case, *inputs, cots)[finding.call - 1], expected[finding.call - 1]
@@ -206,6 +206,12 @@ def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tenso
             y.sum().backward(inputs=[x for x in leaves.values() if x.requires_grad])
             for x in leaves.values():
                 x.grad = None
+    elif what == "shorter":
+        half = (case.tokens + 1) // 2
+        cut = {n: x[:, :half] if subject.kinds[n].time else x for n, x in leaves.items()}
+        y, _ = subject.run(case.form, cut, reverse=case.reverse)
+        if y.requires_grad:
+            torch.autograd.grad(y.sum(), [x for x in leaves.values() if x.requires_grad], allow_unused=True)
 
 
 @functools.lru_cache(maxsize=32)
@@ -232,25 +238,21 @@ def _run(
     memory: Memory,
 ) -> Ran:  # fmt: skip
     """One call and its gradients."""
+    wrt = {n: x for n, x in leaves.items() if x.requires_grad and case.loss}
+    if case.is_one(call) and not case.overlap:
+        wrt = {n: x for n, x in wrt.items() if n not in case.alias[1:]}
+    wrt |= subject.state_leaves(start) if case.loss else {}
+    dy = memory.put(cots[0], case.layout("dy", call), 2) if case.loss else cots[0]
+    wanted = [case.loss in ("both", what) for what in ("y", "state")]
+    if case.way == "func" and wrt:
+        return _by_func(
+            subject, case, leaves, start, wrt, [d * use for d, use in zip((dy, cots[1]), wanted, strict=True)]
+        )
     with torch.set_grad_enabled(bool(case.loss)):
-        if case.step:
-            y, final = _stepped(subject, case, leaves, start)
-        else:
-            bounds = torch.tensor(case.bounds, device=subject.device) if case.lengths else None
-            y, found = subject.run(case.form, leaves, start, bounds, reverse=case.reverse)
-            assert found is not None
-            final = found
+        y, final = _called(subject, case, leaves, start)
         state = as_numbers(subject.recurrence, case, final)
-    grads: dict[str, Tensor] = {}
-    if case.loss:
-        wrt = {n: x for n, x in leaves.items() if x.requires_grad}
-        if case.is_one(call) and not case.overlap:
-            wrt = {n: x for n, x in wrt.items() if n not in case.alias[1:]}
-        wrt |= subject.state_leaves(start)
-        dy = memory.put(cots[0], case.layout("dy", call), 2)
-        pairs = [(y, dy)] if case.loss in ("both", "y") else []
-        pairs += [(state, cots[1].to(state))] if case.loss in ("both", "state") else []
-        grads = subject.without_gain(_differentiated([p for p in pairs if p[0].requires_grad], wrt), case.p)
+    pairs = [(x, d.to(x)) for x, d, use in zip((y, state), (dy, cots[1]), wanted, strict=True) if use]
+    grads = subject.without_gain(_differentiated([p for p in pairs if p[0].requires_grad], wrt), case.p) if wrt else {}
     raw = final if isinstance(final, Tensor) else state.to(start_dtype(case))
     return Ran(y.detach(), raw.detach(), state.detach(), grads)
 
@@ -258,6 +260,44 @@ def _run(
 def start_dtype(case: Case) -> torch.dtype:
     """What states are computed in."""
     return torch.float64 if case.dtype == "float64" else torch.float32
+
+
+def _by_func(
+    subject: Subject, case: Case, leaves: Mapping[str, Tensor], start: State | None, wrt: Mapping[str, Tensor],
+    cots: Sequence[Tensor],
+) -> Ran:  # fmt: skip
+    """The same by torch.func.vjp, of a recurrence whose state is one tensor."""
+    known = {id(x): name for name, x in wrt.items()}
+
+    def outputs(*given: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
+        now = dict(zip(wrt, given, strict=True))
+        inputs = {n: now[known[id(x)]] if id(x) in known else x for n, x in leaves.items()}
+        y, final = _called(subject, case, inputs, now.get("initial_state", start))
+        return (y, as_numbers(subject.recurrence, case, final)), final
+
+    made: Any = torch.func.vjp(outputs, *wrt.values(), has_aux=True)
+    found, pull, raw = made
+    grads = dict(zip(wrt, pull(tuple(d.to(x) for x, d in zip(found, cots, strict=True))), strict=True))
+    return Ran(found[0].detach(), raw.detach(), found[1].detach(), subject.without_gain(grads, case.p))
+
+
+def _called(
+    subject: Subject, case: Case, inputs: Mapping[str, Tensor], start: State | None
+) -> tuple[Tensor, State]:  # fmt: skip
+    """y and the final state as it comes, the way that the case says."""
+    if case.step:
+        return _stepped(subject, case, inputs, start)
+    bounds = torch.tensor(case.bounds, device=subject.device) if case.lengths else None
+
+    def run(inputs: Mapping[str, Tensor], start: State | None, bounds: Tensor | None) -> tuple[Tensor, Any]:
+        return subject.run(case.form, inputs, start, bounds, reverse=case.reverse)
+
+    if case.way == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    y, found = run(inputs, start, bounds)
+    assert found is not None
+    return y, found
 
 
 def _stepped(subject: Subject, case: Case, leaves: Mapping[str, Tensor], state: Any) -> tuple[Tensor, State]:

@@ -132,7 +132,7 @@ def _cases(subject: Subject, case: Case) -> Iterator[tuple[Subject, Case]]:
 
 PLAIN: dict[str, Any] = {
     "lengths": (), "layouts": {}, "groups": {}, "regimes": {}, "initial": False, "frozen": (), "step": False,
-    "reverse": False,
+    "reverse": False, "way": "",
 }  # fmt: skip
 
 
