@@ -12,7 +12,7 @@ head each stretch is walked forwards only then, from a state that the forward pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,19 +20,28 @@ from torch import Tensor
 from dsf.kernels.triton.chunk.forward_walk import Outputs
 from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
-from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, by_lane
+from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, gradients_between_chunks
 from dsf.kernels.triton.chunk.reverse_walk import Values
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
 from dsf.kernels.triton.chunk.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
-from dsf.kernels.triton.chunk.tiles import PLANES, Prepare, arithmetic, prepare
-from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, reverse, transform
-from dsf.kernels.triton.launch import constant, launch
+from dsf.kernels.triton.chunk.tiles import arithmetic
+from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, prepared_scalars, reverse, transform
+from dsf.kernels.triton.launch import constant
 from dsf.kernels.triton.packed import Sequences, slots
-from dsf.kernels.triton.structs import Numbers, Rows, Sizes
+from dsf.kernels.triton.structs import Rows, Sizes
 
 # Printed: what loads, what makes y of that and of what is read; pointers; where more digits of y go.
 Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
+
+
+class Wanted(NamedTuple):
+    """Of the gradients: is that of `read` needed, are those of q and k summed over the heads that share them, and which
+    of q, k, v are differentiated further, and so in float32."""
+
+    read: bool = True
+    summed: bool = False
+    exact: tuple[bool, ...] = (False,) * 3
 
 
 class _Call:
@@ -93,7 +102,7 @@ class _Call:
         if q.dtype != torch.bfloat16:  # where narrower blocks of keys were seen wrong
             self.key_block = min(self.tiles.keys, self.key_block)
         self.levels = self.tiles.chunk.bit_length() - 1
-        self.scalars = self._prepare(None if self.keywise else g, s, b, c)
+        self.scalars = prepared_scalars(self, None if self.keywise else g, s, b, c)
         self.running = self.first_levels = self.scores = self.system = q
         self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
         self.rest_of_reads = self.rest_of_writes = q  # what rounding left of them, or of scores
@@ -121,9 +130,12 @@ class _Call:
 
         Without segments S_0 is not among them.
         """
-        if self.chunk_table is not None:
+        if self.chunk_table is not None or self.keywise or (self.delta and self.is_cut):
             return None
-        return _marks(self.tiles, self.stretches, self.lanes, self.chunks, self.p, self.kind, self.delta, self.q)
+        if self.is_cut:
+            return self.pieces, self.span // self.finer
+        every = self.stretch(self.stretches)
+        return (-(-self.chunks // every) - 1, every) if every < self.chunks else None
 
     @property
     def pieces(self) -> int:
@@ -142,33 +154,6 @@ class _Call:
         tables = packed.tables(self.tokens, self.tiles.chunk, self.span if self.count > 1 else None)
         self.chunk_table, self.segment_table, self.sequence_table = tables
         self.count = tables.segments.shape[0]
-
-    def _prepare(self, *given: Tensor | None) -> Tensor:
-        """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk.
-
-        Of a normaliser also what each chunk adds to it, or of queries to its gradient where that is what is known.
-        """
-        normal, none = self.normal, all(x is None for x in given)
-        if none and normal is None:
-            return self.q
-        planes = self.q if none else self.empty(PLANES, self.plane, dtype=torch.float32)
-        summed, vectors, drive, added, lanes = 0, self.q, None, None, 4
-        if normal is not None:
-            summed, vectors, drive = (1, self.k, normal.ones) if normal.slope is None else (2, self.q, normal.slope)
-            added = normal.added = self.empty(self.lanes, self.chunks, self.n, dtype=torch.float32)
-            lanes = 1
-        config = self.common | {
-            "P": 0, "SCALED": 0 if given[1] is None else self.scaled, "READ_SCALED": int(given[3] is not None),
-            "SUMMED": summed, "LANES": lanes,
-            "BACK": self.back or self.scaled != 2,  # else one kernel for both directions: it changes nothing
-        }  # fmt: skip
-        launch(
-            prepare, (self.chunks, -(-self.lanes // lanes)),
-            *(Numbers() if x is None else Numbers(x, *x.stride()[:3]) for x in given), planes, self.chunk_table,
-            self.struct(vectors), by_lane(drive), added, self.measures,
-            C=Prepare(**config), num_warps=4 if summed else 1,
-        )  # fmt: skip
-        return planes
 
     def rows(self, x: Tensor) -> tuple[int, Any, int, int]:
         """Strides of batch, token (a constant) and head, and how many heads share one of x's."""
@@ -205,10 +190,6 @@ class _Call:
             which = self.sequence_table[:, 3] - 1 if last else self.sequence_table[:, 2]
             states = states.index_select(0, which)
         return states.squeeze(1)
-
-    def given(self, *xs: Tensor | None) -> tuple[Tensor, ...]:
-        """Something to point at for operands that a kernel does not use."""
-        return tuple(self.q if x is None else x for x in xs)
 
     @property
     def right_terms(self) -> int:
@@ -295,19 +276,6 @@ def _cut(
     return -(-chunks // span), span, pieces
 
 
-def _marks(
-    found: Tiles, most: int, lanes: int, chunks: int, p: int, kind: str, delta: bool, q: Tensor
-) -> tuple[int, int] | None:  # fmt: skip
-    """_Call.marks of sequences that are not packed; kind: of decays (`_kind`)."""
-    count, span, pieces = _cut(found, lanes, chunks, p, delta, q.device, kind == "scalar")
-    if kind == "key" or (delta and count > 1):
-        return None
-    if count > 1:
-        return count * pieces, span // pieces
-    every = -(-chunks // stretches(chunks * lanes, most, delta))
-    return (-(-chunks // every) - 1, every) if every < chunks else None
-
-
 def _kind(decay: Tensor | None) -> str:
     """The table's word for a decay operand."""
     return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
@@ -349,15 +317,13 @@ def _chunk_matrix(
 def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
-    heads: int, log: bool, normal: Normaliser | None = None, read_wanted: bool = True, summed: bool = False,
-    kept: Sequence[Tensor] = (), packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False,
-    exact: tuple[bool, ...] = (False,) * 3, held: Sequence[Tensor] = (),
+    heads: int, log: bool, normal: Normaliser | None = None, kept: Sequence[Tensor] = (),
+    packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False, held: Sequence[Tensor] = (),
+    wanted: Wanted = Wanted(),  # noqa: B008
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
-    read_wanted: that of `read` is needed. summed: those of q and k summed over the heads that share them. kept: by the
-    forward pass, if it did. exact: those of q, k, v that are differentiated further, and so in float32. held: what
-    `Held` has, if it was found before.
+    kept: by the forward pass, if it did. held: what `Held` has, if it was found before.
     """
     call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, positive, True)
     call.held = Held(*held) if held else None
@@ -381,9 +347,9 @@ def _chunk_matrix_backward(
     start = None if final_gradient is None else final_gradient.contiguous()
     pieces = -(-call.p // t.gradient_piece)
     parts = (pieces, *lead)
-    summed &= packed is None and not call.keywise and min(q.shape[2], k.shape[2]) < heads
+    summed = wanted.summed and packed is None and not call.keywise and min(q.shape[2], k.shape[2]) < heads
     together = sharing(in_turn(call), call.chunks * call.lanes, t.gradient_heads) if summed else 1
-    kinds = [torch.float32 if wide else q.dtype for wide in exact]
+    kinds = [torch.float32 if wide else q.dtype for wide in wanted.exact]
     dq, dk = (
         x.new_empty(x.shape, dtype=kind)
         if summed
@@ -393,10 +359,10 @@ def _chunk_matrix_backward(
     dv = call.empty(*lead, call.p, dtype=kinds[2])
     scalars = [
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
-        for x in (decay, source, erase, read if read_wanted else None)
+        for x in (decay, source, erase, read if wanted.read else None)
     ]
     roles = t.gradient_roles if together == 1 else 2
-    read_wanted &= read is not None
+    read_wanted = wanted.read and read is not None
     if skip is not None:
         skip.sums = call.empty(pieces * call.batch * call.chunks, heads, dtype=torch.float32)
     values = Values()
@@ -406,20 +372,12 @@ def _chunk_matrix_backward(
         values = Values(dv, None if source is None else scalars[1])
     if call.decay:
         scalars[0] = call.empty(roles * pieces, *lead, dtype=torch.float32)
-    if together > 1 and read is not None and read_wanted:
+    if together > 1 and read_wanted:
         scalars[3] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if call.keywise:
         kind = _decay_gradient(decay, heads) if pieces == 1 else torch.float32
         scalars = [call.empty(*parts, call.n, dtype=kind), *key_scalars(call, pieces, source, erase, read)]
-    of_normal = NormalGradients()
-    if normal is not None:
-        assert normal.added is not None
-        normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
-        if normal.ones is not None:
-            normal.d_ones = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
-        of_normal = NormalGradients(
-            by_lane(normal.ones), by_lane(normal.slope), normal.states, normal.adjoints, by_lane(normal.d_ones)
-        )
+    of_normal = NormalGradients() if normal is None else gradients_between_chunks(call, normal)
     if at_once:
         walked = both(call, dy, solve, state, start, kept, values)
     else:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
 from dsf.kernels.triton.chunk.tiles import TOTAL
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import chunks_of
@@ -108,9 +109,19 @@ def between_chunks(
     final = call.empty(call.ends, call.heads, call.n, dtype=torch.float32)
     launch(
         carry_weights, (-(-call.n // 32), call.lanes, call.sequences),
-        added, *call.given(start), call.scalars, states, final, call.sequence_table,
+        added, start, call.scalars, states, final, call.sequence_table,
         call.chunks, call.length, call.plane,
         N=call.n, BN=32, L=call.tiles.chunk, BLOCK=32, DECAY=call.decay, START=start is not None, REVERSE=reverse,
         num_warps=4,
     )  # fmt: skip
     return states, final
+
+
+def gradients_between_chunks(call: Any, normal: Normaliser) -> NormalGradients:
+    """Fill the gradients of its states, and of the first one; what the chunks' gradients take and give of it."""
+    assert normal.added is not None
+    normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
+    if normal.ones is not None:
+        normal.d_ones = call.empty(call.batch, call.heads, call.tokens, dtype=torch.float32).movedim(1, -1)
+    own = by_lane(normal.ones), by_lane(normal.slope)
+    return NormalGradients(*own, normal.states, normal.adjoints, by_lane(normal.d_ones))

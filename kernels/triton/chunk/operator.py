@@ -233,10 +233,11 @@ def _unchunk(
         f = call.program.functions
         skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
     names, direct = ("query", "key", "value", "decay", "source", "erase", "read"), {*call.program.direct.values()}
+    summed = {"query", "key"} <= direct and not call.program.before
+    wanted = matrix.Wanted("read" in call.varying, summed, tuple(name not in direct for name in names[:3]))
     *found, first = matrix._chunk_matrix_backward(
-        **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], read_wanted="read" in call.varying,
-        summed={"query", "key"} <= direct and not call.program.before, skip=skip,
-        kept=kept[1 if normal is None else 2 :], exact=tuple(name not in direct for name in names[:3]), held=held,
+        **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], skip=skip,
+        kept=kept[1 if normal is None else 2 :], wanted=wanted, held=held,
     )  # fmt: skip
     by_name = {name: x for name, x in zip(names, found, strict=True) if name in call.varying}
     if skip is not None and skip.sums is not None:

@@ -92,7 +92,7 @@ def row_gradients(
 
     together: heads in one program. summed: dq and dk over the heads that share q and k.
     """
-    t, (dq, dk, dv), g, (states, since, held) = call.tiles, rows, call.given(decay)[0], found.known
+    t, (dq, dk, dv), g, (states, since, held) = call.tiles, rows, call.q if decay is None else decay, found.known
     pieces = -(-call.p // t.gradient_piece)
     outs: Iterable[Stretch] = [Stretch(found.base, found.chunks, 0, call.tokens, dq, dk)]
     if summed:

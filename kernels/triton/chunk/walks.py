@@ -17,11 +17,12 @@ from dsf.kernels.triton.chunk.normaliser import by_lane
 from dsf.kernels.triton.chunk.reverse_walk import AdjointOutputs, ReverseWalk, Values, both_walks, reverse_walk
 from dsf.kernels.triton.chunk.sums import Sum, combine_moves, combine_segments, sum_piece
 from dsf.kernels.triton.chunk.table import limits, lower
+from dsf.kernels.triton.chunk.tiles import PLANES, Prepare, prepare
 from dsf.kernels.triton.chunk.transform import Transform, delta_transform
 from dsf.kernels.triton.chunk.walk import Operands
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.sizes import bases, power
-from dsf.kernels.triton.structs import Rows
+from dsf.kernels.triton.structs import Numbers, Rows
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
@@ -55,6 +56,34 @@ class Adjoints(NamedTuple):
     last: Tensor | None
     known: tuple[Tensor, int, int]
     written: Tensor
+
+
+def prepared_scalars(call: _Call, *given: Tensor | None) -> Tensor:
+    """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk.
+
+    Of a normaliser also what each chunk adds to it, or of queries to its gradient where that is what is known.
+    """
+    normal, none = call.normal, all(x is None for x in given)
+    if none and normal is None:
+        return call.q
+    planes = call.q if none else call.empty(PLANES, call.plane, dtype=torch.float32)
+    summed, vectors, drive, added, lanes = 0, call.q, None, None, 4
+    if normal is not None:
+        summed, vectors, drive = (1, call.k, normal.ones) if normal.slope is None else (2, call.q, normal.slope)
+        added = normal.added = call.empty(call.lanes, call.chunks, call.n, dtype=torch.float32)
+        lanes = 1
+    config = call.common | {
+        "P": 0, "SCALED": 0 if given[1] is None else call.scaled, "READ_SCALED": int(given[3] is not None),
+        "SUMMED": summed, "LANES": lanes,
+        "BACK": call.back or call.scaled != 2,  # else one kernel for both directions: it changes nothing
+    }  # fmt: skip
+    launch(
+        prepare, (call.chunks, -(-call.lanes // lanes)),
+        *(Numbers() if x is None else Numbers(x, *x.stride()[:3]) for x in given), planes, call.chunk_table,
+        call.struct(vectors), by_lane(drive), added, call.measures,
+        C=Prepare(**config), num_warps=4 if summed else 1,
+    )  # fmt: skip
+    return planes
 
 
 def transform(call: _Call) -> Tensor:
