@@ -3,10 +3,9 @@
 S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
 q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
 float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32, of packed sequences (B = 1)
-[sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (where decays differ by key, the
-forward pass left them), backwards for the gradients of their last ones, then computes the gradients of all chunks in
-parallel, in long calls a stretch of T at a time, so that these gradients need less memory; where decays are numbers a
-head each stretch is walked forwards only then, from a state that the forward pass kept.
+[sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (kept where decays differ by key),
+backwards for the gradients of their last ones, then computes the gradients of all chunks in parallel, in long calls a
+stretch of T at a time: where decays are numbers a head it is walked forwards only then, from a state that was kept.
 """
 
 from __future__ import annotations
