@@ -28,9 +28,13 @@ class _Lagged:
     def __init__(self, decay: Tensor) -> None:
         self.decay, self.products, self.length = decay, _lagged(decay), decay.shape[-2]
 
+    def _lead(self, *shapes: torch.Size) -> torch.Size:
+        """The leading axes of these and of the decays, any of which may be shared by heads."""
+        return torch.broadcast_shapes(*shapes, self.decay.shape[:-2])
+
     def read(self, w: Tensor, x: Tensor) -> Tensor:
         """Its gradient in y: Σ_j w[i, r, j, g] D[i, j] ⊙ x[j, g]."""
-        out = torch.zeros(*torch.broadcast_shapes(w.shape[:-4], x.shape[:-3]), *w.shape[-4:-2], x.shape[-1]).to(x)
+        out = torch.zeros(*self._lead(w.shape[:-4], x.shape[:-3]), *w.shape[-4:-2], x.shape[-1]).to(x)
         for d, product in enumerate(self.products):
             whole = _combine(_lag(w, d), x.narrow(-3, 0, self.length - d))
             out.narrow(-3, d, self.length - d).addcmul_(product.unsqueeze(-2), whole)
@@ -38,7 +42,7 @@ class _Lagged:
 
     def weigh(self, y: Tensor, x: Tensor) -> Tensor:
         """Its gradient in w, lower triangular: y[i, r] · (D[i, j] ⊙ x[j, g])."""
-        lead, length = torch.broadcast_shapes(y.shape[:-3], x.shape[:-3]), self.length
+        lead, length = self._lead(y.shape[:-3], x.shape[:-3]), self.length
         out = torch.zeros(*lead, length, y.shape[-2], length, x.shape[-2]).to(x)
         for d, product in enumerate(self.products):
             seen = y.narrow(-3, d, length - d) * product.unsqueeze(-2)
@@ -55,9 +59,10 @@ class _Lagged:
             early, late = x.narrow(-3, 0, length - d), y.narrow(-3, d, length - d)
             whole, seen = _combine(weight, early), late * product
             if in_w:
-                _lag(other, d).copy_(_contract(seen, early))
+                own = _lag(other, d)
+                own.copy_(reduce_to(_contract(seen, early), own.shape))
             else:
-                other.narrow(-3, d, length - d).addcmul_(product, whole)
+                _add_product(other.narrow(-3, d, length - d), product, whole)
             _add(dx.narrow(-3, 0, length - d), weight.transpose(-1, -2), seen)
             if d == 0:
                 break

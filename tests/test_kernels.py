@@ -369,3 +369,22 @@ def test_heads_that_the_caller_made_views_of_one_keep_a_gradient_of_their_own() 
     want = torch.autograd.grad(rule(q, k, v, slope, form="naive").square().sum(), k)[0]
     have = torch.autograd.grad(rule(q, k, v, slope, form="chunk").square().sum(), k)[0]
     torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 2, 2), (2, 1, 4, 1), (1, 2, 1, 4), (1, 1, 1, 3), (3, 3, 3, 1)], ids=str)
+@pytest.mark.parametrize("name", ["gla", "kda"])
+def test_heads_may_share_any_of_queries_keys_values_and_decays(name: str, heads: tuple[int, ...]) -> None:
+    q, k, v, g = (rand(2, 37, h, n).requires_grad_() for h, n in zip(heads, (4, 4, 5, 4), strict=True))
+    count = max(heads)
+    rest = (torch.rand(2, 37, count, dtype=F64).requires_grad_(),) if name == "kda" else ()
+    unit = [x / x.norm(dim=-1, keepdim=True) if name == "kda" else x for x in (q, k)]
+    given = (*unit, v, -g.square() if name == "kda" else g, *rest)
+    first = rand(2, count, 4, 5).requires_grad_()
+    leaves = (q, k, v, g, *rest, first)
+    found = []
+    for form in ("naive", "chunk"):
+        y, last = mixers.get(name).recurrence(*given, initial_state=first, form=form, return_state=True)
+        loss = (y * y.detach().cos()).sum() + (last * last.detach().sin()).sum()
+        found.append((y, last, *torch.autograd.grad(loss, leaves, retain_graph=True)))
+    for mine, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9)
