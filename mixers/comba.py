@@ -21,9 +21,10 @@ def comba(q: Key, k: Key, v: Value, g: Scalar, beta: Scalar, b: Param[Scalar], d
     """Comba: decay, erase along k what was there before the decay, with a share of the strength of the write.
 
     Source: Hu et al. (arXiv 2506.02475), Section 3; its released code for the order of decay and erasure. Symbols:
-    g <= 0 is the log of the decay alpha, sigmoid(b) the share, d the output correction.
+    g <= 0 is the log of the decay alpha, sigmoid(beta) the strength, sigmoid(b) the share, d the output correction.
     """
-    return System(A=exp(g) * I - beta * sigmoid(b) * outer(k, k), B=k * (beta * v), C=q - d * k)
+    strength = sigmoid(beta)
+    return System(A=exp(g) * I - strength * sigmoid(b) * outer(k, k), B=k * (strength * v), C=q - d * k)
 
 
 @dsf.recurrence
@@ -31,7 +32,8 @@ def comba_rate(
     q: Key, k: Key, v: Value, a: Scalar, beta: Scalar, A_log: Param[Scalar], dt_bias: Param[Scalar], b: Param[Scalar],
     d: Param[Scalar],
 ) -> System:  # fmt: skip
-    """Comba with its decay exp(-exp(A_log) softplus(a + dt_bias)) computed inside and q scaled, what the layer runs."""
+    """Comba with its decay exp(-exp(A_log) softplus(a + dt_bias)) computed inside, q scaled and the strength made
+    before, what the layer runs."""
     alpha = exp(-exp(A_log) * softplus(a + dt_bias))
     return System(A=alpha * I - beta * sigmoid(b) * outer(k, k), B=k * (beta * v), C=q - d * N**-0.5 * k)
 

@@ -149,7 +149,7 @@ def comba(q, k, v, g, beta, b, d):
     state = zeros(k.shape[1], v.shape[1])
     for t in range(len(q)):
         read = sigmoid(b) * k[t] @ state
-        state = exp(g[t]) * state + beta[t] * outer(k[t], v[t] - read)
+        state = exp(g[t]) * state + sigmoid(beta[t]) * outer(k[t], v[t] - read)
         yield (q[t] - d * k[t]) @ state
 
 
