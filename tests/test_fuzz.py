@@ -412,11 +412,6 @@ def test_a_wrong_cache_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert verdict.finding.quantity == ("grad initial_state.k" if wrong == "gradient" else "state")
 
 
-def test_softmax_is_refused_in_words() -> None:
-    with pytest.raises(dsf.FormError, match="use dsf"):
-        run(cases=1, recurrence=dsf.mixers.softmax_attention)
-
-
 def test_a_root_of_what_cancels_is_undecided_and_the_same_far_from_it_is_not() -> None:
     near = Declaration("decay", (("0.2", "sqrt(1 + l2norm(l))"),), "q").build()
     case = Case(tokens=2, heads=2, dtype="float32", form="scan", loss="", seed=11197)

@@ -24,7 +24,8 @@ def llama(layers=4):
 
 
 def generated(model, ids, **options):
-    return model.generate(ids, **{"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options})
+    fixed = {"min_new_tokens": 6, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}  # none ends before others
+    return model.generate(ids, **fixed, **options)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def holds(x: Any, q: torch.Tensor, depth: int = 4) -> bool:
 def file_of(name: str) -> str | None:
     """The file of a function, from the root; None for those of others, and for printed and made functions."""
     path = Path(os.path.realpath(name))
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) and path.is_file() else None
+    own = path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / ".venv")
+    return str(path.relative_to(ROOT)) if own and path.is_file() else None
 
 
 def way_of(q: torch.Tensor, call: Callable[[], Any]) -> set[str]:
