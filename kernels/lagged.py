@@ -107,37 +107,38 @@ def _contract(y: Tensor, x: Tensor) -> Tensor:
     return (y.unsqueeze(-2) * x.unsqueeze(-3)).sum(-1)
 
 
-class LaggedRead(torch.autograd.Function):
+class _Half(torch.autograd.Function):
+    """A gradient of the form, whose own gradients are the others.
+
+    Forwards keep (decay, w, x) or (decay, y, x), and say in_w where it is w.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of what forward was given."""
+        refuse_second_order()
+        decay, given, x = ctx.saved_tensors
+        w, y = (given, cotangents[0]) if ctx.in_w else (cotangents[0], given)
+        return _Lagged(decay).gradients(w, y, x, ctx.in_w)
+
+
+class LaggedRead(_Half):
     """_Lagged.read of (decay, w, x)."""
 
     @staticmethod
     def forward(ctx: Any, decay: Tensor, w: Tensor, x: Tensor) -> Tensor:
         """Shapes as in _Lagged -> [..., L, R, N]."""
         ctx.save_for_backward(decay, w, x)
+        ctx.in_w = True
         return _Lagged(decay).read(w, x)
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The other gradients of the same form."""
-        refuse_second_order()
-        decay, w, x = ctx.saved_tensors
-        da, dw, dx = _Lagged(decay).gradients(w, cotangents[0], x, True)
-        return da, dw, dx
 
-
-class LaggedWeights(torch.autograd.Function):
+class LaggedWeights(_Half):
     """_Lagged.weigh of (decay, y, x)."""
 
     @staticmethod
     def forward(ctx: Any, decay: Tensor, y: Tensor, x: Tensor) -> Tensor:
         """Shapes as in _Lagged -> [..., L, R, L, G]."""
         ctx.save_for_backward(decay, y, x)
+        ctx.in_w = False
         return _Lagged(decay).weigh(y, x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The other gradients of the same form."""
-        refuse_second_order()
-        decay, y, x = ctx.saved_tensors
-        da, dy, dx = _Lagged(decay).gradients(cotangents[0], y, x, False)
-        return da, dy, dx
