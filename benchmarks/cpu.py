@@ -27,7 +27,8 @@ from cpu_page import PAGE, RESULTS, page
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dsf import mixers
+import dsf
+from dsf import Key, System, Value, mixers, sigmoid
 
 Run = Callable[..., Tensor]
 
@@ -174,6 +175,26 @@ def s4d_real() -> Case:
     return Case("s4d_real", f"B={B} T={T} channels={P} N={N}", inputs, rule, {"dsf, scan": scan}, {"dsf, scan": 3.0})
 
 
+@dsf.recurrence
+def value_decay(q: Key, k: Key, v: Value, g: Value) -> System:
+    """Each channel of a state with a key axis forgets for itself."""
+    return System(A=sigmoid(g), B=k * v, C=q)
+
+
+def value_decays() -> Case:
+    """B=1, H=4, N=P=64, T=2048; the scan of the same declaration is the peer."""
+    B, T, H, N = 1, 2048, 4, 64
+
+    def inputs() -> dict[str, Tensor]:
+        return {name: torch.randn(B, T, H, N) for name in "qkvg"}
+
+    def scan(**given: Tensor) -> Tensor:
+        return value_decay(**given, form="scan")
+
+    shape = f"B={B} T={T} H={H} N={N} P={N}"
+    return Case("value_decay", shape, inputs, value_decay, {"dsf, scan": scan}, {"dsf, scan": 5.0})
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "gated_deltanet": gated_deltanet,
     "ssd": ssd,
@@ -182,6 +203,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "s6_T2048_sequential": lambda: s6(2048, "transformers"),
     "s4d": s4d,
     "s4d_real": s4d_real,
+    "value_decay": value_decays,
 }
 
 
