@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dsf.analysis.train import Run
     from dsf.parallel import Sequence
 
+STATE = "state"  # folder of a checkpoint with what all processes have of model and optimizer
+
 
 @dataclass(frozen=True)
 class Ranks:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dsf
-from dsf.analysis.ranks import Ranks, whole_state
+from dsf.analysis.ranks import STATE, Ranks, whole_state
 from dsf.analysis.text import HELD_OUT, read_text
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers.models.causal_lm import CausalLM
@@ -161,7 +161,10 @@ def _last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path 
                 f"--resume: the run in {out} has another {field}{old}, and not{new}; its checkpoint does not fit"
             )
     whole = [p for p in (out / "checkpoints").glob("checkpoint-*") if (p / WHOLE).is_file()]
-    return max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+    last = max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+    if last is not None and not (last / STATE).is_dir():
+        raise InputError(f"--resume: {last} is of an earlier dsf, whose checkpoints are not read; give another --out")
+    return last
 
 
 def _difference(before: Any, now: Any) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from dsf.analysis.ranks import STATE
 from dsf.language.errors import DsfError
 from dsf.mixers.models.hf import DsfConfig, DsfForCausalLM
 from dsf.mixers.models.parts import IGNORED, next_labels
@@ -23,8 +24,6 @@ from dsf.parallel.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from dsf.analysis.train import Prepared, Progress
-
-STATE = "state"  # what a checkpoint has of model and optimizer
 
 
 def make_trainer(prepared: Prepared, progress: Progress | None) -> Any:

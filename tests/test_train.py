@@ -212,3 +212,12 @@ def test_runs_that_processes_cannot_share_are_refused(folder, monkeypatch):
     assert "has n_heads=2, which 3 ranks cannot share" in command(folder, "--tp", "3").stderr
     assert "--compile: of one process only" in command(folder, "--cp", "3", "--compile").stderr
     assert not (folder / "run").exists()
+
+
+def test_checkpoints_of_an_earlier_version_are_refused_in_words(tmp_path):
+    (tmp_path / engine.RECORD).write_text(json.dumps({"identity": {}}))
+    old = tmp_path / "checkpoints" / "checkpoint-3"
+    old.mkdir(parents=True)
+    (old / engine.WHOLE).touch()
+    with pytest.raises(dsf.InputError, match="checkpoint-3 is of an earlier dsf"):
+        engine._last_checkpoint(tmp_path, {}, True)
