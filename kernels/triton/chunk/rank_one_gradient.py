@@ -212,7 +212,7 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
     running = kept.running + (lane * length + chunk * L) * N
     origin, end = place_of_chunk(table, chunk, tokens, L)
     rows = origin + local
-    here = Around(between.weights + at * 4 * L, scales, running, plane, rows, end, heads, keys, local, of_left)
+    around = Around(between.weights + at * 4 * L, scales, running, plane, rows, end, heads, keys, local, of_left)
     row, narrow = heads * P, heads * N
     PIECES: tl.constexpr = (P + C.PIECE - 1) // C.PIECE
     of_u, of_f = scales + 4 * plane, scales + (4 + PIECES) * plane
@@ -223,26 +223,26 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
         carried += tl.sum(state * load_whole(adjoints, keys, begin // BP, BP, N, P, tl.float32), axis=1)
     carried *= tl.exp2(last)
     _, of_k, at_end = _of_a_vector(
-        v.at, v.token, None, adjoints, k, None, q, None, b, to.dk + at * N, here, last, 1, False, C
+        v.at, v.token, None, adjoints, k, None, q, None, b, to.dk + at * N, around, last, 1, False, C
     )  # fmt: skip
     carried += at_end
     log = -of_k
     tl.debug_barrier()  # or loads move up, and registers run out
     _, of_q, at_end = _of_a_vector(
-        dy + at * P, row, None, states, q, None, a, C.LEFT, k, to.dq + at * N, here, last, 0, True, C
+        dy + at * P, row, None, states, q, None, a, C.LEFT, k, to.dq + at * N, around, last, 0, True, C
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
     dleft, of_a, at_end = _of_a_vector(
         between.entries + at * P, row, of_u, adjoints, a, C.LEFT, q, None, b,
-        to.da + at * N if C.PULL is None else None, here, last, 0, False, C,
+        to.da + at * N if C.PULL is None else None, around, last, 0, False, C,
     )  # fmt: skip
     carried += at_end
     log -= of_a
     tl.debug_barrier()
     dright, of_b, at_end = _of_a_vector(
         between.adjoint_entries + at * P, row, of_f, states, b, None, a, C.LEFT, k,
-        to.db + at * N if C.PULL is None else None, here, last, 1, True, C,
+        to.db + at * N if C.PULL is None else None, around, last, 1, True, C,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
     if C.PULL is None:
@@ -254,8 +254,8 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
 
 @triton.jit
 def _of_a_vector(
-    field, field_t, scales_of_field, state_of, x, X: tl.constexpr, first, FIRST: tl.constexpr, second, out, here, last,
-    turn: tl.constexpr, READS: tl.constexpr, C: tl.constexpr,
+    field, field_t, scales_of_field, state_of, x, X: tl.constexpr, first, FIRST: tl.constexpr, second, out, around,
+    last, turn: tl.constexpr, READS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the vector x of every row: field meets the state, weights the vectors first and second of other rows.
 
@@ -274,7 +274,7 @@ def _of_a_vector(
     PRECISION: tl.constexpr = C.PRECISION
     ROWS: tl.constexpr = C.ROWS
     HALF: tl.constexpr = C.KEY_TERMS == 2 and scales_of_field is not None
-    weights, scales, running, plane, rows, end, heads, keys, local, of_left = here
+    weights, scales, running, plane, rows, end, heads, keys, local, of_left = around
     grad = tl.zeros([L, BK], tl.float32)
     for begin in tl.range(0, P, BP):
         columns = begin + tl.arange(0, BP)
