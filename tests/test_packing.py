@@ -9,6 +9,7 @@ import structures
 import torch
 
 from dsf import InputError, KVCache, Packing, mixers
+from dsf.call import packing
 from dsf.call.packing import batches
 
 LENGTHS = (1, 9, 2, 3, 17, 1)
@@ -219,3 +220,20 @@ def test_layers_share_a_packing():
     x, bounds = torch.randn(1, 9, 16), torch.tensor([0, 0, 4, 4, 9])
     for a, b in zip(layer(x, cu_seqlens=Packing(bounds))[1], layer(x, cu_seqlens=bounds)[1], strict=True):
         assert a is b is None or torch.equal(a, b)
+
+
+def test_what_a_captured_graph_reads_is_made_before_and_kept_for_good(monkeypatch):
+    device, bounds = torch.device("cpu"), torch.tensor([0, 3, 7, 19])
+    monkeypatch.setattr(packing, "_places", {})
+    monkeypatch.setattr(packing, "_replayed", {})
+    made = packing.marks(bounds.tolist(), device)
+    with monkeypatch.context() as capture:
+        capture.setattr(packing, "is_captured", lambda device: True)
+        assert packing.marks(bounds.tolist(), device) is made
+        with pytest.raises(InputError, match="run the call once before"):
+            packing.marks([0, 4, 19], device)
+    for length in range(1, 2 * packing._KEPT):  # others take its place
+        packing.marks([0, length], device)
+    assert packing.marks(bounds.tolist(), device) is not made
+    monkeypatch.setattr(packing, "is_captured", lambda device: True)
+    assert packing.marks(bounds.tolist(), device) is made

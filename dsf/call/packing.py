@@ -20,6 +20,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Bounds = tuple[int, ...]
 _checked: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
 _places: dict[tuple[Callable[..., Any], Bounds, torch.device, int], Any] = {}
+_replayed: dict[tuple[Callable[..., Any], Bounds, torch.device], Any] = {}  # those that CUDA graphs read, for good
 
 
 class Packing:
@@ -202,9 +203,23 @@ def hidden_marks(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def _remembered(
     make: Callable[..., Made], bounds: Bounds, device: torch.device, tensors: Callable[[Made], list[Tensor]]
 ) -> Made:
-    """make(bounds, device), once for each way of packing and stream: no other stream waits for what is made on one."""
+    """make(bounds, device), once for each way of packing and stream: no other stream waits for what is made on one.
+
+    Nothing can be copied from the host while a CUDA graph is captured. What any stream made before is there then, since
+    the device was waited for; and as replays read it later, it is kept.
+    """
     if torch.compiler.is_compiling():
         return make(bounds, device)
+    if is_captured(device):
+        if (make, bounds, device) not in _replayed:
+            made = [x for key, x in list(_places.items()) if key[:3] == (make, bounds, device)]
+            if not made:
+                raise InputError(
+                    "cu_seqlens: its places are not on the GPU yet, and nothing can be copied there while a CUDA graph "
+                    "is captured: run the call once before, or hand over a dsf.Packing or a tensor on that device"
+                )
+            _replayed[make, bounds, device] = made[0]
+        return cast(Made, _replayed[make, bounds, device])
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (make, bounds, device, stream)
     kept = _places.get(key)
