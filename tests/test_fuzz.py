@@ -21,8 +21,10 @@ from dsf.fuzz.declaration import Declaration, smaller
 from dsf.fuzz.draw import GPU, TORCH, Cases
 from dsf.fuzz.grammar import DECK, FAMILIES, KNOWN, draw
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
+from dsf.fuzz.judge import _start
 from dsf.fuzz.loop import takes_empty
 from dsf.fuzz.truth import truths
+from dsf.kernels.attention import KVCache
 
 SMALL = replace(TORCH, n=(1, 2, 3, 4), p=(1, 2, 3, 5), heads=(1, 2, 2, 3), longest=70, far=0.0, calls=(1, 1, 1, 2, 3))
 PARTS = 12  # of the 3,000 cases, for runners side by side
@@ -430,3 +432,9 @@ def test_other_ways_of_calling_are_held_to_the_same(way: str, monkeypatch: pytes
     assert attempt(delta, case).status == "right"
     leaking(monkeypatch, lambda y: 1.001 * y)
     assert attempt(delta, case).status == "wrong"
+
+
+def test_all_of_a_cache_lies_where_the_call_runs():
+    start = KVCache(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, 3), torch.tensor([2]))
+    found = _start(Case(initial=True), start, Memory(torch.device("meta")))
+    assert {x.device.type for x in found if x is not None} == {"meta"}

@@ -23,6 +23,7 @@ from dsf.fuzz.case import Case
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
 from dsf.fuzz.poison import poisoned
 from dsf.fuzz.truth import Expected, moved, truths
+from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import disturbed
@@ -190,7 +191,8 @@ def _start(case: Case, start: State | None, memory: Memory) -> State | None:
     if start is None:
         return None
     way = case.layouts.get("initial_state", "plain")
-    return changed(start, lambda x: memory.put(x, way, 1).detach().requires_grad_(bool(case.loss)))
+    found = changed(start, lambda x: memory.put(x, way, 1).detach().requires_grad_(bool(case.loss)))
+    return found._replace(lengths=found.lengths.to(memory.device)) if isinstance(found, KVCache) else found
 
 
 def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor]) -> None:
