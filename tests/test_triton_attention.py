@@ -75,3 +75,15 @@ def test_plans_and_refusals():
     ]:
         with pytest.raises(dsf.FormError, match=message):
             recurrence.plan(T=100, backend="triton", **sizes)
+
+
+def test_gradients_where_one_weight_is_nearly_one():
+    k, v, dy = torch.randn(1, 64, 1, 16), torch.randn(1, 64, 1, 16) + 4, torch.randn(1, 64, 1, 16)
+    x = {"q": k, "k": k * 0.7, "v": v}
+    x = {n: z.half() for n, z in x.items()}
+    found = {}
+    for backend, wide in (("triton", torch.float16), ("torch", torch.float64)):
+        leaves = {n: z.to(wide).requires_grad_() for n, z in x.items()}
+        found[backend] = torch.autograd.grad(sliding(**leaves, backend=backend), list(leaves.values()), dy.to(wide))
+    for got, exact in zip(found["triton"], found["torch"], strict=True):
+        judged(got, exact, 4e-3)

@@ -144,24 +144,33 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
-    """The gradients of R queries and of c as their rows have it. delta: [B, H, T], ⟨dy, y⟩ less the gradient of lse."""
+def attention_rows(x, dy, lse, delta, dlse, dq, dc, T, tile: tl.constexpr):
+    """The gradients of R queries and of c as their rows have it. delta: [B, H, T], ⟨dy, y⟩ less dlse.
+
+    A row's ds add up to its dlse. What they miss it by is what delta errs by, since y was rounded: where one weight is
+    nearly 1, that is more than all of ds. It is taken out of dq, and of delta, which the keys' gradients take next.
+    """
     bh, b, h, first, begin = _queries(x.H, tile)
     rows = first + tl.arange(0, tile.R)
     a, up = _tile(x.q, b, h, x.H, rows, T, x.N, tile.D), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
     level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
-    da, dlate = tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R], tl.float32)
+    da, mean = tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R, tile.D], tl.float32)
+    total, weight = tl.zeros([tile.R], tl.float32), tl.zeros([tile.R], tl.float32)
     for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
         columns = start + tl.arange(0, tile.C)
         keys, s = _exponents(x, a, level, bh, rows, columns, T, tile)
         w = tl.exp2(s)
         values = _values(x, b, h, columns, T, tile)
         ds = w * (tl.dot(up, tl.trans(values), input_precision="ieee") - shift[:, None])
-        dlate += tl.sum(ds, 1)
+        total, weight = total + tl.sum(ds, 1), weight + tl.sum(w, 1)
         da += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
-    _store(dq, da * x.scale, b, h, x.H, rows, T, x.N, tile.D)
+        mean += tl.dot(w.to(keys.dtype), keys, input_precision="ieee")
+    found = shift + (total - _vector(dlse, bh, rows, T))
+    off = found - shift  # as it was rounded, so that keys and rows take the same from c
+    _store(dq, (da - off[:, None] * mean) * x.scale, b, h, x.H, rows, T, x.N, tile.D)
+    tl.store(delta + bh.to(tl.int64) * T + rows, found, mask=rows < T)
     if tile.BIASED:
-        tl.store(dc + bh.to(tl.int64) * T + rows, dlate, mask=rows < T)
+        tl.store(dc + bh.to(tl.int64) * T + rows, total - off * weight, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=["T"])

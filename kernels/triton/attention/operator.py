@@ -68,14 +68,15 @@ def _adjoint(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, and of the first part of c, [B, H, T], where there is one."""
     batch, tokens, heads, _ = q.shape
-    delta = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - dlse).contiguous()
+    own = dlse.float().contiguous()
+    delta = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - own).contiguous()
     alone = k.shape[2] == heads == v.shape[2]  # else every head's share, to be added in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
     dc = lse.new_empty(batch, heads, tokens)
     x, rows, columns, options = _given(q, k, v, c, lse, scale, window, True)
     given = x, dy.contiguous(), lse, delta
-    launch(attention_rows, (batch * heads, -(-tokens // rows)), *given, dq, dc, tokens, **options)
+    launch(attention_rows, (batch * heads, -(-tokens // rows)), *given, own, dq, dc, tokens, **options)
     launch(attention_columns, (batch * heads, -(-tokens // columns)), *given, dk, dv, dc, tokens, **options)
     if not alone:
         dk, dv = (g.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype) for g, x in ((dk, k), (dv, v)))
