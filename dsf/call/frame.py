@@ -18,7 +18,8 @@ from dsf.call.cost import CONVOLUTION
 from dsf.call.plan import Plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
-from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
+from dsf.language.derived import derived
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
 from dsf.language.frame import Frame, Leaf
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, leaf_columns, leaf_size
@@ -257,7 +258,7 @@ def run_framed(
     """y [B, T, H, P] in the computing dtype and the final state with all its columns. wanted: whether that is."""
     frame = {"naive": spec.oracle, CONVOLUTION: spec.turning}.get(plan.form, spec.frame)
     assert frame is not None
-    if plan.form == "naive" and bound.compute != torch.float64:
+    if bound.compute != torch.float64 and (plan.form == "naive" or _sums_angles(spec, bound, plan)):
         wide = replace(bound, tensors={name: x.double() for name, x in bound.tensors.items()}, compute=torch.float64)
         y, final = run_framed(
             spec, replace(wide, dtype=torch.float64), bounds, None if state is None else state.double(), plan, wanted
@@ -278,6 +279,27 @@ def run_framed(
         layout = columns(spec.inner, bound.sizes.p)
         final = torch.nn.functional.pad(final[..., : layout.p + layout.den], (0, layout.gain))
     return y, framed.finish(final) if wanted else final
+
+
+def _sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
+    """True where torch has to find, in the gauge, the gradient of float32 Params that alone make an angle.
+
+    Such an angle turns every token. In the gauge its gradient adds up, with weights up to T, differences of what
+    queries and keys ask for, most of which cancel: float32 leaves 6e-8 T^1.5 of one such number.
+    """
+    if plan.form == CONVOLUTION or plan.backend != "torch" or bound.dtype != torch.float32 or bound.sizes.tokens == 1:
+        return False
+    return torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in _still_angles(spec))
+
+
+@derived
+def _still_angles(spec: Spec) -> frozenset[str]:
+    """The Params of angles that no token changes."""
+    frame, timed = spec.frame, {i.name for i in spec.inputs if i.kind.time}
+    if frame is None or frame.angles is None:
+        return frozenset()
+    names = [{i.attrs[0] for i in inputs_of(substitute(x, frame.words))} for x in frame.angles]
+    return frozenset().union(*(n for n in names if not n & timed))
 
 
 def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:
