@@ -161,10 +161,16 @@ def test_the_gradient_of_a_saturated_gate_where_only_the_gate_has_one(decay: str
         assert verdict.status == "right", verdict
 
 
-def test_a_params_gradient_where_logarithms_of_decays_are_extreme() -> None:
-    steep = Declaration("decay", (("exp(-exp(pk) * softplus(s))", "k * v"),), "q", read="before")
-    for seed in (5, 6, 8):
-        verdict = attempted(
-            steep, tokens=17, n=4, p=3, dtype="float32", regimes={"s": "saturated", "pk": "wide"}, loss="y", seed=seed
-        )
+@pytest.mark.parametrize("wide, sizes, seeds", [
+    (True, {"tokens": 17, "n": 4, "p": 3}, (5, 6, 8)),
+    (False, {"tokens": 181, "n": 16, "p": 4}, (7, 10)),
+])  # fmt: skip
+def test_a_params_gradient_where_logarithms_of_decays_are_extreme(
+    wide: bool, sizes: dict[str, int], seeds: tuple[int, ...]
+) -> None:
+    key, query = ("k", "q") if wide else ("l2norm(k)", "silu(q)")
+    steep = Declaration("decay", (("exp(-exp(pk) * softplus(s))", f"{key} * v"),), query, read="before").build()
+    regimes = {"s": "saturated"} | ({"pk": "wide"} if wide else {})
+    for seed in seeds:
+        verdict = attempt(steep, Case(**sizes, dtype="float32", regimes=regimes, loss="y", seed=seed))
         assert verdict.status == "right", verdict
