@@ -108,10 +108,12 @@ def chunk_gradient(
         )  # fmt: skip
     else:
         if role == 0:
-            if EARLY:
-                rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BN, C.KIND)
-                given = load_given(dy, here, sizes, C)
-            grad = _of_reads(Loaded(rows_q, rows_k, given, written), known, to, at_row, beside, here, sizes, C)
+            if EARLY:  # under other names: both were rows of keys
+                read = load_rows(q.at, q.token, rows, end, keys, C.N, C.BN, C.KIND)
+                entered = Loaded(read, rows_k, load_given(dy, here, sizes, C), written)
+                grad = _of_reads(entered, known, to, at_row, beside, here, sizes, C)
+            else:
+                grad = _of_reads(Loaded(rows_q, rows_k, given, written), known, to, at_row, beside, here, sizes, C)
         else:
             x = Loaded(rows_q, rows_k, given, written)
             grad = of_writes(
