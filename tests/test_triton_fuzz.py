@@ -174,3 +174,11 @@ def test_a_params_gradient_where_logarithms_of_decays_are_extreme(
     for seed in seeds:
         verdict = attempt(steep, Case(**sizes, dtype="float32", regimes=regimes, loss="y", seed=seed))
         assert verdict.status == "right", verdict
+
+
+@pytest.mark.parametrize("loss", ["", "both"])
+def test_reads_and_writes_of_params_alone_may_cancel(loss: str) -> None:
+    for key, query, seed in (("quarter_turn(pk)", "pk * sigmoid(s)", 9144), ("pair(pth, sin(ps))", "pk", 9476)):
+        still = Declaration("scalar", (("1", f"{key} * v"),), query)
+        verdict = attempted(still, tokens=40, heads=3, n=16, p=16, dtype="bfloat16", loss=loss, seed=seed)
+        assert verdict.status == "right", verdict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,13 @@ class Bound:
     dtype: torch.dtype
     compute: torch.dtype
     device: torch.device
+
+
+def unrounded(spec: Spec, bound: Bound) -> Bound:
+    """The call for kernels, which round what they multiply to the inputs' dtype: in float32 where that is of Params."""
+    if bound.dtype.itemsize != 2 or not spec.has_still_keys:
+        return bound
+    return replace(bound, tensors={n: x.float() for n, x in bound.tensors.items()}, dtype=torch.float32)
 
 
 def bind(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], one_token: bool = False) -> Bound:

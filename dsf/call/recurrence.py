@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsf.call import backwards, guard, packing
 from dsf.call.attention import run_attention
-from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
+from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys, unrounded
 from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.frame import run_framed
 from dsf.call.launches import Planned
@@ -208,6 +208,8 @@ class Recurrence:
                 check_cache(self.spec, state, rows, bound)
             return run_attention(self.spec, bound, bounds, state, plan)
         self._check_state(state, rows, bound)
+        if plan.backend == "triton" and not plan.one_step:
+            bound = unrounded(self.spec, bound)
         if self.spec.system.solve is not None:
             return run_solved(self.spec, bound, bounds, state, plan, wanted)
         if self.spec.is_framed:

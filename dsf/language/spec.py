@@ -242,6 +242,14 @@ class Spec:
         return wide or not self.has_key or (VALUE in self.gated_read[1].axes and not apart(self))
 
     @cached_property
+    def has_still_keys(self) -> bool:
+        """True where all that lies along the Key axis, and is multiplied as matrices, is Params: float32 numbers, whose
+        products may cancel as those of tokens do not (S4D's do)."""
+        kinds = [i.kind for i in self.inputs if KEY in i.kind.axes]
+        plain = self.is_attention or self.mixes_pairs or self.inner.is_elementwise
+        return bool(kinds) and not plain and not any(k.time for k in kinds)
+
+    @cached_property
     def is_constant_decay(self) -> bool:
         """True when no decay depends on the token."""
         timed = {i.name for i in self.inputs if i.kind.time}
