@@ -421,7 +421,8 @@ CHECKED = [get(name).recurrence for name in ("mlstm", "delta_product", "ssd", "r
 
 @pytest.mark.parametrize("recurrence", [*CHECKED, gated, late_gate], ids=lambda r: r.name)
 def test_operator_passes_opcheck(recurrence):
-    from dsf.kernels.triton.chunk.operator import matrix_mixer
+    from dsf.kernels.triton.chunk.operator import matrix_mixer, matrix_mixer_backward
+    from dsf.kernels.triton.pointwise.programs import PROGRAMS
     from dsf.triton.chunk import program_of
 
     given = {n: x.float().requires_grad_() for n, x in sample(recurrence, batch=1, tokens=5, heads=1).items()}
@@ -429,6 +430,11 @@ def test_operator_passes_opcheck(recurrence):
     program = program_of(recurrence.spec)[1]
     operands = [given[i.name] for i in recurrence.spec.inputs]
     torch.library.opcheck(matrix_mixer, (operands, state, program, True))
+    plain, start = [x.detach() for x in operands], state.detach()
+    y, final, saved = matrix_mixer(plain, start, program, True)
+    saved = [*saved, y] if PROGRAMS[program].quotient else saved  # autograd keeps y beside what the operator saves
+    given = torch.randn_like(y), torch.randn_like(final), plain, start, saved, program, [True] * len(plain)
+    torch.library.opcheck(matrix_mixer_backward, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,12 @@ class Schedule:
         """Memory of its result's sizes, on the device of `like`: what a fake kernel returns."""
 
         def room(x: Any) -> Any:
-            return like.new_empty_strided(x.shape, x.stride, dtype=x.dtype) if isinstance(x, Ref) else x
+            if not isinstance(x, Ref):
+                return x
+            if x.whole or 0 in x.shape:
+                return like.new_empty_strided(x.shape, x.stride, dtype=x.dtype)
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride, strict=True))
+            return like.new_empty(x.offset + last + 1, dtype=x.dtype).as_strided(x.shape, x.stride, x.offset)
 
         return mapped(room, self.result)
 
