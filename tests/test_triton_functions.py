@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from interpreted import INTERPRETED
 
+import dsf.kernels.triton.interpreter  # noqa: F401  # computes with bfloat16
 from dsf.kernels.triton import functions as fn
 from dsf.kernels.triton import lanes, tile
 

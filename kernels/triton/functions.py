@@ -6,8 +6,6 @@ Every function runs compiled and in Triton's interpreter, so none calls libdevic
 import triton
 import triton.language as tl
 
-import dsf.kernels.triton.interpreter  # noqa: F401  # mends it before a kernel runs
-
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+import dsf.kernels.triton.interpreter  # noqa: F401  # mends it before a kernel runs
 from dsf.kernels.recent import Recent
 from dsf.kernels.triton.launcher import launcher, prove, proven
 from dsf.kernels.triton.player import function
