@@ -1,6 +1,7 @@
 """What makes the interpreter strict works: addresses, unwritten memory, order, bfloat16, tf32; and its hurry."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -48,6 +49,17 @@ def combined(x, y, z, SIZE: tl.constexpr):
     tl.store(z + at, tl.where(a > b, a * b + a, -b))
 
 
+@triton.jit
+def applied(x, y, function: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, function(tl.load(x + at)).to(tl.float32))
+
+
+@triton.jit
+def multiply(x, y):
+    return x * y
+
+
 @pytest.mark.parametrize(("first", "count"), [(-1, 8), (4, 9), (5000, 6000)])
 def test_addresses_outside_the_tensors_raise(first: int, count: int) -> None:
     with pytest.raises(triton.runtime.errors.InterpreterError, match=r"copied reads [18] of [58] numbers outside"):
@@ -84,6 +96,32 @@ def test_bfloat16_rounds_every_result_once() -> None:
     z = torch.empty_like(x)
     combined[(1,)](x, y, z, SIZE=64)
     assert z.equal(torch.where(x > y, x * y + x, -y))
+
+
+OF_ONE: dict[str, tuple[Callable[[Any], Any], Callable[[torch.Tensor], Any]]] = {
+    "sum": (lambda x: tl.sum(x, 0), lambda x: x.sum()),
+    "largest": (lambda x: tl.reduce(x, 0, tl.standard._elementwise_max), lambda x: x.max()),
+    "place of the smallest": (lambda x: tl.argmin(x, 0), lambda x: x.argmin()),
+    "sums so far": (lambda x: tl.associative_scan(x, 0, tl.standard._sum_combine), lambda x: x.cumsum(0)),
+    "product": (lambda x: tl.reduce(x, 0, multiply), lambda x: x.prod()),
+    "x x + x": (lambda x: tl.fma(x, x, x), lambda x: x * x + x),
+    "-x": (lambda x: -x, lambda x: -x),
+    "|x|": (lambda x: tl.abs(x), torch.abs),
+    "at least -x": (lambda x: tl.maximum(x, -x), torch.abs),
+    "within limits": (lambda x: tl.clamp(x, -0.5, 0.5), lambda x: x.clamp(-0.5, 0.5)),
+    "chosen": (lambda x: tl.where(x < x * x, x, -x), lambda x: torch.where(x < x * x, x, -x)),
+    "integers": (lambda x: (x + x + x).to(tl.int32), lambda x: (3 * x).int()),
+    "float16": (lambda x: x.to(tl.float16), lambda x: x),
+    "a number's bits": (lambda x: (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.bfloat16, bitcast=True), torch.abs),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_no_operation_takes_the_bits_of_bfloat16_for_numbers(name: str) -> None:
+    function, true = OF_ONE[name]
+    x, y = torch.randn(16).bfloat16(), torch.empty(16)
+    applied[(1,)](x, y, function, SIZE=16)
+    torch.testing.assert_close(y, true(x.float()).float().expand(16), rtol=1e-2, atol=1e-2)
 
 
 def test_products_of_bfloat16_are_summed_in_float32() -> None:

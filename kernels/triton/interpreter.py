@@ -63,9 +63,11 @@ def _is_bfloat16(x: Any) -> bool:
 
 def _compute_bfloat16() -> None:
     from triton.runtime.interpreter import InterpreterBuilder as Builder
+    from triton.runtime.interpreter import ReduceScanOpInterface as Reduction
     from triton.runtime.interpreter import TensorHandle as Handle
 
     cast, binary, unary, dot = Builder.cast_impl, Builder.binary_op, Builder.unary_op, Builder.create_dot
+    fma, reduce = Builder.create_fma, Reduction.apply
 
     def converted(self: Any, x: Any, kind: Any, *mode: Any) -> Any:
         if _is_bfloat16(x) == (kind.scalar == tl.bfloat16):
@@ -88,8 +90,20 @@ def _compute_bfloat16() -> None:
             x, y = Handle(_wide(x.data), tl.float32), Handle(_wide(y.data), tl.float32)
         return dot(self, x, y, added, precision, imprecise)
 
+    def fused(self: Any, x: Any, y: Any, added: Any) -> Any:
+        if not _is_bfloat16(x):
+            return fma(self, x, y, added)
+        return Handle(_narrow(_wide(x.data) * _wide(y.data) + _wide(added.data)), tl.bfloat16)
+
+    def reduced(self: Any, given: Any) -> Any:  # scans, too
+        if not isinstance(given, tuple) or not any(map(_is_bfloat16, given)):  # one tensor comes back as a tuple
+            return reduce(self, given)
+        found = reduce(self, tuple(x.to(tl.float32) if _is_bfloat16(x) else x for x in given))
+        return tuple(y.to(x.dtype) for x, y in zip(given, found, strict=True))
+
     Builder.cast_impl = converted
     Builder.binary_op, Builder.unary_op, Builder.create_dot = of_two, of_one, product
+    Builder.create_fma, Reduction.apply = fused, reduced
 
 
 if triton.knobs.runtime.interpret:
