@@ -8,6 +8,7 @@ and corrections turned by -Θ_t. Elsewhere transitions are blocks of 2 x 2, clos
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,29 @@ def turn_pairs(x: Tensor, angle: Tensor) -> Tensor:
     first, second = x.unflatten(-2, (-1, 2)).unbind(-2)
     cosine, sine = angle.cos(), angle.sin()
     return torch.stack([cosine * first - sine * second, sine * first + cosine * second], dim=-2).flatten(-3, -2)
+
+
+class _TurnedAndRounded(torch.autograd.Function):
+    """turn_pairs in x's dtype, rounded to `kind`. The angle's gradient is that of what was rounded: a sum over tokens
+    of what kernels give for these numbers, in which most cancels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angle: Tensor, kind: torch.dtype) -> Tensor:
+        y = turn_pairs(x, angle).to(kind).to(x.dtype)
+        ctx.save_for_backward(y, angle)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, angle = ctx.saved_tensors
+        (first, second), (d_first, d_second) = (z.unflatten(-2, (-1, 2)).unbind(-2) for z in (y, given[0]))
+        return turn_pairs(given[0], -angle), (d_second * first - d_first * second).sum_to_size(angle.shape), None
+
+
+def turned_and_rounded(x: Tensor, angle: Tensor, kind: torch.dtype) -> Tensor:
+    """turn_pairs of float32, with numbers of `kind`. x: [..., N, p], angle: as x, N/2 or 1 for N, 1 for p."""
+    found: Tensor = _TurnedAndRounded.apply(x, angle, kind)
+    return found
 
 
 def whole_turns_left_out(angle: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from dsf.call.run import timed_inputs
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, append, extend, fused, joined, spread_heads, visible
 from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_of
-from dsf.kernels.turns import turn_pairs, whole_turns_left_out
+from dsf.kernels.turns import turn_pairs, turned_and_rounded, whole_turns_left_out
 from dsf.language.attention import divides_by_one
 from dsf.language.errors import FormError
 from dsf.language.expr import KEY, Expr, const, inputs_of
@@ -154,8 +154,8 @@ class Summed:
     angle: Tensor | None
 
 
-def summed(x: Operands, cache: KVCache | None) -> Summed:
-    """The bias of scores and the turn of queries and keys."""
+def summed(x: Operands, cache: KVCache | None, kind: torch.dtype = torch.float32) -> Summed:
+    """The bias of scores and the turn of queries and keys, whose numbers fit into `kind`."""
     late = early = angle = None
     a, k = x.a, x.k
     if x.log is not None:
@@ -165,7 +165,12 @@ def summed(x: Operands, cache: KVCache | None) -> Summed:
         angle = x.angle.double().cumsum(2)
         angle = angle if cache is None or cache.angle is None else angle + cache.angle.double().unsqueeze(2)
         back = -whole_turns_left_out(angle, a.dtype)
-        a, k = (turn_pairs(y.unsqueeze(-1), spread_heads(back, y.shape[1]).unsqueeze(-1)).squeeze(-1) for y in (a, k))
+
+        def turned(y: Tensor) -> Tensor:
+            x, by = y.unsqueeze(-1), spread_heads(back, y.shape[1]).unsqueeze(-1)
+            return (turned_and_rounded(x, by, kind) if kind.itemsize < 4 else turn_pairs(x, by)).squeeze(-1)
+
+        a, k = turned(a), turned(k)
     return Summed(a, k, late, early, angle)
 
 
@@ -214,10 +219,10 @@ def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None) ->
     if angle is not None:
         a, k = a.to(wide), k.to(wide)
     x = Operands(a, k, v, log, None, angle, None, None, values)
-    s = summed(x, None)
-    a, k = s.a.to(bound.dtype), s.k.to(bound.dtype)
-    y, lse = attend(a, k, v, s.late, scale, spec.system.window)
-    final = _extended(None, replace(s, a=s.a.to(wide), k=k), v, _counts(counts, a), spec.system.window)
+    s = summed(x, None, bound.dtype)
+    y, lse = attend(s.a, s.k, v, s.late, scale, spec.system.window)
+    kept = replace(s, a=s.a.to(wide), k=s.k.to(bound.dtype))
+    final = _extended(None, kept, v, _counts(counts, a), spec.system.window)
     if spec.rule is NUM / DEN:
         return y.transpose(1, 2), final
     m = lse.detach().clamp(min=FLOOR)

@@ -1,8 +1,8 @@
 """Attention of queries with the keys that they see, and its two gradients: by queries, and by keys.
 
-q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], y as q with P. c: [B, H, 2, T] float32, two parts of the sums of
-log decays, whose differences are added to scores part by part, so that those of near tokens are exact. lse: [B, H, T],
-the logarithm of the sum of a row's weights.
+q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], y as q with P; q and k are rounded to the dtype of v.
+c: [B, H, 2, T] float32, two parts of the sums of log decays, whose differences are added to scores part by part, so
+that those of near tokens are exact. lse: [B, H, T], the logarithm of the sum of a row's weights.
 """
 
 from __future__ import annotations
@@ -98,8 +98,13 @@ def _queries(H, tile: tl.constexpr):
 
 
 @triton.jit
+def _reads(x, b, h, rows, T, tile: tl.constexpr):
+    return _tile(x.q, b, h, x.H, rows, T, x.N, tile.D).to(x.v.dtype.element_ty)
+
+
+@triton.jit
 def _keys(x, b, h, columns, T, tile: tl.constexpr):
-    return _tile(x.k, b, h // (x.H // x.HK), x.HK, columns, T, x.N, tile.D)
+    return _tile(x.k, b, h // (x.H // x.HK), x.HK, columns, T, x.N, tile.D).to(x.v.dtype.element_ty)
 
 
 @triton.jit
@@ -126,7 +131,7 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
     """y and lse of R queries."""
     bh, b, h, first, begin = _queries(x.H, tile)
     rows = first + tl.arange(0, tile.R)
-    a = _tile(x.q, b, h, x.H, rows, T, x.N, tile.D)
+    a = _reads(x, b, h, rows, T, tile)
     top = tl.full([tile.R], float("-inf"), tl.float32)
     total, out = tl.zeros([tile.R], tl.float32), tl.zeros([tile.R, tile.E], tl.float32)
     for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
@@ -143,34 +148,41 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
     tl.store(lse + bh.to(tl.int64) * T + rows, (top + tl.log2(total)) / LOG2E, mask=rows < T)
 
 
+@triton.jit
+def _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile: tl.constexpr):
+    """C keys from `start` on, and ds of R queries with them."""
+    columns = start + tl.arange(0, tile.C)
+    keys, s = _exponents(x, a, level, bh, rows, columns, T, tile)
+    values = _values(x, b, h, columns, T, tile)
+    return keys, tl.exp2(s) * (tl.dot(up, tl.trans(values), input_precision="ieee") - shift[:, None])
+
+
 @triton.jit(do_not_specialize=["T"])
 def attention_rows(x, dy, lse, delta, dlse, dq, dc, T, tile: tl.constexpr):
     """The gradients of R queries and of c as their rows have it. delta: [B, H, T], ⟨dy, y⟩ less dlse.
 
     A row's ds add up to its dlse. What they miss it by is what delta errs by, since y was rounded: where one weight is
-    nearly 1, that is more than all of ds. It is taken out of dq, and of delta, which the keys' gradients take next.
+    nearly 1, that is more than all of ds. So it is taken out of delta first, for keys' gradients, too: of the same ds,
+    rounded alike, what the gradient of an angle or a decay takes from rows and keys cancels.
     """
     bh, b, h, first, begin = _queries(x.H, tile)
     rows = first + tl.arange(0, tile.R)
-    a, up = _tile(x.q, b, h, x.H, rows, T, x.N, tile.D), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
+    a, up = _reads(x, b, h, rows, T, tile), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
     level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
-    da, mean = tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R, tile.D], tl.float32)
-    total, weight = tl.zeros([tile.R], tl.float32), tl.zeros([tile.R], tl.float32)
-    for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
-        columns = start + tl.arange(0, tile.C)
-        keys, s = _exponents(x, a, level, bh, rows, columns, T, tile)
-        w = tl.exp2(s)
-        values = _values(x, b, h, columns, T, tile)
-        ds = w * (tl.dot(up, tl.trans(values), input_precision="ieee") - shift[:, None])
-        total, weight = total + tl.sum(ds, 1), weight + tl.sum(w, 1)
+    end, off = tl.minimum(first + tile.R, T), -_vector(dlse, bh, rows, T)
+    for start in range(begin, end, tile.C):
+        _, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
+        off += tl.sum(ds, 1)
+    shift += off
+    da, dlate = tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R], tl.float32)
+    for start in range(begin, end, tile.C):
+        keys, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
+        dlate += tl.sum(ds, 1)
         da += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
-        mean += tl.dot(w.to(keys.dtype), keys, input_precision="ieee")
-    found = shift + (total - _vector(dlse, bh, rows, T))
-    off = found - shift  # as it was rounded, so that keys and rows take the same from c
-    _store(dq, (da - off[:, None] * mean) * x.scale, b, h, x.H, rows, T, x.N, tile.D)
-    tl.store(delta + bh.to(tl.int64) * T + rows, found, mask=rows < T)
+    _store(dq, da * x.scale, b, h, x.H, rows, T, x.N, tile.D)
+    tl.store(delta + bh.to(tl.int64) * T + rows, shift, mask=rows < T)
     if tile.BIASED:
-        tl.store(dc + bh.to(tl.int64) * T + rows, total - off * weight, mask=rows < T)
+        tl.store(dc + bh.to(tl.int64) * T + rows, dlate, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -190,7 +202,7 @@ def attention_columns(x, dy, lse, delta, dk, dv, dc, T, tile: tl.constexpr):
         end = tl.minimum(T, first + tile.C + tile.WINDOW - 1)
     for start in range(first // tile.R * tile.R, end, tile.R):
         rows = start + tl.arange(0, tile.R)
-        a, up = _tile(x.q, b, h, x.H, rows, T, x.N, tile.D), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
+        a, up = _reads(x, b, h, rows, T, tile), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
         level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
         s = tl.dot(keys, tl.trans(a), input_precision="ieee") * x.scale
         if tile.BIASED:

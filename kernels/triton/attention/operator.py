@@ -41,7 +41,7 @@ def _given(
     (heads, n), p = q.shape[2:], v.shape[3]
     bias = spare if c is None else c.contiguous()
     x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), bias, scale, heads, k.shape[2], v.shape[2], n, p)
-    options: dict[str, Any] = tiles(n, p, q.dtype, backward)
+    options: dict[str, Any] = tiles(n, p, v.dtype, backward)
     rows, columns = options.pop("R"), options.pop("C")
     options["tile"] = Tiles(window, c is not None, rows, columns, _padded(n), _padded(p))
     return x, rows, columns, options
