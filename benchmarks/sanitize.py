@@ -151,6 +151,17 @@ def write(out, about, rows):
     out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
+def kept(out, where, jobs):
+    """The rows of a record that are not to be run again. Exits where it is another commit's."""
+    if out is None or not out.exists():
+        return []
+    record = json.loads(out.read_text())
+    if record["commit"] != where:
+        sys.exit(f"{out} is of {record['commit']}, this is {where}")
+    again = {(tool or "none", name, dtype) for tool, name, dtype in jobs}
+    return [row for row in record["rows"] if (row["tool"], row["name"], row["dtype"]) not in again]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="of the tree that runs, where git does not know it")
@@ -162,6 +173,7 @@ def main():
     default = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     parser.add_argument("--sanitizer", default=default, help="path of compute-sanitizer")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="to the record of the same commit that is there")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--one", choices=SUBJECTS, metavar="NAME", help="make this one's calls, and no more")
@@ -181,8 +193,8 @@ def main():
         stderr(f"there is no {given.sanitizer}: it comes with the CUDA toolkit; --sanitizer says where it is")
         return 2
     first = [(None, name, dtype) for name in given.only for dtype in given.dtypes]
-    rows = []
     where = given.commit or commit()
+    rows = kept(given.out, where, [*first, *jobs]) if given.add else []
     about = {"machine": machine(given.device), "commit": where, "sanitizer": version(given.sanitizer)}
     with ThreadPoolExecutor(given.workers) as pool:
         for part in (first, jobs):

@@ -74,3 +74,13 @@ def test_without_a_sanitizer_it_says_so() -> None:
         [sys.executable, str(PATH), "--sanitizer", "/nowhere/compute-sanitizer"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "there is no /nowhere/compute-sanitizer" in done.stderr
+
+
+def test_a_record_is_added_to_but_for_what_runs_again(sanitize: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    rows = [{"tool": t, "name": "s6", "dtype": d, "ok": True, "found": 0} for t in ("none", "memcheck") for d in "ab"]
+    sanitize.write(out, {"commit": "one"}, rows)
+    assert sanitize.kept(out, "one", [(None, "s6", "a"), ("memcheck", "s6", "a")]) == [rows[1], rows[3]]
+    assert sanitize.kept(tmp_path / "none.json", "one", []) == []
+    with pytest.raises(SystemExit, match="is of one, this is two"):
+        sanitize.kept(out, "two", [])
