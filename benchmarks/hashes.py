@@ -23,15 +23,11 @@ from pathlib import Path
 
 import torch
 import triton
+from front_end import FrontEnd
 from gpu_matrix import ROWS, recurrence_of
 from gpu_scan import CHANNELS, LENGTHS, TOTAL
 from gpu_scan import ROWS as SCANS
 from layers import BATCH, CONVOLUTIONS, NORMS, TOKENS
-from torch.utils._pytree import tree_leaves
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
-from triton.runtime import jit
 
 from dsf.kernels.convolution import short_convolution
 from dsf.kernels.norm import gated, gated_rms_norm
@@ -40,7 +36,6 @@ from dsf.kernels.triton.launch import Pointer
 from dsf.kernels.triton.schedule import Ref, mapped
 from dsf.triton import choose
 
-TARGET = GPUTarget("cuda", 90, 32)
 HEAD = re.compile(r"tt\.func public @[\w.]+\((.*)\) attributes")
 NAME, NUMBER, DEFINED = re.compile(r"%[\w.$-]+"), re.compile(r"%<(\d+)>"), re.compile(r"(%[\w.$-]+)(?::\d+)? = ")
 SCALAR = re.compile(r" *(%[\w.$-]+) = (arith\.constant .*|(?:arith\.|tt\.get_|tt\.addptr)(?!.*(?:tensor|\{$)).*)")
@@ -58,7 +53,7 @@ class Kernels:
     """The hashes of launches in order; what one is compiled for is compiled once."""
 
     def __init__(self, folder=None):
-        self.backend = make_backend(TARGET)
+        self.front_end = FrontEnd()
         self.code, self.launches, self.folder = {}, [], folder
 
     def run(self, schedule):
@@ -71,40 +66,16 @@ class Kernels:
 
     def note(self, kernel, *args, order, grid, **named):
         """Hash a launch. order: of the schedule's tensors, as launches use them."""
-        binder = jit.create_function_from_signature(kernel.signature, kernel.params, self.backend)
-        named |= {"debug": False, "instrumentation_mode": ""}
-        bound, specialization, options = binder(*args, **named)
-        options, signature, constants, attributes = kernel._pack_args(
-            self.backend, named, bound, specialization, options
-        )
-        about = f"{kernel.fn.__module__}.{kernel.fn.__name__} {signature} {attributes} {options}"
-        about += str({place: x.fn.__name__ if hasattr(x, "fn") else x for place, x in constants.items()})
-        functions = [x.cache_key for x in tree_leaves(tuple(constants.values())) if hasattr(x, "cache_key")]
-        key = about, *functions
-        if key not in self.code:
-            found = Canonical(self.ttir(kernel, signature, constants, attributes, options))
-            self.code[key] = _digest(found.text), found.used
+        asked = self.front_end.asked(kernel, args, named)
+        if asked.key not in self.code:
+            found = Canonical(self.front_end.inlined(asked))
+            self.code[asked.key] = _digest(found.text), found.used
             if self.folder:
-                (self.folder / f"{kernel.fn.__name__}_{self.code[key][0]}.mlir").write_text(found.text)
-        code, used = self.code[key]
-        given = [x for name, kind in signature.items() for x in _given(kind, bound[name])]
+                (self.folder / f"{kernel.fn.__name__}_{self.code[asked.key][0]}.mlir").write_text(found.text)
+        code, used = self.code[asked.key]
+        given = [x for name, kind in asked.signature.items() for x in _given(kind, asked.bound[name])]
         known = [_argument(given[i], order) for i in used]
         self.launches.append([kernel.fn.__name__, list(grid), _digest(str(known)), code])
-
-    def ttir(self, kernel, signature, constants, attributes, options):
-        """The kernel's intermediate code, without what tells where it stood."""
-        from triton._C.libtriton import ir
-
-        context, backend = ir.context(), self.backend
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        source = ASTSource(kernel, signature, constants, attributes)
-        made = source.make_ir(
-            TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-        )
-        stages = {}
-        backend.add_stages(stages, options, source.language)
-        return stages["ttir"](made, {}).str_nodebug()
 
 
 class Canonical:

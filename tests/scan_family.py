@@ -106,3 +106,6 @@ def gated(x: Value, dt: Value, z: Value, b: Key, c: Key, A_log: Param[Key, Value
     """S6 and the output gate silu(z) of its block, in one scan."""
     delta, gate = softplus(dt), silu(z)
     return System(A=exp(-exp(A_log) * delta), B=b * (delta * x), C=c * gate, D=D * x * gate)
+
+
+UNSEEN = [leaky_peak, aligned, swinging, channels, twice, before, crowded]

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from scan_family import aligned, before, bounded, channels, crowded, leaky_peak, swinging, twice, weighted
+from scan_family import UNSEEN, aligned, before, bounded, channels, crowded, leaky_peak, swinging, twice, weighted
 from test_triton_scan import draw, gradients
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,6 @@ from dsf.triton.scan import _hole, source_of
 
 pytestmark = pytest.mark.gpu
 NORMALISED = [weighted, bounded, rwkv4]
-UNSEEN = [leaky_peak, aligned, swinging, channels, twice, before, crowded]
 MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, *UNSEEN]
 PACKED = [rg_lru, s6, longhorn, channels, before, crowded, leaky_peak, weighted, rwkv4]
 BLOCK = 64

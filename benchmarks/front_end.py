@@ -1,0 +1,83 @@
+"""Triton's front end alone: what it makes of a launch, for a GPU that need not be there.
+
+From a kernel's source to its intermediate code (TTIR) nothing asks for a GPU, nor for the sizes of its memory. What is
+named here is private to Triton's JIT: a release that names it otherwise fails here.
+"""
+
+from typing import Any, NamedTuple
+
+from torch.utils._pytree import tree_leaves
+from triton._utils import find_paths_if, get_iterable_path
+from triton.backends.compiler import GPUTarget, Language
+from triton.compiler import ASTSource
+from triton.compiler.code_generator import ast_to_ttir
+from triton.compiler.compiler import make_backend
+from triton.runtime import jit
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class Asked(NamedTuple):
+    """A launch as Triton compiles it: by the kinds of its arguments, whose values are `bound`."""
+
+    kernel: Any
+    bound: dict[str, Any]
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: Any
+
+    @property
+    def key(self):
+        """What tells compiled kernels apart."""
+        kernel, constants = self.kernel.fn, self.constants
+        about = f"{kernel.__module__}.{kernel.__name__} {self.signature} {self.attributes} {self.options}"
+        about += str({place: x.fn.__name__ if hasattr(x, "fn") else x for place, x in constants.items()})
+        functions = [x.cache_key for x in tree_leaves(tuple(constants.values())) if hasattr(x, "cache_key")]
+        return about, *functions
+
+
+class FrontEnd:
+    """Of the installed Triton."""
+
+    def __init__(self):
+        self.backend = make_backend(TARGET)
+
+    def asked(self, kernel, args, named):
+        """kernel[grid](*args, **named). Tensors may be anything that has `dtype` and `data_ptr`."""
+        binder = jit.create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        bound, found, _ = binder(*args, **named, debug=False, instrumentation_mode="")
+        options = self.backend.parse_options(named | {"debug": False, "instrumentation_mode": ""})
+        kinds = [kind for kind, _ in found]
+        signature = {x.name: kind for x, kind in zip(kernel.params, kinds, strict=True)}
+        unknown = named.keys() - signature.keys() - vars(options).keys()
+        if unknown:
+            raise KeyError(f"{kernel.__name__} is launched with options that Triton has not: {sorted(unknown)}")
+        values, said = list(bound.values()), ["" if kind == "constexpr" else x for kind, x in found]
+        constants = find_paths_if(kinds, lambda _, kind: kind == "constexpr")
+        attributes = find_paths_if(said, lambda _, x: isinstance(x, str))
+        constants = {path: get_iterable_path(values, path) for path in constants}
+        attributes = {path: self.backend.parse_attr(get_iterable_path(said, path)) for path in attributes}
+        return Asked(kernel, bound, signature, constants, attributes, options)
+
+    def code(self, asked):
+        """The kernel's code as it is written, every function that it calls by its name; raises what users would see."""
+        from triton._C.libtriton import ir
+
+        context, backend, options = ir.context(), self.backend, asked.options
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        source = ASTSource(asked.kernel, asked.signature, asked.constants, asked.attributes)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        found = ast_to_ttir(
+            asked.kernel, source, context=context, options=options, codegen_fns=functions, module_map=modules
+        )
+        if not found.verify():  # later releases than 3.4 have seen to that
+            raise RuntimeError("the intermediate code is not valid")
+        return found
+
+    def inlined(self, asked):
+        """The code with all that it calls inlined, without what tells where it stood."""
+        made, stages = self.code(asked), {}
+        self.backend.add_stages(stages, asked.options, Language.TRITON)
+        return stages["ttir"](made, {}).str_nodebug()

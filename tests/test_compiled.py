@@ -1,0 +1,315 @@
+"""Every kernel through Triton's own front end, which needs no GPU.
+
+The interpreter runs kernels as plain Python. What Triton alone refuses, such as a name that is a tensor here and a
+struct there, fails here, before it meets a user's GPU. Calls are made on tensors without memory, as for an H200, and
+what their schedules launch is made into Triton's intermediate code (TTIR); nothing is run.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import matrix_family as matrix
+import pytest
+import scan_family as scans
+import torch
+from interpreted import INTERPRETED
+
+import dsf
+from dsf import Packing, System, Value, exp, expm1, log1p, tanh
+from dsf.kernels.convolution import Piece, short_convolution, short_convolution_step
+from dsf.kernels.norm import gated, gated_rms_norm
+from dsf.mixers import get
+from dsf.parallel import Simulated
+from dsf.triton.choose import elsewhere
+
+pytest.importorskip("triton")
+import triton
+
+from dsf.kernels import triton as kernels
+from dsf.kernels.triton import launcher
+from dsf.kernels.triton.launch import Pointer, launch
+from dsf.kernels.triton.operators import Scheduled, noted
+from dsf.kernels.triton.schedule import Ref, mapped
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing")
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = kernels.__name__
+CALLED = re.compile(rf'tt\.func private @"?{re.escape(PACKAGE)}\.([\w.]+?)__')  # dots, the function's name, its types
+KNOWN = {}  # kernels that were compiled, by what they were compiled for: what they are made of
+
+
+# Calls
+
+
+def tensor(*shape, grad=True):
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=grad)
+
+
+def pull(ys, leaves):
+    torch.autograd.grad(ys, leaves, [torch.empty_like(y) for y in ys], allow_unused=True)
+
+
+def inputs(recurrence, sizes, groups=None, step=False):
+    """groups: heads of q, k and the like."""
+    found = {}
+    for i in recurrence.spec.inputs:
+        shape = [sizes.get(a, i.kind.steps or 1) for a in i.kind.layout()]
+        if i.kind.time and i.kind.axes == {"key"}:
+            shape[-2] = groups or sizes["H"]
+        found[i.name] = tensor(*(shape[:1] + shape[2:] if step and i.kind.time else shape))
+    return found
+
+
+def call(recurrence, grad=True, packed=False, state=False, groups=None, parallel=None, **sizes):
+    """A call, and where `grad` its gradients; state: goes in and comes out."""
+    sizes = {"B": 1 if packed else 2, "T": 2048, "H": 4, "N": 64, "P": 64} | sizes
+    sizes["N/2"], tokens = sizes["N"] // 2, sizes["T"]
+    given, how = inputs(recurrence, sizes, groups), {} if parallel is None else {"parallel": parallel}
+    leaves = list(given.values())
+    if packed:
+        how["cu_seqlens"] = Packing((0, tokens // 3, tokens // 2, tokens))
+    if state:
+        shape = recurrence.state_shape(sizes["N"] if recurrence.spec.has_key else 1, sizes["P"])
+        start = torch.empty(3 if packed else sizes["B"], sizes["H"], *shape, device="meta", requires_grad=True)
+        how |= {"initial_state": start, "return_state": True}
+        leaves.append(start)
+    with torch.set_grad_enabled(grad):
+        y = recurrence(**given, backend="triton", **how)
+    if grad:
+        pull(y if state else [y], leaves)
+
+
+def every_way(recurrence, **sizes):
+    """With gradients and without, packed with states, token by token."""
+    call(recurrence, **sizes)
+    call(recurrence, grad=False, **sizes)
+    call(recurrence, packed=True, state=True, **sizes)
+    step(recurrence)
+
+
+@torch.no_grad()
+def step(recurrence):
+    given = inputs(recurrence, {"B": 2, "H": 4, "N": 64, "N/2": 32, "P": 64}, step=True)
+    shape = recurrence.state_shape(64 if recurrence.spec.has_key else 1, 64)
+    recurrence.step(torch.empty(2, 4, *shape, device="meta"), **given, backend="triton")
+
+
+def convolution(bounds=None):
+    given = tensor(1, 2048, 256), tensor(256, 4), tensor(256), tensor(1 if bounds is None else 3, 256, 3)
+    *rest, state = given
+    ys, final = short_convolution(*rest, state, bounds, pieces=[Piece(128, 32), Piece(128)], backend="triton")
+    pull([*ys, final], given)
+
+
+@torch.no_grad()
+def convolution_step():
+    given = tensor(2, 1, 256), tensor(256, 4), tensor(256), tensor(2, 256, 3)
+    short_convolution_step(*given, pieces=[Piece(128, 32), Piece(128)], backend="triton")
+
+
+def norms():
+    x, weight, gate = tensor(2, 2048, 256), tensor(256), tensor(2, 2048, 256)
+    pull([gated_rms_norm(x, weight, gate, 2, True, backend="triton")], [x, weight, gate])
+    pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
+    pull([gated(x, gate, backend="triton")], [x, gate])
+
+
+def probe():
+    """What finds out, on a GPU, whether Triton launches as it did."""
+
+    def host(x):
+        launch(launcher._probe, (2, 2), x, launcher._Factor(x, 5), 7, None, SCALE=2)
+        return x.new_empty(1)
+
+    Scheduled(host).schedule(tensor(4, grad=False))
+
+
+# Families
+
+
+class Family(NamedTuple):
+    """Calls by name, and files of kernels/triton, of which every function is compiled in them."""
+
+    calls: dict
+    files: tuple
+
+
+@dsf.recurrence
+def curved(x: Value, a: Value, b: Value) -> System:
+    """Functions that no other declaration here has."""
+    return System(A=tanh(a), B=expm1(b) * x, C=log1p(exp(b)))
+
+
+def of(recurrence, how=call, **sizes):
+    """A call of a recurrence, or of one of the zoo by its name."""
+    return partial(how, get(recurrence).recurrence if isinstance(recurrence, str) else recurrence, **sizes)
+
+
+def every(*recurrences):
+    return {r.name: of(r, every_way) for r in recurrences}
+
+
+FEW = {"T": 128, "N": 16}  # no segments, the summaries of which take as long to compile as all the rest
+RANKS = {"T": 3 * 2048, "parallel": Simulated(3)}
+FAMILIES = {
+    "a decay for a head": Family(
+        every(matrix.swinging, matrix.forgetful_delta, matrix.late_ratio, get("mlstm").recurrence)
+        | {
+            "driven_ratio": of(matrix.driven_ratio),
+            "turning": of(matrix.turning),
+            "erasing_ratio": of(matrix.erasing_ratio),
+            "gated": of(matrix.gated),
+            "single_steps": of(matrix.single_steps),
+            "forgetful_delta, wide": of(matrix.forgetful_delta, N=128, P=128),
+            "swinging, long": of(matrix.swinging, B=1, H=1, T=40_000),
+            "deltanet, long": of("deltanet", B=1, H=1, T=40_000),
+            "mamba3": of("mamba3"),
+            "ssd, shared keys": of("ssd", B=16, H=64, groups=1, N=128),
+            "ssd, shared keys, packed": of("ssd", H=8, groups=2, packed=True),
+            "ssd, ranks": of("ssd", **RANKS),
+            "gated_deltanet, ranks": of("gated_deltanet", **RANKS),
+        },
+        (
+            "chunk.gradient", "chunk.gradient_parts", "chunk.normaliser", "chunk.reverse_walk", "chunk.shared_gradient",
+            "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform", "chunk.write_gradient", "packed", "structs",
+        ),
+    ),
+    "a decay for a key": Family(
+        every(matrix.fading_rows, matrix.fading_delta)
+        | {"late_gate": of(matrix.late_gate), "kda, ranks": of("kda", **RANKS), "late_ratio": of(matrix.late_ratio)},
+        ("chunk.forward_walk", "chunk.key_gradient", "chunk.keywise", "chunk.walk"),
+    ),
+    "rank-one rows": Family(
+        every(matrix.leaning_rows, matrix.skipping_rows)
+        | {
+            "moving_rows": of(matrix.moving_rows),
+            "sure_rows": of(matrix.sure_rows),
+            "rwkv7, ranks": of("rwkv7", **RANKS),
+        },
+        ("chunk.halves", "chunk.rank_one", "chunk.rank_one_gradient"),
+    ),
+    "scans by entry": Family(
+        {
+            "aligned": of(scans.aligned, **FEW),
+            "channels, packed": of(scans.channels, packed=True, state=True, **FEW),
+            "swinging": of(scans.swinging, **FEW),
+            "twice": of(scans.twice, **FEW),
+            "twice, a token": of(scans.twice, step),
+            "crowded": of(scans.crowded, **FEW),
+            "s6, ranks": of("s6", **RANKS),
+        },
+        ("lanes", "scan.entries", "scan.forward", "scan.rows"),
+    ),
+    "scans": Family(
+        {
+            "leaky_peak": of(scans.leaky_peak, every_way),
+            "leaky_peak, wide": of(scans.leaky_peak, B=16, H=1, P=1024),
+            "before": of(scans.before, **FEW),
+            "crowded, packed": of(scans.crowded, packed=True, state=True, N=16),
+            "crowded, packed, long": of(scans.crowded, packed=True, state=True, T=1 << 16, N=16, P=4096),
+            "rwkv4": of("rwkv4"),
+        },
+        ("scan.adjoint", "scan.summaries", "scan.tiles", "scan.walk"),
+    ),
+    "what printed code calls": Family(
+        {
+            "curved": of(curved),
+            "leaky_peak": of(scans.leaky_peak),
+            "aligned": of(scans.aligned, N=16),
+            "late_swing": of(scans.late_swing, **FEW),
+            "late_swing, packed": of(scans.late_swing, packed=True, state=True, N=16),
+            "rg_lru": of("rg_lru"),
+            "modified_qlstm": of("modified_qlstm"),
+            "efla": of("efla"),
+            "driven_ratio": of(matrix.driven_ratio),
+            "mlstm": of("mlstm"),
+            "mlstm, a token": of("mlstm", step),
+        },
+        ("functions", "pointwise.kernel", "tile"),
+    ),
+    "beside recurrences": Family(
+        {
+            "convolution": convolution,
+            "convolution, packed": partial(convolution, torch.empty(4, dtype=torch.int32, device="meta")),
+            "convolution, a token": convolution_step,
+            "norms": norms,
+            "probe": probe,
+            "alibi": of("alibi"),
+            "sink_attention": of("sink_attention"),
+            "sliding_window_attention": of("sliding_window_attention"),
+        },
+        ("attention.kernel", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm"),
+    ),
+}  # fmt: skip
+
+
+# Kernels
+
+
+@cache
+def front_end():
+    """benchmarks/front_end.py."""
+    spec = importlib.util.spec_from_file_location("front_end", ROOT / "benchmarks" / "front_end.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FrontEnd()
+
+
+def compiled(x):
+    """The functions that a launch's kernel is made of."""
+    asked = front_end().asked(x.kernel, mapped(lambda y: Pointer(y) if isinstance(y, Ref) else y, x.args), x.named)
+    if asked.key not in KNOWN:
+        kernel = f"{x.kernel.fn.__module__}.{x.kernel.__name__}".removeprefix(f"{PACKAGE}.")
+        KNOWN[asked.key] = {kernel, *CALLED.findall(front_end().code(asked).str_nodebug())}
+    return KNOWN[asked.key]
+
+
+def functions():
+    """Names of the functions that Triton compiles, by file of kernels/triton."""
+    found = {}
+    for module in pkgutil.walk_packages(kernels.__path__, f"{PACKAGE}."):
+        known = vars(importlib.import_module(module.name)).values()
+        mine = {x.__name__ for x in known if isinstance(x, triton.JITFunction) and x.fn.__module__ == module.name}
+        if mine:
+            file = module.name.removeprefix(f"{PACKAGE}.")
+            found[file] = {f"{file}.{name}" for name in mine}
+    return found
+
+
+def reason(error):
+    """What Triton says, of the innermost function."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_triton_takes_every_kernel(name):
+    family, met, refused = FAMILIES[name], set(), {}
+    for title, make in family.calls.items():
+        with noted() as schedules, elsewhere():
+            make()
+        for x in (x for schedule in schedules for x in schedule.launches):
+            try:
+                met |= compiled(x)
+            except Exception as error:
+                refused.setdefault(f"{x.kernel.__name__}: {reason(error)}", set()).add(title)
+    if refused:
+        pytest.fail("\n".join(f"{'; '.join(sorted(titles))}: {why}" for why, titles in refused.items()))
+    known = functions()
+    missed = {function for file in family.files for function in known[file]} - met
+    assert not missed
+
+
+def test_every_file_belongs_to_a_family():
+    assert sorted(file for family in FAMILIES.values() for file in family.files) == sorted(functions())
+
+
+def test_all_that_nobody_has_seen_is_compiled():
+    given = {x.args[0] for family in FAMILIES.values() for x in family.calls.values() if isinstance(x, partial)}
+    assert {*matrix.UNSEEN, *scans.UNSEEN} <= given
