@@ -5,6 +5,7 @@ struct there, fails here, before it meets a user's GPU. Calls are made on tensor
 what their schedules launch is made into Triton's intermediate code (TTIR); nothing is run.
 """
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
@@ -313,3 +314,14 @@ def test_every_file_belongs_to_a_family():
 def test_all_that_nobody_has_seen_is_compiled():
     given = {x.args[0] for family in FAMILIES.values() for x in family.calls.values() if isinstance(x, partial)}
     assert {*matrix.UNSEEN, *scans.UNSEEN} <= given
+
+
+def test_no_kernel_asks_for_pythons_min_or_max():
+    """Triton before 3.6 makes tensors even of constants that they are given."""
+    asked = set()
+    for path in (ROOT / "kernels" / "triton").rglob("*.py"):
+        for f in (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef)):
+            if any("triton.jit" in ast.unparse(x) for x in f.decorator_list):
+                names = {x.func.id for x in ast.walk(f) if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
+                asked |= {(path.name, f.name)} if names & {"min", "max"} else set()
+    assert not asked

@@ -123,7 +123,7 @@ def sum_quads(values, lane):
 def _addends(values, p, p_ok, edge):
     """A tuple of tiles [1, 1, channels] to be summed, as tiles of as many channels as there are lanes."""
     BP: tl.constexpr = p.shape[2]
-    LANES: tl.constexpr = min(BP, 32)
+    LANES: tl.constexpr = BP if BP < 32 else 32
     found = ()
     for i in tl.static_range(len(values)):
         ok = p_ok if values[i].shape[2] > 1 else p == edge
@@ -137,10 +137,10 @@ def _addends(values, p, p_ok, edge):
 @triton.jit
 def waiting(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
     """Zeros in the form of begin_run of COUNT tiles."""
-    LANES: tl.constexpr = min(BP, 32)
+    LANES: tl.constexpr = BP if BP < 32 else 32
     QUADS: tl.constexpr = ROUGH and LANES == 32 and COUNT % 4 == 0 and COUNT <= 16
     found = ()
-    for _ in tl.static_range(4 if QUADS else max(COUNT // LANES, 1)):
+    for _ in tl.static_range(4 if QUADS else COUNT // LANES if COUNT > LANES else 1):
         found = found + (tl.zeros((1, 1, LANES), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
@@ -151,7 +151,7 @@ def begin_run(values, p, p_ok, edge, ROUGH: tl.constexpr):
 
     ROUGH: of values rounded to 11 bits.
     """
-    LANES: tl.constexpr = min(p.shape[2], 32)
+    LANES: tl.constexpr = p.shape[2] if p.shape[2] < 32 else 32
     found = _addends(values, p, p_ok, edge)
     lane = tl.arange(0, LANES)[None, None, :]
     if ROUGH and LANES == 32 and len(values) % 4 == 0 and len(values) <= 16:
@@ -164,9 +164,9 @@ def begin_run(values, p, p_ok, edge, ROUGH: tl.constexpr):
 @triton.jit
 def _index(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
     """Which of COUNT sums over the channels every lane has of begin_run, and whether it is the one to store them."""
-    LANES: tl.constexpr = min(BP, 32)
+    LANES: tl.constexpr = BP if BP < 32 else 32
     QUADS: tl.constexpr = ROUGH and LANES == 32 and COUNT % 4 == 0 and COUNT <= 16
-    EACH: tl.constexpr = max(COUNT // LANES, 1)
+    EACH: tl.constexpr = COUNT // LANES if COUNT > LANES else 1
     SAME: tl.constexpr = LANES * EACH // COUNT
     lane = tl.arange(0, LANES)[None, None, :]
     if QUADS:

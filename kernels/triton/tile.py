@@ -69,7 +69,7 @@ def store_sums(pointers, x, n, p, p_ok, ok, N: tl.constexpr):
     K: tl.constexpr = x.shape[0]
     NB: tl.constexpr = n.shape[1]
     BP: tl.constexpr = p.shape[2]
-    L: tl.constexpr = min(BP, 32)
+    L: tl.constexpr = BP if BP < 32 else 32
     if x.shape[1] > NB:  # runs of a vector state
         tl.store(pointers, sum_value(x, p_ok).to(pointers.dtype.element_ty), mask=ok)
     else:

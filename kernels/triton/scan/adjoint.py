@@ -326,7 +326,7 @@ def gradients(
     totals = room.totals
     if totals is not None:
         totals += number * (len(sums) * shape.NB * shape.BP)
-    CHUNK: tl.constexpr = max(shape.M, shape.K * shape.G)
+    CHUNK: tl.constexpr = shape.M if shape.M > shape.K * shape.G else shape.K * shape.G
     shift = number * 0 + segment * each - begin - low * CHUNK
     chunks = tl.minimum(high, tl.cdiv(end - begin, CHUNK))
     x = Pull(args, grads, given, holes.setup(args, at), (rows, shift))
