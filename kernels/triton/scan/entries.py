@@ -202,6 +202,7 @@ def pull_group(x, before, left, at, c0, end, kept, loose, holes: tl.constexpr, s
         for j in range(slots):
             last = slots - 1 - j
             bound = end if shape.MASKED else None
+            skip = skip  # Triton 3.4 cannot carry empty tuples alone, such as `loose` may be
             loose = pull_run(x, at, t0 + (skip + last) * shape.K, bound, kept, STATES + last, loose, holes, shape)
     return loose
 
@@ -252,6 +253,7 @@ def entry_gradients(
     groups = tl.minimum(high, tl.cdiv(end - first, shape.M))
     for back in range(groups - low):
         c0 = first + (groups - 1 - back) * shape.M
+        groups = groups  # as in pull_group
         entering = room.saved + (row * tl.cdiv(T, shape.M) + c0 // shape.M) * (N * P) + at.p
         loose = pull_group(x, entering, spare if shape.LEFT > 0 else None, at, c0, end, kept, loose, holes, shape)
     for i in tl.static_range(shape.LOOSE):
