@@ -14,7 +14,7 @@ from scan_family import aligned, gated, swinging
 from torch import Tensor
 
 import dsf
-from dsf import Key, Recurrence, Scalar, System, Value
+from dsf import I, Key, Recurrence, Scalar, System, Value, exp, maximum
 from dsf.kernels.triton.chunk import matrix
 from dsf.mixers import get
 from dsf.mixers.longhorn import longhorn
@@ -220,3 +220,18 @@ def test_errors_of_scans_are_of_the_size_of_one_rounding(
     times = ratios(recurrence, given, "recurrent")
     times.pop("stop", None)  # it only chooses: its gradient is 0
     assert max(times.values()) < TIMES, times
+
+
+def test_levels_of_first_tokens_take_no_digits_of_later_ones() -> None:
+    """In float32 a decay from no level at all, cut off at e^-55, would leave 1e-6 of an error in every later weight."""
+
+    @dsf.recurrence
+    def gained(q: Key, k: Key, v: Value, i: Scalar):
+        return System(A=I, B=exp(i) * k * v, C=q, normalize=lambda num, den, one: num / maximum(dsf.abs(den), one))
+
+    torch.manual_seed(0)
+    q, k, v, i = (torch.randn(1, 60, 2, *size) for size in ((8,), (8,), (16,), ()))
+    _, exact = gained(*(x.double() for x in (q, k, v, i)), form="naive", return_state=True)
+    _, state = gained(q, k, v, i, backend="triton", return_state=True)
+    found = state[..., :17].double() * state[..., 17:].double().exp()
+    assert (found - exact[..., :17]).norm() < 2.5e-7 * exact[..., :17].norm()

@@ -105,6 +105,8 @@ def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr
     local = tl.arange(0, K)
     rows = begin + local
     to, after = out + lane * T + rows, tl.maximum(level + drift, own)
+    # nothing is there to decay: a logarithm of -1e30 would only take the digits of those that are added to it
+    level = tl.where(level > -1e29, level, tl.sum(tl.where(local == 0, after, 0.0), 0))
     tl.store(to, tl.zeros([K], tl.float32) + level, mask=(local == 0) & (rows < end))
     tl.store(to + 1, after, mask=(local < K - 1) & (rows + 1 < end))
     tl.store(to + lanes * T, after, mask=rows < end)
