@@ -83,6 +83,15 @@ def place_of_chunk(table, chunk, tokens, L: tl.constexpr):
 
 
 @triton.jit
+def slot_to_read(table, chunk, begin, end, instead):
+    """The chunk of which a program reads what was kept: `instead`, a filled one, for slots that are left."""
+    found = chunk
+    if table is not None:
+        found = tl.where(begin < end, chunk, instead)
+    return found
+
+
+@triton.jit
 def sequence_of_chunk(table, chunk):
     """A chunk's sequence, and that one's first chunk."""
     if table is None:

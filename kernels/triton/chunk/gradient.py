@@ -49,7 +49,7 @@ from dsf.kernels.triton.chunk.tiles import (
     turned,
 )
 from dsf.kernels.triton.chunk.write_gradient import of_writes
-from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
 from dsf.kernels.triton.structs import of_head
 
 
@@ -67,12 +67,13 @@ def chunk_gradient(
     flat = batch * sizes.tokens * sizes.heads + head
     part = flat + piece.to(tl.int64) * batches * sizes.tokens * sizes.heads
     at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * sizes.heads + head) * C.N
+    slot = slot_to_read(table, chunk, begin, end, first)
     known = Known(
         known.scalars + (lane * sizes.length + (chunk * C.L - begin)),  # by rows of tokens, not of slots
-        known.entries + (lane * held + chunk - since) * C.L * C.P * C.TERMS,
-        known.adjoint_entries + (lane * count + chunk - base) * C.L * C.P * C.ADJOINT_TERMS,
-        place_of_state(known.states, lane * held + chunk - since, C.N * C.P),
-        place_of_state(known.adjoints, lane * count + chunk - base, C.N * C.P),
+        known.entries + (lane * held + slot - since) * C.L * C.P * C.TERMS,
+        known.adjoint_entries + (lane * count + slot - base) * C.L * C.P * C.ADJOINT_TERMS,
+        place_of_state(known.states, lane * held + slot - since, C.N * C.P),
+        place_of_state(known.adjoints, lane * count + slot - base, C.N * C.P),
     )
     keys, columns, local = tl.arange(0, C.BN), piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
     rows = begin + local

@@ -34,7 +34,7 @@ from dsf.kernels.triton.chunk.tiles import (
     turn,
     whole,
 )
-from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
 from dsf.kernels.triton.structs import Rows, of_head
 
 
@@ -131,7 +131,7 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
             values = load_rows(v.at, v.token, rows, end, columns, P, BP, tl.float32)
             tl.store(to.ds + at, tl.sum(grad_v * values, axis=1), mask=rows < end)
     else:
-        adjoints += (lane * count + chunk - base) * N * P
+        adjoints += (lane * count + slot_to_read(table, chunk, begin, end, base) - base) * N * P
         adjoint = split(_load_state(adjoints, keys, columns, N, P, tl.float32), C.TERMS, KIND)
         kept = load_chunk(made.writes + (lane * length + chunk * L) * N, local, keys, N, BN).to(KIND)
         grad_v = product((kept, kept), adjoint, 1, C.TERMS, PRECISION)
@@ -219,8 +219,9 @@ def _of_keys(
     scalars += chunk * L - begin
     adjoint_entries += (lane * 0 + chunk * L - begin) * heads * F_PITCH
     running += chunk * L * N
-    state_of += (lane * (length // L) + chunk) * N * P
-    adjoint_of += (lane * count + chunk - base) * N * P
+    slot = slot_to_read(table, chunk, begin, end, base)
+    state_of += (lane * (length // L) + slot) * N * P
+    adjoint_of += (lane * count + slot - base) * N * P
     at = rows.to(tl.int64) * heads
     # S carried through to the last state
     last = load_row(running, L - 1, keys, N)
