@@ -158,29 +158,36 @@ def _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile: tl.
 
 
 @triton.jit(do_not_specialize=["T"])
-def attention_rows(x, dy, lse, delta, dlse, dq, dc, T, tile: tl.constexpr):
-    """The gradients of R queries and of c as their rows have it. delta: [B, H, T], ⟨dy, y⟩ less dlse.
+def attention_deltas(x, dy, lse, given, dlse, delta, T, tile: tl.constexpr):
+    """delta, which makes the ds of each row add up to its dlse, from `given`, ⟨dy, y⟩ less dlse: [B, H, T].
 
-    A row's ds add up to its dlse. What they miss it by is what delta errs by, since y was rounded: where one weight is
-    nearly 1, that is more than all of ds. So it is taken out of delta first, for keys' gradients, too: of the same ds,
-    rounded alike, what the gradient of an angle or a decay takes from rows and keys cancels.
+    That errs, since y was rounded, and where one weight is nearly 1 by more than all of ds. Of the same ds, rounded
+    alike, what the gradient of an angle or a decay takes from rows and keys cancels.
     """
     bh, b, h, first, begin = _queries(x.H, tile)
     rows = first + tl.arange(0, tile.R)
     a, up = _reads(x, b, h, rows, T, tile), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
-    level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
-    end, off = tl.minimum(first + tile.R, T), -_vector(dlse, bh, rows, T)
-    for start in range(begin, end, tile.C):
+    level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(given, bh, rows, T)
+    off = -_vector(dlse, bh, rows, T)
+    for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
         _, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
         off += tl.sum(ds, 1)
-    shift += off
+    tl.store(delta + bh.to(tl.int64) * T + rows, shift + off, mask=rows < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
+    """The gradients of R queries and of c as their rows have it. delta: [B, H, T]."""
+    bh, b, h, first, begin = _queries(x.H, tile)
+    rows = first + tl.arange(0, tile.R)
+    a, up = _reads(x, b, h, rows, T, tile), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
+    level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
     da, dlate = tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R], tl.float32)
-    for start in range(begin, end, tile.C):
+    for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
         keys, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
         dlate += tl.sum(ds, 1)
         da += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
     _store(dq, da * x.scale, b, h, x.H, rows, T, x.N, tile.D)
-    tl.store(delta + bh.to(tl.int64) * T + rows, shift, mask=rows < T)
     if tile.BIASED:
         tl.store(dc + bh.to(tl.int64) * T + rows, dlate, mask=rows < T)
 

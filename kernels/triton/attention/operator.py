@@ -12,6 +12,7 @@ from dsf.kernels.triton.attention.kernel import (
     Attended,
     Tiles,
     attention_columns,
+    attention_deltas,
     attention_forward,
     attention_rows,
 )
@@ -69,15 +70,17 @@ def _adjoint(
     """The gradients of q, k, v, and of the first part of c, [B, H, T], where there is one."""
     batch, tokens, heads, _ = q.shape
     own = dlse.float().contiguous()
-    delta = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - own).contiguous()
+    about = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - own).contiguous()
+    delta = torch.empty_like(about)
     alone = k.shape[2] == heads == v.shape[2]  # else every head's share, to be added in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
     dc = lse.new_empty(batch, heads, tokens)
     x, rows, columns, options = _given(q, k, v, c, lse, scale, window, True)
-    given = x, dy.contiguous(), lse, delta
-    launch(attention_rows, (batch * heads, -(-tokens // rows)), *given, own, dq, dc, tokens, **options)
-    launch(attention_columns, (batch * heads, -(-tokens // columns)), *given, dk, dv, dc, tokens, **options)
+    given, grid = (x, dy.contiguous(), lse), (batch * heads, -(-tokens // rows))
+    launch(attention_deltas, grid, *given, about, own, delta, tokens, **options)
+    launch(attention_rows, grid, *given, delta, dq, dc, tokens, **options)
+    launch(attention_columns, (batch * heads, -(-tokens // columns)), *given, delta, dk, dv, dc, tokens, **options)
     if not alone:
         dk, dv = (g.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype) for g, x in ((dk, k), (dv, v)))
     return [dq, dk, dv] if c is None else [dq, dk, dv, dc]
