@@ -422,6 +422,17 @@ def test_a_root_of_what_cancels_is_undecided_and_the_same_far_from_it_is_not() -
     assert attempt(Declaration("decay", (("0.2", "sqrt(2 + l2norm(l))"),), "q").build(), case).status == "right"
 
 
+@pytest.mark.parametrize("decay, status", [("3", "undecided"), ("0.3", "wrong")])
+def test_what_overflows_is_undecided_where_the_oracle_does_but_for_one_rounding(
+    decay: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelling = Declaration("decay", ((decay, "k * v - l * v"),), "q").build()
+    case = Case(tokens=99, n=3, dtype="float32", form="recurrent", loss="", alias=("k", "l"), alias_calls=(1,))
+    assert attempt(cancelling, case).status == "right"
+    leaking(monkeypatch, lambda y: y + torch.inf)
+    assert attempt(cancelling, case).status == status
+
+
 @pytest.mark.parametrize("way", ["func", "compiled"])
 def test_other_ways_of_calling_are_held_to_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(

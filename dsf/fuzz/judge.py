@@ -117,13 +117,18 @@ def attempt(
         errors, finding = _calls(subject, case, values, starts, cots, expected)
     if finding is None:
         return Verdict("right", errors)
-    if math.isfinite(finding.error) and finding.tolerance:
+    if finding.tolerance:
         for what, inputs, share in (
             ("inputs", moved(values, starts, case.dtype, case.seed), 0.0),
             ("values of expressions", (values, starts), torch.finfo(start_dtype(case)).eps / 2),
         ):
             with disturbed(case.seed, share):
                 now, before = truths(recurrence, case, *inputs, cots)[finding.call - 1], expected[finding.call - 1]
+            if not now.is_usable(case.dtype):  # inputs that are one no longer cancel
+                more = f"the oracle itself has numbers beyond {case.dtype} when {what} move by one rounding"
+                return Verdict("undecided", errors, replace(finding, detail=more))
+            if not math.isfinite(finding.error):
+                continue
             own = dict(_measures(subject, case, Ran(now.y, None, now.state, now.grads), before))[finding.quantity][0]
             if own > UNDECIDED * finding.tolerance:
                 more = f"the oracle itself moves by {own:.1e} when {what} move by one rounding"

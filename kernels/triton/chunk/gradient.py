@@ -91,7 +91,7 @@ def chunk_gradient(
         written = value, value
     beside = Beside(rows, rows, keys, keys)
     if C.NORMAL:
-        beside = _beside(normal, lane * sizes.tokens, (lane * (sizes.length // C.L) + chunk) * C.N, piece, here, C)
+        beside = _beside(normal, lane * sizes.tokens, (lane * (sizes.length // C.L) + slot) * C.N, piece, here, C)
     skip = rows
     if C.SKIP is not None:
         at = (

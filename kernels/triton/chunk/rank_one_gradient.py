@@ -33,7 +33,7 @@ from dsf.kernels.triton.chunk.rank_one import (
 )
 from dsf.kernels.triton.chunk.states import load_state, place_of_state
 from dsf.kernels.triton.chunk.tiles import load_rows, product, split, store_rows, turn
-from dsf.kernels.triton.packed import place_of_chunk
+from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
 from dsf.kernels.triton.structs import of_head
 
 
@@ -124,8 +124,8 @@ def rank_one_entries(kept, between, v, dy, to, table, sizes, C: tl.constexpr):
     mixed = kept.mixed + at * 4 * L
     row, wide = heads * P, heads * 4 * L
     block = (lane * length + chunk * L) * N
-    states = place_of_state(kept.states, lane * (length // L) + chunk, N * P)
-    adjoints = place_of_state(between.adjoints, lane * (length // L) + chunk, N * P)
+    slot = lane * (length // L) + slot_to_read(table, chunk, origin, end, 0)
+    states, adjoints = place_of_state(kept.states, slot, N * P), place_of_state(between.adjoints, slot, N * P)
     factors = kept.factors + (lane * length + chunk * L)
     scales = between.scales + (lane * length + chunk * L)
     plane = tl.num_programs(1).to(tl.int64) * length
@@ -207,10 +207,10 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
     at = batch * tokens * heads + head
     plane = tl.num_programs(1).to(tl.int64) * length
     scales = between.scales + (lane * length + chunk * L)
-    states = place_of_state(kept.states, lane * (length // L) + chunk, N * P)
-    adjoints = place_of_state(between.adjoints, lane * (length // L) + chunk, N * P)
-    running = kept.running + (lane * length + chunk * L) * N
     origin, end = place_of_chunk(table, chunk, tokens, L)
+    slot = lane * (length // L) + slot_to_read(table, chunk, origin, end, 0)
+    states, adjoints = place_of_state(kept.states, slot, N * P), place_of_state(between.adjoints, slot, N * P)
+    running = kept.running + (lane * length + chunk * L) * N
     rows = origin + local
     around = Around(between.weights + at * 4 * L, scales, running, plane, rows, end, heads, keys, local, of_left)
     row, narrow = heads * P, heads * N
