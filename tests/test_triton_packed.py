@@ -1,14 +1,19 @@
 """Packed sequences of the matrix families in Triton's interpreter: read where they lie, against float64 one by one."""
 
+import traceback
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton_private as private
 from interpreted import interpreted
 from matrix_family import UNSEEN, driven_ratio, fading_delta, fading_rows, forgetful_delta, late_ratio, swinging
 from mixer_inputs import sample
 
+from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.mixers import get
 
@@ -219,3 +224,20 @@ def test_wrong_boundaries_write_nothing_outside():
         assert int(sequences.min()) >= 0 and int(sequences[:, :2].max()) <= len(chunks)
         assert int(sequences[:, 2:].max()) <= len(segments) and int(segments[:, 1].max()) <= len(chunks)
         assert int(chunks[:, :2].min()) >= 0 and int(chunks[:, :2].max()) <= 64
+
+
+@pytest.mark.parametrize("name", ["ssd", "gla", "gated_deltanet", "kda", "rwkv7", "mlstm"])
+def test_no_kernel_reads_unwritten_memory_in_packed_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even to drop it: a tool that watches memory would say so. Of the slots for chunks some are left unfilled."""
+    load, found = getattr(*private.LOAD), []
+
+    def watched(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        x = load(self, pointers, mask, *rest)
+        if x.data.dtype == np.float32 and np.isnan(x.data[mask.data.astype(bool)]).any():
+            found.append(next(f.name for f in traceback.extract_stack()[::-1] if "/kernels/triton/" in f.filename))
+        return x
+
+    monkeypatch.setattr(*private.LOAD, watched)
+    case = Case(tokens=37, heads=2, n=8, p=8, dtype="float32", lengths=(5, 1, 31), initial=True)
+    verdict = attempt(get(name).recurrence, case)
+    assert verdict.status == "right" and not found, (verdict, set(found))
