@@ -51,9 +51,9 @@ class Bound:
     device: torch.device
 
 
-def unrounded(spec: Spec, bound: Bound) -> Bound:
-    """The call for kernels, which round what they multiply to the inputs' dtype: in float32 where that is of Params."""
-    if bound.dtype.itemsize != 2 or not spec.has_still_keys:
+def unrounded(bound: Bound) -> Bound:
+    """The call in float32, for kernels, which round what they multiply as matrices to the inputs' dtype."""
+    if bound.dtype.itemsize != 2:
         return bound
     return replace(bound, tensors={n: x.float() for n, x in bound.tensors.items()}, dtype=torch.float32)
 

@@ -208,8 +208,8 @@ class Recurrence:
                 check_cache(self.spec, state, rows, bound)
             return run_attention(self.spec, bound, bounds, state, plan)
         self._check_state(state, rows, bound)
-        if plan.backend == "triton" and not plan.one_step:
-            bound = unrounded(self.spec, bound)
+        if self.spec.has_still_keys and plan.backend == "triton" and not plan.one_step:
+            bound = unrounded(bound)
         if self.spec.system.solve is not None:
             return run_solved(self.spec, bound, bounds, state, plan, wanted)
         if self.spec.is_framed:
