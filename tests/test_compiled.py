@@ -21,7 +21,7 @@ import torch
 from interpreted import INTERPRETED
 
 import dsf
-from dsf import Packing, System, Value, exp, expm1, log1p, tanh
+from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, ratio, sigmoid, tanh, turn
 from dsf.kernels.convolution import Piece, short_convolution, short_convolution_step
 from dsf.kernels.norm import gated, gated_rms_norm
 from dsf.mixers import get
@@ -155,6 +155,12 @@ def every(*recurrences):
     return {r.name: of(r, every_way) for r in recurrences}
 
 
+@dsf.recurrence
+def turned(q: Key, k: Key, v: Value, f: Scalar, t: Scalar) -> System:
+    """Attention whose queries and keys are float32 beside bfloat16 values."""
+    return System(A=sigmoid(f) * turn(t), B=exp_features(k) * v, C=exp_features(q), normalize=ratio)
+
+
 FEW = {"T": 128, "N": 16}  # no segments, the summaries of which take as long to compile as all the rest
 RANKS = {"T": 3 * 2048, "parallel": Simulated(3)}
 FAMILIES = {
@@ -166,6 +172,7 @@ FAMILIES = {
             "erasing_ratio": of(matrix.erasing_ratio),
             "gated": of(matrix.gated),
             "single_steps": of(matrix.single_steps),
+            "deltanet, fewer channels than keys": of("deltanet", N=128, P=32),
             "forgetful_delta, wide": of(matrix.forgetful_delta, N=128, P=128),
             "swinging, long": of(matrix.swinging, B=1, H=1, T=40_000),
             "deltanet, long": of("deltanet", B=1, H=1, T=40_000),
@@ -243,6 +250,7 @@ FAMILIES = {
             "alibi": of("alibi"),
             "sink_attention": of("sink_attention"),
             "sliding_window_attention": of("sliding_window_attention"),
+            "turned attention": of(turned),
         },
         ("attention.kernel", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm"),
     ),

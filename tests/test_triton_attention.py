@@ -107,3 +107,16 @@ def test_gradients_where_one_weight_is_nearly_one():
         found[backend] = torch.autograd.grad(sliding(**leaves, backend=backend), list(leaves.values()), dy.to(wide))
     for got, exact in zip(found["triton"], found["torch"], strict=True):
         judged(got, exact, 4e-3)
+
+
+@pytest.mark.parametrize("T", [1, 33])
+def test_queries_that_are_the_keys_under_a_turn(T):
+    x = {n: z.bfloat16() for n, z in drawn(everything, T, H=2, N=4, P=3).items()}
+    x["q"] = torch.randn(2, T, 2, 4).bfloat16()
+    found = {}
+    for backend, wide in (("triton", torch.bfloat16), ("torch", torch.float64)):
+        leaves = {n: z.to(wide).requires_grad_() for n, z in x.items() if n != "k"}
+        y = everything(**leaves, k=leaves["q"], backend=backend)
+        found[backend] = [y.detach(), *torch.autograd.grad(y.sum(), list(leaves.values()))]
+    for got, exact in zip(found["triton"], found["torch"], strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()) + 1e-6)

@@ -176,9 +176,9 @@ def test_a_params_gradient_where_logarithms_of_decays_are_extreme(
         assert verdict.status == "right", verdict
 
 
-@pytest.mark.parametrize("loss", ["", "both"])
-def test_reads_and_writes_of_params_alone_may_cancel(loss: str) -> None:
+@pytest.mark.parametrize("more", [{"loss": ""}, {}, {"lengths": (1, 0, 39), "initial": True, "calls": 3}], ids=str)
+def test_reads_and_writes_of_params_alone_may_cancel(more: dict[str, Any]) -> None:
     for key, query, seed in (("quarter_turn(pk)", "pk * sigmoid(s)", 9144), ("pair(pth, sin(ps))", "pk", 9476)):
         still = Declaration("scalar", (("1", f"{key} * v"),), query)
-        verdict = attempted(still, tokens=40, heads=3, n=16, p=16, dtype="bfloat16", loss=loss, seed=seed)
+        verdict = attempted(still, tokens=40, heads=3, n=16, p=16, dtype="bfloat16", seed=seed, **more)
         assert verdict.status == "right", verdict
