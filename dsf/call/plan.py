@@ -136,8 +136,9 @@ def make_plan(
     """
     if form == CONVOLUTION or (form == "auto" and backend != "triton" and not transformed and _convolves(spec, sizes)):
         return _of_convolution(spec, sizes, dtype, form, backend)
-    if spec.has_still_keys and dtype.itemsize == 2 and backend != "torch" and sizes.tokens > 1:
-        dtype = torch.float32 if backend == "triton" or device.type == "cuda" else dtype  # dsf.call.bind.unrounded
+    wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
+    if wanted and spec.has_still_keys and dtype.itemsize == 2 and sizes.tokens > 1:
+        dtype = torch.float32  # of dsf.call.bind.unrounded
     if spec.system.solve is not None:
         return _of_solve(spec, sizes, dtype, form, backend, device, grad, transformed)
     if spec.is_framed:

@@ -51,10 +51,15 @@ class Ref(NamedTuple):
         return f"t{self.number}" if self.whole else f"t{self.number}[{self.offset}:].view{list(self.shape)}"
 
     @property
+    def span(self) -> int:
+        """From its first element to its last, all that lies in memory, in elements."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else last + 1
+
+    @property
     def bytes(self) -> int:
         """Of the memory that it spans."""
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+        return self.span * self.dtype.itemsize
 
     @property
     def sizes(self) -> str:
@@ -168,10 +173,9 @@ class Schedule:
         def room(x: Any) -> Any:
             if not isinstance(x, Ref):
                 return x
-            if x.whole or 0 in x.shape:
+            if x.whole:
                 return like.new_empty_strided(x.shape, x.stride, dtype=x.dtype)
-            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride, strict=True))
-            return like.new_empty(x.offset + last + 1, dtype=x.dtype).as_strided(x.shape, x.stride, x.offset)
+            return like.new_empty(x.offset + x.span, dtype=x.dtype).as_strided(x.shape, x.stride, x.offset)
 
         return mapped(room, self.result)
 
