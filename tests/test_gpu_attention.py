@@ -1,0 +1,19 @@
+"""The attention kernels on a GPU at head sizes that fill no tile."""
+
+import pytest
+
+from dsf.fuzz import Case, Declaration, attempt
+
+pytestmark = pytest.mark.gpu
+DECAYING = Declaration(
+    "own", (("sigmoid(s)", "exp_features(k) * v"),), "exp_features(N**-0.5 * q)", rule="dsf.ratio"
+).build()
+
+
+@pytest.mark.parametrize("n", [8, 17, 24, 40, 72, 100, 136])
+@pytest.mark.parametrize("p", [3, 8, 17, 24, 40, 100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_uneven_heads_on_a_gpu(n, p, dtype):
+    """Triton 3.6 multiplies tiles of some of these sizes wrongly (dsf.kernels.triton.attention.operator.tiles)."""
+    verdict = attempt(DECAYING, Case(tokens=150, heads=2, n=n, p=p, dtype=dtype, seed=n + p), "cuda")
+    assert verdict.status == "right", verdict
