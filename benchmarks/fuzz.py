@@ -3,8 +3,9 @@
 python benchmarks/fuzz.py --seconds 420 --seed 0 --out benchmarks/results/fuzz.json
 python benchmarks/fuzz.py --seconds 420 --seed 1 --out benchmarks/results/fuzz.json --add
 
---add puts a run of another seed into the record that is there (one commit, one kind of machine). The exit status is 1
-where something failed, or where a record of a GPU has fewer cases than WANTED says.
+--add puts a run of another seed into the record that is there (one commit, one kind of machine). The record is written
+as the run goes, so that one that is cut off leaves what it had. The exit status is 1 where something failed, or where a
+record of a GPU has fewer cases than WANTED says.
 """
 
 import argparse
@@ -43,15 +44,20 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--add", action="store_true", help="to the record that is there")
     given = parser.parse_args()
+    before = [json.loads(given.out.read_text())] if given.add and given.out.exists() else []
+
+    def write(result):
+        record = result.to_dict() | ({"commit": given.commit} if given.commit else {})
+        record = combined([*before, record]) if before else record
+        given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        return record
+
     result = run(
         given.seconds, given.cases, seed=given.seed, device=given.device, workers=given.workers, each=given.each,
-        share=given.share, shrink=given.shrink, told=stderr,
+        share=given.share, shrink=given.shrink, told=stderr, kept=write,
     )  # fmt: skip
     print(result)
-    record = result.to_dict() | ({"commit": given.commit} if given.commit else {})
-    if given.add and given.out.exists():
-        record = combined([json.loads(given.out.read_text()), record])
-    given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    record = write(result)
     short = lacking(record) if given.device.startswith("cuda") else []
     for line in short:
         stderr(f"too few {line}")

@@ -20,11 +20,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from dsf.checking.measure import TOLERANCE
 from dsf.fuzz import Case, Declaration, attempt
 from dsf.fuzz.grammar import KNOWN
 from dsf.fuzz.report import commit, machine, stderr
+from dsf.kernels.convolution import short_convolution, short_convolution_step
+from dsf.kernels.norm import gated, gated_rms_norm
 from dsf.mixers import get
 
 TOOLS = {
@@ -44,7 +50,7 @@ def mixer(name):
     return lambda: get(name).recurrence
 
 
-# kernels of chunks, by structure, then fused scans
+# kernels of chunks, by structure, then fused scans and attention
 SUBJECTS = {
     "identity": mixer("unnormalized_linear_attention"), "constant-decay": mixer("retnet"), "scalar-decay": mixer("ssd"),
     "key-decay": mixer("gla"), "read-before": mixer("rwkv6"), "delta": mixer("deltanet"),
@@ -62,7 +68,40 @@ SUBJECTS = {
     "scan-micro-steps": Declaration(
         "own", (("sigmoid(gv[0] + gk[0])", "ks[0] * vs[0]"), ("sigmoid(gv[1])", "ks[1] * vs[1]")), "q"
     ).build,
+    "attention": mixer("fox"),
+    "attention-window": declared("0.9", "exp_features(l2norm(k)) * v", "exp_features(q)", rule="dsf.ratio", window=16),
+    "attention-turned": declared(
+        "turn(th)", "exp_features(k) * v", "exp_features(N**-0.5 * q)",
+        rule="lambda num, den, one: num / (den + exp(ps) * one)",
+    ),
 }  # fmt: skip
+
+
+def norms(x, weight, gate):
+    """Every kernel of norms that layers launch, by name."""
+    return {
+        "norm": gated_rms_norm(x, weight), "norm, then gate": gated_rms_norm(x, weight, gate),
+        "gate, then norm of groups": gated_rms_norm(x, weight, gate, groups=2, gate_first=True),
+        "gate": gated(x, gate, "sigmoid"),
+    }  # fmt: skip
+
+
+def convolutions(x, weight, bias, state):
+    """Every kernel of short convolutions, by name. state: [3, C, K - 1]."""
+    bounds = torch.tensor([0, 5, 6, x.shape[1]], device=x.device)
+    with torch.no_grad():
+        step = short_convolution_step(x[:, :1], weight, bias, state[:1])[0][0]
+    return {
+        "plain": short_convolution(x, weight, bias, state[:1])[0][0], "step": step,
+        "packed": short_convolution(x, weight, bias, state, cu_seqlens=bounds, activation=None)[0][0],
+    }  # fmt: skip
+
+
+# kernels of layers: calls, and the shapes of what they take
+LAYERS = {
+    "layer-norm": (norms, [(2, 37, 40), (40,), (2, 37, 40)]),
+    "layer-convolution": (convolutions, [(1, 37, 40), (40, 4), (40,), (3, 40, 3)]),
+}
 
 
 def cases(dtype):
@@ -78,10 +117,40 @@ def cases(dtype):
     }
 
 
+NAMES = [*SUBJECTS, *LAYERS]
+
+
+def called(calls, inputs):
+    """What calls give, and the gradients of their inputs, by name."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    found = calls(*leaves)
+    sum(y.square().sum() for y in found.values() if y.requires_grad).backward()
+    return found | {f"gradient {i}": x.grad for i, x in enumerate(leaves)}
+
+
+def layer(name, dtype, device):
+    """The calls of a name of LAYERS beside torch's in float64; True where all are right."""
+    calls, shapes = LAYERS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes]
+    exact, found, right = called(calls, [x.double() for x in inputs]), called(calls, [x.to(device) for x in inputs]), 0
+    for key, y in found.items():
+        true = exact[key].detach()
+        error = float((y.detach().double().cpu() - true).norm() / true.norm())
+        print(f"{name} {dtype} {key}: off by {error:.1e}", flush=True)
+        right += error < TOLERANCE[dtype]
+    return right == len(found)
+
+
 def one(name, dtype, device):
     """The calls of a name; True where all are right."""
+    if name in LAYERS:
+        return layer(name, dtype, device)
     recurrence, right = SUBJECTS[name](), True
     for kind, case in cases(dtype).items():
+        if case.step and recurrence.spec.is_attention:
+            continue  # torch's
+        case = replace(case, n=case.n + case.n % 2) if recurrence.spec.turns else case
         names = {i.name for i in recurrence.spec.inputs} | {"dy"}
         verdict = attempt(recurrence, case.without(set(case.layouts) - names), device, poison=False)
         print(f"{name} {dtype} {kind}: {verdict}", flush=True)
@@ -165,7 +234,7 @@ def kept(out, where, jobs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="of the tree that runs, where git does not know it")
-    parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=list(SUBJECTS), metavar="NAME")
+    parser.add_argument("--only", nargs="*", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -176,12 +245,13 @@ def main():
     parser.add_argument("--add", action="store_true", help="to the record of the same commit that is there")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--one", choices=SUBJECTS, metavar="NAME", help="make this one's calls, and no more")
+    parser.add_argument("--one", choices=NAMES, metavar="NAME", help="make this one's calls, and no more")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     if given.list:
-        print("\n".join(f"{name}: {SUBJECTS[name]().spec.structure}" for name in given.only))
+        about = {name: SUBJECTS[name]().spec.structure for name in given.only if name in SUBJECTS}
+        print("\n".join(f"{name}: {about.get(name, 'of a layer')}" for name in given.only))
         return 0
     if given.one:
         return 0 if one(given.one, given.dtype, given.device) else 1

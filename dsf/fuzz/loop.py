@@ -28,6 +28,7 @@ from dsf.language.errors import FormError, InputError, TraceError
 
 SHRUNK = 6  # failures that are made small, of each worker
 SEED_STEP = 1_000_003
+KEPT = 10.0  # seconds between two records of one run
 LOST = ("CUDA error", "illegal memory access", "device-side assert", "AcceleratorError")  # no call goes on after these
 
 
@@ -80,6 +81,7 @@ def run(
     profile: Profile | None = None,
     workers: int = 1,
     told: Callable[[str], None] | None = None,
+    kept: Callable[[Result], None] | None = None,
 ) -> Result:
     """Try random calls of random declarations, or of one recurrence, against the float64 oracle.
 
@@ -89,7 +91,8 @@ def run(
     recurrence: keeps this one and draws cases of it alone (in this process); ranges: as dsf.check takes them.
     each: cases of one declaration (24 on a GPU, where compiling costs most, else 8); share: most seconds spent on one.
     shrink: seconds for making one failure small, after the budget. poison: unwritten memory is NaN. profile: sizes.
-    workers: processes, each with seeds of its own. told: is given a line for each failure.
+    workers: processes, each with seeds of its own. told: is given a line for each failure. kept: is given the result so
+    far about every ten seconds, so that a run that is cut off leaves a record.
 
     Raises InputError for a budget or device that makes no sense, FormError for a recurrence that the backend refuses.
     """
@@ -101,21 +104,42 @@ def run(
     backend = backend or (KERNELS if gpu else "torch")
     plan = Plan(seed, seconds, cases, device, backend, each or (24 if gpu else 8), share, shrink, poison, profile)
     _can_run(plan)
-    tell = told or (lambda line: None)
-    begin = time.perf_counter()
+    tell, begin = told or (lambda line: None), time.perf_counter()
+
+    def finished(result: Result) -> Result:
+        result.seeds, result.workers = [seed], workers
+        result.seconds = time.perf_counter() - begin
+        return result
+
+    keep = _now_and_then(lambda result: kept(finished(result))) if kept else _nothing
     if recurrence is not None:
         if backend == KERNELS:
             recurrence.plan(N=3, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
         given = Subject(None, recurrence, ranges)
-        result = _local(plan, tell, given)
-    elif workers == 1:
-        result = _local(plan, tell)
-    else:
-        result = _spawned(plan, workers, tell)
-    result.seeds = [seed]
-    result.seconds = time.perf_counter() - begin
-    result.workers = workers
-    return result
+        return finished(_local(plan, tell, keep, given))
+    if workers == 1:
+        return finished(_local(plan, tell, keep))
+    return finished(_spawned(plan, workers, tell, keep))
+
+
+Keep = Callable[[Result], None]
+
+
+def _nothing(result: Result) -> None:
+    """In the place of what keeps results."""
+
+
+def _now_and_then(keep: Keep) -> Keep:
+    """`keep` where ten seconds have passed since it was last called."""
+    last = time.perf_counter()
+
+    def found(result: Result) -> None:
+        nonlocal last
+        if time.perf_counter() - last > KEPT:
+            keep(result)
+            last = time.perf_counter()
+
+    return found
 
 
 def _device(device: str) -> bool:
@@ -138,10 +162,11 @@ def _can_run(plan: Plan) -> None:
         KNOWN.build().plan(N=3, P=2, backend=KERNELS, device=plan.device)  # raises FormError in the user's words
 
 
-def _local(plan: Plan, told: Callable[[str], None], given: Subject | None = None) -> Result:
+def _local(plan: Plan, told: Callable[[str], None], keep: Keep, given: Subject | None = None) -> Result:
     result = Result(plan.device, plan.backend)
     for message in tried(plan, given):
         _take(result, message, told)
+        keep(result)
     return result
 
 
@@ -154,7 +179,7 @@ def _take(result: Result, message: Message, told: Callable[[str], None]) -> None
     if kind == "case":
         result.add(*data)
     elif kind == "failure":
-        result.failures.append(data)
+        result.failures = [x for x in result.failures if x["seed"] != data["seed"]] + [data]
         told(f"FAILED {data['finding']}\n{data['script']}")
     elif kind == "refused":
         result.refused += 1
@@ -163,7 +188,7 @@ def _take(result: Result, message: Message, told: Callable[[str], None]) -> None
 
 
 def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
-    """Messages of one process: "trying" before and "case" after every case, failures made small at last.
+    """Messages of one process: "trying" before and "case" after every case, "failure" at once and made small at last.
 
     After a failure that leaves the GPU unusable the last message is "lost": where another process has to go on.
     """
@@ -200,13 +225,12 @@ def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
                     yield "lost", place
                     return
                 failures.append((subject, case, verdict, seed, history))
+                yield "failure", _failure(plan, subject, case, verdict, seed, history)
                 break
             history.append(case)
-    for number, (subject, case, verdict, seed, earlier) in enumerate(failures):
-        before = tuple(earlier)
-        if number < SHRUNK and plan.shrink > 0:
-            found = shrunk(subject, case, verdict, plan.device, plan.shrink, plan.poison, before)
-            subject, case, verdict, before = found
+    for subject, case, verdict, seed, earlier in failures[:SHRUNK] if plan.shrink > 0 else []:
+        small = shrunk(subject, case, verdict, plan.device, plan.shrink, plan.poison, tuple(earlier))
+        subject, case, verdict, before = small
         yield "failure", _failure(plan, subject, case, verdict, seed, before)
 
 
@@ -264,7 +288,7 @@ def takes_empty() -> bool:
     return True
 
 
-def _spawned(plan: Plan, workers: int, told: Callable[[str], None]) -> Result:
+def _spawned(plan: Plan, workers: int, told: Callable[[str], None], keep: Keep) -> Result:
     """The same in several processes; one that dies is replaced, and what it tried is a failure."""
     result = Result(plan.device, plan.backend)
     context = multiprocessing.get_context("spawn")
@@ -312,6 +336,7 @@ def _spawned(plan: Plan, workers: int, told: Callable[[str], None]) -> Result:
                 doing.pop(connection, None)
             else:
                 _take(result, message, told)
+                keep(result)
     return result
 
 
