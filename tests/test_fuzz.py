@@ -449,3 +449,16 @@ def test_all_of_a_cache_lies_where_the_call_runs():
     start = KVCache(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, 3), torch.tensor([2]))
     found = _start(Case(initial=True), start, Memory(torch.device("meta")))
     assert {x.device.type for x in found if x is not None} == {"meta"}
+
+
+def test_what_the_definition_loses_in_float32_is_no_finding() -> None:
+    underflows = Declaration(  # sigmoid(-1e2), whose root has no slope in float32
+        "decay", (("I", "k * sqrt(d)"),), "q", lets=(("d", "sigmoid(dot(k, pk))"),)
+    )
+    case = Case(
+        tokens=5, n=5, dtype="float32", form="chunk", regimes={"k": "saturated", "pk": "wide"}, loss="state", seed=4942
+    )
+    verdict = attempt(underflows.build(), case)
+    assert verdict.status == "undecided" and verdict.finding is not None
+    assert "in float32" in verdict.finding.detail
+    assert attempt(underflows.build(), replace(case, dtype="float64")).status == "right"

@@ -15,6 +15,7 @@ from dsf.call.convolve import convolve
 from dsf.call.cost import CONVOLUTION
 from dsf.call.plan import KEEP_NUMBERS, Plan, reads_apart
 from dsf.kernels.chunk import chunk, scan_blocks
+from dsf.kernels.oracle import oracle_dtype
 from dsf.kernels.phi import kernel_matrix
 from dsf.kernels.problem import Problem
 from dsf.kernels.read_scan import scan_elementwise
@@ -181,12 +182,13 @@ def _keeps(numbers: int, tokens: int) -> bool:
 
 
 def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The oracle, in float64 whatever the inputs."""
-    values, shape = _evaluator(spec, replace(bound, compute=torch.float64), timed)
+    """The oracle, in float64 whatever the inputs (dsf.kernels.oracle)."""
+    wide = oracle_dtype.get()
+    values, shape = _evaluator(spec, replace(bound, compute=wide), timed)
     layout = columns(spec, bound.sizes.p)
     start = values.full(0.0).new_zeros(shape[0], shape[2], shape[3], layout.p + layout.den)
     if state is not None:
-        start = true_state(spec, state.double(), layout.p)
+        start = true_state(spec, state.to(wide), layout.p)
     y, final = run_naive(spec, values, shape, start[..., : layout.p], valid)
     if spec.ones is not None and spec.rule is not None:
         den, den_state = run_naive(spec.ones, values, shape, start[..., layout.p :], valid)

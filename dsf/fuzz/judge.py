@@ -22,13 +22,13 @@ from dsf.fuzz.caches import as_numbers, changed
 from dsf.fuzz.case import Case
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
 from dsf.fuzz.poison import poisoned
-from dsf.fuzz.truth import Expected, moved, truths
+from dsf.fuzz.truth import Expected, form_of, moved, truths
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import disturbed
 
-UNDECIDED = 0.5  # share of a tolerance by which the oracle itself moves with one rounding of inputs, or of expressions
+UNDECIDED = 0.5  # share of a tolerance by which the oracle itself is off with one rounding of inputs, or of expressions
 Cotangents = tuple[Tensor, Tensor]
 
 
@@ -64,9 +64,9 @@ class Verdict:
     """What came of a case.
 
     status: "right"; "wrong"; "void" (what the oracle gives does not fit the dtype: no case); or "undecided" (the oracle
-    itself moves by more than UNDECIDED of the tolerance when inputs or expressions' values move by one rounding).
-    errors: the worst by
-    quantity, relative as dsf.check has them. finding: what was wrong, or is undecided.
+    itself is off by more than UNDECIDED of the tolerance when inputs or expressions' values move by one rounding, or
+    when the definition, dense and token by token, is computed in float32).
+    errors: the worst by quantity, relative as dsf.check has them. finding: what was wrong, or is undecided.
     """
 
     status: str
@@ -118,20 +118,25 @@ def attempt(
     if finding is None:
         return Verdict("right", errors)
     if finding.tolerance:
-        for what, inputs, share in (
-            ("inputs", moved(values, starts, case.dtype, case.seed), 0.0),
-            ("values of expressions", (values, starts), torch.finfo(start_dtype(case)).eps / 2),
+        exact, same = torch.float64, (values, starts)
+        for what, inputs, share, wide in (
+            ("when inputs move by one rounding", moved(values, starts, case.dtype, case.seed), 0.0, exact),
+            ("when expressions move by one rounding", same, torch.finfo(start_dtype(case)).eps / 2, exact),
+            ("in float32", same, 0.0, torch.float32),
         ):
+            if wide != exact and (case.dtype == "float64" or form_of(recurrence, case) == case.form):
+                continue  # a form is no witness for itself
             with disturbed(case.seed, share):
-                now, before = truths(recurrence, case, *inputs, cots)[finding.call - 1], expected[finding.call - 1]
+                found = truths(recurrence, case, *inputs, cots, wide)
+            now, before = found[finding.call - 1], expected[finding.call - 1]
             if not now.is_usable(case.dtype):  # inputs that are one no longer cancel
-                more = f"the oracle itself has numbers beyond {case.dtype} when {what} move by one rounding"
+                more = f"the oracle itself has numbers beyond {case.dtype} {what}"
                 return Verdict("undecided", errors, replace(finding, detail=more))
             if not math.isfinite(finding.error):
                 continue
             own = dict(_measures(subject, case, Ran(now.y, None, now.state, now.grads), before))[finding.quantity][0]
             if own > UNDECIDED * finding.tolerance:
-                more = f"the oracle itself moves by {own:.1e} when {what} move by one rounding"
+                more = f"the oracle itself is off by {own:.1e} {what}"
                 return Verdict("undecided", errors, replace(finding, detail=more))
     return Verdict("wrong", errors, finding)
 

@@ -16,6 +16,7 @@ from dsf.checking.measure import HALF, LARGEST, ORACLE, Subject, typical_entry, 
 from dsf.fuzz.caches import as_numbers, blank, changed, rows_of, together
 from dsf.fuzz.case import Case
 from dsf.kernels.attention import KVCache
+from dsf.kernels.oracle import oracle_dtype
 
 DENSE = 4_000_000  # numbers of dense A's up to which the naive form is the oracle; above, the recurrent one in float64
 TOO_LARGE = 1e3  # in float16: beyond it what comes between gradients may leave its range
@@ -52,25 +53,29 @@ def form_of(recurrence: Recurrence, case: Case) -> str:
 
 def truths(
     recurrence: Recurrence, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None],
-    cotangents: Sequence[tuple[Tensor, Tensor]],
+    cotangents: Sequence[tuple[Tensor, Tensor]], wide: torch.dtype = torch.float64,
 ) -> list[Expected]:  # fmt: skip
-    """The outcome of every call. values, starts, cotangents: as the calls are given them."""
+    """The outcome of every call. values, starts, cotangents: as the calls are given them. wide: computed in."""
     calls, batch = len(values), case.batch
     params = {i.name for i in recurrence.spec.inputs if not i.kind.time}
     leaves: dict[str, Tensor] = {}
     for name in values[0]:
-        stack = [v[name].double() for v in values]
+        stack = [v[name].to(wide) for v in values]
         if name in params:
             leaves[name] = torch.stack(stack)[:, None].repeat(1, case.tokens, *[1] * stack[0].dim())
         else:
             leaves[name] = torch.cat(stack)
         leaves[name].requires_grad_(bool(case.loss))
-    start = together([changed(s, Tensor.double) for s in starts if s is not None]) if case.initial else None
+    start = together([changed(s, lambda x: x.to(wide)) for s in starts if s is not None]) if case.initial else None
     if start is not None:
         start = changed(start, lambda x: x.detach().requires_grad_(bool(case.loss)))
     given = {n: x.repeat_interleave(batch, dim=0) if n in params else x for n, x in leaves.items()}
     with torch.set_grad_enabled(bool(case.loss)):
-        y, state = _run(recurrence, case, given, start)
+        token = oracle_dtype.set(wide)
+        try:
+            y, state = _run(recurrence, case, given, start)
+        finally:
+            oracle_dtype.reset(token)
     wrt = leaves | Subject.state_leaves(start)
     grads = _grads(case, y, state, wrt, cotangents) if case.loss else {}
     grads = without_gain(recurrence, grads, case.p)
@@ -82,7 +87,7 @@ def truths(
         terms: dict[str, Tensor] = {}
         for name, g in grads.items():
             if name in params:
-                own[name] = g[call].sum(0)
+                own[name] = g[call].double().sum(0)
                 terms |= {name: g[call].square().sum(0).sqrt()} if case.dtype in HALF else {}
             else:
                 own[name] = g[held if name.startswith("initial_state") else mine]
@@ -134,9 +139,9 @@ def _grads(
 ) -> dict[str, Tensor]:
     pairs = []
     if case.loss in ("both", "y"):
-        pairs.append((y, torch.cat([dy.double() for dy, _ in cotangents])))
+        pairs.append((y, torch.cat([dy.to(y) for dy, _ in cotangents])))
     if case.loss in ("both", "state"):
-        pairs.append((state, torch.cat([ds for _, ds in cotangents])))
+        pairs.append((state, torch.cat([ds.to(state) for _, ds in cotangents])))
     pairs = [(x, d) for x, d in pairs if x.requires_grad]
     if not pairs:
         return {name: torch.zeros_like(x) for name, x in wrt.items()}
