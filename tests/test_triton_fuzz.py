@@ -182,3 +182,64 @@ def test_reads_and_writes_of_params_alone_may_cancel(more: dict[str, Any]) -> No
         still = Declaration("scalar", (("1", f"{key} * v"),), query)
         verdict = attempted(still, tokens=40, heads=3, n=16, p=16, dtype="bfloat16", seed=seed, **more)
         assert verdict.status == "right", verdict
+
+
+HELD = {  # what random runs on a GPU found, and what it came from
+    "an angle of Params, in bfloat16": (
+        Declaration("decay", (("sigmoid(s) * turn(pth)", "prev(k) * v"),), "q * sigmoid(o)"),
+        Case(tokens=6, n=2, p=32, dtype="bfloat16", loss="y", reverse=True, seed=31180),
+    ),
+    "an angle a token, in bfloat16": (
+        Declaration(
+            "decay", (("sigmoid(s) * turn(b)", "0.5 * k * v + 0.5 * prev(k * v)"),), "q * sigmoid(o)", "pv * v"
+        ),
+        Case(heads=4, n=100, p=17, dtype="bfloat16", loss="y", seed=58289),
+    ),
+    "an angle of Params, in float16": (
+        Declaration("decay", (("sigmoid(ps) * turn(pth)", "k * v"),), "pk * sigmoid(s)", "pv * v"),
+        Case(tokens=33, n=2, dtype="float16", loss="y", seed=62611),
+    ),
+    "strong decays of a quotient": (
+        Declaration(
+            "decay", (("exp(-softplus(s))", "k * (sigmoid(b) * v)"),), "q", drive="v",
+            rule="lambda num, den, one: num / maximum(abs(den), one)",
+        ),
+        Case(tokens=138, n=17, p=16, dtype="float32", regimes={"q": "wide", "s": "saturated"}, loss="y", seed=35018),
+    ),
+    "strong decays of a quotient, by key": (
+        Declaration(
+            "decay", (("sigmoid(sk)", "k * (sigmoid(b) * v)"),), "q", drive="v",
+            rule="lambda num, den, one: num / (abs(den) + one)",
+        ),
+        Case(
+            tokens=165, n=17, p=16, dtype="float32", regimes={"sk": "saturated"}, alias=("sk", "q"), alias_calls=(1,),
+            loss="", seed=50389,
+        ),
+    ),
+    "reflections by keys that alternate": (
+        Declaration("delta", (("I - 2 * sigmoid(b) * outer(k, k)", "k * (sigmoid(b) * v)"),), "l2norm(q)", "ps * v"),
+        Case(
+            tokens=139, heads=4, n=100, p=17, dtype="bfloat16", regimes={"k": "alternating"}, calls=2, alias=("k", "q"),
+            alias_calls=(1, 2), loss="", seed=38937,
+        ),
+    ),
+    "few keys": (
+        Declaration(
+            "delta", (("(I - d * outer(k, k)) @ diag(sigmoid(sk) ** 0.0625)", "k * v"),), "q / (1 + abs(pk))",
+            lets=(("d", "softplus(b) / (1 + softplus(s) + softplus(b) * dot(k, k))"),),
+        ),
+        Case(
+            tokens=50, heads=2, n=3, dtype="bfloat16", groups={"k": 1, "v": 1, "s": 1, "b": 1},
+            regimes={"q": "zero", "b": "zero", "pk": "normal"}, seed=65388,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_random_runs_found_stays_mended(name: str) -> None:
+    declaration, case = HELD[name]
+    for seed in range(case.seed, case.seed + 2):
+        verdict = attempt(declaration.build(), replace(case, seed=seed))
+        assert verdict.status == "right", str(verdict)
+        assert max(verdict.errors.values()) < 0.5 * case.tolerance, str(verdict)

@@ -93,7 +93,7 @@ def test_a_gradient_asked_for_alone_is_the_same(recurrence):
 @pytest.mark.parametrize("tokens", [48, 37])  # whole chunks, and a last one in part
 @pytest.mark.parametrize("name, states", [("deltanet", 2), ("gated_deltanet", 1)])
 def test_operands_in_two_terms_are_added_up(name, states, tokens, monkeypatch):
-    terms = {"walk_terms": 2, "state_terms": states, "right_terms": 1}
+    terms = {"walk_terms": 2, "state_terms": states}
     assert_split(get(name).recurrence, tokens, terms, monkeypatch)
 
 

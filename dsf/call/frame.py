@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, named_axes
+from dsf.call.bind import Bound, named_axes, unrounded
 from dsf.call.cost import CONVOLUTION
 from dsf.call.plan import Plan
 from dsf.call.run import run, run_packed
+from dsf.kernels.oracle import oracle_dtype
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
@@ -258,12 +259,15 @@ def run_framed(
     """y [B, T, H, P] in the computing dtype and the final state with all its columns. wanted: whether that is."""
     frame = {"naive": spec.oracle, CONVOLUTION: spec.turning}.get(plan.form, spec.frame)
     assert frame is not None
-    if bound.compute != torch.float64 and (plan.form == "naive" or _sums_angles(spec, bound, plan)):
-        wide = replace(bound, tensors={name: x.double() for name, x in bound.tensors.items()}, compute=torch.float64)
+    asked = oracle_dtype.get() if plan.form == "naive" else torch.float64
+    if bound.compute != asked and (plan.form == "naive" or _sums_angles(spec, bound, plan)):
+        wide = replace(bound, tensors={name: x.to(asked) for name, x in bound.tensors.items()}, compute=asked)
         y, final = run_framed(
-            spec, replace(wide, dtype=torch.float64), bounds, None if state is None else state.double(), plan, wanted
+            spec, replace(wide, dtype=asked), bounds, None if state is None else state.to(asked), plan, wanted
         )
         return y.to(bound.compute), final.to(bound.compute)
+    if plan.backend == "triton" and not plan.one_step and _learns(bound, frozenset().union(*_in_angles(spec))):
+        bound = unrounded(bound)
     places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
     framed = Framed(spec, frame, bound, places, state)
     framed.make()
@@ -289,17 +293,26 @@ def _sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
     """
     if plan.form == CONVOLUTION or plan.backend != "torch" or bound.dtype != torch.float32 or bound.sizes.tokens == 1:
         return False
-    return torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in _still_angles(spec))
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    return _learns(bound, frozenset().union(*(names for names in _in_angles(spec) if not names & timed)))
+
+
+def _learns(bound: Bound, names: frozenset[str]) -> bool:
+    """True where a gradient of one of these inputs is wanted.
+
+    Of inputs of angles it is what is left where the gradients of turned keys and queries cancel: half precisions have
+    too few digits for it, wherever they round, so kernels are then given float32.
+    """
+    return torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in names)
 
 
 @derived
-def _still_angles(spec: Spec) -> frozenset[str]:
-    """The Params of angles that no token changes."""
-    frame, timed = spec.frame, {i.name for i in spec.inputs if i.kind.time}
+def _in_angles(spec: Spec) -> tuple[frozenset[str], ...]:
+    """The inputs of every angle."""
+    frame = spec.frame
     if frame is None or frame.angles is None:
-        return frozenset()
-    names = [{i.attrs[0] for i in inputs_of(substitute(x, frame.words))} for x in frame.angles]
-    return frozenset().union(*(n for n in names if not n & timed))
+        return ()
+    return tuple(frozenset(i.attrs[0] for i in inputs_of(substitute(x, frame.words))) for x in frame.angles)
 
 
 def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:

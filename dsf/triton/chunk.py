@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, Sizes
+from dsf.call.bind import Bound, Sizes, unrounded
 from dsf.language.derived import derived
 from dsf.language.errors import InputError
 from dsf.language.expr import VALUE, children_first
@@ -16,6 +16,7 @@ from dsf.language.spec import Spec
 from dsf.triton.operands import Unfit, operands_of, written_apart
 from dsf.triton.source import Source, name_of
 
+FEWEST = 16  # keys of a state over which roundings to half precisions average; kernels fill up fewer to as many
 LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold
 GRID = 65_535  # programs along the second and third axis of a CUDA grid: heads of a batch, and packed sequences
 Timed = Mapping[str, Tensor]
@@ -66,6 +67,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
     """Name of the kernels with their tiles, and tokens a chunk."""
     from dsf.kernels.triton.chunk.table import tiles
 
+    dtype = torch.float32 if sizes.n < FEWEST else dtype
     ops, spec = operands_of(spec), written_apart(spec)
     kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
     kind = "rank_one" if ops.lefts else kind
@@ -93,8 +95,11 @@ def run_matrix(
     """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them.
 
     bounds: of packed sequences, [S + 1]; they have a state each. A batch with more heads than a grid has programs runs
-    in parts, and so do more channels than kernels hold. Raises InputError for more packed sequences than that.
+    in parts, and so do more channels than kernels hold. States of fewer than 16 keys are computed in float32. Raises
+    InputError for more packed sequences than a grid has programs.
     """
+    if bound.sizes.n < FEWEST and bound.dtype.itemsize == 2:
+        return run_matrix(spec, unrounded(bound), {name: x.float() for name, x in timed.items()}, state, bounds)
     if channels(spec, bound.sizes.p) < bound.sizes.p:
         return _by_channels(spec, bound, timed, state, bounds)
     from dsf.kernels.triton.chunk.operator import matrix_mixer

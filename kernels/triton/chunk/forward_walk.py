@@ -17,7 +17,6 @@ from dsf.kernels.triton.chunk.tiles import (
     SOURCE,
     between,
     first_term,
-    load_lower,
     load_rows,
     load_terms,
     product,
@@ -28,6 +27,7 @@ from dsf.kernels.triton.chunk.tiles import (
     total_of,
     written_scale,
 )
+from dsf.kernels.triton.chunk.triangle import load_lower
 from dsf.kernels.triton.chunk.walk import Walk, load_pairs, load_wide, of_lane, part_of
 from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.packed import place_of_segment
@@ -230,9 +230,9 @@ def _entries(write, rows_k, rows_of_k, rows, seen, chunk, kept, x, to, part, siz
         known = write.to(tl.float32) * source - known * erase[:, None]
     else:
         known = write.to(tl.float32) - known * erase[:, None]
-    inverse = load_lower(x.solve + chunk * C.PITCH, part.local, C.L, C.KIND, C.RIGHT_TERMS)
-    right = split(known, C.RIGHT_TERMS, C.KIND)
-    entry = product(inverse, right, C.RIGHT_TERMS, C.RIGHT_TERMS, C.PRECISION, known)
+    inverse = load_lower(x.solve + chunk * C.PITCH, part.local, C.L, C.KIND, C.STATE_TERMS)
+    right = split(known, C.STATE_TERMS, C.KIND)
+    entry = product(inverse, right, C.STATE_TERMS, C.STATE_TERMS, C.PRECISION, known)
     FINER: tl.constexpr = to.y is not None and C.ENTRY_TERMS > C.ROW_TERMS
     ALONE: tl.constexpr = C.STATE_TERMS == 1 and (to.states is not None or not C.DECAY)
     written = split(entry, C.ENTRY_TERMS if FINER else C.ROW_TERMS, C.KIND, ALONE)
@@ -276,7 +276,7 @@ def _read(
     if C.DECAY:
         out *= read_scale(x.scalars, sizes.plane, rows, C.DECAY, C.READ_SCALED, C.DELTA)[:, None]
     if C.DECAY and not C.SCORED:
-        scores *= between(x.scalars, rows, part.causal, False, sizes.plane, C.SCALED == 2)
+        scores *= between(x.scalars, sizes.plane, rows, part.causal, False, C.FINE, C.SCALED == 2)
         if C.READ_SCALED:
             scores *= tl.load(x.scalars + READ * sizes.plane + rows)[:, None]
     elif not C.SCORED:

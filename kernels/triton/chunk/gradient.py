@@ -142,7 +142,7 @@ def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
     yx = product((x.dy, x.dy), turn(x.written), 1, C.TERMS, C.PRECISION)
     if C.NORMAL:
         yx += beside.slope[:, None] * beside.drive[None, :]
-    yx = weigh(yx, scalars, rows, local[:, None] >= local[None, :], False, C.DECAY)
+    yx = weigh(yx, scalars, sizes.plane, rows, local[:, None] >= local[None, :], False, C)
     if C.SCALED and not C.DELTA:
         yx *= tl.load(scalars + SOURCE * sizes.plane + rows)[None, :]
     if C.DECAY:
@@ -152,7 +152,7 @@ def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
         if C.DELTA:
             f = entry_gradients(known, here, C)
             fx = product(f, turn(x.written), C.ADJOINT_TERMS, C.ADJOINT_TERMS, C.PRECISION)
-            fx = weigh(fx, scalars, rows, local[:, None] > local[None, :], False, C.DECAY)
+            fx = weigh(fx, scalars, sizes.plane, rows, local[:, None] > local[None, :], False, C)
             fx *= tl.load(scalars + ERASE * sizes.plane + rows)[:, None]
             pairs -= tl.dot(x.k, tl.trans(x.k), input_precision=C.PRECISION) * fx
         grad += spanning(pairs, local, False, C.KIND, C.PRECISION, C.PAIR_TERMS)

@@ -165,8 +165,8 @@ def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISI
 
 
 @triton.jit
-def weigh(x, scalars, rows, seen, transposed: tl.constexpr, DECAY: tl.constexpr):
+def weigh(x, scalars, plane, rows, seen, transposed: tl.constexpr, C: tl.constexpr):
     """x times the decays between its rows and columns, 0 where not `seen`."""
-    if DECAY:
-        return x * between(scalars, rows, seen, transposed)
+    if C.DECAY:
+        return x * between(scalars, plane, rows, seen, transposed, C.FINE)
     return tl.where(seen, x, 0.0)

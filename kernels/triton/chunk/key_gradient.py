@@ -21,7 +21,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.keywise import GROUP, Keyed, factors, load_chunk, load_row, meeting, rounded
+from dsf.kernels.triton.chunk.keywise import (
+    GROUP,
+    Keyed,
+    Running,
+    factors,
+    from_row,
+    load_chunk,
+    load_row,
+    meeting,
+    power,
+    rounded,
+)
 from dsf.kernels.triton.chunk.tiles import (
     ERASE,
     READ,
@@ -219,12 +230,13 @@ def _of_keys(
     scalars += chunk * L - begin
     adjoint_entries += (lane * 0 + chunk * L - begin) * heads * F_PITCH
     running += chunk * L * N
+    running = Running(running, running + (lane * 0 + plane) * N)
     slot = slot_to_read(table, chunk, begin, end, base)
     state_of += (lane * (length // L) + slot) * N * P
     adjoint_of += (lane * count + slot - base) * N * P
     at = rows.to(tl.int64) * heads
     # S carried through to the last state
-    last = load_row(running, L - 1, keys, N)
+    last = load_row(running.at, L - 1, keys, N)
     adjoint = _load_state(adjoint_of, keys, columns, N, P, tl.float32)
     of_end = tl.exp2(last) * tl.sum(_load_state(state_of, keys, columns, N, P, tl.float32) * adjoint, axis=1)
     tl.debug_barrier()  # or loads move up, and registers run out
@@ -270,16 +282,17 @@ def _of_keys(
         rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     if READ_SCALED:
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    own = load_chunk(running, local, keys, N, BK)
     if DELTA:
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
         erasing = tl.trans(load_rows(to.pairs + L, heads * PITCH, rows, end, local, L, L, BETWEEN))
     if C.ONCE:
-        middle = load_row(running, L // 2 - 1, keys, N)
-        gap = own - middle[None, :]
+        gap = from_row(running, L // 2 - 1, local, keys, N, BK, C.FINE)
         reader, writer = tl.exp2(gap), tl.exp2(-gap)
         source = rounded(rows_k * writer, BETWEEN, PRECISION).to(tl.float32)
-        into *= tl.exp2(last - middle)[None, :]
+        to_end = last - load_row(running.at, L // 2 - 1, keys, N)
+        if C.FINE:
+            to_end += load_row(running.rest, L - 1, keys, N) - load_row(running.rest, L // 2 - 1, keys, N)
+        into *= tl.exp2(to_end)[None, :]
         of_end += tl.sum(into * source, axis=0)
         into = tl.dot(weights, rounded(rows_q * reader, BETWEEN, PRECISION), into, input_precision=PRECISION)
         if DELTA:
@@ -289,14 +302,14 @@ def _of_keys(
         log -= into * source
         z += into * writer
     else:
-        into *= tl.exp2(last[None, :] - own)
+        into *= tl.exp2(-from_row(running, L - 1, local, keys, N, BK, C.FINE))
         of_end += tl.sum(into * rows_k, axis=0)
         into, of_writes = _by_levels(
-            into, into * rows_k, weights, rows_q, rows_k, running, first, own, local, keys, False, C
+            into, into * rows_k, weights, rows_q, rows_k, running, first, local, keys, False, C
         )  # fmt: skip
         if DELTA:
             into, of_writes = _by_levels(
-                into, of_writes, erasing, rows_k * strength, rows_k, running, first, own, local, keys, False, C
+                into, of_writes, erasing, rows_k * strength, rows_k, running, first, local, keys, False, C
             )  # fmt: skip
         log -= of_writes
         z += into
@@ -324,34 +337,34 @@ def _reads(
     BETWEEN: tl.constexpr = C.BETWEEN
     PRECISION: tl.constexpr = C.PRECISION
     state = _load_state(state_of, keys, columns, N, P, KIND)
-    own = load_chunk(running, local, keys, N, C.BK)
     weights = load_rows(pairs, pairs_t, rows, end, local, L, L, BETWEEN)
     read = load_rows(field, field_t, rows, end, columns, P, C.BP, KIND)
     read = tl.dot(read, tl.trans(state), input_precision=PRECISION)
     if C.ONCE:
-        middle = load_row(running, L // 2 - 1, keys, N)
-        gap = own - middle[None, :]
+        gap = from_row(running, L // 2 - 1, local, keys, N, C.BK, C.FINE)
+        middle = load_row(running.at, L // 2 - 1, keys, N)
+        from_start = power(middle, load_row(running.rest, L // 2 - 1, keys, N) if C.FINE else middle, C.FINE)
         reader, source = tl.exp2(gap), rounded(rows_k * tl.exp2(-gap), BETWEEN, PRECISION)
-        read = tl.dot(weights, source, read * tl.exp2(middle)[None, :], input_precision=PRECISION)
+        read = tl.dot(weights, source, read * from_start[None, :], input_precision=PRECISION)
         log = read * rounded(mine * reader, BETWEEN, PRECISION).to(tl.float32)
         read *= reader
     else:
-        read *= tl.exp2(own)
+        read *= tl.exp2(load_chunk(running.at, local, keys, N, C.BK))
         read, log = _by_levels(
-            read, read * mine, weights, rows_k, mine, running, first, own, local, keys, True, C
+            read, read * mine, weights, rows_k, mine, running, first, local, keys, True, C
         )  # fmt: skip
     return read, log
 
 
 @triton.jit
-def _by_levels(out, log, weights, x, mine, running, first, own, local, keys, READS: tl.constexpr, C: tl.constexpr):
+def _by_levels(out, log, weights, x, mine, running, first, local, keys, READS: tl.constexpr, C: tl.constexpr):
     """out + Σ_j weights[i, j] exp(-|G_i - G_j|) x_j of rows that i reads (READS) or that read i; log + mine ⊙ that."""
     meet = meeting(local, first)
     for level in tl.range(first, C.LEVELS, num_stages=1):
         if READS:
-            factor, other = factors(running, own, local, keys, level, C.N, C.BK)
+            factor, other = factors(running, local, keys, level, C.N, C.BK, C.FINE)
         else:
-            other, factor = factors(running, own, local, keys, level, C.N, C.BK)
+            other, factor = factors(running, local, keys, level, C.N, C.BK, C.FINE)
         there = rounded(x * other, C.BETWEEN, C.PRECISION)
         products = tl.dot(tl.where((meet >> level) == 1, weights, 0.0), there, input_precision=C.PRECISION)
         out += products * factor

@@ -42,7 +42,7 @@ def room(
         return made.transpose(1, 2) if wanted else made
 
     return KeyRows(
-        empty(batch * heads, chunks * chunk, n, dtype=torch.float32),
+        empty((2 if like.dtype == torch.float32 else 1) * batch * heads, chunks * chunk, n, dtype=torch.float32),
         empty(batch * heads, chunks, dtype=torch.int32),
         empty(batch, tokens, heads, chunk),
         rows(), rows(), rows(delta),

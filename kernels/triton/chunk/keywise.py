@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import LOG2E, LOG_TINY, Chunked, load_rows, store_rows
+from dsf.kernels.triton.chunk.tiles import LOG_TINY, Chunked, load_rows, running_sums, store_rows
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head
 
@@ -35,10 +35,10 @@ REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 class KeyRows(NamedTuple):
     """What a call makes of its rows, each empty where it has no use.
 
-    running: G [B·H, chunks · L, N]; first_levels [B·H, chunks]; scores [B, T, H, L]; reads, writes, erased
-    [B, T', H, N] in memory that has all chunks of a head in one piece; rest: what rounding leaves of scores (delta
-    rules) or reads. Left by the forward walk: entries [B, T, H, P · terms], states [B, H, chunks, N, P], and passed:
-    what each of several segments does to its first state [segments, B·H, ·].
+    running: G [B·H, chunks · L, N], of float32 calls in two numbers [2, ·]; first_levels [B·H, chunks]; scores
+    [B, T, H, L]; reads, writes, erased [B, T', H, N] in memory that has all chunks of a head in one piece; rest: what
+    rounding leaves of scores (delta rules) or reads. Left by the forward walk: entries [B, T, H, P · terms], states
+    [B, H, chunks, N, P], and passed: what each of several segments does to its first state [segments, B·H, ·].
     """
 
     running: Any
@@ -51,6 +51,13 @@ class KeyRows(NamedTuple):
     entries: Any
     states: Any
     passed: Any
+
+
+class Running(NamedTuple):
+    """G of a chunk's rows, and where it is FINE what its float32 leaves out."""
+
+    at: Any
+    rest: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,7 +98,7 @@ def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
     here = (lane * sizes.length + chunk * L) * N
     row = (batch * sizes.tokens * heads + head) * L
     scores, rest, system = made.scores + row, made.rest + row if DELTA else made.rest, left + row
-    running = made.running + here
+    running = Running(made.running + here, made.running + here + (lane * 0 + sizes.plane) * N)
     between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
     far = tl.full([L], -1.0, tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
@@ -99,19 +106,25 @@ def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
         log = load_rows(g.at, g.token, rows, end, keys, N, BK, tl.float32)
         rows_q = load_rows(q.at, q.token, rows, end, keys, N, BK, C.KIND)
         rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, C.KIND)
-        own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
+        own, more = running_sums(tl.maximum(log, LOG_TINY), 0, C.FINE)
         kept = tl.full([L], True, tl.int1) if C.KEEP else (local == L - 1) | (local == L // 2 - 1)
-        tl.store(running + local[:, None] * N + keys[None, :], own, mask=kept[:, None] & (keys < N)[None, :])
+        kept = kept[:, None] & (keys < N)[None, :]
+        tl.store(running.at + local[:, None] * N + keys[None, :], own, mask=kept)
+        if C.FINE:
+            tl.store(running.rest + local[:, None] * N + keys[None, :], more, mask=kept)
         tl.debug_barrier()  # two rows are read again, by other threads
-        last, middle = load_row(running, L - 1, keys, N), load_row(running, L // 2 - 1, keys, N)
+        last, middle = load_row(running.at, L - 1, keys, N), load_row(running.at, L // 2 - 1, keys, N)
         beyond = tl.maximum(tl.abs(own - middle[None, :]) - REACH, -own - SPAN)
         far = tl.maximum(far, tl.max(beyond, axis=1))
-        written = rows_k.to(tl.float32) * tl.exp2(last[None, :] - own)
+        written = last[None, :] - own
+        if C.FINE:
+            written += load_row(running.rest, L - 1, keys, N)[None, :] - more
+        written = rows_k.to(tl.float32) * tl.exp2(written)
         store_chunk(made.writes + here, written, local, keys, N, BK)
         if C.TERMS == 2 and not DELTA:
             store_chunk(left + here, written - written.to(C.KIND).to(tl.float32), local, keys, N, BK)
-        weighed = operand(rows_k.to(tl.float32) * tl.exp2(tl.minimum(-own, SPAN)), PRECISION)
-        from_start = tl.exp2(own)
+        weighed = operand(rows_k.to(tl.float32) * power(tl.minimum(-own, SPAN), -more, C.FINE), PRECISION)
+        from_start = power(own, more, C.FINE)
         readers = rows_q.to(tl.float32) * from_start
         store_chunk(made.reads + here, readers, local, keys, N, BK)
         if C.TERMS == 2 and C.KEEP and not DELTA:
@@ -153,25 +166,28 @@ def prepare_far_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
         if tl.load(first_levels + chunk) < LEVELS - 1:
             begin, end = place_of_chunk(table, chunk, tokens, L)
             rows, here = begin + local, running + chunk * L * N
+            here = Running(here, here + (lane * 0 + sizes.plane) * N)
             fallen, far = tl.zeros([L], tl.float32), tl.zeros([L], tl.float32)
             for block in tl.range(0, BLOCKS, num_stages=1):
                 keys = block * BK + tl.arange(0, BK)
                 if C.KEEP:
-                    own = load_chunk(here, local, keys, N, BK)
+                    own = load_chunk(here.at, local, keys, N, BK)
                 else:
                     log = load_rows(g.at, g.token, rows, end, keys, N, BK, tl.float32)
-                    own = tl.cumsum(tl.maximum(log, LOG_TINY), axis=0) * LOG2E
-                    store_chunk(here, own, local, keys, N, BK)
+                    own, more = running_sums(tl.maximum(log, LOG_TINY), 0, C.FINE)
+                    store_chunk(here.at, own, local, keys, N, BK)
+                    if C.FINE:
+                        store_chunk(here.rest, more, local, keys, N, BK)
                     tl.debug_barrier()  # it is read again, by other threads
                 fallen = tl.maximum(fallen, tl.max(-own, axis=1))
-                gap = own - load_row(here, L // 2 - 1, keys, N)[None, :]
+                gap = own - load_row(here.at, L // 2 - 1, keys, N)[None, :]
                 far = tl.maximum(far, tl.max(tl.abs(gap), axis=1))
-            tl.store(first_levels + chunk, first_level(tl.max(far, axis=0), here, local, N, BK, LEVELS))
+            tl.store(first_levels + chunk, first_level(tl.max(far, axis=0), here.at, local, N, BK, LEVELS))
             meet = meeting(local, 0)
             between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
             for step in tl.range(0, LEVELS * BLOCKS, num_stages=1):
                 level, keys = step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
-                reader, writer = factors(here, load_chunk(here, local, keys, N, BK), local, keys, level, N, BK)
+                reader, writer = factors(here, local, keys, level, N, BK, C.FINE)
                 met = (meet >> level) == 1
                 rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
                 weighed = tl.trans(operand(rows_k * writer, PRECISION))
@@ -237,9 +253,26 @@ def load_middle(running, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def factors(running, own, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
+def power(main, rest, FINE: tl.constexpr):
+    """2 to the power of a number in two parts, if it has two."""
+    return tl.exp2(main) * tl.exp2(rest) if FINE else tl.exp2(main)
+
+
+@triton.jit
+def from_row(running, row, local, keys, N: tl.constexpr, BN: tl.constexpr, FINE: tl.constexpr):
+    """G less G of one row of the chunk [L, BN]."""
+    gap = load_chunk(running.at, local, keys, N, BN) - load_row(running.at, row, keys, N)[None, :]
+    if FINE:
+        gap += load_chunk(running.rest, local, keys, N, BN) - load_row(running.rest, row, keys, N)[None, :]
+    return gap
+
+
+@triton.jit
+def factors(running, local, keys, level, N: tl.constexpr, BN: tl.constexpr, FINE: tl.constexpr):
     """exp(G - G') of rows that read and exp(G' - G) of rows that write [L, BN]; finite where the row never does."""
-    gap = own - load_middle(running, local, keys, level, N, BN)
+    gap = load_chunk(running.at, local, keys, N, BN) - load_middle(running.at, local, keys, level, N, BN)
+    if FINE:
+        gap += load_chunk(running.rest, local, keys, N, BN) - load_middle(running.rest, local, keys, level, N, BN)
     return tl.exp2(tl.minimum(gap, REACH)), tl.exp2(tl.minimum(-gap, REACH))
 
 

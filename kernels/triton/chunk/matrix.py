@@ -83,7 +83,8 @@ class _Call:
             self.state_dtype = torch.float16
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
-        if positive and s is not None and self.decay == 1 and not self.delta:  # between rows they go into exponents
+        exponents = self.decay == 1 and not self.delta and q.dtype != torch.float32  # where they have too few digits
+        if positive and s is not None and exponents:
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
         self.pitch = pitch(self.tiles, self.scored)
@@ -189,11 +190,6 @@ class _Call:
             which = self.sequence_table[:, 3] - 1 if last else self.sequence_table[:, 2]
             states = states.index_select(0, which)
         return states.squeeze(1)
-
-    @property
-    def right_terms(self) -> int:
-        """The walks' RIGHT_TERMS where entries are not made to be kept."""
-        return min(self.tiles.right_terms, self.tiles.state_terms)
 
     @property
     def row_terms(self) -> int:

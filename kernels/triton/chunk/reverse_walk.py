@@ -17,7 +17,6 @@ from dsf.kernels.triton.chunk.tiles import (
     READ,
     SOURCE,
     first_term,
-    load_lower,
     load_rows,
     load_terms,
     product,
@@ -30,6 +29,7 @@ from dsf.kernels.triton.chunk.tiles import (
     turn,
     turned,
 )
+from dsf.kernels.triton.chunk.triangle import load_lower
 from dsf.kernels.triton.chunk.walk import Walk, load_pairs, load_wide, of_lane, part_of
 from dsf.kernels.triton.packed import place_of_segment
 from dsf.kernels.triton.structs import derived, of_head
@@ -158,9 +158,9 @@ def _adjoint(state, given, scores, rows_q, rows_k, rows, chunk, x, part, sizes, 
     if not (C.SCORED and C.DECAY) and (C.READ_SCALED or not C.AHEAD):
         weights = split(scores, C.ROW_TERMS, C.KIND)
     carried = product(weights, (given, given), C.ROW_TERMS, 1, C.PRECISION, carried)
-    inverse = turn(load_lower(x.solve + chunk * C.PITCH, part.local, C.L, C.KIND, C.RIGHT_TERMS))
-    right = split(carried, C.RIGHT_TERMS, C.KIND)
-    return product(inverse, right, C.RIGHT_TERMS, C.RIGHT_TERMS, C.PRECISION, carried)
+    inverse = turn(load_lower(x.solve + chunk * C.PITCH, part.local, C.L, C.KIND, C.STATE_TERMS))
+    right = split(carried, C.STATE_TERMS, C.KIND)
+    return product(inverse, right, C.STATE_TERMS, C.STATE_TERMS, C.PRECISION, carried)
 
 
 @triton.jit

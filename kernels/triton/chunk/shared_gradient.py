@@ -248,7 +248,7 @@ def _add_head(mine, other, state, scalars, sums, total, plane, rows, local, WRIT
     weights = tl.dot(mine, tl.trans(other), input_precision=PRECISION)
     seen = local[:, None] <= local[None, :] if WRITES else local[:, None] >= local[None, :]
     if DECAY:
-        weights *= between(scalars, rows, seen, WRITES, plane, (SCALED if WRITES else OTHER_SCALED) == 2)
+        weights *= between(scalars, plane, rows, seen, WRITES, C.FINE, (SCALED if WRITES else OTHER_SCALED) == 2)
         if WRITES:
             scale = written_scale(scalars, plane, rows, DECAY, SCALED)
         else:
@@ -280,7 +280,7 @@ def _of_head(
     seen = local[:, None] <= local[None, :]
     scores = tl.dot(rows_k, tl.trans(rows_q), tl.full([L, L], 1.0, tl.float32) * again, input_precision=PRECISION)
     if DECAY:
-        scores *= between(scalars, rows, seen, True)
+        scores *= between(scalars, plane, rows, seen, True, C.FINE)
     else:
         scores = tl.where(seen, scores, 0.0)
     if C.READ_SCALED:

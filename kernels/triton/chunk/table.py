@@ -36,7 +36,6 @@ class Tiles:
     walk_registers: of a thread, so that three programs of both walks without outputs fit a processor, of decays alone;
     walk_terms: bfloat16 terms of the rows that decays or strengths scale before they are written into states, with the
     delta rule of e, its adjoint and scores, too; state_terms: of a delta rule's states, right sides and their inverse;
-    right_terms: of the latter two at most, but where e is made to be kept;
     key_terms, where decays differ by key: bfloat16 terms of scores and of the kept e and its adjoint (delta rules), or
     of the rows that are written into states and of the states that are read (no delta rule). With 2, products between
     rows of gradients are in tf32; where transitions are diagonal plus rank one, all products between rows are, and
@@ -86,7 +85,6 @@ class Tiles:
     saved_stages: int = 3
     ahead: bool = False
     state_terms: int = 1
-    right_terms: int = 2
     entry_warps: int = 8
     entry_piece: int | None = None
     late: bool = False
@@ -153,8 +151,8 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
         64, keys, narrow, walk, stages, wide, 4, reverse_stages=reverse, gradient_roles=roles,
         transform_registers=168, stretches=several, normal_stretches=4 if decay == "scalar" and keys > 64 else 1,
         walk_terms=2 if twice or not delta else 1, state_terms=2 if twice and decay == "none" else 1,
-        right_terms=1 if keys > 64 else 2, key_terms=2 if exact else 1,
-        read_terms=2 if exact and keys <= 64 else 1, wide_states=exact and not delta, ahead=exact,
+        key_terms=2 if exact else 1, read_terms=2 if exact and keys <= 64 else 1, wide_states=exact and not delta,
+        ahead=exact,
         saved_stages=2 if exact and delta else stages,
         late=decay in ("none", "scalar") and not delta and keys > 64, sum_stages=3,
         score_terms=2 if decay == "scalar" and wide <= 64 < keys else 1, normal_terms=2,

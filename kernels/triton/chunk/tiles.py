@@ -37,7 +37,8 @@ PREFIX_READ = tl.constexpr(6)
 SUFFIX = tl.constexpr(7)
 TOTAL = tl.constexpr(8)  # at each chunk's first row
 WRITE = tl.constexpr(5)  # or, without delta rule, SUFFIX times SOURCE
-PLANES = 9
+REST = tl.constexpr(9)  # of float32 calls: what RUNNING has no digits for
+PLANES = 10
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,6 +61,11 @@ class Chunked(Config):
     READ_SCALED: int
     KIND: Any
     PRECISION: str
+
+    @property
+    def FINE(self) -> Any:
+        """G is in two numbers: of strong decays it is so large that one has too few digits for float32 results."""
+        return self.PRECISION == "ieee"
 
 
 def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
@@ -184,39 +190,20 @@ def store_terms(
 
 
 @triton.jit
-def _place_lower(base, local, L: tl.constexpr):
-    """Where a lower triangle [L, L] lies, what of it, and how far behind lies another.
+def running_sums(log, axis: tl.constexpr, FINE: tl.constexpr):
+    """Running sums of log decays in units of log 2, and (FINE) what their float32 leaves out.
 
-    Of 16 rows the columns up to the last one's: first the last rows, beside them the first ones; then the last but
-    these, and those after the first. A thread's rows lie whole blocks apart, so that it needs one address.
+    FINE: multiples of 1/1024 add up without rounding, and what they leave of 32 rows is below 1/64.
     """
-    BLOCK: tl.constexpr = 16 if L > 16 else L // 2
-    LAST: tl.constexpr = L // BLOCK - 1
-    block = local // BLOCK
-    late = block > LAST // 2
-    row = tl.where(late, LAST - block, block) * BLOCK + local % BLOCK
-    start = 8 * (row * ((L + BLOCK) // 8) + tl.where(late, 0, L // 8 - block * (BLOCK // 8)))
-    return base + start[:, None] + local[None, :], local[None, :] < ((block + 1) * BLOCK)[:, None], L // 2 * (L + BLOCK)
-
-
-@triton.jit
-def load_lower(base, local, L: tl.constexpr, kind: tl.constexpr, TERMS: tl.constexpr):
-    """A lower triangle [L, L] in its terms, one behind the other; zeros above it."""
-    at, there, behind = _place_lower(base, local, L)
-    main = tl.load(at, mask=there, other=0.0).to(kind)
-    rest = main
-    if TERMS == 2:
-        rest = tl.load(at + behind, mask=there, other=0.0).to(kind)
-    return main, rest
-
-
-@triton.jit
-def store_lower(base, local, x, L: tl.constexpr, TERMS: tl.constexpr):
-    """Write x where load_lower would read it."""
-    at, there, behind = _place_lower(base, local, L)
-    tl.store(at, x[0].to(base.dtype.element_ty), mask=there)
-    if TERMS == 2:
-        tl.store(at + behind, x[1].to(base.dtype.element_ty), mask=there)
+    if FINE:
+        log *= LOG2E
+        coarse = tl.floor(log * 1024.0 + 0.5) * 0.0009765625
+        of_coarse, of_rest = tl.cumsum(coarse, axis=axis), tl.cumsum(log - coarse, axis=axis)
+        running = of_coarse + of_rest
+        return running, (of_coarse - running) + of_rest
+    else:
+        running = tl.cumsum(log, axis=axis) * LOG2E
+        return running, running
 
 
 @dataclass(frozen=True, repr=False)
@@ -257,10 +244,10 @@ def prepare(g, s, b, c, planes, table, vectors, drive, added, sizes, C: tl.const
     sign = tl.where(known, 1.0, 1.0)  # in the shape of the others
     if C.DECAY == 1:
         log = tl.load(g.at + batch * g.batch + head * g.head + time * g.token, mask=inside, other=0.0).to(tl.float32)
-        running = tl.cumsum(tl.maximum(log, LOG_TINY), axis=axis) * LOG2E
+        running, rest = running_sums(tl.maximum(log, LOG_TINY), axis, C.FINE)
     if C.DECAY == 2:
         given = tl.load(g.at + batch * g.batch + head * g.head + time * g.token, mask=inside, other=1.0).to(tl.float32)
-        running = tl.cumsum(tl.log(tl.maximum(tl.abs(given), TINY)), axis=axis) * LOG2E
+        running, rest = running_sums(tl.log(tl.maximum(tl.abs(given), TINY)), axis, C.FINE)
         odd = tl.cumsum((given < 0).to(tl.int32), axis=axis) & 1
         sign = 1.0 - 2.0 * odd.to(tl.float32)
         tl.store(to + SIGN * sizes.plane, sign, mask=known)
@@ -268,7 +255,11 @@ def prepare(g, s, b, c, planes, table, vectors, drive, added, sizes, C: tl.const
         is_last = local == C.L - 1
         last = tl.sum(tl.where(is_last, running, 0.0), axis=axis, keep_dims=True)
         turn = tl.sum(tl.where(is_last, sign, 0.0), axis=axis, keep_dims=True)
-        prefix, suffix = tl.exp2(running), tl.exp2(last - running) * turn
+        left = last - running
+        if C.FINE:
+            left += tl.sum(tl.where(is_last, rest, 0.0), axis=axis, keep_dims=True) - rest
+            tl.store(to + REST * sizes.plane, rest, mask=known)
+        prefix, suffix = tl.exp2(running), tl.exp2(left) * turn
         tl.store(to, running, mask=known)
         if C.BACK or C.SCALED != 2:
             tl.store(to + SUFFIX * sizes.plane, suffix, mask=known)
@@ -352,7 +343,7 @@ def written_scale(scalars, plane, rows, DECAY: tl.constexpr, SCALED: tl.constexp
 
 
 @triton.jit
-def between(scalars, rows, seen, transposed: tl.constexpr, plane=0, LOWER: tl.constexpr = False):
+def between(scalars, plane, rows, seen, transposed: tl.constexpr, FINE: tl.constexpr, LOWER: tl.constexpr = False):
     """Decay between two rows where `seen`, else 0: M with rows down and sources across [L, L], or Mᵀ.
 
     LOWER: times the sources' scales.
@@ -362,6 +353,9 @@ def between(scalars, rows, seen, transposed: tl.constexpr, plane=0, LOWER: tl.co
     if LOWER:
         source = tl.load(scalars + LOWERED * plane + rows)
     gap = running[None, :] - source[:, None] if transposed else running[:, None] - source[None, :]
+    if FINE:
+        rest = tl.load(scalars + REST * plane + rows)
+        gap += rest[None, :] - rest[:, None] if transposed else rest[:, None] - rest[None, :]
     return tl.where(seen, tl.exp2(gap), 0.0)
 
 

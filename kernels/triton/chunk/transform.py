@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import ERASE, READ, Chunked, between, load_rows, product, split, store_lower
+from dsf.kernels.triton.chunk.tiles import ERASE, READ, Chunked, between, load_rows, product, split
+from dsf.kernels.triton.chunk.triangle import store_lower
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head
 
@@ -54,7 +55,7 @@ def delta_transform(q, k, scalars, system_of, solve, scores_of, table, sizes, C:
         rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BN, C.KIND)
         system = tl.dot(rows_k, tl.trans(rows_k), input_precision=C.PRECISION)
         if C.DECAY:
-            weights = between(scalars, rows, local[:, None] >= local[None, :], False)
+            weights = between(scalars, sizes.plane, rows, local[:, None] >= local[None, :], False, C.FINE)
             if C.SCORES:
                 q = of_head(q, batch, head)
                 rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BN, C.KIND)

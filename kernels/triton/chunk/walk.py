@@ -6,8 +6,8 @@ with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s 
 I + `solve`, made by the transform: so a row's own right side is not rounded before it is e.
 SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
 TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written; with the delta rule
-of e as it is kept, and of scores backwards, too. STATE_TERMS: with the delta rule of states; RIGHT_TERMS: of right
-sides and their inverse; SCORE_TERMS: of scores forwards; READ_TERMS: of a delta rule's e as y reads it; ADJOINT_TERMS:
+of e as it is kept, and of scores backwards, too. STATE_TERMS: with the delta rule of states, of right sides and
+their inverse; SCORE_TERMS: of scores forwards; READ_TERMS: of a delta rule's e as y reads it; ADJOINT_TERMS:
 of e's adjoint as it is written, and kept.
 KEY_TERMS, where KEYWISE: of scores (DELTA), with e and its adjoint as they are kept; else of the rows that are written
 into states and the states that are read. What rounding left of scores or rows is in `rest_of`.
@@ -86,7 +86,6 @@ class Walk(Chunked):
     START: int
     TERMS: int
     STATE_TERMS: int
-    RIGHT_TERMS: int
     KEY_TERMS: int
     STAGES: int
     AHEAD: bool

@@ -116,7 +116,7 @@ def forward(
     passed, every = call.q, call.finer if marks is None else 1
     if call.is_cut:
         whole = saved or marks is not None or call.segment_table is not None
-        if call.held is not None and (y is not None or call.right_terms == call.tiles.state_terms):
+        if call.held is not None:
             local, passed = call.held.local, call.held.passed
         else:
             local, passed = summed(call, solve, y is None, every, bool(whole))
@@ -172,7 +172,7 @@ def forward_launch(
     normal = Normal()
     if reads and call.normal is not None:
         normal = Normal(by_lane(call.normal.ones), by_lane(call.normal.read), call.normal.states)
-    config = _forward_config(call, stages, t.state_terms if back else call.right_terms)
+    config = _forward_config(call, stages)
     if reads and finish is not None:
         config |= {"LOADS": finish[0], "FINISH": finish[1]}
         to = to._replace(more=finish[3])
@@ -185,18 +185,18 @@ def forward_launch(
     )  # fmt: skip
 
 
-def _walk_config(call: _Call, stages: int, right_terms: int) -> dict[str, Any]:
+def _walk_config(call: _Call, stages: int) -> dict[str, Any]:
     """What both walks are compiled for, apart from what they start from."""
     t = call.tiles
     return call.common | {
         "BP": t.piece, "SCORED": call.scored or call.keywise, "PITCH": call.pitch, "TERMS": call.row_terms,
-        "STATE_TERMS": t.state_terms, "RIGHT_TERMS": right_terms, "KEY_TERMS": t.key_terms, "STAGES": stages,
+        "STATE_TERMS": t.state_terms, "KEY_TERMS": t.key_terms, "STAGES": stages,
         "WHOLE": call.whole, "START": 1,
     }  # fmt: skip
 
 
-def _forward_config(call: _Call, stages: int, right_terms: int) -> dict[str, Any]:
-    return _walk_config(call, stages, right_terms) | {
+def _forward_config(call: _Call, stages: int) -> dict[str, Any]:
+    return _walk_config(call, stages) | {
         "AHEAD": call.tiles.ahead, "LOADS": None, "FINISH": None, "LATE": False, "SCORE_TERMS": call.score_terms,
         "READ_TERMS": call.read_terms,
     }  # fmt: skip
@@ -204,7 +204,7 @@ def _forward_config(call: _Call, stages: int, right_terms: int) -> dict[str, Any
 
 def _reverse_config(call: _Call, stages: int) -> dict[str, Any]:
     t = call.tiles
-    return _walk_config(call, stages, call.right_terms) | {
+    return _walk_config(call, stages) | {
         "AHEAD": t.ahead and call.delta, "ADJOINT_TERMS": t.walk_terms,
     }  # fmt: skip
 
@@ -256,7 +256,7 @@ def both(
         start, span = _adjoint_starts(call, dy, unused, start, marks[1], 1), call.span // call.finer
     last, ended = call.segments(-(-stretch // span)), start is not None
     stages = min(t.walk_stages, t.saved_stages)
-    ahead = _forward_config(call, stages, t.state_terms), _reverse_config(call, t.reverse_stages)
+    ahead = _forward_config(call, stages), _reverse_config(call, t.reverse_stages)
     for base in reversed(bases(0, call.chunks, stretch)):
         limit, at = min(base + stretch, call.chunks), base // span
         pieces = -(-(limit - base) // span)

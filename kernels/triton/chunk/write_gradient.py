@@ -73,7 +73,7 @@ def of_writes(
     xy = product(x.written, (turned_given, turned_given), C.TERMS, 1, C.PRECISION)
     if C.NORMAL:
         xy += beside.drive[:, None] * beside.slope[None, :]
-    xy = weigh(xy, scalars, rows, before, True, C.DECAY)
+    xy = weigh(xy, scalars, sizes.plane, rows, before, True, C)
     if C.READ_SCALED:
         xy *= tl.load(scalars + READ * sizes.plane + rows)[None, :]
     z = product(split(xy, C.PAIR_TERMS, C.KIND), (rows_q, rows_q), C.PAIR_TERMS, 1, C.PRECISION, z)
@@ -125,7 +125,7 @@ def _of_erased(f, x, state, known, to, place, here, sizes, C: tl.constexpr):
     scalars, rows, local = known.scalars, here.rows, here.local
     db = to.db + place.scalars
     fx = product(f, turn(x.written), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
-    fx = weigh(fx, scalars, rows, local[:, None] > local[None, :], False, C.DECAY)
+    fx = weigh(fx, scalars, sizes.plane, rows, local[:, None] > local[None, :], False, C)
     d, reads = times_state(f, state, C.STATE_TERMS, C.PRECISION), rows
     if C.DECAY:
         d *= prefix_of(scalars, rows)[:, None]
@@ -139,7 +139,7 @@ def _of_erased(f, x, state, known, to, place, here, sizes, C: tl.constexpr):
 def _of_erasing(written, f, known, here, sizes, C: tl.constexpr):
     """-b_i M_it (f_i·x_t), of x_t down and i > t across [L, L]."""
     xf = product(written, turn(f), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
-    xf = weigh(xf, known.scalars, here.rows, here.local[:, None] < here.local[None, :], True, C.DECAY)
+    xf = weigh(xf, known.scalars, sizes.plane, here.rows, here.local[:, None] < here.local[None, :], True, C)
     return xf * -tl.load(known.scalars + ERASE * sizes.plane + here.rows)[None, :]
 
 
@@ -163,7 +163,7 @@ def _of_read_values(rows_q, given, rows_k, adjoint, normal, d_ones, beside, know
     """dv without a delta rule; stores the gradient of what drives the normaliser."""
     scalars, rows = known.scalars, here.rows
     scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=C.PRECISION)
-    scores = weigh(scores, scalars, rows, here.local[:, None] <= here.local[None, :], True, C.DECAY)
+    scores = weigh(scores, scalars, sizes.plane, rows, here.local[:, None] <= here.local[None, :], True, C)
     grad_v = times_slices(rows_k, adjoint, C.PRECISION)
     if C.DECAY:
         grad_v *= suffix_of(scalars, sizes.plane, rows)[:, None]
