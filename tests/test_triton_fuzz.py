@@ -223,6 +223,17 @@ HELD = {  # what random runs on a GPU found, and what it came from
             alias_calls=(1, 2), loss="", seed=38937,
         ),
     ),
+    "an input that Params' gradients divide by, in tiles of tokens past the end": (
+        Declaration("elementwise", (("bv / k * pv", "k"),), "q"),
+        Case(tokens=2, p=3, dtype="float32", seed=6533),
+    ),
+    "a quotient that a kernel before divides by, in tiles of tokens past the end": (
+        Declaration(
+            "elementwise", (("(1 - d * k ** 2) * tanh(pv)", "k * v"),), "silu(q)", "where(i > 0, v, 0.0)", "before",
+            lets=(("d", "sigmoid(bv) / (1 + dot(k, k))"),),
+        ),
+        Case(tokens=2, p=3, dtype="float16", regimes={"pv": "zero"}, lengths=(2, 0), initial=True, seed=6533),
+    ),
     "few keys": (
         Declaration(
             "delta", (("(I - d * outer(k, k)) @ diag(sigmoid(sk) ** 0.0625)", "k * v"),), "q / (1 + abs(pk))",

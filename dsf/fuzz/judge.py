@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,66 +16,22 @@ from torch import Tensor
 from dsf.call import packing
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.compare import OUTPUT
-from dsf.checking.measure import BLOCK, KERNELS, Subject, distance, misfits, typical_entry
+from dsf.checking.measure import KERNELS, Subject, distance, misfits, typical_entry
 from dsf.checking.ranges import Given, ranges_of
 from dsf.fuzz.caches import as_numbers, changed
 from dsf.fuzz.case import Case
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
 from dsf.fuzz.poison import poisoned
 from dsf.fuzz.truth import Expected, form_of, moved, truths
+from dsf.fuzz.verdict import Finding, Verdict
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import disturbed
 
+DRAWS = 4  # of such roundings: next to a bend (minimum, where) only some of them cross it
 UNDECIDED = 0.5  # share of a tolerance by which the oracle itself is off with one rounding of inputs, or of expressions
 Cotangents = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was wrong. quantity: y, state, grad NAME, repeat QUANTITY, inputs or exception. head: of all batch rows."""
-
-    quantity: str
-    call: int
-    error: float
-    tolerance: float
-    head: int | None = None
-    block: int | None = None
-    detail: str = ""
-
-    def __str__(self) -> str:
-        place = "" if self.head is None else f", head {self.head} of all rows"
-        if self.block is not None:
-            place += f", tokens {BLOCK * self.block} to {BLOCK * self.block + BLOCK - 1}"
-        size = (
-            ""
-            if math.isinf(self.error) and self.quantity in NO_NUMBER
-            else f": off by {self.error:.2e}, allowed {self.tolerance:g}"
-        )
-        return f"call {self.call}, {self.quantity}{place}{size}" + (f" ({self.detail})" if self.detail else "")
-
-
-NO_NUMBER = ("exception", "inputs")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of a case.
-
-    status: "right"; "wrong"; "void" (what the oracle gives does not fit the dtype: no case); or "undecided" (the oracle
-    itself is off by more than UNDECIDED of the tolerance when inputs or expressions' values move by one rounding, or
-    when the definition, dense and token by token, is computed in float32).
-    errors: the worst by quantity, relative as dsf.check has them. finding: what was wrong, or is undecided.
-    """
-
-    status: str
-    errors: Mapping[str, float] = field(default_factory=dict)
-    finding: Finding | None = None
-
-    def __str__(self) -> str:
-        worst = max(self.errors.items(), key=lambda e: e[1], default=("nothing", 0.0))
-        return self.status + (f": {self.finding}" if self.finding else f", worst error {worst[1]:.1e} ({worst[0]})")
 
 
 @dataclass(frozen=True)
@@ -120,8 +76,11 @@ def attempt(
     if finding.tolerance:
         exact, same = torch.float64, (values, starts)
         for what, inputs, share, wide in (
-            ("when inputs move by one rounding", moved(values, starts, case.dtype, case.seed), 0.0, exact),
-            ("when expressions move by one rounding", same, torch.finfo(start_dtype(case)).eps / 2, exact),
+            *(
+                ("when inputs move by one rounding", moved(values, starts, case.dtype, case.seed + draw), 0.0, exact)
+                for draw in range(DRAWS)
+            ),
+            ("when values of expressions move by one rounding", same, torch.finfo(start_dtype(case)).eps / 2, exact),
             ("in float32", same, 0.0, torch.float32),
         ):
             if wide != exact and (case.dtype == "float64" or form_of(recurrence, case) == case.form):

@@ -21,9 +21,9 @@ from dsf.fuzz.case import Case
 from dsf.fuzz.declaration import Declaration
 from dsf.fuzz.draw import GPU, INTERPRETER, TORCH, Cases, Profile
 from dsf.fuzz.grammar import DECK, KNOWN, draw
-from dsf.fuzz.judge import Finding, Verdict
 from dsf.fuzz.report import Result
 from dsf.fuzz.shrink import Subject, script, shrunk
+from dsf.fuzz.verdict import Finding, Verdict
 from dsf.language.errors import FormError, InputError, TraceError
 
 SHRUNK = 6  # failures that are made small, of each worker

@@ -16,7 +16,7 @@ import torch
 
 from dsf.fuzz.case import Case
 from dsf.fuzz.draw import RESIDUES
-from dsf.fuzz.judge import Verdict
+from dsf.fuzz.verdict import Verdict
 
 # What the issue of the adversary asks to be met, and how many of each a run had.
 QUOTAS = (

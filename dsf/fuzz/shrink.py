@@ -13,7 +13,8 @@ from dsf.call.recurrence import Recurrence
 from dsf.checking.ranges import Given
 from dsf.fuzz.case import Case
 from dsf.fuzz.declaration import Declaration, smaller
-from dsf.fuzz.judge import Verdict, attempt, forget
+from dsf.fuzz.judge import attempt, forget
+from dsf.fuzz.verdict import Verdict
 from dsf.language.errors import DsfError
 
 

@@ -278,9 +278,7 @@ class _Emission:
         stores = ["first = p == edge"]
         for node, value, summed in zip(self.tokens, values, late, strict=False):
             stores += self.operands[node].store(value, summed)
-        terms = values[len(self.tokens) :]
-        if not self.spec.has_key:  # of a tile of several tokens, those past the end are computed from zeros: maybe NaN
-            terms = [f"tl.where(t_ok, {v}, 0.0)" for v in terms]
+        terms = [f"tile.of_tokens({v}, t_ok, t)" for v in values[len(self.tokens) :]]
         added = [f"sums[{i}] + tile.sum_time({v}, n)" for i, v in enumerate(terms)] or ["sums[0]"]
         body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
         return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink):", *indented(body)]

@@ -34,6 +34,12 @@ def sum_time(x, n):
 
 
 @triton.jit
+def of_tokens(x, t_ok, t):
+    """x of tokens that there are: of a tile of several, those past the end are computed from zeros, maybe NaN."""
+    return x if t.shape[0] == 1 else tl.where(t_ok, x, 0.0)
+
+
+@triton.jit
 def halves(x):
     """The first and the second half of the rows: [K, N, P] -> two [K, N / 2, P]."""
     pair = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))

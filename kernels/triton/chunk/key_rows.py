@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def room(
-    like: Tensor, heads: int, p: int, chunks: int, found: Tiles, delta: bool, keep: bool, segments: int = 0
+    like: Tensor, heads: int, p: int, chunks: int, found: Tiles, delta: bool, keep: bool, fine: bool, segments: int = 0
 ) -> KeyRows:
     """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the backward pass uses.
 
-    segments: into which sequences are cut, if they are.
+    fine: G is in two numbers. segments: into which sequences are cut, if they are.
     """
     batch, tokens, _, n = like.shape
     stored = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
@@ -42,7 +42,7 @@ def room(
         return made.transpose(1, 2) if wanted else made
 
     return KeyRows(
-        empty((2 if like.dtype == torch.float32 else 1) * batch * heads, chunks * chunk, n, dtype=torch.float32),
+        empty((2 if fine else 1) * batch * heads, chunks * chunk, n, dtype=torch.float32),
         empty(batch * heads, chunks, dtype=torch.int32),
         empty(batch, tokens, heads, chunk),
         rows(), rows(), rows(delta),
@@ -58,7 +58,7 @@ def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
 
     Beside the rows what the transform inverts [B, T, H, L] (delta rules), or what rounding left of the written keys.
     """
-    made = room(call.q, call.heads, call.p, call.chunks, call.tiles, call.delta, keep)
+    made = room(call.q, call.heads, call.p, call.chunks, call.tiles, call.delta, keep, call.fine)
     left = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.writes
     if call.tiles.key_terms == 2 and not call.delta:
         left = torch.empty_like(made.writes)

@@ -83,12 +83,13 @@ class _Call:
             self.state_dtype = torch.float16
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
-        exponents = self.decay == 1 and not self.delta and q.dtype != torch.float32  # where they have too few digits
+        kind, precision = arithmetic(q.dtype, self.delta or normal is not None)
+        self.fine = precision == "ieee"
+        exponents = self.decay == 1 and not (self.delta or self.fine)  # where they have digits enough
         if positive and s is not None and exponents:
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
         self.pitch = pitch(self.tiles, self.scored)
-        kind, precision = arithmetic(q.dtype)
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
             "PRECISION": precision,

@@ -59,7 +59,7 @@ class _Call:
         self.finer = torch.float16 if self.tiles.key_terms == 2 else self.stored  # of what halves.py keeps
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN
-        kind, precision = arithmetic(q.dtype)
+        kind, precision = arithmetic(q.dtype, True)
         self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
         self.common = (
             self.n, self.p, self.chunk, self.levels, self.at_once, self.tiles.key_terms, kind, precision,

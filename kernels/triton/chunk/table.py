@@ -128,9 +128,8 @@ def tiles(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: t
 
 def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool) -> Tiles:
     keys, narrow, wide = padded(n), 64, 64 if p <= 64 else 128
-    if dtype != torch.bfloat16:  # operands are multiplied in float32 (or tf32 for float16)
-        terms = 2 if dtype == torch.float16 else 1  # a quotient's gradients all but cancel: tf32 has too few digits
-        return Tiles(32, keys, 32, 4 if keys <= 128 else 8, 2, 64, 8, normal_terms=terms)
+    if dtype != torch.bfloat16:  # operands are multiplied in float32, or tf32
+        return Tiles(32, keys, 32, 4 if keys <= 128 else 8, 2, 64, 8)
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":

@@ -68,11 +68,15 @@ class Chunked(Config):
         return self.PRECISION == "ieee"
 
 
-def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
-    """What products are computed in: float16 as tf32, which has its digits and float32's range for the states."""
+def arithmetic(dtype: torch.dtype, cancels: bool) -> tuple[Any, str]:
+    """What products are computed in: float16 as tf32, which has its digits and float32's range for the states.
+
+    cancels: what is made of them may all but cancel, as corrections and quotients do, which bfloat16 takes in two
+    terms; float16 is then computed in float32.
+    """
     if dtype == torch.bfloat16:
         return tl.bfloat16, "tf32"
-    return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
+    return tl.float32, "tf32" if dtype == torch.float16 and not cancels else "ieee"
 
 
 @triton.jit
