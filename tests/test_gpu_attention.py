@@ -8,6 +8,18 @@ pytestmark = pytest.mark.gpu
 DECAYING = Declaration(
     "own", (("sigmoid(s)", "exp_features(k) * v"),), "exp_features(N**-0.5 * q)", rule="dsf.ratio"
 ).build()
+TURNED = Declaration(
+    "own", (("sigmoid(s) * turn(tanh(b))", "exp_features(k) * v"),), "exp_features(N**-0.5 * q)", rule="dsf.ratio"
+).build()
+
+
+@pytest.mark.parametrize("n", [24, 32, 64, 128])
+@pytest.mark.parametrize("p", [8, 17, 24])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_few_channels_under_a_turn_on_a_gpu(n, p, dtype):
+    """Turned queries and keys come in float32, and kernels that rounded them were compiled wrongly."""
+    verdict = attempt(TURNED, Case(tokens=150, heads=2, n=n, p=p, dtype=dtype, seed=n + p), "cuda")
+    assert verdict.status == "right", verdict
 
 
 @pytest.mark.parametrize("n", [8, 17, 24, 40, 72, 100, 136])

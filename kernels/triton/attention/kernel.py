@@ -1,6 +1,6 @@
 """Attention of queries with the keys that they see, and its two gradients: by queries, and by keys.
 
-q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], y as q with P; q and k are rounded to the dtype of v.
+q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P] in one dtype, y as q with P.
 c: [B, H, 2, T] float32, two parts of the sums of log decays, whose differences are added to scores part by part, so
 that those of near tokens are exact. lse: [B, H, T], the logarithm of the sum of a row's weights.
 """
@@ -99,12 +99,12 @@ def _queries(H, tile: tl.constexpr):
 
 @triton.jit
 def _reads(x, b, h, rows, T, tile: tl.constexpr):
-    return _tile(x.q, b, h, x.H, rows, T, x.N, tile.D).to(x.v.dtype.element_ty)
+    return _tile(x.q, b, h, x.H, rows, T, x.N, tile.D)
 
 
 @triton.jit
 def _keys(x, b, h, columns, T, tile: tl.constexpr):
-    return _tile(x.k, b, h // (x.H // x.HK), x.HK, columns, T, x.N, tile.D).to(x.v.dtype.element_ty)
+    return _tile(x.k, b, h // (x.H // x.HK), x.HK, columns, T, x.N, tile.D)
 
 
 @triton.jit

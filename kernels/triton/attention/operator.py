@@ -43,8 +43,13 @@ def _padded(size: int) -> int:
 def _given(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, spare: Tensor, scale: float, window: int, backward: bool
 ) -> tuple[Attended, int, int, dict[str, Any]]:
-    """What all kernels take, rows and columns of a tile, what they are compiled for. spare: in the place of no c."""
+    """What all kernels take, rows and columns of a tile, what they are compiled for. spare: in the place of no c.
+
+    q and k are rounded to the dtype of v here: kernels that load float32 and round it are among those that Triton 3.6
+    compiles wrongly, where P is small.
+    """
     (heads, n), p = q.shape[2:], v.shape[3]
+    q, k = q.to(v.dtype), k.to(v.dtype)
     bias = spare if c is None else c.contiguous()
     x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), bias, scale, heads, k.shape[2], v.shape[2], n, p)
     options: dict[str, Any] = tiles(n, p, v.dtype, backward)
