@@ -184,7 +184,8 @@ FAMILIES = {
         },
         (
             "chunk.gradient", "chunk.gradient_parts", "chunk.normaliser", "chunk.reverse_walk", "chunk.shared_gradient",
-            "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform", "chunk.write_gradient", "packed", "structs",
+            "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform", "chunk.triangle", "chunk.write_gradient",
+            "packed", "structs",
         ),
     ),
     "a decay for a key": Family(
