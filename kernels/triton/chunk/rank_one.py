@@ -80,14 +80,13 @@ class RankOne(Config):
 
 @dataclass(frozen=True, repr=False)
 class Chunk(RankOne):
-    """BK keys at a time. PARTS: what `mixed` has, 4 where there will be gradients. TERMS: of the inverse's operands.
+    """BK keys at a time. PARTS: what `mixed` has, 4 where there will be gradients.
 
     LEFT, DECAY, OWN: printed functions that make a, g and what own is the sum of instead of these, or None.
     """
 
     BK: int
     PARTS: int
-    TERMS: int
     LEFT: Any
     DECAY: Any
     OWN: Any
@@ -209,7 +208,7 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
     mixed = kept.mixed + (batch * tokens * heads + head) * C.PARTS * L
     factors = kept.factors + (lane * length + chunk * L)
     plane = tl.num_programs(1).to(tl.int64) * length
-    inverse = unit_lower_inverse(-ba, local, C.LEVELS, KIND, PRECISION, C.TERMS).to(KIND)
+    inverse = unit_lower_inverse(-ba, local, C.LEVELS, KIND, PRECISION).to(KIND)
     known = tl.dot(inverse, bk.to(KIND), bk, input_precision=PRECISION)
     store_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L, known)
     bk = bk.to(KIND)

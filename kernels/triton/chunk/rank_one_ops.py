@@ -148,7 +148,7 @@ def _make_chunks(
     t = call.tiles
     functions, given = call.printed(made, "left", "decay", "own")
     beside = Numbers() if own is None else Numbers(own, *own.stride())
-    chunk = Chunk(*call.common, call.block, call.parts(kept), t.transform_terms, *functions)
+    chunk = Chunk(*call.common, call.block, call.parts(kept), *functions)
     launch(
         rank_one_chunk, (call.chunks, call.lanes),
         *map(call.struct, vectors), beside, given, kept, call.chunk_table, call.sizes,

@@ -65,7 +65,6 @@ class Tiles:
     gradient_piece: int
     gradient_warps: int
     transform_warps: int = 4
-    transform_terms: int = 1
     reverse_stages: int = 2
     gradient_roles: int = 1
     transform_registers: int | None = None

@@ -20,14 +20,13 @@ from dsf.kernels.triton.structs import of_head
 
 @dataclass(frozen=True, repr=False)
 class Transform(Chunked):
-    """TERMS: of operands of the inverse. STATE_TERMS: of the inverse as it is kept, ROW_TERMS: of SCORES, likewise.
+    """STATE_TERMS: terms of the inverse as it is kept, ROW_TERMS: of SCORES, likewise.
 
     Triangles of a chunk lie PITCH entries behind those of the one before; there are 2 ^ LEVELS rows in it.
     """
 
     LEVELS: int
     SCORES: bool
-    TERMS: int
     ROW_TERMS: int
     STATE_TERMS: int
     PITCH: int
@@ -67,16 +66,14 @@ def delta_transform(q, k, scalars, system_of, solve, scores_of, table, sizes, C:
         else:
             system = tl.where(strict, system, 0.0)
     system *= tl.load(scalars + ERASE * sizes.plane + rows)[:, None]
-    inverse = unit_lower_inverse(system, local, C.LEVELS, C.KIND, C.PRECISION, C.TERMS)
+    inverse = unit_lower_inverse(system, local, C.LEVELS, C.KIND, C.PRECISION)
     if C.STATE_TERMS == 2:
         inverse = refined(system, inverse, C.KIND, C.PRECISION)
     store_lower(solve + at, local, split(inverse, C.STATE_TERMS, C.KIND, True), C.L, C.STATE_TERMS)
 
 
 @triton.jit
-def unit_lower_inverse(
-    system, local, LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr
-):
+def unit_lower_inverse(system, local, LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """(I + system)^-1 - I of a strictly lower triangular matrix [L, L], by block doubling.
 
     Less the identity all along, so that what products start from is never rounded, and operands are but corrections.
@@ -86,8 +83,8 @@ def unit_lower_inverse(
     for level in tl.static_range(1, LEVELS):
         block = local >> level
         below = tl.where((block[:, None] ^ block[None, :]) == 1, system, 0.0)
-        step = _product(inverse, below, below, KIND, PRECISION, TERMS)
-        inverse -= _product(step, inverse, step, KIND, PRECISION, TERMS)
+        step = tl.dot(inverse.to(KIND), below.to(KIND), below, input_precision=PRECISION)
+        inverse -= tl.dot(step.to(KIND), inverse.to(KIND), step, input_precision=PRECISION)
     return inverse
 
 
@@ -97,16 +94,3 @@ def refined(system, inverse, KIND: tl.constexpr, PRECISION: tl.constexpr):
     main = split(inverse, 2, KIND)
     left = product(split(system, 2, KIND), main, 2, 2, PRECISION, inverse + system)  # (I + system) inverse - I
     return inverse - tl.dot(main[0], left.to(KIND), left, input_precision=PRECISION)
-
-
-@triton.jit
-def _product(a, b, out, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
-    """out + a b of float32 matrices; bfloat16 operands are split into a leading part and (TERMS 3) what it leaves."""
-    if KIND == tl.float32:
-        return tl.dot(a, b, out, input_precision=PRECISION)
-    a_main, b_main = a.to(KIND), b.to(KIND)
-    out = tl.dot(a_main, b_main, out)
-    if TERMS == 3:
-        out += tl.dot(a_main, (b - b_main.to(tl.float32)).to(KIND))
-        out += tl.dot((a - a_main.to(tl.float32)).to(KIND), b_main)
-    return out

@@ -91,7 +91,7 @@ def transform(call: _Call) -> Tensor:
     t = call.tiles
     solve = call.empty(call.batch, call.heads, call.chunks, call.pitch)
     config = Transform(
-        **call.common | {"P": 0}, LEVELS=call.levels, SCORES=call.scored, TERMS=t.transform_terms,
+        **call.common | {"P": 0}, LEVELS=call.levels, SCORES=call.scored,
         ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, PITCH=call.pitch,
     )  # fmt: skip
     launch(
