@@ -106,7 +106,6 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
     L: tl.constexpr = C.L
     KIND: tl.constexpr = C.KIND
     PRECISION: tl.constexpr = C.PRECISION
-    PITCH: tl.constexpr = C.PITCH
     X_TERMS: tl.constexpr = C.X_TERMS
     heads: tl.constexpr = sizes.heads
     tokens, length = sizes.tokens, sizes.length
@@ -118,7 +117,7 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
     scalars += lane * length + behind
     flat = batch * tokens * heads + head
     part = flat + piece * tl.num_programs(1).to(tl.int64) * tokens
-    pairs = to.pairs + part * PITCH
+    pairs = to.pairs + part * C.PITCH
     keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
     rows = begin + local
     earlier = local[:, None] > local[None, :]
@@ -131,12 +130,12 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
     tl.store(to.alone + at, tl.sum(given.to(tl.float32) * whole(written, X_TERMS), axis=1), mask=rows < end)
     written = turn(written)
     products = tl.where(earlier, product((given, given), written, 1, X_TERMS, PRECISION), 0.0)
-    store_rows(pairs, heads * PITCH, rows, end, local, L, L, rounded(products, C.BETWEEN, PRECISION))
+    store_rows(pairs, heads * C.PITCH, rows, end, local, L, L, rounded(products, C.BETWEEN, PRECISION))
     if C.DELTA:
         adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * X_TERMS
         f = load_terms(adjoint_entries, heads * P * X_TERMS, rows, end, columns, P, BP, KIND, X_TERMS)
         products = tl.where(earlier, tl.dot(f[0], written[0], input_precision=PRECISION), 0.0)
-        store_rows(pairs + L, heads * PITCH, rows, end, local, L, L, rounded(products, C.BETWEEN, PRECISION))
+        store_rows(pairs + L, heads * C.PITCH, rows, end, local, L, L, rounded(products, C.BETWEEN, PRECISION))
         grad_v = whole(f, X_TERMS)
         if C.SOURCE_WANTED:
             values = load_rows(v.at, v.token, rows, end, columns, P, BP, tl.float32)

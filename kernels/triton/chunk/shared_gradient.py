@@ -109,35 +109,47 @@ def _place(here, C: tl.constexpr):
 
 
 @triton.jit
-def _values_of(v, i, rows, columns, here, sizes, C: tl.constexpr):
-    """v of the program's head number i."""
+def _keys_of(x, rows, keys, sizes, C: tl.constexpr):
+    """The rows of q or k, which the program's heads share."""
+    return load_rows(x.at, x.token, rows, sizes.tokens, keys, C.N, C.BN, C.KIND)
+
+
+@triton.jit
+def _of_head_number(i, v, dy, rows, columns, here, sizes, C: tl.constexpr):
+    """dy and v of the program's head number i."""
+    heads: tl.constexpr = sizes.heads
+    given = load_rows(dy + i * C.P, heads * C.P, rows, sizes.tokens, columns, C.P, C.BP, C.KIND)
     at = v.at + (here.head + i) // v.group * v.head
-    return load_rows(at, v.token, rows, sizes.tokens, columns, C.P, C.BP, C.KIND)
+    return given, load_rows(at, v.token, rows, sizes.tokens, columns, C.P, C.BP, C.KIND)
+
+
+@triton.jit
+def _store_sums(to, sums, weights, x, rows, keys, sizes, C: tl.constexpr):
+    """dq, or dk: the sums of what states give, and the heads' weights times the rows of x, which is k, or q."""
+    heads: tl.constexpr = sizes.heads
+    others = _keys_of(x, rows, keys, sizes, C)
+    sums = product(split(weights, C.PAIR_TERMS, C.KIND), (others, others), C.PAIR_TERMS, 1, C.PRECISION, sums)
+    store_rows(to, heads // C.HEADS * C.N, rows, sizes.tokens, keys, C.N, C.BN, sums)
 
 
 @triton.jit
 def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
     """dq of all heads, and of each what the gradients of decays and read scales have of S."""
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BN: tl.constexpr = C.BN
     L: tl.constexpr = C.L
     KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
     HEADS: tl.constexpr = C.HEADS
     heads: tl.constexpr = sizes.heads
     tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
     scalars = known.scalars
     keys, columns, local, rows, place, inside = _place(here, C)
-    rows_q = load_rows(q.at, q.token, rows, tokens, keys, N, BN, KIND)
-    sums, weights = tl.zeros([L, BN], tl.float32), tl.zeros([L, L], tl.float32)
+    rows_q = _keys_of(q, rows, keys, sizes, C)
+    sums, weights = tl.zeros([L, C.BN], tl.float32), tl.zeros([L, L], tl.float32)
     for i in tl.range(HEADS, num_stages=C.STAGES):
-        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, C.BP, KIND)
-        written = _values_of(v, i, rows, columns, here, sizes, C)
+        given, written = _of_head_number(i, v, dy, rows, columns, here, sizes, C)
         state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(KIND)
         if C.DECAY or dc is not None:
             at = rows.to(tl.int64) * heads + i
-            reads = tl.sum(tl.dot(rows_q, state, input_precision=PRECISION) * given.to(tl.float32), axis=1)
+            reads = tl.sum(tl.dot(rows_q, state, input_precision=C.PRECISION) * given.to(tl.float32), axis=1)
             if C.DECAY:
                 reads *= prefix_of(scalars + i * length, rows)
             if dc is not None:
@@ -149,9 +161,7 @@ def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
         sums, weights = _add_head(
             given, written, state, scalars + i * length, sums, weights, plane, rows, local, False, C
         )  # fmt: skip
-    rows_k = load_rows(k.at, k.token, rows, tokens, keys, N, BN, KIND)
-    sums = product(split(weights, C.PAIR_TERMS, KIND), (rows_k, rows_k), C.PAIR_TERMS, 1, PRECISION, sums)
-    store_rows(dq, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
+    _store_sums(dq, sums, weights, k, rows, keys, sizes, C)
     if C.DECAY:  # S carried through the chunk, and what later rows read of it
         each = tl.arange(0, HEADS)
         carried = tl.zeros([HEADS], tl.float32)
@@ -171,49 +181,33 @@ def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
 @triton.jit
 def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
     """dk of all heads."""
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BN: tl.constexpr = C.BN
     L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    HEADS: tl.constexpr = C.HEADS
-    heads: tl.constexpr = sizes.heads
-    tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
+    length, plane = sizes.length, sizes.plane
     scalars = known.scalars
     keys, columns, local, rows, place, inside = _place(here, C)
-    sums, weights = tl.zeros([L, BN], tl.float32), tl.zeros([L, L], tl.float32)
-    for i in tl.range(HEADS, num_stages=C.STAGES):
-        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, C.BP, KIND)
-        written = _values_of(v, i, rows, columns, here, sizes, C)
-        adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(KIND)
+    sums, weights = tl.zeros([L, C.BN], tl.float32), tl.zeros([L, L], tl.float32)
+    for i in tl.range(C.HEADS, num_stages=C.STAGES):
+        given, written = _of_head_number(i, v, dy, rows, columns, here, sizes, C)
+        adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(C.KIND)
         sums, weights = _add_head(
             written, given, adjoint, scalars + i * length, sums, weights, plane, rows, local, True, C
         )  # fmt: skip
-    rows_q = load_rows(q.at, q.token, rows, tokens, keys, N, BN, KIND)
-    sums = product(split(weights, C.PAIR_TERMS, KIND), (rows_q, rows_q), C.PAIR_TERMS, 1, PRECISION, sums)
-    store_rows(dk, heads // HEADS * N, rows, tokens, keys, N, BN, sums)
+    _store_sums(dk, sums, weights, q, rows, keys, sizes, C)
 
 
 @triton.jit
 def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
     """What every head has of its own: dv, ds, a skip's, and what the other gradients of scalars have of writes."""
-    N: tl.constexpr = C.N
     P: tl.constexpr = C.P
-    BN: tl.constexpr = C.BN
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    HEADS: tl.constexpr = C.HEADS
     heads: tl.constexpr = sizes.heads
     tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
     scalars = known.scalars
     keys, columns, local, rows, place, inside = _place(here, C)
-    rows_q = load_rows(q.at, q.token, rows, tokens, keys, N, BN, KIND)
-    rows_k = load_rows(k.at, k.token, rows, tokens, keys, N, BN, KIND)
-    for i in tl.range(HEADS, num_stages=C.STAGES):
-        given = load_rows(dy + i * P, heads * P, rows, tokens, columns, P, C.BP, KIND)
-        written = _values_of(v, i, rows, columns, here, sizes, C)
-        adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(KIND)
+    rows_q = _keys_of(q, rows, keys, sizes, C)
+    rows_k = _keys_of(k, rows, keys, sizes, C)
+    for i in tl.range(C.HEADS, num_stages=C.STAGES):
+        given, written = _of_head_number(i, v, dy, rows, columns, here, sizes, C)
+        adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(C.KIND)
         # else products of q and k would be made before the loop and kept, for which there is no room
         again = (here.chunk * 0 + i).to(tl.float32) * 0.0
         at = rows.to(tl.int64) * heads + i
@@ -223,8 +217,8 @@ def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
         )  # fmt: skip
         if C.SKIP is not None:
             tile = (
-                here.batch, here.head + i, here.batch * 0 + here.chunk * L, local[:, None], 0, columns[None, :],
-                (rows < tokens)[:, None], True, (columns < P)[None, :], here.piece, 0, tokens, heads, P, N,
+                here.batch, here.head + i, here.batch * 0 + here.chunk * C.L, local[:, None], 0, columns[None, :],
+                (rows < tokens)[:, None], True, (columns < P)[None, :], here.piece, 0, tokens, heads, P, C.N,
             )  # fmt: skip
             of_value, of_skip = C.SKIP(C.LOADS(extra, tile), given.to(tl.float32), written.to(tl.float32))
             grad_v += of_value
