@@ -13,9 +13,8 @@ from typing import Any
 from dsf import Recurrence
 from dsf.language.errors import InputError
 from dsf.mixers._files import is_file, recurrence_in
-from dsf.mixers._module import Mixer, MixerState
+from dsf.mixers._module import Mixer, MixerState, shard_rates
 from dsf.mixers._own import parameter_groups
-from dsf.mixers._shard import shard_rates
 from dsf.mixers._state_space import hippo_legs, legs_in_pairs
 from dsf.mixers.bidirectional import Bidirectional, BothWays
 from dsf.mixers.comba import Comba, comba

@@ -13,6 +13,7 @@ from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
+from dsf.mixers._shard import shard_own
 from dsf.mixers._shift import TokenShift
 
 if TYPE_CHECKING:
@@ -237,8 +238,6 @@ class Mixer(Owner):
 
         Returns the module that holds them now, None for a layer without rates.
         """
-        from dsf.mixers._shard import shard_own
-
         return shard_own(self, **options)
 
     def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
@@ -322,3 +321,16 @@ class Mixer(Owner):
                 "Leave them out: x[mask.bool()].unsqueeze(0) packs the rest of all sequences into one row, and "
                 "cu_seqlens=[0, and the running sum of mask.sum(1)] says where each begins and ends"
             )
+
+
+def shard_rates(model: nn.Module, **options: Any) -> list[nn.Module]:
+    """Shard the rates of every layer in a model in float32, before its blocks are sharded with another policy.
+
+    FSDP2 casts all parameters of a group to its policy's param_dtype, decays' rates too, and a group ends where a
+    module inside is sharded already. This moves each layer's rates into a child module and calls
+    `torch.distributed.fsdp.fully_shard` on it: one small group a layer, gathered once a forward pass. State dicts keep
+    their names; named_parameters() says `rates.A_log` for `A_log`. options: of fully_shard (mesh=...), but mp_policy.
+    Returns the modules that were sharded. Raises TypeError for a policy among the options.
+    """
+    found = [module.shard_rates(**options) for module in list(model.modules()) if isinstance(module, Mixer)]
+    return [child for child in found if child is not None]

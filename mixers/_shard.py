@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsf.mixers._module import Mixer
 from dsf.mixers._own import Owner
 
 CHILD, GATHERED = "rates", "_gathered_rates"
@@ -35,17 +34,20 @@ class Rates(Owner):
         """The owner does it: it sees the names that were saved."""
 
 
-class _Apart(Mixer):
-    """Mixed into the class of a layer whose rates were taken out.
+class _Apart(Owner):
+    """Mixed into the class of a `Mixer` whose rates were taken out.
 
     It reads them gathered while it prepares a call, and elsewhere as they lie in the child, which gathers nothing.
     """
 
+    shares: Any  # the layer's
+
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = super()
         rates = self._modules[CHILD]()  # type: ignore[misc]
         self.__dict__[GATHERED] = rates if self.shares is None else self.shares.local(rates)
         try:
-            return super()._prepare(*args, **kwargs)
+            return layer._prepare(*args, **kwargs)
         finally:
             del self.__dict__[GATHERED]
 
@@ -60,28 +62,15 @@ class _Apart(Mixer):
         nn.Module._load_from_state_dict(child, state_dict, prefix, metadata, strict, missing, [], errors)
 
 
-def _read(layer: Mixer, name: str) -> Tensor:
+def _read(layer: Owner, name: str) -> Tensor:
     gathered = layer.__dict__.get(GATHERED)
     child = layer._modules[CHILD]
     assert child is not None
     return getattr(child, name) if gathered is None else gathered[name]
 
 
-def shard_rates(model: nn.Module, **options: Any) -> list[nn.Module]:
-    """Shard the rates of every layer in a model in float32, before its blocks are sharded with another policy.
-
-    FSDP2 casts all parameters of a group to its policy's param_dtype, decays' rates too, and a group ends where a
-    module inside is sharded already. This moves each layer's rates into a child module and calls
-    `torch.distributed.fsdp.fully_shard` on it: one small group a layer, gathered once a forward pass. State dicts keep
-    their names; named_parameters() says `rates.A_log` for `A_log`. options: of fully_shard (mesh=...), but mp_policy.
-    Returns the modules that were sharded. Raises TypeError for a policy among the options.
-    """
-    found = [module.shard_rates(**options) for module in list(model.modules()) if isinstance(module, Mixer)]
-    return [child for child in found if child is not None]
-
-
-def shard_own(module: Mixer, **options: Any) -> nn.Module | None:
-    """`Mixer.shard_rates`."""
+def shard_own(module: Owner, **options: Any) -> nn.Module | None:
+    """What `Mixer.shard_rates` does."""
     from torch.distributed.fsdp import fully_shard
 
     if "mp_policy" in options:
