@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dsf.kernels.decays import KeyDecay, ScalarDecay
@@ -73,7 +74,7 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: Carry) -> t
         starts, entries, final = carry(chunks, initial)
         assert chunks.starts is not None and chunks.scores is not None
         y = add_product(chunks.starts @ starts, chunks.scores, entries)
-    y = y.flatten(2, 3)[:, :, : problem.tokens].transpose(1, 2)
+    y = rearrange(y, "b h c l p -> b (c l) h p")[:, : problem.tokens]
     if problem.before:
         y = torch.cat([problem.seen(problem.readout[:, 0], initial).unsqueeze(1), y[:, :-1]], dim=1)
     return problem.add_skip(y), final
@@ -94,15 +95,16 @@ def _read_one_later(problem: Problem) -> Problem:
 
 
 def _blocks(x: Tensor, rows: int, length: int, pad: float = 0.0) -> Tensor:
-    """[B, rows, H, ...] -> [B, H, C, L, ...], the last chunk filled up with `pad`."""
+    """Chunks [B, H, C, L, ...] of x [B, rows, H, ...], the last one filled up with `pad`."""
     missing = -rows % length
     if x.shape[1] == 1 and rows > 1:
         if not missing:  # constant in time: one chunk stands for all
-            return x.expand(-1, length, *x.shape[2:]).movedim(1, 2).unsqueeze(2)
+            return rearrange(x.expand(-1, length, *x.shape[2:]), "b l h ... -> b h 1 l ...")
         x = x.expand(-1, rows, *x.shape[2:])
     if missing:
         x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), pad)], dim=1)
-    return x.unflatten(1, (-1, length)).movedim(3, 1).contiguous()  # once here, or at every product below
+    x = rearrange(x, "b (c l) h ... -> b h c l ...", l=length)
+    return x.contiguous()  # once here, or at every product below
 
 
 def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, int]:
@@ -175,7 +177,8 @@ def _solve(
 
 def _beside(a: Tensor, b: Tensor, rank: int, groups: int) -> Tensor:
     """Per row the R entries of a, then the G entries of b: [.., L·R, x], [.., L·G, x] -> [.., L·(R+G), x]."""
-    return torch.cat([a.unflatten(-2, (-1, rank)), b.unflatten(-2, (-1, groups))], dim=-2).flatten(-3, -2)
+    a, b = (rearrange(x, "... (l k) x -> ... l k x", k=k) for x, k in ((a, rank), (b, groups)))
+    return rearrange(torch.cat([a, b], dim=-2), "... l k x -> ... (l k) x")
 
 
 def _in_order(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:

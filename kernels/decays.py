@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dsf.kernels.lagged import LaggedRead, LaggedWeights
@@ -245,7 +246,7 @@ class KeyDecay:
         seen = torch.cat([seen, torch.zeros_like(blocks[..., :late, :, :])], dim=-3) if late else seen
         own = LaggedWeights.apply(self.linear, seen, xs)  # [.., S, sub, R, sub, G]
         own = shift_down(own, 0.0, -4) if late else own
-        own = own.flatten(-2, -1).flatten(-3, -2)  # [.., S, sub·R, sub·G]
+        own = rearrange(own, "... i r j g -> ... (i r) (j g)")
         if count == 1:
             return own.squeeze(-3)
         carried = self._between(xs)
@@ -253,15 +254,15 @@ class KeyDecay:
         outside = outside.unflatten(-1, (count, -1))
         eye = torch.eye(count, dtype=torch.bool, device=own.device)[:, None, :, None]
         merged = torch.where(eye, own.unsqueeze(-2), outside)
-        return merged.flatten(-2, -1).flatten(-3, -2)  # [.., L·R, L·G]
+        return rearrange(merged, "... s i t j -> ... (s i) (t j)")  # [.., L·R, L·G]
 
     def decayed_sum(self, weights: Tensor, sources: Tensor) -> Tensor:
         """As ScalarDecay.decayed_sum."""
         rows, groups = self.linear.shape[-3] * self.sub, sources.shape[-2]
         xs = sources.unflatten(-3, (-1, self.sub))
         whole = self._every_row(weights)  # [.., L, L·G]
-        grid = whole.unflatten(-2, (-1, self.sub)).unflatten(-1, (-1, self.sub * groups))  # [.., S, sub, S', sub·G]
-        own = grid.diagonal(0, -4, -2).movedim(-1, -3).unflatten(-1, (self.sub, groups))  # [.., S, sub, sub, G]
+        grid = rearrange(whole, "... (s i) (t j) -> ... s i t j", i=self.sub, j=self.sub * groups)
+        own = rearrange(grid.diagonal(0, -4, -2), "... i (j g) s -> ... s i j g", g=groups)
         found = LaggedRead.apply(self.linear, own.unsqueeze(-3), xs).squeeze(-2)  # [.., S, sub, N]
         count = xs.shape[-4]
         if count > 1:

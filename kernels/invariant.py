@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dsf.kernels.turns import turn_pairs
@@ -137,8 +138,9 @@ def _fine(length: int) -> int:
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
     """Σ_n rows[i] columns[j]: [I, H, N, p] and [J, H, N, p] -> [H, p, I, J]."""
     p = max(rows.shape[-1], columns.shape[-1])
-    rows, columns = (x.permute(1, 3, 0, 2).expand(-1, p, -1, -1).flatten(0, 1).contiguous() for x in (rows, columns))
-    return torch.bmm(rows, columns.mT).unflatten(0, (-1, p))
+    rows, columns = (rearrange(x, "i h n p -> h p i n").expand(-1, p, -1, -1) for x in (rows, columns))
+    rows, columns = (rearrange(x, "h p i n -> (h p) i n").contiguous() for x in (rows, columns))
+    return rearrange(torch.bmm(rows, columns.mT), "(h p) i j -> h p i j", p=p)
 
 
 def fast_length(least: int) -> int:
@@ -212,8 +214,8 @@ def convolution(
     if lengths is not None:
         inside = (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, :, None, None]
         drives = [torch.where(inside, x, 0.0) for x in drives]
-    parts = [causal(x.permute(0, 2, 3, 1), h) for h, x in zip(each, drives, strict=True)]
-    y = sum(parts[1:], parts[0]).permute(0, 3, 1, 2)
+    parts = [causal(rearrange(x, "b t h p -> b h p t"), h) for h, x in zip(each, drives, strict=True)]
+    y = rearrange(sum(parts[1:], parts[0]), "b h p t -> b t h p")
     if state is not None:
         y = y + _from_state(system, state, tokens)
     return y, _final(system, drives, state, lengths) if final else None
@@ -225,8 +227,8 @@ def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
     rows = system.columns(system.read, -(-tokens // fine), fine, adjoint=True).to(state.dtype)
     first = state if system.before else system.step.power(state, 1)
     columns = system.columns(first, fine)  # [J, B, H, N, P]
-    found = torch.matmul(rows.permute(1, 3, 0, 2), columns.permute(1, 2, 4, 3, 0))  # [B, H, P, I, J]
-    return found.flatten(-2)[..., :tokens].permute(0, 3, 1, 2)
+    found = rearrange(rows, "i h n p -> h p i n") @ rearrange(columns, "j b h n p -> b h p n j")
+    return rearrange(found, "b h p i j -> b (i j) h p")[:, :tokens]
 
 
 def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -238,11 +240,11 @@ def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, le
     for write, x in zip(system.writes, drives, strict=True):
         columns = system.columns(write, fine).to(x.dtype)  # A^j b
         late = _at_the_end(x, lengths).flip(1)
-        late = torch.nn.functional.pad(late, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, fine))  # [B, I, J, H, p]
+        late = torch.nn.functional.pad(late, (0, 0, 0, 0, 0, pad))
         p = max(columns.shape[-1], late.shape[-1])
-        late = late.permute(3, 4, 0, 1, 2).expand(-1, p, -1, -1, -1)  # [H, p, B, I, J]
-        table = columns.permute(1, 3, 0, 2).unsqueeze(2).expand(-1, p, -1, -1, -1)  # [H, p, 1, J, N]
-        part = torch.matmul(late, table).permute(3, 2, 0, 4, 1)  # [I, B, H, N, p]
+        late = rearrange(late, "b (i j) h p -> h p b i j", j=fine).expand(-1, p, -1, -1, -1)
+        table = rearrange(columns, "j h n p -> h p 1 j n").expand(-1, p, -1, -1, -1)
+        part = rearrange(late @ table, "h p b i n -> i b h n p")
         total = part if total is None else total + part
     assert total is not None
     stride = fine

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -121,9 +122,8 @@ class Transition:
         """The matrices of an operator without corrections, pair by pair: [..., p, N/2, 2, 2]."""
         p = max(self.decay.shape[-1], 1 if self.cross is None else self.cross.shape[-1])
         cross = torch.zeros_like(self.decay) if self.cross is None else self.cross
-        decay, cross = (
-            x.expand(*x.shape[:-2], n, p).transpose(-1, -2).unflatten(-1, (-1, 2)) for x in (self.decay, cross)
-        )
+        decay, cross = (x.expand(*x.shape[:-2], n, p) for x in (self.decay, cross))
+        decay, cross = (rearrange(x, "... (n two) p -> ... p n two", two=2) for x in (decay, cross))
         (a, d), (b, c) = decay.unbind(-1), cross.unbind(-1)
         rows = [torch.stack(torch.broadcast_tensors(*row), dim=-1) for row in ((a, b), (c, d))]
         return torch.stack(rows, dim=-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dsf.kernels.operators import Transition
@@ -114,7 +115,7 @@ def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tenso
         return _kernel_across(problem, initial)
     phi, last = weights(problem)
     assert problem.value is not None
-    values = problem.value.movedim(2, 1).flatten(2, 3)  # [B, H, rows·G, P]
+    values = rearrange(problem.value, "b rows h g p -> b h (rows g) p")
     if phi.shape[-1] == 1:
         y = phi.squeeze(-1) @ values
         final = last.squeeze(-1) @ values
@@ -130,7 +131,7 @@ def _kernel_across(problem: Problem, initial: Tensor) -> tuple[Tensor, Tensor]:
     (value_j · C_i)."""
     assert problem.key is not None and problem.value is not None
     whole, out = problem.transition(), []
-    values = problem.value.movedim(2, 1).flatten(2, 3)  # [B, H, rows·G, P]
+    values = rearrange(problem.value, "b rows h g p -> b h (rows g) p")
     live = problem.key.new_zeros(*problem.leading, problem.n, 0, 1)
 
     def read_live(t: int) -> Tensor:

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dsf.kernels.problem import Problem
@@ -95,11 +96,11 @@ def _states(problem: Problem, state: Tensor, begin: int, count: int) -> Tensor:
         found = _combined(moves, columns, start)
         return found.squeeze(-3) if moves.shape[-3] == 1 else found.squeeze(-1).transpose(-1, -2)
     moves = a.pair_blocks(problem.n)  # [B, rows, H, p, N/2, 2, 2]
-    columns, start = (x.unflatten(-2, (-1, 2)) for x in (written, state))  # [..., N/2, 2, P]
     if moves.shape[-4] == 1:
-        return _combined(moves.squeeze(-4), columns, start).flatten(-3, -2)
-    columns, start = (x.movedim(-1, -3).unsqueeze(-1) for x in (columns, start))  # [..., P, N/2, 2, 1]
-    return _combined(moves, columns, start).squeeze(-1).movedim(-3, -1).flatten(-3, -2)
+        columns, start = (rearrange(x, "... (n two) p -> ... n two p", two=2) for x in (written, state))
+        return rearrange(_combined(moves.squeeze(-4), columns, start), "... n two p -> ... (n two) p")
+    columns, start = (rearrange(x, "... (n two) p -> ... p n two 1", two=2) for x in (written, state))
+    return rearrange(_combined(moves, columns, start), "... p n two 1 -> ... (n two) p")
 
 
 def _combined(moves: Tensor, columns: Tensor, start: Tensor) -> Tensor:

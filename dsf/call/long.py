@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dsf.call import packing
@@ -63,7 +64,8 @@ def long_convolution(
 
 def _fft(x: Tensor, h: Tensor) -> Tensor:
     """x [B, T, H, P], h [H, L, P] -> [B, T, H, P]. Padding behind a sequence changes nothing before it."""
-    return causal(x.permute(0, 2, 3, 1), _taps(h, x.shape[1]).transpose(1, 2)).permute(0, 3, 1, 2)
+    y = causal(rearrange(x, "b t h p -> b h p t"), rearrange(_taps(h, x.shape[1]), "h l p -> h p l"))
+    return rearrange(y, "b h p t -> b t h p")
 
 
 def _direct(x: Tensor, h: Tensor) -> Tensor:
