@@ -7,7 +7,7 @@ import torch
 from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, turned
 
 import dsf
-from dsf import Key, Scalar, System, Value, mixers, sigmoid
+from dsf import Key, Pair, Param, Scalar, System, Value, mixers, sigmoid, turn
 from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
@@ -64,6 +64,29 @@ def test_turns_of_bfloat16_are_summed_in_float64_over_ranks():
     whole, cut = turned(**rough), turned(**rough, parallel=Simulated(4))
     assert cut.dtype == torch.bfloat16
     assert (cut - exact).norm() <= 1.1 * (whole - exact).norm() + 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("form", ["auto", "recurrent", "naive"])
+def test_gradients_of_angles_of_params_keep_their_digits_over_ranks(form):
+    """As those of the whole sequence do, which are found in float64 (tests/test_turns.py)."""
+
+    @dsf.recurrence
+    def ringing(q: Key, k: Key, v: Value, a: Scalar, w: Param[Pair]):
+        return System(A=0.5 * sigmoid(a) * turn(w), B=k * v, C=q)
+
+    x = {name: value.float() for name, value in sample(ringing, B=1, T=600).items()}
+    state = ringing(**x, return_state=True)[1]
+    found = []
+    for wide, how in (
+        (False, {"form": form, "parallel": Simulated(4, sizes=(300, 1, 0, 299))}),
+        (True, {"form": "naive"}),
+    ):
+        inputs, start = {n: v.double() if wide else v for n, v in x.items()}, state.double() if wide else state
+        w = inputs["w"].clone().requires_grad_()
+        y, last = ringing(**inputs | {"w": w}, initial_state=start, return_state=True, **how)
+        assert y.dtype == last.dtype == w.dtype
+        found.append(torch.autograd.grad(y.square().sum(), w)[0].double())
+    assert (found[0] - found[1]).norm() <= 3e-6 * found[1].norm()
 
 
 @pytest.mark.parametrize("recurrence", SOLVED, ids=lambda r: r.name)
