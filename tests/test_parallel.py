@@ -21,9 +21,8 @@ from dsf.parallel.layout import Layout, Packing
 from dsf.parallel.places import places_of
 from dsf.parallel.world import World
 
-EVERY = [e.recurrence for e in mixers.ZOO] + ALL
-RECURRENCES = [r for r in EVERY if r.spec.why_alone is None]
-SOLVED = [r for r in EVERY if r.spec.why_alone is not None]  # their readouts are solves, which are refused
+RECURRENCES = [e.recurrence for e in mixers.ZOO] + ALL
+SOLVED = [r for r in RECURRENCES if r.spec.system.solve is not None]
 # Seeds by which the law draws contiguous shards (one of them empty), head and tail, and packed sequences.
 EXAMPLES = [
     Example(batch=2, tokens=11, heads=2, n=3, p=2, initial=True, cuts=(4, 9), seed=0),
@@ -90,9 +89,22 @@ def test_gradients_of_angles_of_params_keep_their_digits_over_ranks(form):
 
 
 @pytest.mark.parametrize("recurrence", SOLVED, ids=lambda r: r.name)
-def test_solves_are_refused_over_ranks(recurrence):
-    with pytest.raises(dsf.FormError, match="a readout that is a solve is not spread over ranks yet"):
-        recurrence(**sample(recurrence, T=8), parallel=Simulated(2))
+def test_solves_over_ranks_in_every_form(recurrence):
+    """Packed, with a sequence without tokens and one of one token; states in and out; gradients of everything."""
+    inputs, before = sample(recurrence, B=1, T=11), sample(recurrence, B=6, T=3)
+    for x in (inputs, before):  # strengths of writing are positive, or there is nothing to solve
+        x["beta"] = x["beta"].sigmoid()
+    start, world = recurrence(**before, return_state=True)[1], Simulated(4, sizes=(3, 5, 0, 3))
+    how = {"cu_seqlens": torch.tensor([0, 0, 1, 6, 6, 10, 11]), "return_state": True}
+
+    def run(**more):
+        leaves = [x.clone().requires_grad_() for x in (*inputs.values(), start)]
+        y, last = recurrence(**dict(zip(inputs, leaves, strict=False)), initial_state=leaves[-1], **how, **more)
+        return [y, last, *torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves)]
+
+    for form in recurrence.forms:
+        for got, expected in zip(run(form=form, parallel=world), run(form=form), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_the_law_looks_at_whether_earlier_ranks_matter():
@@ -263,7 +275,7 @@ def test_the_transpose_is_the_gradient(frame):
 
 @pytest.mark.parametrize(
     "recurrence",
-    [r for r in FINITE if r.spec.rule is None and r.spec.why_alone is None and not r.spec.is_framed],
+    [r for r in FINITE if r.spec.rule is None and r.spec.system.solve is None and not r.spec.is_framed],
     ids=lambda r: r.name,
 )
 def test_the_adjoint_is_a_recurrence(recurrence):
@@ -301,7 +313,7 @@ def test_a_long_shard_s_decay_is_summed_in_logarithms():
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO if e.recurrence.spec.why_alone is None])
+@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO])
 def test_layers_over_ranks(name):
     """Convolutions see the tokens of other ranks, also where these have fewer than the convolution's taps."""
     torch.manual_seed(1)

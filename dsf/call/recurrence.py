@@ -131,8 +131,6 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | Packing | None, parallel: World, reverse: bool,
     ) -> Any:  # fmt: skip
-        if self.spec.why_alone is not None:
-            raise FormError(f"{self.name}: {self.spec.why_alone}; call it without parallel= on the whole sequence")
         if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
             allow()
             options = (return_state, form, backend, parallel.key, reverse)
