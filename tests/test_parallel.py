@@ -7,7 +7,7 @@ import torch
 from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, turned
 
 import dsf
-from dsf import Key, Scalar, System, Value, mixers, sigmoid
+from dsf import Key, Pair, Param, Scalar, System, Value, mixers, sigmoid, turn
 from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
@@ -21,9 +21,8 @@ from dsf.parallel.layout import Layout, Packing
 from dsf.parallel.places import places_of
 from dsf.parallel.world import World
 
-EVERY = [e.recurrence for e in mixers.ZOO] + ALL
-RECURRENCES = [r for r in EVERY if r.spec.why_alone is None]
-SOLVED = [r for r in EVERY if r.spec.why_alone is not None]  # their readouts are solves, which are refused
+RECURRENCES = [e.recurrence for e in mixers.ZOO] + ALL
+SOLVED = [r for r in RECURRENCES if r.spec.system.solve is not None]
 # Seeds by which the law draws contiguous shards (one of them empty), head and tail, and packed sequences.
 EXAMPLES = [
     Example(batch=2, tokens=11, heads=2, n=3, p=2, initial=True, cuts=(4, 9), seed=0),
@@ -66,10 +65,46 @@ def test_turns_of_bfloat16_are_summed_in_float64_over_ranks():
     assert (cut - exact).norm() <= 1.1 * (whole - exact).norm() + 1e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("form", ["auto", "recurrent", "naive"])
+def test_gradients_of_angles_of_params_keep_their_digits_over_ranks(form):
+    """As those of the whole sequence do, which are found in float64 (tests/test_turns.py)."""
+
+    @dsf.recurrence
+    def ringing(q: Key, k: Key, v: Value, a: Scalar, w: Param[Pair]):
+        return System(A=0.5 * sigmoid(a) * turn(w), B=k * v, C=q)
+
+    x = {name: value.float() for name, value in sample(ringing, B=1, T=600).items()}
+    state = ringing(**x, return_state=True)[1]
+    found = []
+    for wide, how in (
+        (False, {"form": form, "parallel": Simulated(4, sizes=(300, 1, 0, 299))}),
+        (True, {"form": "naive"}),
+    ):
+        inputs, start = {n: v.double() if wide else v for n, v in x.items()}, state.double() if wide else state
+        w = inputs["w"].clone().requires_grad_()
+        y, last = ringing(**inputs | {"w": w}, initial_state=start, return_state=True, **how)
+        assert y.dtype == last.dtype == w.dtype
+        found.append(torch.autograd.grad(y.square().sum(), w)[0].double())
+    assert (found[0] - found[1]).norm() <= 3e-6 * found[1].norm()
+
+
 @pytest.mark.parametrize("recurrence", SOLVED, ids=lambda r: r.name)
-def test_solves_are_refused_over_ranks(recurrence):
-    with pytest.raises(dsf.FormError, match="a readout that is a solve is not spread over ranks yet"):
-        recurrence(**sample(recurrence, T=8), parallel=Simulated(2))
+def test_solves_over_ranks_in_every_form(recurrence):
+    """Packed, with a sequence without tokens and one of one token; states in and out; gradients of everything."""
+    inputs, before = sample(recurrence, B=1, T=11), sample(recurrence, B=6, T=3)
+    for x in (inputs, before):  # strengths of writing are positive, or there is nothing to solve
+        x["beta"] = x["beta"].sigmoid()
+    start, world = recurrence(**before, return_state=True)[1], Simulated(4, sizes=(3, 5, 0, 3))
+    how = {"cu_seqlens": torch.tensor([0, 0, 1, 6, 6, 10, 11]), "return_state": True}
+
+    def run(**more):
+        leaves = [x.clone().requires_grad_() for x in (*inputs.values(), start)]
+        y, last = recurrence(**dict(zip(inputs, leaves, strict=False)), initial_state=leaves[-1], **how, **more)
+        return [y, last, *torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves)]
+
+    for form in recurrence.forms:
+        for got, expected in zip(run(form=form, parallel=world), run(form=form), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_the_law_looks_at_whether_earlier_ranks_matter():
@@ -240,7 +275,7 @@ def test_the_transpose_is_the_gradient(frame):
 
 @pytest.mark.parametrize(
     "recurrence",
-    [r for r in FINITE if r.spec.rule is None and r.spec.why_alone is None and not r.spec.is_framed],
+    [r for r in FINITE if r.spec.rule is None and r.spec.system.solve is None and not r.spec.is_framed],
     ids=lambda r: r.name,
 )
 def test_the_adjoint_is_a_recurrence(recurrence):
@@ -278,7 +313,7 @@ def test_a_long_shard_s_decay_is_summed_in_logarithms():
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO if e.recurrence.spec.why_alone is None])
+@pytest.mark.parametrize("name", [e.name for e in mixers.ZOO])
 def test_layers_over_ranks(name):
     """Convolutions see the tokens of other ranks, also where these have fewer than the convolution's taps."""
     torch.manual_seed(1)

@@ -91,7 +91,7 @@ def test_packings_and_bounds_of_any_kind():
 
 
 @pytest.mark.parametrize("exchange", ["gather", "transpose", "relay", "two-level"])
-@pytest.mark.parametrize("recurrence", [r for r in FINITE if r.spec.why_alone is None][::3], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", FINITE[::3], ids=lambda r: r.name)
 def test_over_ranks(recurrence, exchange):
     """All shards uneven, one empty; nodes in the other order, too. The world counts ranks from the last."""
     inputs = {n: x.requires_grad_() for n, x in sample(recurrence, B=1, T=14).items()}
@@ -155,8 +155,6 @@ def test_layers_turn_their_convolution_too(name):
             more, _ = layer(x[:, a:b].flip(1), type(state)(*own))
             torch.testing.assert_close(again[:, a:b], more.flip(1))
     assert layer(x, reverse=True, use_cache=False)[1] is None
-    if layer.recurrence.spec.why_alone is not None:
-        return
     for world in (Simulated(3), Simulated(3, sizes=(2, 0, 12))):
         torch.testing.assert_close(layer(x, cu_seqlens=bounds, reverse=True, parallel=world)[0], y)
 

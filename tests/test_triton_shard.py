@@ -8,6 +8,8 @@ from interpreted import interpreted
 from matrix_family import late_ratio
 from mixer_inputs import sample
 
+import dsf
+from dsf import Key, Param, Scalar, System, Value, sigmoid
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.kernels.triton.scan import launches as scan_launches
 from dsf.mixers import get
@@ -145,3 +147,25 @@ def test_third_calls_are_played_on_other_numbers(name, monkeypatch, counted):
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
     for turn in range(3):
         compare(recurrence, {n: x.roll(turn, 1) if n in timed else x for n, x in given.items()}, None, world, counted)
+
+
+def test_keys_of_params_are_computed_in_float32_over_ranks_too():
+    """Products of Params that cancel to a hundredth: a bfloat16 call rounds its tokens alone."""
+
+    @dsf.recurrence
+    def bank(v: Value, a: Scalar, b: Param[Key], c: Param[Key]) -> System:
+        return System(A=0.9 + 0.1 * sigmoid(a), B=b * v, C=c)
+
+    g = torch.Generator().manual_seed(0)
+    v, a = torch.randn(1, 40, 1, 16, generator=g).bfloat16(), torch.randn(1, 40, 1, generator=g).bfloat16()
+    b, c = torch.randn(2, 1, 16, generator=g)
+    c = c - 0.99 * (c * b).sum() / b.square().sum() * b
+    found = []
+    for wide, how in ((True, {"form": "naive"}), (False, {"backend": "triton", "parallel": Simulated(3)})):
+        leaves = {"v": v, "a": a, "b": b, "c": c}
+        leaves = {n: (x.double() if wide else x).clone().requires_grad_() for n, x in leaves.items()}
+        y = bank(**leaves, **how)
+        assert y.dtype == leaves["v"].dtype
+        found.append([y, *torch.autograd.grad(y.double().square().sum(), [*leaves.values()])])
+    for expected, got in zip(*found, strict=True):
+        assert (got.double() - expected).norm() <= 3e-3 * expected.norm()

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, named_axes, unrounded
+from dsf.call.bind import Bound, named_axes
 from dsf.call.cost import CONVOLUTION
+from dsf.call.digits import of_enough_digits, widened
 from dsf.call.plan import Plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.oracle import oracle_dtype
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
-from dsf.language.derived import derived
-from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
+from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.frame import Frame, Leaf
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, leaf_columns, leaf_size
@@ -259,15 +259,11 @@ def run_framed(
     """y [B, T, H, P] in the computing dtype and the final state with all its columns. wanted: whether that is."""
     frame = {"naive": spec.oracle, CONVOLUTION: spec.turning}.get(plan.form, spec.frame)
     assert frame is not None
-    asked = oracle_dtype.get() if plan.form == "naive" else torch.float64
-    if bound.compute != asked and (plan.form == "naive" or _sums_angles(spec, bound, plan)):
-        wide = replace(bound, tensors={name: x.to(asked) for name, x in bound.tensors.items()}, compute=asked)
-        y, final = run_framed(
-            spec, replace(wide, dtype=asked), bounds, None if state is None else state.to(asked), plan, wanted
-        )
+    wide = widened(bound, oracle_dtype.get()) if plan.form == "naive" else of_enough_digits(spec, bound, plan)
+    if wide.compute != bound.compute:
+        y, final = run_framed(spec, wide, bounds, None if state is None else state.to(wide.compute), plan, wanted)
         return y.to(bound.compute), final.to(bound.compute)
-    if plan.backend == "triton" and not plan.one_step and _learns(bound, frozenset().union(*_in_angles(spec))):
-        bound = unrounded(bound)
+    bound = wide
     places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
     framed = Framed(spec, frame, bound, places, state)
     framed.make()
@@ -283,36 +279,6 @@ def run_framed(
         layout = columns(spec.inner, bound.sizes.p)
         final = torch.nn.functional.pad(final[..., : layout.p + layout.den], (0, layout.gain))
     return y, framed.finish(final) if wanted else final
-
-
-def _sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
-    """True where torch has to find, in the gauge, the gradient of float32 Params that alone make an angle.
-
-    Such an angle turns every token. In the gauge its gradient adds up, with weights up to T, differences of what
-    queries and keys ask for, most of which cancel: float32 leaves 6e-8 T^1.5 of one such number.
-    """
-    if plan.form == CONVOLUTION or plan.backend != "torch" or bound.dtype != torch.float32 or bound.sizes.tokens == 1:
-        return False
-    timed = {i.name for i in spec.inputs if i.kind.time}
-    return _learns(bound, frozenset().union(*(names for names in _in_angles(spec) if not names & timed)))
-
-
-def _learns(bound: Bound, names: frozenset[str]) -> bool:
-    """True where a gradient of one of these inputs is wanted.
-
-    Of inputs of angles it is what is left where the gradients of turned keys and queries cancel: half precisions have
-    too few digits for it, wherever they round, so kernels are then given float32.
-    """
-    return torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in names)
-
-
-@derived
-def _in_angles(spec: Spec) -> tuple[frozenset[str], ...]:
-    """The inputs of every angle."""
-    frame = spec.frame
-    if frame is None or frame.angles is None:
-        return ()
-    return tuple(frozenset(i.attrs[0] for i in inputs_of(substitute(x, frame.words))) for x in frame.angles)
 
 
 def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dsf.call import backwards, guard, packing
 from dsf.call.attention import run_attention
-from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys, unrounded
+from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_in_graph
+from dsf.call.digits import of_enough_digits
 from dsf.call.frame import run_framed
 from dsf.call.launches import Planned
 from dsf.call.packing import Packing
@@ -130,8 +131,6 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | Packing | None, parallel: World, reverse: bool,
     ) -> Any:  # fmt: skip
-        if self.spec.why_alone is not None:
-            raise FormError(f"{self.name}: {self.spec.why_alone}; call it without parallel= on the whole sequence")
         if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
             allow()
             options = (return_state, form, backend, parallel.key, reverse)
@@ -208,12 +207,12 @@ class Recurrence:
                 check_cache(self.spec, state, rows, bound)
             return run_attention(self.spec, bound, bounds, state, plan)
         self._check_state(state, rows, bound)
-        if self.spec.has_still_keys and plan.backend == "triton" and not plan.one_step:
-            bound = unrounded(bound)
-        if self.spec.system.solve is not None:
-            return run_solved(self.spec, bound, bounds, state, plan, wanted)
         if self.spec.is_framed:
             return run_framed(self.spec, bound, bounds, state, plan, wanted)
+        if self.spec.has_still_keys:
+            bound = of_enough_digits(self.spec, bound, plan)
+        if self.spec.system.solve is not None:
+            return run_solved(self.spec, bound, bounds, state, plan, wanted)
         if bounds is None:
             return run(self.spec, bound, state, plan, wanted)
         return run_packed(self.spec, bound, bounds, state, plan)

@@ -324,8 +324,7 @@ def parallel(subject: Subject, form: str, example: Example) -> Measures:
     """A sequence cut over ranks equals the sequence run whole, and what earlier ranks hold matters to later ones."""
     from dsf.checking.shards import over_ranks
 
-    if subject.recurrence.spec.why_alone is None:
-        yield from over_ranks(subject, form, example)
+    yield from over_ranks(subject, form, example)
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,6 @@ class Spec:
         return not (self.made or self.is_attention) and needs_frame(self)
 
     @property
-    def why_alone(self) -> str | None:
-        """Why tokens are not spread over ranks, in words; None where they are."""
-        return None if self.system.solve is None else "a readout that is a solve is not spread over ranks yet"
-
-    @property
     def inner(self) -> Spec:
         """What the forms run: this, or its frame's plain system."""
         return self if self.frame is None else self.frame.spec

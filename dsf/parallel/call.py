@@ -20,6 +20,7 @@ from torch import Tensor
 from dsf.call import guard, packing
 from dsf.call.backwards import flipped, flipped_bounds, flipped_rows
 from dsf.call.bind import Bound, Sizes, bind, cached_heads, check_state
+from dsf.call.digits import of_enough_digits
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
@@ -167,7 +168,8 @@ def call(
         return _run_framed(recurrence, world, given, state, bounds, return_state, form, backend, reverse)
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
     compare_ranks(spec, world, given, state)
-    with no_autocast(next(iter(given.values()))):
+    first = next(given[i.name] for i in spec.inputs if i.kind.time)
+    with no_autocast(first):
         if spec.is_attention:
             from dsf.parallel.softmax import attend
 
@@ -175,6 +177,7 @@ def call(
             found = attend(recurrence, world, bound_of, state, bounds, form)
         else:
             found = _run(recurrence, world, shards, state, bounds, return_state, form, backend)
+            found = [(y.to(first.dtype), final) for y, final in found]
     ys, finals = [y for y, _ in found], [s for _, s in found]
     y = world.whole_of(ys) if isinstance(world, Simulated) else ys[0]
     y = y.flip(1) if reverse else y
@@ -212,6 +215,7 @@ def _run(
     bound_of = [_bind(recurrence, tensors, form, backend) for tensors in shards]
     for number, (bound, _) in zip(world.here, bound_of, strict=True):
         _check(spec, world, number, bound, packed)
+    bound_of = [(of_enough_digits(spec, bound, plan, spread=True), plan) for bound, plan in bound_of]
     summaries = [summary_of(recurrence, bound, form, backend) for bound, _ in bound_of]
     first = summaries[0]
     if state is not None:

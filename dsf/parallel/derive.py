@@ -35,9 +35,9 @@ def adjoint(spec: Spec) -> Recurrence | None:
     lambda_{t-1} = A_tᵀ (lambda_t + C_t dy_tᵀ), or A_tᵀ lambda_t + C_t dy_tᵀ where S_{t-1} is read: a declaration
     like any other, which every form and backend runs. Its last state is the gradient of the state that the tokens are
     entered with; its initial state that of the one they leave. None for normalised systems, whose quotient is not
-    linear in the state, and where turns mix pairs of entries.
+    linear in the state, for readouts that are solves, which are not either, and where turns mix pairs of entries.
     """
-    if spec.rule is not None or spec.mixes_pairs:
+    if spec.rule is not None or spec.mixes_pairs or spec.system.solve is not None:
         return None
     name = _free(spec)
     dy = Expr("input", (), (name, None), frozenset({VALUE}))
@@ -118,4 +118,5 @@ def frame_of(spec: Spec, n: int, p: int) -> Frame:
     if kind != "scale":
         rows = cols = 1
     signed = kind == "scale" and spec.log_decays is None
-    return Frame(n, layout.p + layout.den, layout.gain, kind, rows, cols, signed)
+    solved = n if spec.system.solve is not None else 0  # H, which decays as G does
+    return Frame(n, layout.p + layout.den + solved, layout.gain, kind, rows, cols, signed)

@@ -7,17 +7,20 @@ Then the plain system runs over ranks as any other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, check_state
+from dsf.call.digits import of_enough_digits
 from dsf.call.frame import Framed, Places, last_of, shifted
-from dsf.call.plan import CONVOLUTION
+from dsf.call.plan import CONVOLUTION, LONG, Plan, make_plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.language.annotations import Value
 from dsf.language.operator import I
+from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.parallel.halo import convolve
 from dsf.parallel.world import World
@@ -25,28 +28,36 @@ from dsf.torch.columns import state_columns
 
 
 def call(
-    of: Recurrence, world: World, bound: Bound, state: Tensor | None, bounds: list[int] | None,
+    of: Recurrence, world: World, given: Bound, state: Tensor | None, bounds: list[int] | None,
     return_state: bool, form: str, backend: str,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """y of this rank's tokens, and the final states of the global sequences where they are asked for.
 
-    bound: this rank's inputs, of a `Simulated` world all of them.
+    given: this rank's inputs, of a `Simulated` world all of them.
     """
     spec = of.spec
     frame = spec.turning if form == CONVOLUTION else spec.frame
     assert frame is not None
-    sizes = bound.sizes
+    sizes = given.sizes
     if state is not None:
         rows = sizes.batch if bounds is None else len(bounds) - 1
         expected = (rows, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
-        check_state(spec, state, expected, bound)
+        check_state(spec, state, expected, given)
+    bound = given if form == CONVOLUTION else of_enough_digits(spec, given, _plan(spec, given, form, backend), True)
+    state = None if state is None else state.to(bound.compute)
     framed = _Spread(world, None if bounds is None else torch.tensor(bounds), spec, frame, bound, None, state)
     framed.make()
     tensors = _of_one_dtype(framed.inner(), {i.name for i in frame.spec.inputs if i.kind.time}, sizes.heads)
     how: dict[str, Any] = {**tensors, "cu_seqlens": framed.cu_seqlens, "return_state": True}
     how |= {"initial_state": None if state is None else state[..., : framed.plain]}
     y, final = Recurrence(frame.spec)(**how, form=form, backend=backend, parallel=world)
-    return y.to(bound.dtype), framed.finish(final) if return_state else None
+    return y.to(given.dtype), framed.finish(final).to(given.compute) if return_state else None
+
+
+def _plan(spec: Spec, given: Bound, form: str, backend: str) -> Plan:
+    """Of the plain system, on every rank the same, however many tokens it has."""
+    sizes, grad = replace(given.sizes, tokens=LONG), any(x.requires_grad for x in given.tensors.values())
+    return make_plan(spec.inner, sizes, given.compute, form, backend, given.device, grad and torch.is_grad_enabled())
 
 
 def _of_one_dtype(inner: Bound, timed: set[str], heads: int) -> dict[str, Tensor]:

@@ -1,0 +1,67 @@
+"""The one rule for the dtype of a call where what it adds up cancels, of plain calls and of calls over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dsf.call.bind import Bound, unrounded
+from dsf.call.cost import CONVOLUTION
+from dsf.call.plan import Plan
+from dsf.language.derived import derived
+from dsf.language.expr import inputs_of, substitute
+from dsf.language.spec import Spec
+
+
+def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False) -> Bound:
+    """The call in the dtype that it takes; the same object where that is the inputs' own.
+
+    Float64 where torch has to find the gradient of float32 Params that alone make an angle; float32 on kernels, which
+    round what they multiply as matrices, where keys and queries are Params, or a gradient of an angle's inputs is
+    wanted. spread: of tokens over ranks, of which each may have few or none: then it does not depend on how many.
+    """
+    if _sums_angles(spec, bound, plan, spread):
+        return widened(bound, torch.float64)
+    kernels = spread or (plan.backend == "triton" and not plan.one_step)
+    if kernels and (spec.has_still_keys or _learns(bound, frozenset().union(*_in_angles(spec)))):
+        return unrounded(bound)
+    return bound
+
+
+def widened(bound: Bound, dtype: torch.dtype) -> Bound:
+    """The call in a wide dtype, inputs and states."""
+    tensors = {name: x.to(dtype) for name, x in bound.tensors.items()}
+    return replace(bound, tensors=tensors, dtype=dtype, compute=dtype)
+
+
+def _sums_angles(spec: Spec, bound: Bound, plan: Plan, spread: bool) -> bool:
+    """True where torch has to find, in the gauge, the gradient of float32 Params that alone make an angle.
+
+    Such an angle turns every token. In the gauge its gradient adds up, with weights up to T, differences of what
+    queries and keys ask for, most of which cancel: float32 leaves 6e-8 T^1.5 of one such number.
+    """
+    if plan.form == CONVOLUTION or plan.backend != "torch" or bound.dtype != torch.float32:
+        return False
+    if bound.sizes.tokens == 1 and not spread:
+        return False
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    return _learns(bound, frozenset().union(*(names for names in _in_angles(spec) if not names & timed)))
+
+
+def _learns(bound: Bound, names: frozenset[str]) -> bool:
+    """True where a gradient of one of these inputs is wanted.
+
+    Of inputs of angles it is what is left where the gradients of turned keys and queries cancel: half precisions have
+    too few digits for it, wherever they round, so kernels are then given float32.
+    """
+    return torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in names)
+
+
+@derived
+def _in_angles(spec: Spec) -> tuple[frozenset[str], ...]:
+    """The inputs of every angle that is a gauge."""
+    frame = spec.frame
+    if frame is None or frame.angles is None:
+        return ()
+    return tuple(frozenset(i.attrs[0] for i in inputs_of(substitute(x, frame.words))) for x in frame.angles)
