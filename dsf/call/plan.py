@@ -267,7 +267,7 @@ def _of_solve(
         plan, structure=spec.structure, kernel=kernel, state_shape=shape,
         state_bytes=math.prod(shape) * (8 if dtype == torch.float64 else 4),
         flops=plan.flops + sizes.batch * sizes.tokens * sizes.heads * products * sizes.n**2,
-        reason=f"{reason}; {plan.reason}" if form == "auto" else plan.reason,
+        reason=reason if form == "auto" else plan.reason,
     )  # fmt: skip
 
 
@@ -321,7 +321,8 @@ def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:
     if spec.mixes_pairs:
         return (
             "chunk",
-            "a decay that differs within a turned pair: no gauge, so the pairs' matrices are scanned",
+            "a decay that differs within a turned pair, or a B or C with a number an entry and channel: no gauge, "
+            "so the pairs' matrices are scanned",
         )
     if spec.is_elementwise:
         return (
