@@ -158,11 +158,9 @@ def _check_pairs(spec: Spec, keys: int, found: Mapping[str, tuple[int, str]]) ->
 
 
 def state_keys(spec: Spec, keys: int) -> int:
-    """Entries of the state's Key axis for Key inputs of `keys` entries. Raises InputError for pairs of an odd N."""
+    """Entries of the state's Key axis for Key inputs of `keys` entries."""
     if not spec.has_key:
         return 1
-    if spec.in_pairs and keys % 2:
-        raise InputError(f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {keys}")
     if spec.features is not None and spec.features.startswith("taylor"):
         order = int(spec.features.removeprefix("taylor"))
         return math.comb(keys + order, order)

@@ -12,7 +12,7 @@ import torch
 from dsf.call.bind import Sizes
 from dsf.call.cost import CONVOLUTION, cache_shape, flops, io_bytes
 from dsf.call.launches import Planned
-from dsf.language.errors import FormError
+from dsf.language.errors import FormError, InputError
 from dsf.language.invariant import invariant, is_invariant
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
@@ -134,6 +134,10 @@ def make_plan(
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
+    if spec.in_pairs and sizes.keys % 2:
+        raise InputError(
+            f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}"
+        )
     if form == CONVOLUTION or (form == "auto" and backend != "triton" and not transformed and _convolves(spec, sizes)):
         return _of_convolution(spec, sizes, dtype, form, backend)
     wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
