@@ -116,35 +116,67 @@ def extend(
 
 
 class _Room(NamedTuple):
-    """Memory behind a cache's k and v, with places to spare at the end."""
+    """Memory behind a cache's k and v, with places to spare at the end.
+
+    begin: where the cache's first place lies; even: whether every row is known to fill all its places.
+    """
 
     k: Tensor
     v: Tensor
+    begin: int = 0
+    even: bool = False
+
+    def continues(self, cache: KVCache, new: int) -> bool:
+        """Whether `new` tokens fit behind this cache, which may be written to outside of inference mode, too."""
+        end = self.begin + cache.k.shape[2]
+        v = self.v[:, :, self.begin : end]
+        stale = self.k.is_inference() and not torch.is_inference_mode_enabled()
+        return not stale and end + new <= self.k.shape[2] and v.data_ptr() == cache.v.data_ptr()
 
 
 # By the keys of the latest cache in it, and of none before: who extends an older one gets memory of its own.
 _ROOMS: MutableMapping[Tensor, _Room] = WeakTensorKeyDictionary()
 
 
-def append(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
-    """`extend` for as many new tokens of every row, without a bias, a turn or a window, and without gradients.
+def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> tuple[KVCache, Tensor, Tensor] | None:
+    """`extend` for as many new tokens of every row, without gradients: (that cache, without bias and angle, and k and v
+    of all S + T places that the new tokens may see, in their dtype, each row's new ones behind its own).
 
     Nothing is copied but the new tokens, and nothing waited for, while the cache is the latest in its memory and that
-    has room; else it moves to memory of twice its size. A cache stays what it is when it is appended to.
+    has room; else it moves to memory of twice its size. A window's cache moves on by the new tokens in that memory, and
+    W tokens later to another. A cache stays what it is when it is appended to. None where nothing is to be gained: for
+    more new tokens than a window has, and where some rows have filled their window and others have not.
     """
     held, new = cache.k.shape[2], k.shape[2]
-    room = _ROOMS.pop(cache.k, None)
-    stale = room is not None and room.k.is_inference() and not torch.is_inference_mode_enabled()
-    if room is None or stale or room.k.shape[2] < held + new or room.v.data_ptr() != cache.v.data_ptr():
-        places = max(LEAST_ROOM, 2 * (held + new))
+    room, total = _ROOMS.get(cache.k), held + k.shape[2]
+    even = room is not None and room.even
+    if window is not None and total > window and not even:
+        even = new <= window and bool((cache.lengths >= held).all())
+        if not even:
+            return None
+    if room is not None:
+        del _ROOMS[cache.k]
+    if room is None or not room.continues(cache, new):
+        places = max(LEAST_ROOM, 2 * total)
         room = _Room(*(x.new_zeros(*x.shape[:2], places, x.shape[3]) for x in (cache.k, cache.v)))
         room.k[:, :, :held], room.v[:, :, :held] = cache.k, cache.v
-    place = (cache.lengths[:, None] + torch.arange(new, device=k.device))[:, None, :, None]
-    for whole, fresh in zip(room, (k, v), strict=True):
-        whole.scatter_(2, place.expand(fresh.shape), fresh)
-    after = KVCache(room.k[:, :, : held + new], room.v[:, :, : held + new], cache.lengths + new)
-    _ROOMS[after.k] = room
-    return after
+    found = [x[:, :, room.begin : room.begin + total] for x in room[:2]]
+    for whole, fresh in zip(found, (k, v), strict=True):
+        write_behind(whole, fresh.to(whole.dtype), cache)
+    gone = 0 if window is None else max(total - window, 0)
+    after = KVCache(found[0][:, :, gone:], found[1][:, :, gone:], cache.lengths + new)
+    _ROOMS[after.k] = room._replace(begin=room.begin + gone, even=even)
+    if k.dtype != cache.k.dtype:  # the new tokens see themselves as they came
+        found = [write_behind(x.to(y.dtype), y, cache) for x, y in zip(found, (k, v), strict=True)]
+    return after, found[0], found[1]
+
+
+def write_behind(whole: Tensor, fresh: Tensor, cache: KVCache) -> Tensor:
+    """Write T new tokens of every row behind those that the cache holds. whole: [B, ·, S + T, ·], or without the last
+    axis as biases are; fresh: the same of T places."""
+    place = cache.lengths.clamp(max=cache.k.shape[2])[:, None] + torch.arange(fresh.shape[2], device=fresh.device)
+    place = place[:, None] if fresh.dim() == 3 else place[:, None, :, None]
+    return whole.scatter_(2, place.expand(fresh.shape), fresh)
 
 
 def visible(cache: KVCache | None, tokens: int, device: torch.device) -> Tensor | None:

@@ -99,6 +99,13 @@ def place_of(cache: KVCache | None, tokens: int, window: int | None, device: tor
     return torch.cat([old, new.expand(old.shape[0], -1)], dim=1)
 
 
+def place_behind(cache: KVCache, tokens: int) -> Tensor:
+    """`place_of` where each row's new tokens lie behind its own, not behind all of the cache's places: [B, S]."""
+    held = cache.lengths.clamp(max=cache.k.shape[2])[:, None]
+    index = torch.arange(cache.k.shape[2] + tokens, device=held.device)
+    return torch.where(index < held + tokens, index - held, AWAY)
+
+
 def weights(x: Scores, begin: int, end: int, keys: slice) -> tuple[Tensor, Tensor]:
     """w [B, H, ·, ·] of queries begin … end in scale e^{-m}, and m [B, H, ·]."""
     w, _, m = _weights(x, begin, end, keys)
@@ -109,8 +116,8 @@ def _weights(
     x: Scores, begin: int, end: int, keys: slice, m: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """w, its derivative in the scores where that is another number, and m."""
-    a, k = x.a[:, :, begin:end], spread_heads(x.k[:, :, keys], x.a.shape[1])
-    scores, bias, seen = a @ k.transpose(-1, -2), x.bias(begin, end, keys), x.seen(begin, end, keys)
+    scores = grouped_product(x.a[:, :, begin:end], x.k[:, :, keys].transpose(-1, -2))
+    bias, seen = x.bias(begin, end, keys), x.seen(begin, end, keys)
     if x.exponential:
         scores = (scores if bias is None else scores + bias).masked_fill(~seen, -float("inf"))
         if m is None:
@@ -126,11 +133,20 @@ def _weights(
     return scores * gain, gain, m
 
 
+def grouped_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, [B, H, T, ·] by [B, G, ·, ·], each of G serving H / G consecutive heads: b is not copied for them."""
+    heads, groups = a.shape[1], b.shape[1]
+    if heads == groups:
+        return a @ b
+    rows = a.reshape(a.shape[0], groups, heads // groups * a.shape[2], a.shape[3])
+    return (rows @ b).reshape(*a.shape[:3], b.shape[3])
+
+
 def dense(x: Scores) -> Read:
     """The kernel form: one matrix of weights."""
     tokens = x.a.shape[2]
     w, m = weights(x, 0, tokens, slice(0, x.k.shape[2]))
-    return Read(w @ spread_heads(x.v, x.a.shape[1]), w.sum(-1), m)
+    return Read(grouped_product(w, x.v), w.sum(-1), m)
 
 
 def stepwise(x: Scores) -> Read:
@@ -139,7 +155,7 @@ def stepwise(x: Scores) -> Read:
     for t in range(x.a.shape[2]):
         keys = x.span(t, t + 1)
         w, m = weights(x, t, t + 1, keys)
-        found.append((w @ spread_heads(x.v[:, :, keys], x.a.shape[1]), w.sum(-1), m))
+        found.append((grouped_product(w, x.v[:, :, keys]), w.sum(-1), m))
     num, total, m = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
     return Read(num, total, m)
 
@@ -159,7 +175,7 @@ class _Blocks(torch.autograd.Function):
             end = min(begin + size, tokens)
             keys = x.span(begin, end)
             w, m = weights(x, begin, end, keys)
-            found.append((w @ spread_heads(x.v[:, :, keys], x.a.shape[1]), w.sum(-1), m))
+            found.append((grouped_product(w, x.v[:, :, keys]), w.sum(-1), m))
         num, total, m = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
         ctx.options = (x.window, x.exponential, x.floor)
         ctx.save_for_backward(x.a, x.k, x.v, x.place, x.late, x.early, m, x.at)

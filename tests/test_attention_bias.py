@@ -1,10 +1,13 @@
 """Softmax with a transition, windows of any kind, sinks and turns: the laws, the papers' formulas, caches, refusals."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dsf
 from dsf import (
@@ -224,6 +227,118 @@ def test_ragged_caches_continue_each_row():
     for row, (start, end) in enumerate([(0, 2), (2, 12)]):
         both = {n: torch.cat([z[:, start:end], more[n][row : row + 1]], 1) if n in timed else z for n, z in x.items()}
         torch.testing.assert_close(y[row : row + 1], everything(**both)[:, -5:])
+
+
+def token_of(recurrence, x, t):
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    return {n: z[:, t : t + 1] if n in timed else z for n, z in x.items()}
+
+
+@each
+@torch.no_grad()
+def test_caches_that_were_kept_stay_what_they_are_and_branches_go_on_by_themselves(recurrence):
+    """Beams: every kept cache is gone on from by two futures, in turns, and both are the whole sequence's."""
+    trunk, futures = drawn(recurrence, 9), [drawn(recurrence, T) for T in (21, 22)]
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    _, cache = recurrence(**trunk, return_state=True)
+    kept, states, wholes = [], [cache, cache], [dict(trunk), dict(trunk)]
+    for t in range(20):
+        for beam in (0, 1):
+            now = {n: futures[beam][n][:, t : t + 1] if n in timed else z for n, z in trunk.items()}
+            kept.append((states[beam], [None if z is None else z.clone() for z in states[beam]]))
+            y, states[beam] = recurrence(**now, initial_state=states[beam], return_state=True)
+            wholes[beam] |= {n: torch.cat([wholes[beam][n], now[n]], 1) for n in timed}
+            torch.testing.assert_close(y, recurrence(**wholes[beam], form="kernel")[:, -1:])
+        if t == 11:  # both beams go on from the second one's
+            states[0], wholes[0] = states[1], dict(wholes[1])
+    for state, before in kept:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(state, before, strict=True))
+
+
+WIDE = 64
+
+
+@dsf.recurrence
+def wide_everything(q: Key, k: Key, v: Value, f: Scalar, t: Scalar, s: Param[Scalar]):
+    c, write = exp_features(q * N**-0.5), exp_features(k) * v
+    return System(A=sigmoid(f) * turn(t), B=write, C=c, normalize=with_sink(s), window=WIDE)
+
+
+@dsf.recurrence
+def wide_linear(q: Key, k: Key, v: Value):
+    return System(A=I, B=dsf.elu1(k) * v, C=dsf.elu1(q), normalize=ratio, window=WIDE)
+
+
+class Written(TorchDispatchMode):
+    """Bytes of memory that operators fill: what they return anew, and what they overwrite whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and (not func._schema.is_mutable or "copy_" in str(func)):
+            self.bytes += sum(x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("recurrence", [wide_everything, wide_linear, forgetting, rotary], ids=lambda r: r.name)
+@torch.no_grad()
+def test_a_decoded_token_copies_no_cache(recurrence):
+    """Over three windows of steps: memory changes once a window at most, and little of it is written."""
+    x = drawn(recurrence, 4 * WIDE, N=128, P=128, B=1)
+    start = {n: z[:, :WIDE] if z.dim() > 1 else z for n, z in x.items()}
+    y, cache = recurrence(**start, return_state=True)
+    places, found = [], [y]
+    for t in range(WIDE, 4 * WIDE):
+        with Written() as step:
+            y, cache = recurrence(**token_of(recurrence, x, t), initial_state=cache, return_state=True)
+        places.append((cache.k.untyped_storage().data_ptr(), cache.v.untyped_storage().data_ptr()))
+        found.append(y)
+        moved = len(places) > 1 and places[-1] != places[-2]
+        held = cache.k.nbytes + cache.v.nbytes
+        assert len(places) == 1 or moved or step.bytes < 0.3 * held, (t, step.bytes / held)
+    assert sum(a != b for a, b in pairwise(places)) <= 3
+    assert recurrence.spec.system.window is None or cache.k.shape[2] == WIDE
+    torch.testing.assert_close(torch.cat(found, 1), recurrence(**x))
+
+
+@torch.no_grad()
+def test_half_precision_and_chunks_of_tokens_are_written_in_place_too():
+    x = drawn(everything, 40, dtype=torch.bfloat16)
+    whole, whole_cache = everything(**x, return_state=True)
+    cache, found, t, moves, last = None, [], 0, 0, None
+    for size in (3, 1, 4, 1, 1, 2, 7, 1, 5, 1, 1, 1, 1, 1, 3, 3, 1, 1, 1, 1):
+        now = {n: z[:, t : t + size] if z.dim() > 1 else z for n, z in x.items()}
+        y, cache = everything(**now, initial_state=cache, return_state=True)
+        found.append(y)
+        t += size
+        place = cache.k.untyped_storage().data_ptr()
+        moves, last = moves + (place != last), place
+    assert t == 40 and moves <= 6
+    assert cache.k.dtype == torch.bfloat16 and cache.bias.dtype == torch.float32
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=2e-2, atol=2e-2)
+    assert torch.equal(cache.v, whole_cache.v)
+
+
+@torch.no_grad()
+def test_rows_of_unequal_lengths_fill_their_windows_one_by_one():
+    x, more = drawn(everything, 12, B=1), drawn(everything, 30)
+    timed = {i.name for i in everything.spec.inputs if i.kind.time}
+    more |= {"s": x["s"]}
+    for bounds in ([0, 1, 3, 3], [0, 2, 12], [0, 0, 4]):
+        part = {n: z[:, : bounds[-1]] if n in timed else z for n, z in x.items()}
+        rows = len(bounds) - 1
+        _, cache = everything(**part, cu_seqlens=torch.tensor(bounds), return_state=True)
+        found = []
+        for t in range(30):
+            now = {n: z[:1, t : t + 1].expand(rows, *z[:1, :1].shape[1:]) if n in timed else z for n, z in more.items()}
+            y, cache = everything(**now, initial_state=cache, return_state=True)
+            found.append(y)
+        for row, (a, b) in enumerate(pairwise(bounds)):
+            both = {n: torch.cat([z[:, a:b], more[n][:1]], 1) if n in timed else z for n, z in x.items()}
+            torch.testing.assert_close(torch.cat(found, 1)[row : row + 1], everything(**both)[:, -30:])
 
 
 def test_caches_of_others_are_refused():

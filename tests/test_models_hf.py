@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 import dsf.models.hf as hf  # noqa: E402
+from dsf.mixers import SoftmaxAttention  # noqa: E402
 from dsf.mixers.models.states import tensors_of  # noqa: E402
 
 MIXERS = [["gated_deltanet"], ["s6"], ["ssd", "softmax_attention"], ["rg_lru"]]
@@ -162,6 +163,22 @@ def test_a_static_cache_stays_where_it_is():
             last = model(ids[:, t : t + 1], past_key_values=cache).logits
         assert places == [x.data_ptr() for x in tensors_of(cache.layers[0].state)]
         assert torch.allclose(last[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-9)
+
+
+def test_a_static_cache_leaves_a_window_s_keys_in_their_memory():
+    model, ids = tiny(["softmax_attention"]), prompt(tokens=40)
+    for block in model.model.layers:
+        block.mixer = SoftmaxAttention(32, 2, window=6).eval().double()
+    for static in (False, True):
+        cache = hf.DsfCache(model.config, static=static)
+        with torch.no_grad():
+            model(ids[:, :9], past_key_values=cache)
+            places = set()
+            for t in range(9, 40):
+                last = model(ids[:, t : t + 1], past_key_values=cache).logits
+                assert torch.allclose(last[:, 0], model(ids[:, : t + 1]).logits[:, -1], rtol=0, atol=1e-9), t
+                places.add(cache.layers[0].state.recurrent.k.untyped_storage().data_ptr())
+        assert len(places) == 1 and cache.layers[0].state.recurrent.k.shape[2] == 6
 
 
 def test_other_caches_are_taken_empty_and_refused_full():

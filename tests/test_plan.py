@@ -152,3 +152,27 @@ def test_the_plan_says_why_a_cuda_call_stays_on_torch():
 def test_every_mixer_has_a_plan_for_a_gpu_that_is_not_there(sizes):
     for entry in mixers.ZOO:
         assert entry.recurrence.plan(device="cuda", **sizes).reason
+
+
+def test_reasons_and_refusals_name_what_the_declaration_has():
+    """Sums of corrections, Taylor features decoded, solves: why, in the words of the declaration."""
+    from dsf import I, Key, Scalar, System, Value, outer, taylor_features
+
+    @dsf.recurrence
+    def two(q: Key, k: Key, l: Key, v: Value, b: Scalar):
+        return System(A=I - b * outer(k, k) - b * outer(l, l), B=k * (b * v), C=q)
+
+    @dsf.recurrence
+    def based(q: Key, k: Key, v: Value):
+        return System(A=I, B=taylor_features(k, 2) * v, C=taylor_features(q, 2))
+
+    device = {"device": "cuda", "backend": "triton"}
+    message = (
+        r"two: .* A sums several corrections in one step, outer\(k, k\) and outer\(l, l\), .* dsf.compose of steps"
+    )
+    with pytest.raises(dsf.FormError, match=message):
+        two.plan(**device)
+    with pytest.raises(dsf.FormError, match="on torch only: no printed kernel evaluates Taylor features"):
+        based.plan(T=1, N=8, P=8, form="recurrent", **device)
+    assert two.plan().kernel == "WY chunks"
+    assert mixers.get("mesanet").recurrence.plan().reason == "all tokens' readouts are solved for at once"

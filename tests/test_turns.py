@@ -280,6 +280,25 @@ def test_the_block_is_one_function_of_its_tokens():
         mixers.Mamba3(32, d_state=16, headdim=16, rope_fraction=0.3)
 
 
+@dsf.recurrence
+def mimo(q1: Key, q2: Key, k1: Key, k2: Key, v: Value, w: Value, u: Value, a: Scalar, t: Pair):
+    write = k1 * (w * v) + k2 * v
+    return System(A=dsf.sigmoid(a) * turn(t), B=write, C=q1 * dsf.sigmoid(u) + q2 * dsf.tanh(w))
+
+
+def test_a_turn_read_in_several_ways_is_a_gauge():
+    """Several writes and gated reads under one scalar decay (MIMO): chunks of matrix products, not 2 x 2 blocks."""
+    plan = mimo.plan(T=200, N=8, P=8)
+    assert mimo.spec.structure == "turned scalar decay" and plan.kernel == "decay chunks"
+    report = dsf.check(mimo, laws=("forms", "split", "packed", "step"), examples=1, dtypes=("float64",))
+    assert report.ok, report
+
+
+def test_a_plan_of_sizes_refuses_odd_keys_under_a_turn():
+    with pytest.raises(dsf.InputError, match=r"mimo: places of the Key axis are taken in pairs, .* got N = 7"):
+        mimo.plan(N=7)
+
+
 def refused(function, message):
     with pytest.raises(TraceError, match=message) as error:
         dsf.recurrence(function)

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsf.call import packing
 from dsf.call.bind import Bound, angle_width, cache_layout, cached_heads, environment, key_width
 from dsf.call.plan import Plan
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
-from dsf.kernels.attention import KVCache, append, extend, fused, joined, spread_heads, visible
-from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_of
+from dsf.kernels.attention import KVCache, append, extend, fused, joined, spread_heads, visible, write_behind
+from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_behind, place_of
 from dsf.kernels.turns import turn_pairs, turned_and_rounded, whole_turns_left_out
 from dsf.language.attention import divides_by_one
 from dsf.language.errors import FormError
@@ -186,8 +187,6 @@ def _run(
     if form == "chunk" and bound.device.type == "cuda" and spec.is_plain_softmax and not spec.turns:
         a, k, v, scale = fused_operands(spec, bound, timed)
         return _fused(a, k, v, scale, cache, counts, bound.dtype)
-    if cache is not None:
-        cache = cache.to(bound.compute)
     x = operands(spec, bound, timed)
     s = summed(x, cache)
     if form == "chunk" and spec.is_plain_softmax:
@@ -195,7 +194,11 @@ def _run(
             a, k, v = (y.to(bound.dtype) for y in (s.a, s.k, x.v))
             return _fused(a, k, v, 1.0, cache, counts, bound.dtype, s)
         return _fused(s.a, s.k, x.v, 1.0, cache, counts, bound.dtype, s)
-    counts = _counts(counts, s.a)
+    if cache is not None and form != "naive" and counts is None and _may_append(cache, s.k, x.v):
+        found = append(cache, s.k, x.v, window)
+        if found is not None:
+            return _behind(spec, x, s, cache, found, form)
+    cache, counts = None if cache is None else cache.to(bound.compute), _counts(counts, s.a)
     if form == "naive":
         read = scores.definition(_definition(spec, x), cache)
     else:
@@ -249,6 +252,22 @@ def scores_of(spec: Spec, x: Operands, s: Summed, cache: KVCache | None) -> Scor
     return Scores(s.a, k, v, place, s.late, early, window, *scores_options(spec))
 
 
+def _behind(
+    spec: Spec, x: Operands, s: Summed, cache: KVCache, found: tuple[KVCache, Tensor, Tensor], form: str
+) -> tuple[Tensor, KVCache]:
+    """y and the final cache where new tokens were written behind the cache's: what `append` found."""
+    after, k, v = found
+    left, bias, angle = _ends(s, _counts(None, s.a))
+    early = s.early
+    if early is not None and cache.bias is not None and bias is not None and left is not None:
+        blank = (0, early.shape[2])
+        early = write_behind(pad(cache.bias.double(), blank), early, cache)
+        bias = write_behind(pad(cache.bias + left.unsqueeze(-1), blank), bias, cache)[:, :, -after.k.shape[2] :]
+    place = place_behind(cache, s.a.shape[2])
+    read = FORMS[form](Scores(s.a, k, v, place, s.late, early, spec.system.window, *scores_options(spec)))
+    return finish(spec, x, read), after._replace(bias=bias, angle=angle)
+
+
 def scores_options(spec: Spec) -> tuple[bool, float]:
     """Whether weights are exponentials of scores, and the least scale of a row."""
     return spec.is_softmax, FLOOR if divides_by_one(spec) else -float("inf")
@@ -279,7 +298,13 @@ def finish(spec: Spec, x: Operands, read: Read) -> Tensor:
 
 def _extended(cache: KVCache | None, s: Summed, v: Tensor, counts: Tensor, window: int | None) -> KVCache:
     """The cache after these tokens, biases seen from the last one."""
-    bias = left = angle = None
+    left, bias, angle = _ends(s, counts)
+    return extend(cache, s.k, v, counts, bias, left, angle, window)
+
+
+def _ends(s: Summed, counts: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Each row's sum of log decays [B, Hb], its tokens' biases seen from the last one, and the angle there."""
+    left = bias = angle = None
     last = (counts - 1).clamp(min=0)
     if s.late is not None and s.early is not None:
         left = s.late.gather(2, last[:, None, None].expand(-1, s.late.shape[1], 1)).squeeze(-1)
@@ -287,7 +312,7 @@ def _extended(cache: KVCache | None, s: Summed, v: Tensor, counts: Tensor, windo
     if s.angle is not None:
         index = last[:, None, None, None].expand(-1, s.angle.shape[1], 1, s.angle.shape[3])
         angle = whole_turns_left_out(s.angle.gather(2, index).squeeze(2), s.a.dtype)
-    return extend(cache, s.k, v, counts, bias, left, angle, window)
+    return left, bias, angle
 
 
 def _fused(
@@ -298,10 +323,11 @@ def _fused(
     even, counts = counts is None, _counts(counts, a)
     whole, seen = KVCache(k, v, counts), visible(cache, a.shape[2], a.device)
     if cache is not None and seen is not None:
-        kept, cache = cache, cache.to(k.dtype)
-        if even and (s is None or s.angle is None) and _may_append(kept, k, v):
-            whole = append(cache, k, v)
-            return fused(a, whole.k, whole.v, seen, scale).transpose(1, 2), whole.to(dtype)
+        found = append(cache, k, v) if even and _may_append(cache, k, v) else None
+        if found is not None:
+            angle = None if s is None else _ends(s, counts)[2]
+            return fused(a, found[1], found[2], seen, scale).transpose(1, 2), found[0]._replace(angle=angle)
+        cache = cache.to(k.dtype)
         whole = extend(cache, k, v, torch.full_like(counts, a.shape[2]))
         seen = seen[..., : whole.k.shape[2]]
     y = fused(a, whole.k, whole.v, seen, scale).transpose(1, 2)

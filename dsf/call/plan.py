@@ -12,7 +12,7 @@ import torch
 from dsf.call.bind import Sizes
 from dsf.call.cost import CONVOLUTION, cache_shape, flops, io_bytes
 from dsf.call.launches import Planned
-from dsf.language.errors import FormError
+from dsf.language.errors import FormError, InputError
 from dsf.language.invariant import invariant, is_invariant
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
@@ -134,6 +134,10 @@ def make_plan(
 
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
+    if spec.in_pairs and sizes.keys % 2:
+        raise InputError(
+            f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}"
+        )
     if form == CONVOLUTION or (form == "auto" and backend != "triton" and not transformed and _convolves(spec, sizes)):
         return _of_convolution(spec, sizes, dtype, form, backend)
     wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
@@ -267,7 +271,7 @@ def _of_solve(
         plan, structure=spec.structure, kernel=kernel, state_shape=shape,
         state_bytes=math.prod(shape) * (8 if dtype == torch.float64 else 4),
         flops=plan.flops + sizes.batch * sizes.tokens * sizes.heads * products * sizes.n**2,
-        reason=f"{reason}; {plan.reason}" if form == "auto" else plan.reason,
+        reason=reason if form == "auto" else plan.reason,
     )  # fmt: skip
 
 
@@ -321,7 +325,8 @@ def _choose(spec: Spec, sizes: Sizes) -> tuple[str, str]:
     if spec.mixes_pairs:
         return (
             "chunk",
-            "a decay that differs within a turned pair: no gauge, so the pairs' matrices are scanned",
+            "a decay that differs within a turned pair, or a B or C with a number an entry and channel: no gauge, "
+            "so the pairs' matrices are scanned",
         )
     if spec.is_elementwise:
         return (

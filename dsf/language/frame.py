@@ -328,7 +328,7 @@ class _Gauge:
             steps.append(System(A=a, B=self.injection(next(written), number) if number in ends else 0))
         system, last = spec.system, len(spec.rows) - 1
         assert system.C is not None
-        c = self.vector(system.C, last if system.read == "after" else -1)
+        c = self.readout(system.C, last if system.read == "after" else -1)
         return replace(
             steps[-1], C=c, D=system.D, read=system.read, normalize=system.normalize, gauge=system.gauge,
             drive=system.drive, earlier=tuple(steps[:-1]),
@@ -353,6 +353,17 @@ class _Gauge:
             key = self.vector(part, row)
             total = total - key if sign < 0 else total + key
         return total
+
+    def readout(self, c: Expr, row: int) -> Expr:
+        """C turned: as it stands, or, where it differs by channel, each of the products that it is a sum of."""
+        turned = dict(self.made.turned)
+        try:
+            return self.vector(c, row)
+        except NoGaugeError:
+            if len(summands(c)) == 1 or self.spec.system.normalize is not None:
+                raise
+            self.made.turned = turned
+            return self.injection(c, row)
 
     def vector(self, x: Expr, row: int) -> Expr:
         """A product with its Key factors turned, those left that are equal within a pair or have no Key axis."""

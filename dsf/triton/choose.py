@@ -45,7 +45,10 @@ def refusal(
     if device.type != "cuda" and not interpreted() and not (device.type == "meta" and _elsewhere.get()):
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if spec.mixes_pairs:
-        return "turns whose decay differs within a pair run on torch only"
+        return (
+            "turns beside a decay that differs within a pair, or beside a B or C with a number for each entry "
+            "and channel, run on torch only"
+        )
     if spec.is_attention:
         if form not in ("auto", "chunk"):
             return f"the {form} form of {spec.structure} runs on torch only"
@@ -54,7 +57,9 @@ def refusal(
         return None
     if form not in ("auto", *forms_of(spec)):
         token = ", but for one token without gradients" * (gpu_step.refusal(spec, sizes, dtype) is None)
-        return f"the {form} form of {spec.structure} runs on torch only{token}"
+        why = gpu_step.refusal(spec, sizes, dtype) if form == "recurrent" and sizes.tokens == 1 else None
+        why = "" if why is None else f": {why}"
+        return f"the {form} form of {spec.structure} runs on torch only{token}{why}"
     return gpu_scan.refusal(spec, sizes, dtype) if is_scan(spec) else room_of(spec).refusal(spec, sizes, dtype)
 
 

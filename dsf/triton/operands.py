@@ -166,7 +166,11 @@ def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
     if row.dense is not None or len(row.terms) > 1:
         raise Unfit("the matrix kernels take a B of one product, a Key times a Value expression")
     if len(row.normal.corrections) > 1:
-        raise Unfit("the matrix kernels take one correction a micro-step")
+        found = " and ".join(f"outer({c.left}, {c.right})" for c in row.normal.corrections)
+        raise Unfit(
+            f"A sums several corrections in one step, {found}, and the matrix kernels take one a micro-step; "
+            "dsf.compose of steps with one each is another recurrence, which they take"
+        )
     scale, key, source, value = UNIT, UNIT, ZERO, UNIT
     if row.terms:
         scale, key = split_scale(row.terms[0].key)

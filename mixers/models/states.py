@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dsf import Packing
+from dsf import KVCache, Packing
 from dsf.language.errors import InputError
 
 
@@ -59,7 +59,8 @@ def sequences_of(cu_seqlens: Tensor | Packing) -> int:
 class Kept:
     """A mixer's state between calls, whatever it is made of, and the tokens that it has seen.
 
-    static: later states are copied into the memory of the first, so that a captured graph finds them there.
+    static: later states are copied into the memory of the first, so that a captured graph finds them there; keys and
+    values of attention are not, which are in no graph and move on in their own memory (`dsf.KVCache`).
     """
 
     def __init__(self, static: bool = False) -> None:
@@ -70,16 +71,25 @@ class Kept:
     def store(self, state: Any, tokens: int) -> None:
         """Keep the state after `tokens` more tokens."""
         self.seen += tokens
-        if self.static and self.state is not None and same_shapes(self.state, state):
-            for kept, new in zip(tensors_of(self.state), tensors_of(state), strict=True):
-                kept.copy_(new)
-        else:
-            self.state = state
+        held = self.state
+        self.state = put(held, state) if self.static and held is not None and same_shapes(held, state) else state
         self.is_initialized = True
 
     def each(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to every tensor of the state."""
         self.state = mapped(self.state, function)
+
+
+def put(held: Any, state: Any) -> Any:
+    """A state in the memory of an earlier one of the same shapes, caches of attention where they are."""
+
+    def place(old: Any, new: Any) -> Any:
+        return old.copy_(new) if isinstance(new, Tensor) else new
+
+    def is_cache(x: Any) -> bool:
+        return isinstance(x, KVCache)
+
+    return pytree.tree_map(place, held, state, is_leaf=is_cache)
 
 
 def tensors_of(state: Any) -> list[Tensor]:
