@@ -204,7 +204,7 @@ class Mixer(Owner):
         Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
         if attention_mask is not None:
-            self._check_mask(attention_mask, cu_seqlens)
+            check_mask(type(self).__name__, attention_mask, cu_seqlens)
         world = self.parallel if parallel is None else parallel
         if reverse:
             return self._backwards(x, state, cu_seqlens, use_cache, world, tokens)
@@ -305,22 +305,22 @@ class Mixer(Owner):
 
         return convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
 
-    def _check_mask(self, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
-        """Raise InputError unless the mask says that every token counts."""
-        name = type(self).__name__
-        if cu_seqlens is not None:
-            raise InputError(f"{name}: attention_mask and cu_seqlens are both given; cu_seqlens alone says it all")
-        if mask.dim() != 2:
-            raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, expected [B, T] of ones")
-        if torch.compiler.is_compiling():
-            torch._assert_async(mask.all(), f"{name}: attention_mask has padding; pack the tokens, give cu_seqlens")
-        elif not bool(mask.all()):
-            padded = int((mask == 0).sum())
-            raise InputError(
-                f"{name}: attention_mask has {padded} padded tokens, and a recurrence would take them into its state. "
-                "Leave them out: x[mask.bool()].unsqueeze(0) packs the rest of all sequences into one row, and "
-                "cu_seqlens=[0, and the running sum of mask.sum(1)] says where each begins and ends"
-            )
+
+def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
+    """Raise InputError, in the words of the layer of that name, unless the mask says that every token counts."""
+    if cu_seqlens is not None:
+        raise InputError(f"{name}: attention_mask and cu_seqlens are both given; cu_seqlens alone says it all")
+    if mask.dim() != 2:
+        raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, expected [B, T] of ones")
+    if torch.compiler.is_compiling():
+        torch._assert_async(mask.all(), f"{name}: attention_mask has padding; pack the tokens, give cu_seqlens")
+    elif not bool(mask.all()):
+        padded = int((mask == 0).sum())
+        raise InputError(
+            f"{name}: attention_mask has {padded} padded tokens, and a recurrence would take them into its state. "
+            "Leave them out: x[mask.bool()].unsqueeze(0) packs the rest of all sequences into one row, and "
+            "cu_seqlens=[0, and the running sum of mask.sum(1)] says where each begins and ends"
+        )
 
 
 def shard_rates(model: nn.Module, **options: Any) -> list[nn.Module]:

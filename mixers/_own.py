@@ -45,6 +45,12 @@ class Owner(nn.Module):
         for name in self.starts:
             self._fill(name)
 
+    def fill_constants(self) -> None:
+        """Give this module's constants their values, which no checkpoint holds."""
+        for name, kind in self.kinds.items():
+            if kind == "constant":
+                self._fill(name)
+
     def no_weight_decay(self) -> set[str]:
         """Names of the own parameters that weight decay must leave alone (timm and torch users read this)."""
         return {name for name, kind in self.kinds.items() if kind in ("vector", "rate")}
@@ -61,7 +67,9 @@ class Owner(nn.Module):
             tensor._no_reinit = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As torch's, but rates do not become shorter than float32, and the marks survive where it makes new ones."""
+        """As torch's, but rates do not become shorter than float32, the marks survive where it makes new ones, and
+        constants of the meta device get their values with their memory (`to_empty`)."""
+        unmade = any(kind == "constant" and getattr(self, name).is_meta for name, kind in self.kinds.items())
         kept = [getattr(self, name) for name, kind in self.kinds.items() if kind in ("rate", "constant")]
         ids = {id(tensor) for rate in kept for tensor in (rate, rate.grad) if tensor is not None}
 
@@ -72,6 +80,8 @@ class Owner(nn.Module):
             return found
 
         super()._apply(wide if ids else fn, recurse)
+        if unmade:
+            self.fill_constants()
         for name in self.starts:
             self._mark(name)
         return self

@@ -10,7 +10,7 @@ from dsf import Packing
 from dsf.call.backwards import flipped_packing
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
-from dsf.mixers._module import Mixer, Span
+from dsf.mixers._module import Mixer, Span, check_mask
 from dsf.mixers._own import Owner
 
 if TYPE_CHECKING:
@@ -44,12 +44,23 @@ class BothWays(Owner):
         state: None = None,
         cu_seqlens: Tensor | Packing | None = None,
         *,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = False,
         parallel: World | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, None]:
-        """x: [B, T, d_model]; cu_seqlens, parallel as `Mixer.forward` takes them. Returns (y [B, T, d_model], None).
+        """x: [B, T, d_model]; cu_seqlens, attention_mask, parallel as `Mixer.forward` takes them. use_cache is not
+        looked at: there is no state. Returns (y [B, T, d_model], None).
 
-        Raises InputError for a state.
+        Raises InputError for a state, a mask with padding, and reverse=True.
         """
+        if attention_mask is not None:
+            check_mask(type(self).__name__, attention_mask, cu_seqlens)
+        if reverse:
+            raise InputError(
+                f"{type(self).__name__}: it reads its sequences in both directions, so reverse=True would only "
+                "exchange the two; leave it out, or flip x and y yourself"
+            )
         if state is not None:
             raise InputError(
                 f"{type(self).__name__}: it reads its sequences in both directions, so none goes on from a state; give "

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from dsf import Packing, long_convolution
+from dsf.call.backwards import flipped_packing
 from dsf.call.packing import tensor_of
 from dsf.language.errors import FormError, InputError
 from dsf.mixers._conv import ShortConv
+from dsf.mixers._module import check_mask
 from dsf.mixers._own import Owner, normal
 
 if TYPE_CHECKING:
-    from dsf.parallel import Cuts
+    from dsf.parallel import Cuts, World
 
 DECAYS = (0.3, 1.5)  # share of the length after which a channel's window has fallen to FLOOR: from fast to slow
 FLOOR = 1e-2
@@ -105,14 +107,31 @@ class Hyena(Owner):
         to.summed(self.out_proj)
 
     def forward(
-        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Packing | None = None, **_: Any
+        self,
+        x: Tensor,
+        state: Any = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = False,
+        parallel: World | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, None]:
         """x: [B, T, d_model] -> (y, None). cu_seqlens: boundaries of sequences packed along T, B = 1.
 
-        Raises FormError for a state, InputError for sequences longer than l_max.
+        attention_mask: [B, T] of ones. reverse: from every sequence's last token to its first. use_cache is not looked
+        at: there is no state. Raises FormError for a state, InputError for sequences longer than l_max, a mask with
+        padding, and parallel=: filters reach over all tokens, which no rank has.
         """
         if state is not None:
             self._refuse("continues no state")
+        if attention_mask is not None:
+            check_mask("Hyena", attention_mask, cu_seqlens)
+        if parallel is not None:
+            raise InputError("Hyena: its filters reach over all tokens, so ranks cannot share a sequence (parallel=)")
+        if reverse:
+            bounds = None if cu_seqlens is None else flipped_packing("Hyena", cu_seqlens, x.shape[1])
+            return self(x.flip(1), None, bounds)[0].flip(1), None
         tokens = x.shape[1]
         if tokens > self.filter.l_max and cu_seqlens is None:
             raise InputError(f"Hyena: {tokens} tokens, but its filters are laid out on l_max = {self.filter.l_max}")

@@ -147,8 +147,11 @@ class RWKV7(TimeMix):
             v = v + (v_first - v) * (self.v0 + self.toward_last("x_v", x, change) @ self.v1 @ self.v2).sigmoid()
         kappa = F.normalize(self._heads(k * self.k_k), dim=-1)
         rate = (a + self.a0.to(a.dtype)).sigmoid().flatten(2)
-        k = self._heads(k * (1 + (rate - 1) * self.k_a))
-        inputs = {"r": self._heads(r), "w": self._heads(w), "k": k, "v": self._heads(v), "kappa": kappa, "a": a}
+        k = k * (1 + (rate - 1) * self.k_a)
+        # under autocast the maps gave a shorter type, and what was multiplied by parameters since is float32
+        k, v, kappa = (part.to(r.dtype) for part in (k, v, kappa))
+        inputs = {"r": self._heads(r), "w": self._heads(w), "k": self._heads(k), "v": self._heads(v)}
+        inputs |= {"kappa": kappa, "a": a}
         if self.gated:
             inputs["gate"] = (self.toward_last("x_g", x, change) @ self.g1).sigmoid() @ self.g2
         return {**inputs, "w0": self.w0, "a0": self.a0}

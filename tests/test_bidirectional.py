@@ -118,6 +118,13 @@ def test_what_they_refuse():
         layer.step(x[:, 0])
     with pytest.raises(dsf.InputError, match=r"VisionMamba: .* none goes on from a state"):
         made("VisionMamba")(x, state=object())
+    for name in ("Hydra", "VisionLSTM"):
+        with pytest.raises(dsf.InputError, match=f"{name}: .* reverse=True would only exchange"):
+            made(name)(x, reverse=True)
+        with pytest.raises(dsf.InputError, match=f"{name}: attention_mask has 1 padded tokens"):
+            made(name)(x, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    ones = torch.ones(1, 4)
+    assert torch.equal(layer(x, attention_mask=ones, use_cache=True)[0], layer(x)[0])
     with pytest.raises(dsf.InputError, match="Hydra: its convolution looks ahead"):
         attach(layer, Simulated(2))(x)
     with pytest.raises(dsf.InputError, match="d_conv must be odd, got 4"):

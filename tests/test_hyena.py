@@ -95,8 +95,21 @@ def test_hyena_layer(order):
     torch.testing.assert_close(packed[0], torch.cat([expected[:6], expected[:3]]), **CLOSE)
 
 
+def test_hyena_runs_from_the_last_token_to_the_first():
+    m, x = mixers.Hyena(4, l_max=16, width=8), torch.randn(1, 9, 4)
+    torch.testing.assert_close(m(x, reverse=True)[0], m(x.flip(1))[0].flip(1), **CLOSE)
+    y, _ = m(x, cu_seqlens=torch.tensor([0, 4, 4, 9]), reverse=True, attention_mask=None, use_cache=True)
+    torch.testing.assert_close(y, torch.cat([m(part, reverse=True)[0] for part in (x[:, :4], x[:, 4:])], 1), **CLOSE)
+
+
 def test_hyena_refuses_steps_states_and_longer_sequences():
     m = mixers.Hyena(4, l_max=8, width=8)
+    with pytest.raises(InputError, match="Hyena: attention_mask has 1 padded tokens"):
+        m(torch.randn(1, 3, 4), attention_mask=torch.tensor([[0, 1, 1]]))
+    with pytest.raises(InputError, match="ranks cannot share a sequence"):
+        m(torch.randn(1, 3, 4), parallel=dsf.parallel.Simulated(2))
+    with pytest.raises(TypeError, match="nonsense"):
+        m(torch.randn(1, 3, 4), nonsense=1)
     with pytest.raises(FormError, match="Hyena has no step: its filters have a number of their own for every lag"):
         m.step(torch.randn(1, 4))
     with pytest.raises(FormError, match="Hyena continues no state"):

@@ -170,6 +170,27 @@ def test_rates_reach_the_recurrence_in_float32_under_autocast():
     assert y.isfinite().all()
 
 
+@ENTRIES
+def test_layers_train_under_autocast_near_float32(entry):
+    layer, x = build(entry), torch.randn(2, 9, 32)
+    for p in layer.parameters():
+        p.data.add_(0.05 * torch.randn_like(p))  # some maps begin at zero
+    plain, _ = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+        stepped, _ = layer.step(x[:, 0], state)
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    assert stepped.isfinite().all()
+    assert (y.float() - plain).norm() < 0.05 * plain.norm()
+
+
+def test_rwkv7_takes_the_first_layers_values_under_autocast():
+    layer, x = mixers.RWKV7(32, value_residual=True), torch.randn(2, 9, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x, v_first=torch.randn(2, 9, 32))[0].isfinite().all()
+
+
 def test_parameter_groups_spare_rates_biases_and_norms():
     model = nn.Sequential(mixers.S6(16), nn.LayerNorm(16), mixers.RWKV7(16))
     decayed, spared = parameter_groups(model, 0.1)

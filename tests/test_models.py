@@ -335,6 +335,35 @@ def test_named_sizes_have_their_parameters(size, low, high):
         assert (model.config.n_layers, model.config.d_model) == (24, 1024)
 
 
+@pytest.mark.parametrize("mixers", [["gated_deltanet", "softmax_attention"], ["s6", "rwkv7"], ["lru", "mlstm"]])
+def test_a_model_made_without_memory_starts_whole(mixers):
+    with torch.device("meta"):
+        model = CausalLM(tiny(mixers))
+    model.to_empty(device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for tensor in model.parameters():
+        tensor.data.fill_(1e30)
+    torch.manual_seed(1)
+    model.reset_parameters()
+    fresh = dict(CausalLM(tiny(mixers)).named_parameters())
+    for name, p in model.named_parameters():
+        assert float(p.detach().abs().max()) <= 2 * float(fresh[name].detach().abs().max()) + 1, name
+    assert model(ids_of()).logits.isfinite().all()
+    torch.manual_seed(1)
+    once = [p.detach().clone() for p in model.parameters()]
+    model.reset_parameters()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), once, strict=True))
+
+
+def test_weights_that_are_read_after_to_empty_find_their_constants_there():
+    source = CausalLM(tiny(["retnet", "lru"]))
+    with torch.device("meta"):
+        model = CausalLM(tiny(["retnet", "lru"]))
+    model.to_empty(device="cpu").load_state_dict(source.state_dict())
+    ids = ids_of()
+    assert torch.equal(model(ids).logits, source(ids).logits)
+
+
 def test_tied_embeddings_are_one_parameter_and_untied_ones_two():
     tied, apart = CausalLM(tiny(["mingru"])), CausalLM(tiny(["mingru"], tie_embeddings=False))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight

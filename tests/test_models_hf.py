@@ -221,6 +221,19 @@ def test_saved_and_loaded_it_is_the_same_model(mixers, tmp_path):
     assert rough(ids).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("mixer", ["retnet", "lru", "s5", "alibi"])
+def test_constants_that_are_not_saved_are_there_after_loading(mixer, tmp_path):
+    """transformers gives buffers outside the checkpoint new memory, which holds anything."""
+    model, ids = tiny([mixer], rope_base=None).float(), prompt()
+    constants = dict(model.named_buffers())
+    assert constants
+    model.save_pretrained(tmp_path)
+    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        for name, buffer in loaded.named_buffers():
+            assert torch.equal(buffer, constants[name if name in constants else f"model.{name}"]), name
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
 def test_torch_only_and_hugging_face_models_are_one():
     model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt()
     plain = model.to_torch()
@@ -261,8 +274,13 @@ def test_weights_that_are_missing_are_drawn_and_those_loaded_stay(tmp_path):
 
     weights = load_file(tmp_path / "model.safetensors")
     gone = {"model.layers.0.mixer.D", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mixer.A_log"}
+    gone |= {"model.layers.0.mixer.in_proj.weight", "model.layers.1.mixer.dt_proj.bias"}
     save_file({k: v for k, v in weights.items() if k not in gone}, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = hf.DsfForCausalLM.from_pretrained(tmp_path)
+    inside = dict(loaded.model.layers[0].mixer.named_parameters())["in_proj.weight"].detach()
+    assert 0.05 < float(inside.std()) < 0.2 and float(inside.abs().max()) <= 32**-0.5  # as torch draws a linear map
+    step = torch.nn.functional.softplus(loaded.model.layers[1].mixer.dt_proj.bias)
+    assert float(step.min()) > 0.9e-4 and float(step.max()) < 0.11
     for name, p in loaded.named_parameters():
         assert p.isfinite().all(), name
         if name not in gone:

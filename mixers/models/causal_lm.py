@@ -152,20 +152,31 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.reset_parameters()
+        self._start(Mixer.reset_parameters)  # what is inside mixers was drawn when it was made
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Start anew: embeddings and MLPs normal, projections into the residual stream smaller with depth, mixers as
         their papers say. Also after `to_empty` on a model of the meta device."""
+        self._start(reset_mixer)
+
+    @torch.no_grad()
+    def _start(self, reset: Callable[[Mixer], None]) -> None:
         for weight in (self.model.embed_tokens.weight, self.lm_head.weight):
             nn.init.normal_(weight, std=self.config.init_std)
         for block in self.model._blocks():
-            reset_mixer(block.mixer)
+            reset(block.mixer)
             reset_mlp(block.mlp, self.config)
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As torch's, but a head that is the embedding stays it where both get other memory (`to_empty`)."""
+        tied = self.lm_head.weight is self.model.embed_tokens.weight
+        super()._apply(fn, recurse)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        return self
 
     def forward(
         self,
@@ -272,10 +283,11 @@ def refuse_shared(model: Any) -> None:
 
 
 def reset_mixer(mixer: nn.Module) -> None:
-    """The start that the mixer's paper gives it."""
-    reset = getattr(mixer, "reset_parameters", None)
-    if reset is not None:
-        reset()
+    """The start that the mixer's paper gives it and all that is inside it."""
+    for module in mixer.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 def reset_mlp(mlp: SwiGLU, config: ModelConfig) -> None:

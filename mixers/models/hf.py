@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
+from dsf.mixers._own import Owner
 from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mixer, reset_mlp, targets_of
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer
@@ -105,13 +106,17 @@ class DsfPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     # decay rates and their kin: rounded to bfloat16, memories of thousands of tokens all become one length
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]
+    _built = False  # afterwards, what is inside a mixer may be memory that nobody has written
+
+    def post_init(self) -> None:
+        """As transformers': the last line of constructors."""
+        super().post_init()
+        self._built = True
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Every module that is not initialised yet. (transformers' own passes by modules that hold no weight
         themselves, and such a module here starts those inside it.)"""
-        if getattr(self, "_is_hf_initialized", False):
-            return
         for module in self.modules():
             if not getattr(module, "_is_hf_initialized", False):
                 self._init_weights(module)
@@ -119,10 +124,12 @@ class DsfPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """A mixer starts as its paper says; what is inside one is left to it. Weights that were loaded stay."""
+        """A mixer starts as its paper says, with all that is inside it. Weights that were loaded stay."""
         config = self.config.model_config
+        if isinstance(module, Owner):
+            module.fill_constants()  # transformers gives buffers that are not saved new memory, and no values
         if isinstance(module, Mixer):
-            but_loaded(module, reset_mixer)
+            but_loaded(module, reset_mixer if self._built else Mixer.reset_parameters)
         elif isinstance(module, SwiGLU):
             but_loaded(module, lambda m: reset_mlp(m, config))
         elif isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
