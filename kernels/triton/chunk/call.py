@@ -1,4 +1,4 @@
-"""One call of the matrix families: what is printed before and after the chunk kernels, on its tensors by name."""
+"""One call of the matrix families: runs the printed kernels before and after the chunk kernels on tensors by name."""
 
 from __future__ import annotations
 

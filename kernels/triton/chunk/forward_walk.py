@@ -1,4 +1,5 @@
-"""The walk forwards: y, a delta rule's entries, chunks' first states, last states (dsf.kernels.triton.chunk.walk)."""
+"""The forward walk: writes y, a delta rule's v_new, chunks' first states and last states (see
+dsf.kernels.triton.chunk.walk)."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ NOWHERE = tl.constexpr(-(1 << 31))
 
 
 class Outputs(NamedTuple):
-    """What the walk writes, None where it does not: y [B, T, H, P], and more digits of it; of the walked chunks entries
-    [B, H, limit - base, L, P] (KEYWISE: [B, T, H, P]) and first states [B, H, limit - base, N, P]; last states (of
-    packed sequences each segment's); passed: SUMMARY."""
+    """Outputs of the forward walk; None: not written. y [B, T, H, P], and more digits of y. For the walked chunks,
+    entries (v_new) [B, H, limit - base, L, P] (KEYWISE: [B, T, H, P]) and first states [B, H, limit - base, N, P].
+    Last states (with packed sequences one for each segment). passed: as in SUMMARY."""
 
     y: Any
     more: Any
@@ -76,9 +77,9 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ForwardWalk(Walk):
-    """FINISH: the printed function that makes y of what is read and of what LOADS finds with pointers and strides.
+    """FINISH: the printed function that computes y from the readout and from what LOADS loads by pointers and strides.
 
-    LATE: a chunk's y is stored when the next one begins, while its rows are on their way.
+    LATE: a chunk's y is stored when the next chunk begins, while the rows of that chunk are being loaded.
     """
 
     LOADS: Any

@@ -1,6 +1,6 @@
 """Gradients of one chunk from its first state S and the gradient G of its last one; all chunks in parallel.
 
-With e the entries written (e = s v without the delta rule), and f = dL/de (EQUATIONS: f_t = G_tᵀ k_t):
+With e the new values (v_new; e = s v without the delta rule) and f = dL/de (EQUATIONS: f_t = G_tᵀ k_t):
     dq_i = c_i (prefix_i S dy_i + Σ_{j ≤ i} M_ij (dy_i·e_j) k_j)
     z_t  = G_t x_t, x = e (delta) or v
          = suffix_t G x_t + Σ_{i ≥ t} c_i M_it (dy_i·x_t) q_i - Σ_{i > t} b_i M_it (f_i·x_t) k_i

@@ -1,4 +1,5 @@
-"""What the gradients of a chunk take, give and share (dsf.kernels.triton.chunk.gradient has the notation)."""
+"""Structs and helpers that the gradient kernels of a chunk share (dsf.kernels.triton.chunk.gradient has the
+notation)."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from dsf.kernels.triton.chunk.tiles import (
 
 
 class Known(NamedTuple):
-    """What is known of chunks: the prepared scalars; states [B, H, held, N, P] and entries [B, H, held, L, P] of chunks
-    from `since` on, adjoints [B, H, count, N, P] and adjoint_entries [B, H, count, L, P] of chunks from `base` on."""
+    """What earlier kernels computed of chunks: the prepared scalars; states [B, H, held, N, P] and entries (v_new)
+    [B, H, held, L, P] of chunks from `since` on, adjoints [B, H, count, N, P] and adjoint_entries
+    [B, H, count, L, P] of chunks from `base` on."""
 
     scalars: Any
     entries: Any
@@ -31,8 +33,9 @@ class Known(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens from `shift` on, and the scalars' [slices, B, T,
-    H], None where they are not wanted, to be summed over the slices; with two ROLES dg is [2 · slices, ...]."""
+    """Where gradients are stored; None: not wanted. dv [B, T, H, P]; dq, dk [slices, B, kept, H, N] of `kept` tokens
+    from `shift` on, and those of the scalars [slices, B, T, H], all to be summed over the slices; with two ROLES dg
+    is [2 · slices, ...]."""
 
     dq: Any
     dk: Any
@@ -45,8 +48,8 @@ class Gradients(NamedTuple):
 
 
 class NormalGradients(NamedTuple):
-    """Of the normaliser: what drives it and the gradient of what is read of it [B, H, T], its states and their
-    gradients between chunks; where the gradient of what drives it goes."""
+    """Of the normaliser: its input, the gradient of its readout [B, H, T], its states and their gradients between
+    chunks, and where the gradient of its input is stored."""
 
     ones: Any = None
     slopes: Any = None
@@ -56,8 +59,8 @@ class NormalGradients(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """A chunk of the normaliser: what drives it and the gradient of what is read of it [L], its first state and the
-    gradient of its last one [N]; both gradients are 0 but for the first slice of P."""
+    """The normaliser in one chunk: its input and the gradient of its readout [L], its first state and the gradient
+    of its last state [N]. Both gradients are 0 except in the first slice of P."""
 
     drive: Any
     slope: Any
@@ -66,8 +69,8 @@ class Beside(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A program's chunk: its first token, its sequence's end, numbers [B, T, H] of its sequence's first row and (part)
-    of that one's gradients; its rows, keys and channels."""
+    """A program's chunk: its first token; the end of its sequence; the index in [B, T, H] of its sequence's first
+    row, and (part) the index of the gradient of that row; its rows, keys and channels."""
 
     begin: Any
     end: Any
@@ -88,7 +91,7 @@ class Place(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """q, k, dy and what is written, in terms, of a chunk's rows."""
+    """q, k, dy and the written values of a chunk's rows, each as a sum of terms."""
 
     q: Any
     k: Any
@@ -98,13 +101,16 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Gradient(Chunked):
-    """BP channels a program. TERMS: bfloat16 terms of e, ADJOINT_TERMS: of f; where these are fewer, the reverse walk
-    made dv and ds, of f before it was rounded. PAIR_TERMS: of the products between rows as they meet the next ones.
+    """Each program handles BP channels. TERMS and ADJOINT_TERMS: the number of bfloat16 terms of e and of f. Where
+    ADJOINT_TERMS is the smaller one, the reverse walk has computed dv and ds, from f before it was rounded. PAIR_TERMS:
+    terms of the products between rows, where they enter the next products.
 
-    With two ROLES a chunk has two programs, one for what reads give and one for what writes give: neighbours, so that
-    the second finds its operands in the cache; in one program they would not fit in registers.
-    NORMAL: 0 none, 1 driven by 1, 2 by what `ones` holds. SKIP: the printed adjoint of what y has beside what is read,
-    given what LOADS finds: its part of dv, and that of an input without time, d_skip [slices, B, chunks, H].
+    With two ROLES a chunk has two programs, one for the gradients that come from reads and one for those that come from
+    writes. They are neighbours, so that the second finds its operands in the cache; the operands of both would not fit
+    in the registers of one program.
+    NORMAL: 0: no normaliser, 1: its input is 1, 2: its input is `ones`. SKIP: the printed adjoint of the terms that y
+    has in addition to the readout, from what LOADS loads: their part of dv, and the gradient d_skip
+    [slices, B, chunks, H] of an input without a time axis.
     """
 
     BP: int

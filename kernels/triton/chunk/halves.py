@@ -1,6 +1,6 @@
 """Rows kept in float16: three digits more than bfloat16, times powers of two so that their size is of no account.
 
-The power of two that a row is to be multiplied with lies in an array of its own, which other dtypes do not have.
+The power of two by which a row must be multiplied is in an array of its own, which other dtypes do not have.
 """
 
 from __future__ import annotations

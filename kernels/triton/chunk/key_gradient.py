@@ -1,16 +1,16 @@
 """Gradients of one chunk whose decays differ along the Key axis; all chunks in parallel.
 
-The sums of gradient.py with decays inside the Key axis: what meets the chunk's first state or last adjoint is one
-product, what meets rows of the chunk goes through the blocks of keywise.py. The log decays' gradient comes from the
-rows': G_i grows with what row i reads and falls with what it writes, so dG = q ⊙ dq - k ⊙ dk inside the chunk, where
-writes into the last state and S carried through depend on the last G alone. What a row reads of its own write no decay
-touches: it is left out of both, so that decays near zero keep their gradient's digits. dlog decay_t sums dG over the
-rows from t on. In that sum the read of row j by row i and the write of row j to row i cancel. Both are therefore
-computed from the same rounded factors: with different ones the rounding errors left over from the cancellation would,
-summed over a chunk, be as large as the gradient of strong decays.
+The sums of gradient.py with decays inside the Key axis. Products with the chunk's first state or last adjoint are one
+product each; products between rows of the chunk go through the blocks of keywise.py. The gradient of log decays follows
+from the gradients of the rows: G_i grows with what row i reads and falls with what it writes, so dG = q ⊙ dq - k ⊙ dk
+inside the chunk. Writes into the last state, and the part of S that passes through the chunk, depend on the last G
+alone. No decay touches the read of a row's own write: it is left out of both terms, so that decays near zero keep their
+gradient's digits. dlog decay_t sums dG over the rows from t on. In that sum the read of row j by row i and the write of
+row j to row i cancel. Both are therefore computed from the same rounded factors: with different ones the rounding
+errors left over from the cancellation would, summed over a chunk, be as large as the gradient of strong decays.
 
-key_pairs first makes what does not depend on keys; then key_gradient runs on chunks whose rows all meet at once, in
-few registers, and once more on the others.
+key_pairs first computes everything that does not depend on keys. Then key_gradient is launched twice: for chunks in
+which all rows meet in one product, which needs few registers, and for the other chunks.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ from dsf.kernels.triton.structs import Rows, of_head
 
 
 class Gradients(NamedTuple):
-    """What both write, in slices of P: pairs, dy_i·x_j and (DELTA) f_i·x_j of j < i [slices, B, T, H, L or 2L].
+    """What both kernels write, in slices of P. pairs: dy_i·x_j and (DELTA) f_i·x_j for j < i
+    [slices, B, T, H, L or 2L].
 
-    alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq, dk, dg [slices, B, T, H, N], to be summed; and the scalars'
-    [slices · keys / BK, B, T, H], but ds of delta rules [slices, B, T, H].
+    alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq, dk, dg [slices, B, T, H, N], to be summed over slices; and
+    gradients of the scalars [slices · keys / BK, B, T, H], except ds of delta rules [slices, B, T, H].
     """
 
     pairs: Any
@@ -69,10 +70,11 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class KeyGradient(Keyed):
-    """BP channels a slice. SOURCE_WANTED, READ_WANTED: the gradients of s and c.
+    """BP channels a slice. SOURCE_WANTED, READ_WANTED: whether the gradients of s (write strength) and c (read scale)
+    are needed.
 
-    ONCE: of chunks whose rows all meet in one product, one a program; else of the others, of every GROUP chunks. TERMS:
-    of x and f, too (DELTA), or of the adjoint state.
+    ONCE: handles the chunks in which all rows meet in one product, one chunk a program; otherwise handles the other
+    chunks, GROUP of them a program. TERMS: bfloat16 terms of x and, with DELTA, of f, or else of the adjoint state.
     """
 
     BP: int = 0

@@ -1,7 +1,8 @@
-"""Launches of the kernels for decays that differ along the Key axis: what the walks take, kept for backward; gradients.
+"""Launches of the kernels for decays that differ along the Key axis: preparation of the rows, and their gradients.
 
-prepare_keys makes of a chunk's rows what the walks multiply, the products between them and, for the delta rule, their
-inverse. Kept with the chunks' first states, it spares the backward pass this kernel and one walk.
+prepare_keys computes from a chunk's rows the operands of the walks, the products between the rows and, for the delta
+rule, their inverse. These are kept with the chunks' first states, which spares the backward pass this kernel and one
+walk.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ of i xor j. With the middle G' = G of the lower half's last row, exp(G_i - G_j) 
 most one. So each of the log2 L sizes m is one matrix product over all blocks at once (the binary form of GLA's
 secondary chunking, arXiv 2312.06635 §4.3, where no pair of rows is left to elementwise work).
 
-Rows whose G float32's range holds need no blocks: exp(G_i) exp(-G_j) is one product for all of them, where pairs with
-exponents above zero are not used. Scores take it for the rows i whose own G is at least -SPAN, so that no bit of a row
-hangs on later rows. Gradients take it, around the middle row, for whole blocks within REACH of their middle; the
-preparation finds the largest such blocks of each chunk. Slow decays leave one product a chunk, made by a kernel of few
-registers; a second launch looks for the other chunks.
+Where float32 holds exp(-G) of all rows, no blocks are needed: exp(G_i) exp(-G_j) is one product for all rows, and its
+pairs with exponents above zero are not used. Scores use this product for the rows i whose own G is at least -SPAN, so
+that no bit of a row depends on later rows. Gradients use it, relative to the middle row, for whole blocks in which
+every G is within REACH of the middle; the preparation finds the largest such blocks of each chunk. With slow decays one
+product a chunk is left, in a kernel of few registers; a second launch handles the other chunks.
 
 G is kept in units of log 2, chunk by chunk without gaps: [B·H, chunks · L, N] float32. So are the rows that the walks
 multiply with states: queries and erased keys decayed from the chunk's start, written keys decayed to its end.
@@ -33,12 +33,13 @@ REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
 
 
 class KeyRows(NamedTuple):
-    """What a call makes of its rows, each empty where it has no use.
+    """What a call computes from its rows; tensors that are not needed are empty.
 
-    running: G [B·H, chunks · L, N], of float32 calls in two numbers [2, ·]; first_levels [B·H, chunks]; scores
-    [B, T, H, L]; reads, writes, erased [B, T', H, N] in memory that has all chunks of a head in one piece; rest: what
-    rounding leaves of scores (delta rules) or reads. Left by the forward walk: entries [B, T, H, P · terms], states
-    [B, H, chunks, N, P], and passed: what each of several segments does to its first state [segments, B·H, ·].
+    running: G [B·H, chunks · L, N], in float32 calls as two numbers [2, ·]; first_levels [B·H, chunks]; scores
+    [B, T, H, L]; reads, writes, erased [B, T', H, N], in memory where all chunks of a head are contiguous; rest: the
+    rounding errors of scores (delta rules) or of reads. The forward walk fills: entries (v_new) [B, T, H, P · terms],
+    states [B, H, chunks, N, P], and passed, what each of several segments multiplies its first state by
+    [segments, B·H, ·].
     """
 
     running: Any
@@ -54,7 +55,7 @@ class KeyRows(NamedTuple):
 
 
 class Running(NamedTuple):
-    """G of a chunk's rows, and where it is FINE what its float32 leaves out."""
+    """G of a chunk's rows and, where FINE, the part of G that one float32 number loses."""
 
     at: Any
     rest: Any
@@ -62,9 +63,9 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Keyed(Chunked):
-    """BK keys at a time, 2 ^ LEVELS rows a chunk. TERMS: of the products between its rows.
+    """BK keys at a time, 2 ^ LEVELS rows a chunk. TERMS: bfloat16 terms of the products between its rows.
 
-    KEEP: all of G is wanted, else of most chunks two rows.
+    KEEP: store all of G; otherwise, for most chunks, only two rows of it.
     """
 
     BK: int

@@ -3,9 +3,10 @@
 S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
 q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
 float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32, of packed sequences (B = 1)
-[sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (kept where decays differ by key),
-backwards for the gradients of their last ones, then computes the gradients of all chunks in parallel, in long calls a
-stretch of T at a time: where decays are numbers a head it is walked forwards only then, from a state that was kept.
+[sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (they are kept where decays differ
+by key), then backwards for the gradients of their last states, and then computes the gradients of all chunks in
+parallel. Long calls do this for one segment of T at a time: where decays are one number a head, the segment is walked
+forwards only then, from a kept state.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
 
 
 class Wanted(NamedTuple):
-    """Of the gradients: is that of `read` needed, are those of q and k summed over the heads that share them, and which
-    of q, k, v are differentiated further, and so in float32."""
+    """Which gradients are wanted: read: that of the read scale; summed: those of q and k are summed over the heads
+    that share them; exact: which of q, k, v have a gradient that is differentiated further, and is therefore kept in
+    float32."""
 
     read: bool = True
     summed: bool = False

@@ -1,6 +1,7 @@
 """The normaliser of systems with one decay a head: n_t = a_t n_{t-1} + s_t o_t k_t, read as c_t q_t·n_t.
 
-What every chunk adds to it, then its value between chunks by a scan over them; and backwards the same of its gradient.
+Computes what every chunk adds to n, then n between chunks by a scan over the chunks; backwards the same for the
+gradient of n.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from dsf.kernels.triton.packed import chunks_of
 
 @dataclass
 class Normaliser:
-    """What a call gives and takes of it, beside what its system has.
+    """The normaliser's tensors of one call, besides those it shares with its system.
 
-    ones: what drives it [B, T, H], None for 1; state: its first [B or sequences, H, N]; for backward slope [B, T, H],
-    final_gradient [B, H, N], gradients of what is read of it and of its last state, and the forward pass's states.
-    The rest is filled by the call: read [B, T, H], final [B, H, N] and states, its values between chunks [B · H,
-    chunks, N]; or d_ones and first, the gradients of ones and state, and adjoints, its own gradients between chunks;
-    added [B · H, chunks, N], what every chunk adds to states, or to adjoints.
+    ones: its input [B, T, H], None for 1; state: its first state [B or sequences, H, N]. For backward: slope [B, T, H]
+    and final_gradient [B, H, N], the gradients of its readout and of its last state, and the states of the forward
+    pass. The call fills the rest. Forward: read [B, T, H], final [B, H, N] and states, its values between chunks
+    [B · H, chunks, N]. Backward: d_ones and first, the gradients of ones and state, and adjoints, the gradients of its
+    states between chunks. added [B · H, chunks, N]: what every chunk adds to states, or to adjoints.
     """
 
     ones: Tensor | None = None

@@ -1,8 +1,9 @@
 """A whole call of the matrix families as one custom operator: printed pointwise kernels around the chunk kernels.
 
-prologue (operands that are no bare inputs), running maximum, chunk kernels, readout; backwards the same in reverse. A
-registered Program says which tensor is which; the operator takes its name, so that torch.compile, autocast,
-checkpointing and graph capture see one operator on tensors. Nothing is computed by chains of elementwise torch ops.
+Prologue (it computes the operands that are no bare inputs), stabiliser, chunk kernels, readout; backwards the same in
+reverse. A registered Program says which tensor is which. The operator takes the Program's name, so that torch.compile,
+autocast, checkpointing and graph capture see one operator on tensors. No chain of elementwise torch operations computes
+anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Diagonal plus rank one: S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ, y_t = q_tᵀ S_t, forward.
 
-What a row reads before its decay, u_t = b_tᵀ S_{t-1}, is written again at a_t. With G the running sum of log decays
+What a row reads before its decay, u_t = b_tᵀ S_{t-1}, is written again along a_t. With G the running sum of log decays
 from a chunk's first row, q̃_i = q_i exp(G_i), b̃_i = b_i exp(G_{i-1}), â_j = a_j exp(G_L - G_j), k̂ likewise, and the
 products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} - G_j) a_j), j < i, QK and BK likewise,
 
@@ -11,15 +11,16 @@ products QA_ij = q_i·(exp(G_i - G_j) a_j), j ≤ i, BA_ij = b_i·(exp(G_{i-1} -
     W = T b̃, Q = q̃ + QA W, M = QK + QA T BK, K = k̂ + (T BK)ᵀ â
     y = Q S_0 + M v,   S_L = exp(G_L) S_0 + âᵀ W S_0 + Kᵀ v
 
-What y has of a row's own value beside that (own) is added to M's diagonal.
+The bonus, the weight in y of a row's own value (`own`), is added to M's diagonal.
 
 Gradients of a and b pass through a dozen products in a row, each of which would round an operand to bfloat16. So T is
-kept less the identity, which products of it start from in float32; and with KEY_TERMS 2 the four products between rows
-are in tf32, and matrices between rows are kept in float16 (halves.py) and multiplied in two bfloat16 terms.
+kept less the identity, and products with T start in float32 from the identity's part. With KEY_TERMS 2 the four
+products between rows are in tf32, and matrices between rows are kept in float16 (halves.py) and multiplied in two
+bfloat16 terms.
 
-No exponent is above zero: rows meet in the binary blocks of keywise.py. Only where the decays of a whole chunk are
-known never to fall below what float32 holds do its rows meet AT_ONCE, as they are at the chunk's start (not at a later
-row: what is read must not depend on later decays, not even by its rounding).
+No exponent is above zero: rows meet in the binary blocks of keywise.py. Rows meet AT_ONCE only where the decays of a
+whole chunk are known never to fall below what float32 holds. They are then scaled relative to the chunk's start, and
+not to a later row, because a row's readout must not depend on later decays, not even by its rounding.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from dsf.kernels.triton.structs import Config, of_head
 
 
 class Kept(NamedTuple):
-    """What the forward pass leaves: G, what rank_one_chunk made of each chunk, and the chunks' first states.
+    """What the forward pass keeps for the backward pass: G, the results of rank_one_chunk for each chunk, and the
+    chunks' first states.
 
-    running, reads, inner, writes, outer [B·H, chunks · L, N]: G, Q, W, K, â. mixed [B, T, H, PARTS · L]: M | T BK |
-    T - I | QA T, factors [PARTS, B·H, chunks · L]: what its rows are to be multiplied with (halves.py).
+    running, reads, inner, writes, outer [B·H, chunks · L, N]: G, Q, W, K, â. mixed [B, T, H, PARTS · L]: M | T BK | T -
+    I | QA T. factors [PARTS, B·H, chunks · L]: by what the rows of mixed must be multiplied (halves.py).
     """
 
     running: Any
@@ -80,9 +82,9 @@ class RankOne(Config):
 
 @dataclass(frozen=True, repr=False)
 class Chunk(RankOne):
-    """BK keys at a time. PARTS: what `mixed` has, 4 where there will be gradients.
+    """BK keys at a time. PARTS: the number of matrices in `mixed`, 4 where gradients will be computed.
 
-    LEFT, DECAY, OWN: printed functions that make a, g and what own is the sum of instead of these, or None.
+    LEFT, DECAY, OWN: printed functions that compute a, g and the summands of own (the bonus) in the kernel, or None.
     """
 
     BK: int

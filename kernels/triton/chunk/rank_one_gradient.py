@@ -4,12 +4,13 @@ With S_0 and the adjoint dS_L of S_L (rank_one.py's walk in both directions), al
 
     u = W S_0 + T BK v,   f = Tᵀ â dS_L + (QA T)ᵀ dy,   dv = Mᵀ dy + K dS_L
 
-(f: the gradient of BK v + b̃ S_0), then for each key what the four vectors of a row take part in. Reads q and b have
-dy and f in front of S_0, u and v; writes a and k have u and v in front of dS_L, dy and f: one function for all four.
+(f: the gradient of BK v + b̃ S_0), then, for each key, the sums of the four vectors of a row. Reads q and b multiply
+S_0, u and v by dy and f; writes a and k multiply dS_L, dy and f by u and v: one function computes all four.
 
-Log decays: every product of rows decays by exp(G_i - G_j), so a decay's gradient sums the products whose reading row is
-after it (or at it, for q) less those whose writing row is. Both take the same rounded factors, so that products inside
-the sum cancel; products that no decay touches (q with its own row, b with the row before) are left out of both.
+Log decays: every product of rows decays by exp(G_i - G_j). So a decay's gradient adds the products whose reading row is
+after it (or at it, for q) and subtracts those whose writing row is. Both use the same rounded factors, so that products
+that occur in both cancel. Products that no decay touches (q with its own row, b with the row before) are left out of
+both.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from dsf.kernels.triton.structs import of_head
 
 
 class Between(NamedTuple):
-    """What the backward pass makes of chunks: the adjoints of their last states, u and f [B, T, H, P].
+    """Intermediate results of the backward pass for each chunk: adjoints of the last states, u and f [B, T, H, P].
 
-    weights: the gradients of QA | QK | BA | BK [B, T, H, 4L]; scales: what rows in float16 are to be multiplied with,
+    weights: the gradients of QA | QK | BA | BK [B, T, H, 4L]. scales: by what rows in float16 must be multiplied, first
     those of the weights, then pieces of u and of f (halves.py).
     """
 
@@ -90,8 +91,8 @@ class Entries(RankOne):
 class Gradient(RankOne):
     """BK keys a program, BP channels at a time; PIECE channels of u and of f share scales.
 
-    LEFT: the printed function that makes a. PULL: the one that takes the gradients of a, b and the decays instead of
-    memory, and stores what they give.
+    LEFT: the printed function that computes a. PULL: the printed function that takes the gradients of a, b and the
+    decays, which are then not stored, and stores the gradients of the inputs that they are made of.
     """
 
     BK: int

@@ -36,8 +36,9 @@ from dsf.kernels.triton.structs import derived, of_head
 
 
 class AdjointOutputs(NamedTuple):
-    """What the walk writes, None where it does not: gradients of the walked chunks' entries [B, H, limit - base, L, P]
-    (KEYWISE: [B, (limit - base) L, H, P]) and last states [B, H, limit - base, N, P]; of the first state."""
+    """Outputs of the reverse walk; None: not written. Of the walked chunks, the gradients of entries (v_new)
+    [B, H, limit - base, L, P] (KEYWISE: [B, (limit - base) L, H, P]) and of last states [B, H, limit - base, N, P];
+    also the gradient of the first state."""
 
     entries: Any
     states: Any
@@ -45,8 +46,8 @@ class AdjointOutputs(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What a delta rule's walk makes of entries' gradients before they are rounded, if it does: dv [B, T, H, P], and ds
-    [slices, B, T, H] or None."""
+    """What a delta rule's walk may compute from the gradients of v_new before they are rounded: dv [B, T, H, P], and
+    ds [slices, B, T, H] or None."""
 
     dv: Any = None
     ds: Any = None
@@ -54,7 +55,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ReverseWalk(Walk):
-    """ADJOINT_TERMS: of the gradient of entries as it is written into adjoint states, and kept."""
+    """ADJOINT_TERMS: bfloat16 terms of the gradient of v_new as it is written into adjoint states, and kept."""
 
     ADJOINT_TERMS: int
 

@@ -1,6 +1,7 @@
 """Launches of the gradients of chunks whose states and adjoint states are known, where decays are numbers a head.
 
-Those of queries and keys that heads share are made a stretch of T at a time, and summed over the heads at once.
+The gradients of queries and keys that heads share are computed for one segment of T at a time, and summed over the
+heads at once.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ SUMMED = 8  # rows of a program that sums heads
 
 @dataclass
 class Skip:
-    """What y has beside what is read, backwards: the printed functions that load and that differentiate it, pointers.
+    """The backward pass of the terms that y has in addition to the readout: the printed functions that load and that
+    differentiate them, and their pointers.
 
-    sums is filled by the call: what is to be summed over its rows for an input without time [·, H].
+    sums is filled by the call: for an input without a time axis, gradients [·, H] that are still to be summed over the
+    rows.
     """
 
     loads: Any

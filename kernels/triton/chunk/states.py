@@ -1,7 +1,8 @@
 """States as they are kept between the walks and the gradients: in the operands' dtype, float32, or float16.
 
-States in float16 are kept times powers of two, so that their size is of no account: one for each SLICE of channels,
-whose logarithms lie behind the entries. What they are multiplied with becomes float16, too, row by row.
+States in float16 are kept times powers of two, so that any magnitude fits: one power for each SLICE of channels. The
+logarithms of these powers lie behind the entries. The operands that states are multiplied with become float16, too, row
+by row.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ PLANES = 10
 class Chunked(Config):
     """What all chunk kernels of a call are compiled for: N and P, L rows a chunk; BN: N, filled up to a power of two.
 
-    DECAY 0: none, or KEYWISE one for every key; 1: logarithms; 2: decays of any sign. DELTA: the delta rule. SCALED:
-    written rows have scales s (2: positive ones, which go into exponents), READ_SCALED: rows that are read, c. KIND and
-    PRECISION: of products (`arithmetic`).
+    DECAY 0: none, or with KEYWISE one for every key; 1: logarithms; 2: decays of any sign. DELTA: the delta rule.
+    SCALED: written rows have a write strength s (2: a positive one, which goes into exponents). READ_SCALED: rows that
+    are read have a read scale c. KIND and PRECISION: of matrix products (`arithmetic`).
     """
 
     N: int
@@ -212,8 +212,8 @@ def running_sums(log, axis: tl.constexpr, FINE: tl.constexpr):
 
 @dataclass(frozen=True, repr=False)
 class Prepare(Chunked):
-    """A program prepares a chunk of LANES sequences and heads, or (SUMMED) of one and what it adds. BACK: what only
-    gradients read is wanted, too."""
+    """A program prepares a chunk of LANES sequences and heads or, with SUMMED, of one, together with what that chunk
+    adds to the state. BACK: also prepare what only gradients read."""
 
     SUMMED: int
     LANES: int

@@ -20,7 +20,7 @@ from dsf.kernels.triton.structs import of_head
 
 @dataclass(frozen=True, repr=False)
 class Transform(Chunked):
-    """STATE_TERMS: terms of the inverse as it is kept, ROW_TERMS: of SCORES, likewise.
+    """STATE_TERMS: bfloat16 terms of the inverse as it is kept. ROW_TERMS: the same of SCORES.
 
     Triangles of a chunk lie PITCH entries behind those of the one before; there are 2 ^ LEVELS rows in it.
     """

@@ -34,8 +34,8 @@ from dsf.kernels.triton.structs import alike, derived, of_head
 
 
 class Operands(NamedTuple):
-    """What both walks take beside rows q and k: erased rows, with k's strides, prepared scalars, G, scores, what
-    rounding left of scores or rows, and the inverses."""
+    """What both walks take in addition to the rows q and k: erased rows (with k's strides), prepared scalars, G,
+    scores, the rounding errors of scores or rows, and the inverses."""
 
     erased: Any
     scalars: Any
@@ -59,9 +59,10 @@ class Lane(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A program's part: which slice of P and which of all heads, of its rows the first one's number [B, T, H], how far
-    they lie behind rows of chunks, and their end; keys, channels and rows of a chunk, which rows (down, or backwards
-    across) read which, places of entries in a state, and which of them there are."""
+    """A program's part of the work: its slice of P, and its index among all slices of all heads; the number of its
+    first row in [B, T, H], how far its rows lie behind rows of chunks, and their end; the keys, channels and rows of
+    a chunk; which rows (down, or backwards across) read which; the places of entries in a state, and which of them
+    exist."""
 
     piece: Any
     lane: Any
@@ -78,7 +79,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Walk(Chunked):
-    """What both walks are compiled for, BP channels a program; the head of this file has the words."""
+    """What both walks are compiled for, with BP channels a program; the head of this file explains the words."""
 
     BP: int
     SCORED: bool

@@ -1,7 +1,8 @@
 """Launches of a delta rule's transform, and of the walks: forwards with outputs, or with states of all chunks, and
 backwards with adjoint states.
 
-In segments where whole sequences would leave the GPU idle; backwards a stretch of T at a time where that saves memory.
+T is walked in segments at once where whole sequences would leave the GPU idle. The backward pass takes one segment of T
+after the other where that saves memory.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ NONE = Values()
 
 
 class Held(NamedTuple):
-    """What was found of all pieces of T before (dsf.kernels.triton.chunk.shard): what `summed` returns, and, for the
-    backward pass, `adjoints_summed`."""
+    """What an earlier pass computed of all segments of T (dsf.kernels.triton.chunk.shard): the result of `summed`
+    and, for the backward pass, of `adjoints_summed`."""
 
     local: Tensor
     passed: Tensor
@@ -44,9 +45,10 @@ class Held(NamedTuple):
 
 
 class Adjoints(NamedTuple):
-    """What the reverse walk found for `chunks` chunks from `base` on; last: the gradient of their first state.
+    """The reverse walk's results for `chunks` chunks from `base` on; last: the gradient of their first state.
 
-    known: first states of chunks, the one that they begin with, of how many there is room; written: their entries.
+    known: first states of chunks, the chunk that they begin with, and how many chunks there is room for; written: the
+    entries (v_new) of these chunks.
     """
 
     base: int

@@ -1,4 +1,5 @@
-"""The adjoint of the fused scan: states again from checkpoints, cotangents backwards in time, gradients by the holes.
+"""The adjoint of the fused scan: computes states again from checkpoints, walks cotangents backwards in time, and calls
+the holes for gradients.
 
 G_t = C_t E_t dy_t + A_{t+1} G_{t+1};  dA_t = G_t S_{t-1},  dB_t = G_t,  dC_t = S_t E_t dy_t,  dE_t = dy_t Σ C_t S_t,
 dD_t = dy_t. Nothing is divided by A, so zero and negative decays are as good as any.
@@ -31,7 +32,8 @@ from dsf.kernels.triton.tile import sum_key, take
 
 
 class Pull(NamedTuple):
-    """What the adjoint reads and where gradients go: what holes know of both, cotangents, what Params make, `sink`."""
+    """The adjoint's inputs and where gradients go: pointers that the holes use for both, cotangents, values of
+    Params, `sink`."""
 
     args: Any
     grads: Any
@@ -43,9 +45,9 @@ class Pull(NamedTuple):
 class Room(NamedTuple):
     """What the adjoint keeps. saved: the state before every M-th token, [B, H, ⌈T/M⌉, N, P].
 
-    cotangents: [B, H, segments, N, P], what reaches the end of a launch's part of each segment, replaced by what
-    reaches its start. totals: the Params' sums between launches, or None where one does all. scratch: states that a
-    program finds again.
+    cotangents: [B, H, segments, N, P], the cotangent that reaches the end of a launch's part of each segment; it is
+    replaced by the one that reaches the start of that part. totals: the Params' sums between launches, or None where
+    one launch does everything. scratch: states that a program computes again.
     """
 
     saved: Any

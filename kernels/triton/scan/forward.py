@@ -1,9 +1,10 @@
 """The forward passes of the fused scan, one state entry after the other.
 
-A program of one warp owns `BP` channels of one head and one segment of time: lanes lie along the channels. It takes K
+A program of one warp owns `BP` channels of one head and one segment of time: lanes lie along the channels. It loads K
 tokens at a time into registers, as a tuple of tiles [1, 1, BP], and walks them once for every state entry. What has no
-Key axis is computed once for all entries; what has one, is the same in all lanes. An entry's state waits in memory for
-its next turn. No entry may wait for another's, and besides the holes of dsf.kernels.triton.scan.tiles this needs five:
+Key axis is computed once for all entries; what has only a Key axis is the same in all lanes. The state of an entry
+waits in memory for its next turn. Entries must be independent of each other. Besides the holes of
+dsf.kernels.triton.scan.tiles this pass needs five:
 
     plain(args, at) -> a token's inputs without a Key axis
     runs(args, at, L) -> of each input with a Key axis alone, L tokens of an entry, which lie side by side
@@ -27,10 +28,11 @@ from dsf.kernels.triton.tile import widened
 
 @dataclass(frozen=True, repr=False)
 class Entries(Shape):
-    """NB is 1. U: entries whose turns are written out, so that what is loaded a turn ahead needs no move; it divides N.
+    """NB is 1. U: entries whose turns are unrolled, so that values that are loaded one turn ahead need no move; it
+    divides N.
 
-    NEAR: the L1 has room for what is loaded next. Of summaries: LOW: products that are no larger are taken for zero,
-    PARTS: programs that share the entries of a segment, LAST: what the last segment does is of use, too.
+    NEAR: the L1 has room for what is loaded next. For summaries: LOW: products up to this size are taken for zero;
+    PARTS: programs that share the entries of a segment; LAST: the summary of the last segment is needed, too.
     """
 
     NEAR: bool = False

@@ -47,8 +47,8 @@ NOTHING = Cotangents(None, None, None)
 
 @dataclass(frozen=True)
 class Operand:
-    """What a tensor of the list is: [B, T, H, (N), (P)] a token, [H, (N), (P)] for a Param, or (start) the states
-    [sequences, H, N, P] in which packed sequences begin."""
+    """What a tensor of the list holds: [B, T, H, (N), (P)], one value a token; [H, (N), (P)], a Param; or (start)
+    the states [sequences, H, N, P] in which packed sequences begin."""
 
     time: bool
     key: bool
@@ -69,7 +69,7 @@ class Operand:
 class Hole:
     """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
 
-    light: a step computes next to nothing. fades: a state of which next to nothing is left may be taken for forgotten.
+    light: a step computes next to nothing. fades: a state that has decayed to next to nothing may be taken for zero.
     sums, separable, special, keyed: as in the printed source.
     """
 

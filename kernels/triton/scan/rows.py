@@ -1,9 +1,11 @@
-"""What the adjoint keeps of state entries that it takes one after the other (entries.py): rows, and the walk to them.
+"""The storage of the adjoint that handles one state entry after the other (entries.py): rows, and the walk that fills
+them.
 
-An entry has a row: its cotangent, the Params' KEYED sums, KEYED numbers that Params make, and S states, those before
-runs of K tokens. Rows are SHARED in shared memory, and K tokens of all KEYS inputs of a Key axis alone on a shelf
-behind them; or else in scratch, with U rows more, so that what is loaded ahead is there. States before all other runs
-of a group of M tokens lie in scratch: they are found in one walk through it, and fetched S at a time.
+An entry has a row. It holds the cotangent, the Params' KEYED sums, KEYED numbers that are computed from Params, and S
+states, those before runs of K tokens. Rows are either SHARED, in shared memory, with K tokens of all KEYS inputs that
+have only a Key axis on a shelf behind them; or in scratch, with U more rows, so that loads ahead stay inside it. The
+states before all other runs of a group of M tokens lie in scratch: one walk through the group computes them, and they
+are loaded S at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from dsf.kernels.triton.tile import in_order, tile_of, tokens_of
 
 @dataclass(frozen=True, repr=False)
 class Rows(Shape):
-    """KEYED, KEYS, S and SHARED as above; U: entries that the walk takes at a time; LOOSE: Params' sums without a Key
-    axis; MASKED: T is no multiple of K."""
+    """KEYED, KEYS, S and SHARED as above; U: entries that the walk takes at a time; LOOSE: the number of Params'
+    sums without a Key axis; MASKED: T is no multiple of K."""
 
     KEYED: int = 0
     KEYS: int = 0

@@ -1,6 +1,6 @@
 """What a shard of a sequence does to states, by the fused scan's summaries: dsf::scan_shard.
 
-What segments do is found once: the scan, or its adjoint, that follows takes it from here.
+What each segment does is computed once: the scan or adjoint that follows reuses it.
 """
 
 from __future__ import annotations

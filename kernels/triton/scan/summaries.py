@@ -1,4 +1,4 @@
-"""What segments of the fused scan do to states: passes before that of outputs, and before the adjoint's."""
+"""What segments of the fused scan do to states: passes that run before the output pass, and before the adjoint."""
 
 from __future__ import annotations
 

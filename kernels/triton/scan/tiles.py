@@ -1,10 +1,10 @@
 """The fused scan: one skeleton for every elementwise system, forward and adjoint.
 
-A program owns `BP` channels of one head and one segment of time. It walks its segment `K` tokens at a time; a tile is
+A program owns `BP` channels of one head and one segment of time. It walks its segment `K` tokens at a time. A tile is
 [K, N, BP] with the channels on lanes and tokens and state entries in registers, so the walk inside a tile picks
-registers and the sum over N stays inside a thread. A vector state (N = 1) comes in
-tiles of G runs of K tokens, [G, K, BP]: threads walk their run, and an associative scan over the runs joins them. What
-the system is, comes in as `holes`, functions printed from the spec (dsf.triton.print_scan):
+registers and the sum over N stays inside a thread. A vector state (N = 1) comes in tiles of G runs of K tokens,
+[G, K, BP]: each thread walks its run, and an associative scan over the runs joins them. The system itself comes in as
+`holes`, functions printed from the spec (dsf.triton.print_scan):
 
     setup(args, at) -> what depends on Params alone           load(args, at) -> this tile's tokens
     step(tokens, held, at) -> A, B, C, E, D with y = E Σ_n C S + D, each broadcasting to the tile
@@ -12,11 +12,12 @@ the system is, comes in as `holes`, functions printed from the spec (dsf.triton.
     zeros(NB, BP) -> the Params' sums before the first token
     finish(args, grads, sums, segment, segments, at): stores the Params' gradients of this program
 
-`args`, `grads`: the pointers and strides that the holes know. `at` is where the tile lies (`At`). `sink`: how gradients
-that programs share are laid out (rows a batch row, what to add to a token's number). A, B, C, D are in registers only.
+`args`, `grads`: the pointers and strides that the holes use. `at` is the place of the tile (`At`). `sink`: the layout
+of gradients that programs share (rows for each batch row, and what to add to a token's number). A, B, C, D are in
+registers only.
 
-Tokens past the end are loaded as zeros, and what holes make of zeros may be infinite or NaN: whatever is added to other
-tokens' is set to zero there, after it was computed.
+Tokens past the end are loaded as zeros, and what holes compute from zeros may be infinite or NaN. So every value that
+is added to those of other tokens is first set to zero there.
 """
 
 from __future__ import annotations

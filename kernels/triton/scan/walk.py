@@ -25,7 +25,7 @@ from dsf.kernels.triton.tile import sum_key, take
 
 
 class Outputs(NamedTuple):
-    """y [B, T, H, P]; the final state [B, H, N, P]; `saved`: None, or room for those before every M-th token.
+    """y [B, T, H, P]; the final state [B, H, N, P]; `saved`: None, or memory for the states before every M-th token.
 
     ends: None, or where packed sequences end (`packed_ends`), which have a final state each.
     """
