@@ -24,6 +24,7 @@ from dsf import (
     outer,
     prev,
     sigmoid,
+    softplus,
     turn,
 )
 from dsf.analysis import measures as m
@@ -201,13 +202,20 @@ def test_angles_of_long_sequences_are_summed_without_loss():
     assert error < 3e-6
 
 
-@pytest.mark.parametrize("form", ["recurrent", "scan", "chunk", "kernel"])
-def test_gradients_of_angles_of_params_keep_their_digits(form):
-    """Sums over 600 tokens of float32 numbers would not: what the state of a few tokens' life gives cancels in them."""
+@dsf.recurrence
+def ringing(q: Key, k: Key, v: Value, a: Scalar, w: Param[Pair]):
+    return System(A=0.5 * sigmoid(a) * turn(w), B=k * v, C=q)
 
-    @dsf.recurrence
-    def ringing(q: Key, k: Key, v: Value, a: Scalar, w: Param[Pair]):
-        return System(A=0.5 * sigmoid(a) * turn(w), B=k * v, C=q)
+
+@dsf.recurrence
+def ringing_faster(q: Key, k: Key, v: Value, a: Scalar, w: Param[Pair]):
+    return System(A=0.5 * sigmoid(a) * turn(softplus(a) * w), B=k * v, C=q)
+
+
+@pytest.mark.parametrize("ringing", [ringing, ringing_faster], ids=["params alone", "params and tokens"])
+@pytest.mark.parametrize("form", ["recurrent", "scan", "chunk", "kernel"])
+def test_gradients_of_angles_of_params_keep_their_digits(form, ringing):
+    """Sums over 600 tokens of float32 numbers would not: what the state of a few tokens' life gives cancels in them."""
 
     x = {name: value.float() for name, value in sample(ringing, B=1, T=600).items()}
     found = []

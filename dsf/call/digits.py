@@ -17,7 +17,7 @@ from dsf.language.spec import Spec
 def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False) -> Bound:
     """The call in the dtype that it takes; the same object where that is the inputs' own.
 
-    Float64 where torch has to find the gradient of float32 Params that alone make an angle; float32 on kernels, which
+    Float64 where torch has to find the gradient of float32 Params in an angle; float32 on kernels, which
     round what they multiply as matrices, where keys and queries are Params, or a gradient of an angle's inputs is
     wanted. spread: of tokens over ranks, of which each may have few or none: then it does not depend on how many.
     """
@@ -36,9 +36,9 @@ def widened(bound: Bound, dtype: torch.dtype) -> Bound:
 
 
 def _sums_angles(spec: Spec, bound: Bound, plan: Plan, spread: bool) -> bool:
-    """True where torch has to find, in the gauge, the gradient of float32 Params that alone make an angle.
+    """True where torch has to find, in the gauge, the gradient of float32 Params in an angle.
 
-    Such an angle turns every token. In the gauge its gradient adds up, with weights up to T, differences of what
+    Such a Param turns every token. In the gauge its gradient adds up, with weights up to T, differences of what
     queries and keys ask for, most of which cancel: float32 leaves 6e-8 T^1.5 of one such number.
     """
     if plan.form == CONVOLUTION or plan.backend != "torch" or bound.dtype != torch.float32:
@@ -46,7 +46,7 @@ def _sums_angles(spec: Spec, bound: Bound, plan: Plan, spread: bool) -> bool:
     if bound.sizes.tokens == 1 and not spread:
         return False
     timed = {i.name for i in spec.inputs if i.kind.time}
-    return _learns(bound, frozenset().union(*(names for names in _in_angles(spec) if not names & timed)))
+    return _learns(bound, frozenset().union(*_in_angles(spec)) - timed)
 
 
 def _learns(bound: Bound, names: frozenset[str]) -> bool:
