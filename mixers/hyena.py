@@ -71,6 +71,7 @@ class Hyena(Owner):
     """
 
     D: Tensor
+    needs_all_tokens = "its filters reach over all tokens"  # dsf.parallel.attach refuses it so
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Hyena(Owner):
         if attention_mask is not None:
             check_mask("Hyena", attention_mask, cu_seqlens)
         if parallel is not None:
-            raise InputError("Hyena: its filters reach over all tokens, so ranks cannot share a sequence (parallel=)")
+            raise InputError(f"Hyena: {self.needs_all_tokens}, so ranks cannot share a sequence (parallel=)")
         if reverse:
             bounds = None if cu_seqlens is None else flipped_packing("Hyena", cu_seqlens, x.shape[1])
             return self(x.flip(1), None, bounds)[0].flip(1), None

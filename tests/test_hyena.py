@@ -108,6 +108,10 @@ def test_hyena_refuses_steps_states_and_longer_sequences():
         m(torch.randn(1, 3, 4), attention_mask=torch.tensor([[0, 1, 1]]))
     with pytest.raises(InputError, match="ranks cannot share a sequence"):
         m(torch.randn(1, 3, 4), parallel=dsf.parallel.Simulated(2))
+    hybrid = torch.nn.ModuleList([m, mixers.S6(4)])
+    with pytest.raises(InputError, match="Hyena: its filters reach over all tokens"):
+        dsf.parallel.attach(hybrid, dsf.parallel.Simulated(2))
+    assert dsf.parallel.attach(hybrid, None) is hybrid
     with pytest.raises(TypeError, match="nonsense"):
         m(torch.randn(1, 3, 4), nonsense=1)
     with pytest.raises(FormError, match="Hyena has no step: its filters have a number of their own for every lag"):

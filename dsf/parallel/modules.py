@@ -22,13 +22,17 @@ def attach(model: nn.Module, world: World | None) -> nn.Module:
     As if each of its calls had parallel=world. Positions, losses and everything else outside of the mixers are the
     model's: `world.shard` cuts its inputs, `world.positions` says which tokens they are. Returns the model.
 
-    Raises InputError for a model without mixers.
+    Raises InputError for a model without mixers, or with a layer that needs all tokens (Hyena): on a rank's own it would
+    compute something else.
     """
     found = list(mixers_of(model))
     if not found:
         raise InputError(f"{type(model).__name__} has no dsf mixer that a sequence could be shared by")
     if world is not None and not isinstance(world, World):
         raise InputError(f"attach takes a dsf.parallel.Sequence, got {type(world).__name__}")
+    for module in model.modules() if world is not None else ():
+        if reason := getattr(module, "needs_all_tokens", None):
+            raise InputError(f"{type(module).__name__}: {reason}, so ranks cannot share a sequence")
     for mixer in found:
         mixer.parallel = world  # type: ignore[assignment]
     return model
