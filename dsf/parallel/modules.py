@@ -22,8 +22,8 @@ def attach(model: nn.Module, world: World | None) -> nn.Module:
     As if each of its calls had parallel=world. Positions, losses and everything else outside of the mixers are the
     model's: `world.shard` cuts its inputs, `world.positions` says which tokens they are. Returns the model.
 
-    Raises InputError for a model without mixers, or with a layer that needs all tokens (Hyena): on a rank's own it would
-    compute something else.
+    Raises InputError for a model without mixers, or with a layer that needs all tokens (Hyena): on a rank's own
+    tokens it would compute something else.
     """
     found = list(mixers_of(model))
     if not found:
