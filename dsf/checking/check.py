@@ -129,10 +129,10 @@ def _forms(
         return [AGAINST]
     had = recurrence.forms
     if backend == KERNELS:
-        recurrence.plan(N=3, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
+        recurrence.plan(N=4, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
         had = (ORACLE, KERNELS)
     elif backend == "auto" and torch.device(device).type == "cuda":
-        had += (KERNELS,) if recurrence.plan(N=3, P=2, device=device).backend == KERNELS else ()
+        had += (KERNELS,) if recurrence.plan(N=4, P=2, device=device).backend == KERNELS else ()
     for form in forms or ():
         if form not in had:
             raise FormError(

@@ -89,7 +89,7 @@ class Subject:
     def has_decode_kernel(self) -> bool:
         """True when one token without gradients runs on the triton backend."""
         try:
-            self.recurrence.plan(T=1, N=3, P=2, form="recurrent", backend=KERNELS, device=self.device)
+            self.recurrence.plan(T=1, N=4, P=2, form="recurrent", backend=KERNELS, device=self.device)
         except FormError:
             return False
         return True

@@ -114,7 +114,7 @@ def run(
     keep = _now_and_then(lambda result: kept(finished(result))) if kept else _nothing
     if recurrence is not None:
         if backend == KERNELS:
-            recurrence.plan(N=3, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
+            recurrence.plan(N=4, P=2, backend=KERNELS, device=device)  # raises FormError where it cannot run
         given = Subject(None, recurrence, ranges)
         return finished(_local(plan, tell, keep, given))
     if workers == 1:
@@ -159,7 +159,7 @@ def _can_run(plan: Plan) -> None:
     if plan.backend not in ("torch", KERNELS):
         raise InputError(f"dsf.fuzz: backend is 'torch' or 'triton', got {plan.backend!r}")
     if plan.backend == KERNELS:
-        KNOWN.build().plan(N=3, P=2, backend=KERNELS, device=plan.device)  # raises FormError in the user's words
+        KNOWN.build().plan(N=4, P=2, backend=KERNELS, device=plan.device)  # raises FormError in the user's words
 
 
 def _local(plan: Plan, told: Callable[[str], None], keep: Keep, given: Subject | None = None) -> Result:
@@ -241,7 +241,7 @@ def _declared(plan: Plan, place: int, rng: random.Random) -> Subject | None:
         try:
             recurrence = declaration.build()
             if plan.backend == KERNELS:
-                recurrence.plan(N=3, P=2, backend=KERNELS, device=plan.device)
+                recurrence.plan(N=4, P=2, backend=KERNELS, device=plan.device)
         except (TraceError, FormError):
             continue
         return Subject(declaration, recurrence)
