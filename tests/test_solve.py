@@ -138,8 +138,6 @@ def test_packed_sequences_and_compiled_calls():
 
 def test_refusals():
     given = [x.detach() for x in inputs(tokens=12)]
-    with pytest.raises(dsf.FormError, match="a readout that is a solve is not spread over ranks yet"):
-        mixers.mesanet(*given, parallel=dsf.parallel.Simulated(2))
     with pytest.raises(dsf.FormError, match="no convolution form, the readout is solved for"):
         mixers.mesanet(*given, form="convolution")
     with pytest.raises(dsf.FormError, match="the recurrent form solves token by token, on torch"):
