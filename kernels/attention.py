@@ -158,7 +158,8 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
         del _ROOMS[cache.k]
     if room is None or not room.continues(cache, new):
         places = max(LEAST_ROOM, 2 * total)
-        room = _Room(*(x.new_zeros(*x.shape[:2], places, x.shape[3]) for x in (cache.k, cache.v)))
+        room_k, room_v = (x.new_zeros(*x.shape[:2], places, x.shape[3]) for x in (cache.k, cache.v))
+        room = _Room(room_k, room_v)
         room.k[:, :, :held], room.v[:, :, :held] = cache.k, cache.v
     found = [x[:, :, room.begin : room.begin + total] for x in room[:2]]
     for whole, fresh in zip(found, (k, v), strict=True):
