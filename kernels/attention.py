@@ -148,14 +148,12 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
     more new tokens than a window has, and where some rows have filled their window and others have not.
     """
     held, new = cache.k.shape[2], k.shape[2]
-    room, total = _ROOMS.get(cache.k), held + k.shape[2]
+    room, total = _ROOMS.pop(cache.k, None), held + new  # taken in one step: of two threads, one has it
     even = room is not None and room.even
     if window is not None and total > window and not even:
         even = new <= window and bool((cache.lengths >= held).all())
         if not even:
             return None
-    if room is not None:
-        del _ROOMS[cache.k]
     if room is None or not room.continues(cache, new):
         places = max(LEAST_ROOM, 2 * total)
         room_k, room_v = (x.new_zeros(*x.shape[:2], places, x.shape[3]) for x in (cache.k, cache.v))
