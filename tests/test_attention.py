@@ -7,9 +7,11 @@ import pytest
 import structures
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import dsf
 from dsf import I, Key, KVCache, Param, Scalar, System, Value, exp_features, mixers
+from dsf.kernels import attention
 from dsf.kernels.attention import extend, spread_heads, visible
 
 softmax = structures.softmax
@@ -275,3 +277,30 @@ def test_gradients_go_through_a_cache_that_was_decoded_from():
     y, after = mixers.softmax_attention(q, leaf, v, initial_state=state, return_state=True)
     assert torch.autograd.grad(y.sum() + after.k.sum(), leaf)[0].abs().sum() > 0
     assert after.k.data_ptr() != state.k.data_ptr()
+
+
+def test_a_second_thread_between_takes_memory_of_its_own(monkeypatch):
+    """Two calls that go on from one cache, the second while the first has only found the cache's room."""
+    first, second, others = (torch.randn(1, 2, 1, 4) for _ in range(3))
+    found = []
+
+    class Between(WeakTensorKeyDictionary):
+        def _meddled(self, room):
+            if not found:
+                found.append(None)
+                found[0] = attention.append(cache, second, others)
+            return room
+
+        def pop(self, key, *default):
+            return self._meddled(super().pop(key, *default))
+
+        def get(self, key, default=None):
+            return self._meddled(super().get(key, default))
+
+    start = attention.KVCache(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.tensor([3]))
+    cache = attention.append(start, first, others)[0]  # the latest in memory with room
+    monkeypatch.setattr(attention, "_ROOMS", Between(attention._ROOMS))
+    mine = attention.append(cache, first, others)[0]
+    theirs = found[0][0]
+    assert torch.equal(mine.k, torch.cat([cache.k, first], 2))
+    assert torch.equal(theirs.k, torch.cat([cache.k, second], 2))
