@@ -203,9 +203,9 @@ class _Blocks(torch.autograd.Function):
             ds = dbias if gain is None else gain * dw
             da[:, :, rows] = ds @ spread_heads(k[:, :, keys], heads)
             dk[:, :, keys] += _gather_heads(ds.transpose(-1, -2) @ a[:, :, rows], k.shape[1])
-            if dlate is not None and dearly is not None:
-                dlate[:, :, rows] = _gather_heads(dbias.sum(-1), dlate.shape[1]).to(dlate.dtype)
-                dearly[:, :, keys] += _gather_heads(dbias.sum(-2), dearly.shape[1])
+            if dlate is not None and dearly is not None:  # what a decay takes from both cancels, but for their rounding
+                dlate[:, :, rows] = _gather_heads(dbias.sum(-1, dtype=dlate.dtype), dlate.shape[1])
+                dearly[:, :, keys] += _gather_heads(dbias.sum(-2, dtype=dlate.dtype), dearly.shape[1])
         return None, da, dk, dv, dlate, dearly
 
 

@@ -39,7 +39,7 @@ def attend(
     """y [B, H, T, P] in v's dtype and lse [B, H, T].
 
     a: [B, H, T, N], k, v: [B, ·, T, ·]. late: [B, Hb, T] in float64, sums of log decays, or None. They go to the kernel
-    as two float32 numbers each, so that differences of near tokens keep their digits.
+    as two float32 numbers each, so that differences of near tokens keep their digits, and so does their gradient.
     """
     from dsf.kernels.triton.attention.operator import attention
 
@@ -47,7 +47,7 @@ def attend(
     if late is not None:
         whole = spread_heads(late, a.shape[1])
         high = whole.float()
-        low = (whole.detach() - high.detach().double()).float()
+        low = (whole - high.detach().double()).float()
         c = torch.stack([high, low], dim=2)
     y, lse = attention(a.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), c, scale, window or 0)
     return y.transpose(1, 2), lse

@@ -37,11 +37,12 @@ class Attended(NamedTuple):
 class Tiles(Config):
     """WINDOW: the last tokens that a row sees, 0 for all. BIASED: by c. R rows (queries) and C columns (keys) a tile.
 
-    D, E: N and P, filled up to a power of two.
+    WIDE: float32 inputs, where the gradient of c is summed in float64. D, E: N and P, filled up to a power of two.
     """
 
     WINDOW: int
     BIASED: bool
+    WIDE: bool
     R: int
     C: int
     D: int
@@ -150,11 +151,20 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
 
 @triton.jit
 def _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile: tl.constexpr):
-    """C keys from `start` on, and ds of R queries with them."""
+    """C keys from `start` on, their weights for R queries and ds."""
     columns = start + tl.arange(0, tile.C)
     keys, s = _exponents(x, a, level, bh, rows, columns, T, tile)
     values = _values(x, b, h, columns, T, tile)
-    return keys, tl.exp2(s) * (tl.dot(up, tl.trans(values), input_precision="ieee") - shift[:, None])
+    w = tl.exp2(s)
+    return keys, w, w * (tl.dot(up, tl.trans(values), input_precision="ieee") - shift[:, None])
+
+
+@triton.jit
+def _totals(ds, tile: tl.constexpr):
+    """The sums of the rows of ds. What c's gradient takes from rows and from columns cancels, and rounding adds up."""
+    if tile.WIDE:
+        ds = ds.to(tl.float64)
+    return tl.sum(ds, 1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -170,7 +180,7 @@ def attention_deltas(x, dy, lse, given, dlse, delta, T, tile: tl.constexpr):
     level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(given, bh, rows, T)
     off = -_vector(dlse, bh, rows, T)
     for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
-        _, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
+        _, _, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
         off += tl.sum(ds, 1)
     tl.store(delta + bh.to(tl.int64) * T + rows, shift + off, mask=rows < T)
 
@@ -182,10 +192,11 @@ def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
     rows = first + tl.arange(0, tile.R)
     a, up = _reads(x, b, h, rows, T, tile), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
     level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
-    da, dlate = tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R], tl.float32)
+    da = tl.zeros([tile.R, tile.D], tl.float32)
+    dlate = tl.zeros([tile.R], tl.float64 if tile.WIDE else tl.float32)
     for start in range(begin, tl.minimum(first + tile.R, T), tile.C):
-        keys, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
-        dlate += tl.sum(ds, 1)
+        keys, _, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, start, T, tile)
+        dlate += _totals(ds, tile)
         da += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
     _store(dq, da * x.scale, b, h, x.H, rows, T, x.N, tile.D)
     if tile.BIASED:
@@ -196,14 +207,15 @@ def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
 def attention_columns(x, dy, lse, delta, dk, dv, dc, T, tile: tl.constexpr):
     """The gradients of C keys and values, one for each head of q, and what they take from c (added to its rows').
 
-    Scores are made transposed, because what is to be multiplied again must not be a product that was transposed.
+    Scores of half precision are made transposed, because what is to be multiplied again must not be a product that was
+    transposed; those of float32 as attention_rows makes them, so that both sum the same bits into the gradient of c.
     """
     first, bh = tl.program_id(1) * tile.C, tl.program_id(0)
     b, h = bh // x.H, bh % x.H
     columns = first + tl.arange(0, tile.C)
     keys, values = _keys(x, b, h, columns, T, tile), _values(x, b, h, columns, T, tile)
     da, db = tl.zeros([tile.C, tile.D], tl.float32), tl.zeros([tile.C, tile.E], tl.float32)
-    dearly = tl.zeros([tile.C], tl.float32)
+    dearly = tl.zeros([tile.C], tl.float64 if tile.WIDE else tl.float32)
     end = T
     if tile.WINDOW > 0:
         end = tl.minimum(T, first + tile.C + tile.WINDOW - 1)
@@ -211,17 +223,21 @@ def attention_columns(x, dy, lse, delta, dk, dv, dc, T, tile: tl.constexpr):
         rows = start + tl.arange(0, tile.R)
         a, up = _reads(x, b, h, rows, T, tile), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
         level, shift = _vector(lse, bh, rows, T) * LOG2E, _vector(delta, bh, rows, T)
-        s = tl.dot(keys, tl.trans(a), input_precision="ieee") * x.scale
-        if tile.BIASED:
-            s -= _difference(x.c, bh, columns, rows, T)
-        age = rows[None] - columns[:, None]
-        seen = (age >= 0) & (rows < T)[None] & (columns < T)[:, None]
-        if tile.WINDOW > 0:
-            seen = seen & (age < tile.WINDOW)
-        w = tl.exp2(tl.where(seen, s * LOG2E - level[None], float("-inf")))
+        if tile.WIDE:
+            _, w, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, rows, first, T, tile)
+            w, ds = tl.trans(w), tl.trans(ds)
+        else:
+            s = tl.dot(keys, tl.trans(a), input_precision="ieee") * x.scale
+            if tile.BIASED:
+                s -= _difference(x.c, bh, columns, rows, T)
+            age = rows[None] - columns[:, None]
+            seen = (age >= 0) & (rows < T)[None] & (columns < T)[:, None]
+            if tile.WINDOW > 0:
+                seen = seen & (age < tile.WINDOW)
+            w = tl.exp2(tl.where(seen, s * LOG2E - level[None], float("-inf")))
+            ds = w * (tl.dot(values, tl.trans(up), input_precision="ieee") - shift[None])
         db += tl.dot(w.to(up.dtype), up, input_precision="ieee")
-        ds = w * (tl.dot(values, tl.trans(up), input_precision="ieee") - shift[None])
-        dearly += tl.sum(ds, 1)
+        dearly += _totals(ds, tile)
         da += tl.dot(ds.to(a.dtype), a, input_precision="ieee")
     _store(dk, da * x.scale, b, h, x.H, columns, T, x.N, tile.D)
     _store(dv, db, b, h, x.H, columns, T, x.P, tile.E)

@@ -54,7 +54,7 @@ def _given(
     x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), bias, scale, heads, k.shape[2], v.shape[2], n, p)
     options: dict[str, Any] = tiles(n, p, v.dtype, backward)
     rows, columns = options.pop("R"), options.pop("C")
-    options["tile"] = Tiles(window, c is not None, rows, columns, _padded(n), _padded(p))
+    options["tile"] = Tiles(window, c is not None, v.dtype == torch.float32, rows, columns, _padded(n), _padded(p))
     return x, rows, columns, options
 
 
@@ -77,7 +77,10 @@ def _adjoint(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor, scale: float,
     window: int,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, and of the first part of c, [B, H, T], where there is one."""
+    """The gradients of q, k, v and, where there is c, of the number that its parts add up to, [B, H, T].
+
+    That one is in float64 for float32 inputs: the gradient of a decay sums it over tokens, where most of it cancels.
+    """
     batch, tokens, heads, _ = q.shape
     own = dlse.float().contiguous()
     about = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - own).contiguous()
@@ -85,7 +88,7 @@ def _adjoint(
     alone = k.shape[2] == heads == v.shape[2]  # else every head's share, to be added in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
-    dc = lse.new_empty(batch, heads, tokens)
+    dc = lse.new_empty(batch, heads, tokens, dtype=torch.float64 if v.dtype == torch.float32 else torch.float32)
     x, rows, columns, options = _given(q, k, v, c, lse, scale, window, True)
     given, grid = (x, dy.contiguous(), lse), (batch * heads, -(-tokens // rows))
     launch(attention_deltas, grid, *given, about, own, delta, tokens, **options)
@@ -107,7 +110,7 @@ def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     dy = torch.zeros_like(y) if dy is None else dy
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     dq, dk, dv, *dc = attention_adjoint(q, k, v, c, y, lse, dy, dlse, ctx.scale, ctx.window)
-    both = torch.stack([dc[0], torch.zeros_like(dc[0])], dim=2) if dc else None
+    both = torch.stack([dc[0].float(), (dc[0] - dc[0].float()).float()], dim=2) if dc else None
     return dq, dk, dv, both, None, None
 
 
