@@ -1,5 +1,7 @@
 """Triton's private launcher: used with releases it was tried with, after it has launched as Triton itself does."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -30,6 +32,31 @@ def test_nothing_is_found_out_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not launcher.prove() and launcher._proof is None
+
+
+CODE = """
+#include <Python.h>
+static PyObject *number(PyObject *self, PyObject *args) {{ return PyLong_FromLong({}); }}
+static PyMethodDef methods[] = {{{{"number", number, METH_NOARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "made", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit_made(void) {{ return PyModule_Create(&module); }}
+"""
+
+
+def test_modules_of_one_name_stay_apart(monkeypatch, tmp_path):
+    """As launchers are, when threads load them: Python has one module object for a name, and fills it anew."""
+    build = launcher.build
+    monkeypatch.setattr(launcher.triton.knobs.cache, "dir", str(tmp_path))
+    assert launcher.mend_loading()
+
+    def load(number):
+        return build.compile_module_from_src(CODE.format(number), "made")
+
+    first, second, again = load(1), load(2), load(1)
+    assert (first.number(), second.number(), again.number()) == (1, 2, 1)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda i: load(1 + i % 2).number(), range(200)))
+    assert found == [1 + i % 2 for i in range(200)]
 
 
 @pytest.mark.gpu

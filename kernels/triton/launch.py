@@ -23,13 +23,14 @@ from triton.runtime.jit import JITFunction
 
 import dsf.kernels.triton.interpreter  # noqa: F401  # mends it before a kernel runs
 from dsf.kernels.recent import Recent
-from dsf.kernels.triton.launcher import launcher, prove, proven
+from dsf.kernels.triton.launcher import launcher, mend_loading, prove, proven
 from dsf.kernels.triton.player import function
 from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
 from dsf.kernels.triton.symbolic import Size
 
 THREADS = min(8, os.cpu_count() or 1)
 _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
+_apart = mend_loading()  # whether threads may load launchers
 _ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, and the constants behind arguments
 
 
@@ -131,8 +132,9 @@ class _Ahead(_Mode or object):  # type: ignore[misc]
 def _loaded(compile_fn: Callable[[], Any], device: int) -> Any:
     """The compiled kernel, on this GPU, with its launcher, for which Triton runs a C compiler."""
     kernel = compile_fn()
-    with torch.cuda.device(device):
-        assert kernel.run
+    if _apart:
+        with torch.cuda.device(device):
+            assert kernel.run
     return kernel
 
 
