@@ -296,14 +296,6 @@ def four():
     return found, logs
 
 
-def failing():
-    """Rank 1 raises before a collective that rank 0 waits in."""
-    cp = Sequence()
-    if cp.rank:
-        raise RuntimeError("one rank fails")
-    gated_delta(**sample(gated_delta), parallel=cp)
-
-
 def prepared(mesh):
     """A model over both ranks' tokens and parameters: errors of gradients, a decoding step, what is refused."""
     import torch.distributed.fsdp as fsdp

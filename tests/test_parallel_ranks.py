@@ -4,8 +4,6 @@ import pytest
 import ranks_work
 from ranks import spawned
 
-import dsf
-
 
 @pytest.fixture(scope="module")
 def two():
@@ -62,9 +60,3 @@ def test_a_compiled_call_keeps_its_collectives(two):
     """Also where a rank has no use for what it hears (the first), or nothing to tell (the first, backward)."""
     (first, traced), (second, same) = (found[-1] for found in two)
     assert max(first, second) <= 1e-9 and traced == same
-
-
-def test_a_rank_that_dies_ends_the_others():
-    with pytest.raises(Exception, match="one rank fails"):
-        spawned(2, ranks_work.failing, 40.0)
-    assert dsf.parallel.Sequence.__doc__

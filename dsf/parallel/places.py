@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.language.errors import InputError
+from dsf.parallel.agree import check_tokens
 from dsf.parallel.collectives import Gather, Request
 from dsf.parallel.layout import host_bounds
 from dsf.parallel.world import Simulated, World
@@ -47,15 +47,12 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
         return None
     bounds = host_bounds("layer", cu_seqlens)
     (rank,), tokens, device = world.here, x.shape[1], x.device
+    check_tokens("layer", world, rank, x.shape[0], tokens, bounds)
     if bounds is None:
         earlier = rank if world.sizes is None else sum(world.sizes[:rank])
         begins = torch.arange(0 if earlier or not tokens else 1, device=device)
         return Places(begins, *_counted(world, rank, tokens, device)) if counted else Places(begins)
     packing = world.packing(bounds)
-    if packing.tokens(rank) != tokens:
-        raise InputError(
-            f"rank {world.called(rank)} has {tokens} tokens, but the layout gives it {packing.tokens(rank)}"
-        )
     pieces = packing.pieces(rank)
     begins = torch.tensor([p.begin for p in pieces if not p.continued], dtype=torch.int64, device=device)
     if not counted:
