@@ -158,14 +158,17 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
-    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     options = [("return_state", return_state), ("reverse", reverse), ("form", form)]
-    agree(
-        world, spec.name, lambda: _said(spec, world, args, kwargs, state, cu_seqlens, options),
-        lambda: _look(recurrence, world, _named(spec, args, kwargs), state, cu_seqlens, form, backend), first,
-    )  # fmt: skip
+    given: dict[str, Tensor] = {}
+
+    def say() -> Said:
+        given.update(_named(spec, args, kwargs))
+        return _said(spec, world, given, state, cu_seqlens, options)
+
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    agree(world, spec.name, say, lambda: _look(recurrence, world, given, state, cu_seqlens, form, backend), first)
     bounds = host_bounds(spec.name, cu_seqlens)
-    given = _named(spec, args, kwargs)
+    given = given or _named(spec, args, kwargs)
     packed = bounds is not None
     if reverse:
         _bind(recurrence, given, form, backend)  # says what is wrong of the tensors as they were given
@@ -287,11 +290,9 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
 
 
 def _said(
-    spec: Spec, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, cu_seqlens: Any,
-    options: list[tuple[str, Any]],
-) -> Said:  # fmt: skip
+    spec: Spec, world: World, given: dict[str, Tensor], state: Any, cu_seqlens: Any, options: list[tuple[str, Any]]
+) -> Said:
     """A call as the other ranks are told of it."""
-    given = _named(spec, args, kwargs)
     timed = {i.name for i in spec.inputs if i.kind.time}
     first = next(given[i.name] for i in spec.inputs if i.kind.time)
     length = length_of(world, spec.is_attention, first.shape[1] if first.dim() > 1 else 0, cu_seqlens)

@@ -185,8 +185,8 @@ class Sequence(World):
     attention takes (rank r holds the runs r and 2 W - 1 - r of 2 W). sizes: tokens of every rank where contiguous
     shards are not as even as torch.tensor_split makes them; only packed sequences and softmax attention need to know.
     exchange: "auto", or "gather", "transpose", "relay" or "two-level". links: `dsf.parallel.Link`s within a node and
-    between nodes, instead of the defaults of the device. check: compare what ranks are about to do before every call, by
-    one more small collective; otherwise before the first of a kind (dtypes, shapes but for T, options) alone.
+    between nodes, instead of the defaults of the device. check: compare what ranks are about to do before every call,
+    by one more small collective; otherwise before the first of a kind (dtypes, shapes but for T, options) alone.
 
     Every rank makes the same calls in the same order, forward and backward, whatever it holds. An object like any
     other: no global state, copied with a model as it is, pickled by the names of its groups.
