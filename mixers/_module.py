@@ -203,9 +203,8 @@ class Mixer(Owner):
         then that behind the tokens. tokens: further per-token tensors, where the mixer's `arguments` names any.
         Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
-        if attention_mask is not None:
-            check_mask(type(self).__name__, attention_mask, cu_seqlens)
         world = self.parallel if parallel is None else parallel
+        check_call(self, x, state, cu_seqlens, attention_mask, world)
         if reverse:
             return self._backwards(x, state, cu_seqlens, use_cache, world, tokens)
         inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world)
@@ -304,6 +303,23 @@ class Mixer(Owner):
         from dsf.parallel.halo import convolve
 
         return convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
+
+
+def check_call(
+    layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
+    world: World | None,
+) -> None:  # fmt: skip
+    """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
+
+    def look() -> None:
+        if mask is not None:
+            check_mask(type(layer).__name__, mask, cu_seqlens)
+
+    if world is not None:
+        from dsf.parallel.agree import agree_layer
+
+        agree_layer(world, layer, x, state, cu_seqlens, look)
+    look()  # also of calls of a kind that ranks have compared already
 
 
 def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:

@@ -10,7 +10,7 @@ from dsf import Packing
 from dsf.call.backwards import flipped_packing
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
-from dsf.mixers._module import Mixer, Span, check_mask
+from dsf.mixers._module import Mixer, Span, check_call
 from dsf.mixers._own import Owner
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class BothWays(Owner):
 
         Raises InputError for a state, a mask with padding, and reverse=True.
         """
-        if attention_mask is not None:
-            check_mask(type(self).__name__, attention_mask, cu_seqlens)
+        world = self.parallel if parallel is None else parallel
+        check_call(self, x, None, cu_seqlens, attention_mask, world)
         if reverse:
             raise InputError(
                 f"{type(self).__name__}: it reads its sequences in both directions, so reverse=True would only "
@@ -66,7 +66,7 @@ class BothWays(Owner):
                 f"{type(self).__name__}: it reads its sequences in both directions, so none goes on from a state; give "
                 "it whole sequences"
             )
-        return self.mix(x, cu_seqlens, self.parallel if parallel is None else parallel), None
+        return self.mix(x, cu_seqlens, world), None
 
     def step(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
         """Raises InputError: the first output waits for the last token."""

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 LIMIT = 120.0  # seconds; half of it for one collective, while other ranks may be compiling
 
 
-def _enter(rank, world, work, folder):
+def _enter(rank, world, work, folder, alone):
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group(
@@ -26,18 +26,25 @@ def _enter(rank, world, work, folder):
     found = work()
     with open(f"{folder}/{rank}", "wb") as file:
         pickle.dump(found, file)
+    if alone:
+        os._exit(0)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def spawned(world, work, limit=LIMIT):
-    """What `work()` returns on every rank, in the order of the ranks; a rank that raises or hangs fails the caller."""
+def spawned(world, work, limit=LIMIT, alone=False):
+    """What `work()` returns on every rank, in the order of the ranks; a rank that raises or hangs fails the caller.
+
+    alone: ranks end without waiting for each other, and one that died has returned None.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         multiprocessing.get_context("forkserver").set_forkserver_preload(
             ["ranks_work", "torch.distributed.device_mesh", "torch._dynamo"]
         )
-        context = mp.start_processes(_enter, (world, work, folder), nprocs=world, join=False, start_method="forkserver")
+        context = mp.start_processes(
+            _enter, (world, work, folder, alone), nprocs=world, join=False, start_method="forkserver"
+        )
         end = time.monotonic() + limit
         try:
             while not context.join(timeout=max(0.1, end - time.monotonic())):
@@ -47,4 +54,5 @@ def spawned(world, work, limit=LIMIT):
             for process in context.processes:
                 if process.is_alive():
                     process.kill()
-        return [pickle.loads(open(f"{folder}/{rank}", "rb").read()) for rank in range(world)]
+        paths = [f"{folder}/{rank}" for rank in range(world)]
+        return [None if alone and not os.path.exists(p) else pickle.loads(open(p, "rb").read()) for p in paths]

@@ -35,7 +35,7 @@ def test_what_ranks_cannot_share_is_refused_in_words(of_two):
 
 
 def test_parameters_without_memory_start_in_their_own_order(of_two):
-    """And a compiled function around a layer computes what it did."""
+    """And a function around a layer, compiled as one graph, computes what it did."""
     assert all(found < 1e-9 for _, _, found, _ in of_two)
 
 

@@ -1,15 +1,14 @@
 """Context parallelism on process groups: gloo worlds of two and of four ranks against the whole sequence."""
 
 import pytest
+import ranks_handed
 import ranks_work
 from ranks import spawned
-
-import dsf
 
 
 @pytest.fixture(scope="module")
 def two():
-    return spawned(2, ranks_work.two, 240.0)
+    return spawned(2, ranks_handed.two, 240.0)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +57,7 @@ def test_four_ranks_of_two_nodes_equal_the_whole(four):
     assert all(logs == four[0][1] for _, logs in four)
 
 
-def test_a_compiled_call_keeps_its_collectives(two):
+def test_a_compiled_and_checkpointed_layer_keeps_its_collectives(two):
     """Also where a rank has no use for what it hears (the first), or nothing to tell (the first, backward)."""
     (first, traced), (second, same) = (found[-1] for found in two)
-    assert max(first, second) <= 1e-9 and traced == same
-
-
-def test_a_rank_that_dies_ends_the_others():
-    with pytest.raises(Exception, match="one rank fails"):
-        spawned(2, ranks_work.failing, 40.0)
-    assert dsf.parallel.Sequence.__doc__
+    assert max(first, second) <= 1e-9 and traced == same and len(traced) > 4

@@ -124,8 +124,7 @@ class Recurrence:
         given = dict(zip([i.name for i in self.spec.inputs], args, strict=False)) | kwargs
         if len(given) < len(args) + len(kwargs) or set(given) != {i.name for i in self.spec.inputs}:
             bind(self.spec, args, kwargs)  # says what is wrong
-        shared = options["parallel"] is not None
-        return placements.call(self.spec, lambda **x: self(**x, **options), given, state, shared)
+        return placements.call(self.spec, lambda **x: self(**x, **options), given, state, options["parallel"])
 
     def _call_parallel(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsf.call import guard, packing
 from dsf.call.backwards import flipped, flipped_bounds, flipped_rows
-from dsf.call.bind import Bound, Sizes, bind, cached_heads, check_state
+from dsf.call.bind import Bound, Sizes, bind, cached_heads, check_cache, check_state
 from dsf.call.digits import of_enough_digits
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
@@ -27,13 +27,14 @@ from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
 from dsf.parallel import fused
+from dsf.parallel.agree import Said, agree, check_tokens, described, length_of, options_of
 from dsf.parallel.collectives import Request, Sum
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
-from dsf.parallel.layout import Packing, host_bounds
+from dsf.parallel.layout import host_bounds
 from dsf.parallel.rank import Rank, no_autocast
 from dsf.parallel.summary import hollow, summary_of
-from dsf.parallel.world import Sequence, Simulated, World, world_of
+from dsf.parallel.world import Simulated, World, world_of
 
 
 @dataclass
@@ -157,8 +158,17 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
+    options = [("return_state", return_state), ("reverse", reverse), ("form", form)]
+    given: dict[str, Tensor] = {}
+
+    def say() -> Said:
+        given.update(_named(spec, args, kwargs))
+        return _said(spec, world, given, state, cu_seqlens, options)
+
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    agree(world, spec.name, say, lambda: _look(recurrence, world, given, state, cu_seqlens, form, backend), first)
     bounds = host_bounds(spec.name, cu_seqlens)
-    given = _named(spec, args, kwargs)
+    given = given or _named(spec, args, kwargs)
     packed = bounds is not None
     if reverse:
         _bind(recurrence, given, form, backend)  # says what is wrong of the tensors as they were given
@@ -167,7 +177,6 @@ def call(
     if spec.is_framed:
         return _run_framed(recurrence, world, given, state, bounds, return_state, form, backend, reverse)
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
-    compare_ranks(spec, world, given, state)
     first = next(given[i.name] for i in spec.inputs if i.kind.time)
     with no_autocast(first):
         if spec.is_attention:
@@ -194,10 +203,9 @@ def _run_framed(
     """The call of a declaration with turns or previous values, the tokens turned round already in reverse."""
     from dsf.parallel import framed
 
-    compare_ranks(recurrence.spec, world, given, state)
     bound, _ = _bind(recurrence, given, form, backend)
     if not isinstance(world, Simulated):
-        _check(recurrence.spec, world, world.here[0], bound, None if bounds is None else world.packing(bounds))
+        check_tokens(recurrence.name, world, world.here[0], bound.sizes.batch, bound.sizes.tokens, bounds)
     with no_autocast(next(iter(given.values()))):
         y, final = framed.call(recurrence, world, bound, state, bounds, return_state, form, backend)
     y = y.flip(1) if reverse else y
@@ -214,7 +222,7 @@ def _run(
     packed = None if bounds is None else world.packing(bounds)
     bound_of = [_bind(recurrence, tensors, form, backend) for tensors in shards]
     for number, (bound, _) in zip(world.here, bound_of, strict=True):
-        _check(spec, world, number, bound, packed)
+        check_tokens(spec.name, world, number, bound.sizes.batch, bound.sizes.tokens, bounds)
     bound_of = [(of_enough_digits(spec, bound, plan, spread=True), plan) for bound, plan in bound_of]
     summaries = [summary_of(recurrence, bound, form, backend) for bound, _ in bound_of]
     first = summaries[0]
@@ -281,26 +289,35 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
 # -- checks
 
 
-def compare_ranks(spec: Spec, world: World, given: Mapping[str, Tensor], state: Any) -> None:
-    """With check=True: every rank's dtypes and shapes but for T, and its T where shards are of one length.
-
-    Raises the same InputError on every rank, by the same one collective.
-    """
-    if not isinstance(world, Sequence) or not world.check:
-        return
+def _said(
+    spec: Spec, world: World, given: dict[str, Tensor], state: Any, cu_seqlens: Any, options: list[tuple[str, Any]]
+) -> Said:
+    """A call as the other ranks are told of it."""
     timed = {i.name for i in spec.inputs if i.kind.time}
-    free = world.sizes is not None or not (spec.is_attention or world.layout.slots > 1)
-    seen = []
-    for name, x in given.items():
-        shape = [-1 if free and name in timed and d == 1 else n for d, n in enumerate(x.shape)]
-        seen.append((name, str(x.dtype).removeprefix("torch."), shape))
-    seen.append(("initial_state", "given" if state is not None else "not given", []))
-    texts = world.tell("; ".join(f"{n} {d} {s}" for n, d, s in seen), next(iter(given.values())).device)
-    other = next((r for r, text in enumerate(texts) if text != texts[0]), None)
-    if other is not None:
-        pairs = zip(texts[0].split("; "), texts[other].split("; "), strict=False)
-        first, second = next((a, b) for a, b in pairs if a != b)
-        raise InputError(f"{spec.name}: ranks differ: rank 0 has {first}, rank {other} has {second}")
+    first = next(given[i.name] for i in spec.inputs if i.kind.time)
+    length = length_of(world, spec.is_attention, first.shape[1] if first.dim() > 1 else 0, cu_seqlens)
+    start = ("initial_state", "not given" if state is None else "given")
+    leaves = [x for x in (*given.values(), state) if isinstance(x, Tensor)]
+    wanted = ("gradients", "wanted" if fused.differentiable(leaves) else "not wanted")
+    kind = (*options_of(world), *described(given, timed), start, *length, *options, wanted)
+    return Said(kind, first, cu_seqlens)
+
+
+def _look(
+    recurrence: Recurrence, world: World, given: Mapping[str, Tensor], state: Any, cu_seqlens: Any, form: str,
+    backend: str,
+) -> None:  # fmt: skip
+    """The checks of a call that this rank alone can make. Raises InputError and FormError."""
+    bounds = host_bounds(recurrence.name, cu_seqlens)
+    bound, _ = _bind(recurrence, given, form, backend)
+    check_tokens(recurrence.name, world, world.here[0], bound.sizes.batch, bound.sizes.tokens, bounds)
+    if state is None:
+        return
+    rows = bound.sizes.batch if bounds is None else len(bounds) - 1
+    if recurrence.spec.is_attention:
+        check_cache(recurrence.spec, state, rows, bound)
+    else:
+        recurrence._check_state(state, rows, bound)
 
 
 def _named(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -330,27 +347,6 @@ def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backen
     padded = {n: x.new_zeros(x.shape[0], 1, *x.shape[2:]) if n in timed else x for n, x in given.items()}
     bound, plan = recurrence._calls.prepare(spec, (), padded, None, form, backend)
     return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device), plan
-
-
-def _check(spec: Spec, world: World, rank: int, bound: Bound, packed: Packing | None) -> None:
-    """Raise InputError for tokens that do not fit the layout."""
-    tokens, layout = bound.sizes.tokens, world.layout
-    if packed is None:
-        if layout.slots == 2 and tokens % 2:
-            raise InputError(f"{spec.name}: layout='headtail' gives a rank two runs of one length, got {tokens} tokens")
-        return
-    if bound.sizes.batch != 1:
-        raise InputError(
-            f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {bound.sizes.batch}"
-        )
-    expected, total = packed.tokens(rank), packed.bounds[-1]
-    if tokens == expected:
-        return
-    hint = "; these are all of them: give this rank's alone, cp.shard(x)" if tokens == total else ""
-    raise InputError(
-        f"{spec.name}: rank {world.called(rank)} of {layout.ranks} has {tokens} tokens, but cu_seqlens of the global "
-        f"sequences gives it {expected} of {total}{hint}"
-    )
 
 
 __all__ = ["call", "planned", "world_of"]

@@ -159,11 +159,13 @@ def _answered(requests: Sequence[Request], nodes: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group by name, so that it can be compiled, copied and pickled. rank: this process's place in it."""
+    """A process group by name, so that it can be compiled, copied and pickled. rank: this process's place in it;
+    members: all of its processes, by their places among all."""
 
     name: str
     size: int
     rank: int
+    members: tuple[int, ...] = ()
 
     def answer(self, request: Request) -> Tensor:
         """Run one collective, and wait for it."""

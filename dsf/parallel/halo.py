@@ -16,7 +16,7 @@ from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.parallel.collectives import Gather, Request, Sum
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, host_bounds, plain_fragment
-from dsf.parallel.world import Simulated, World
+from dsf.parallel.world import Simulated, World, world_of
 
 Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, Tensor]"]
 
@@ -36,7 +36,7 @@ def convolve(
     packing = None if bounds is None else world.packing(bounds)
     shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
     ranks = [_Windows(r, world.layout, packing, x, state, past) for r, x in zip(world.here, shards, strict=True)]
-    found = list(_Enter.apply(world, past, *(rank.tails() for rank in ranks)))
+    found = list(_entered(world, past, *(rank.tails() for rank in ranks)))
     windows, ends = found[: len(ranks)], found[len(ranks) :]
     outputs = [rank.run(conv, w) for rank, w in zip(ranks, windows, strict=True)]
     ys = [y if isinstance(y, tuple) else (y,) for y, _ in outputs]
@@ -160,6 +160,27 @@ def _shifted(x: Tensor, count: Tensor, back: bool = False) -> Tensor:
 
 def _ordered(layout: Layout, every: Tensor) -> list[Tensor]:
     return [every[layout.owner(n)] for n in range(layout.fragments)]
+
+
+def _entered(world: World, past: int, *tails: Tensor) -> tuple[Tensor, ...]:
+    """`_Enter`, in a compiled graph as one node: dynamo does not follow generators."""
+    if torch.compiler.is_dynamo_compiling():
+        _allow()
+        return enter_in_graph(world.key, past, *tails)
+    return _Enter.apply(world, past, *tails)
+
+
+def enter_in_graph(world: str, past: int, *tails: Tensor) -> tuple[Tensor, ...]:
+    """`_Enter` of the world of that key."""
+    return _Enter.apply(world_of(world), past, *tails)
+
+
+def _allow() -> bool:
+    torch.compiler.allow_in_graph(enter_in_graph)
+    return True
+
+
+_allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as dsf.call.calls.allow
 
 
 class _Enter(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from dsf.parallel.modules import canonical_parameters, mixers_of
 from dsf.parallel.shares import Shares
 
 CUTS = "_cuts"
+AT_LEAST_2_13 = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def shard_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -99,7 +99,7 @@ def _share(cuts: Cuts, mesh: DeviceMesh) -> None:
     layer.__dict__["_apart"], layer.__dict__["_once"] = places(cuts.apart), places(cuts.once)
     layer.__dict__["_same"] = cuts.same
     layer.shares = shares  # type: ignore[assignment]
-    layer.__class__ = type(type(layer).__name__, (Shared, type(layer)), {"_within": _untraced()})
+    layer.__class__ = type(type(layer).__name__, (Shared, type(layer)), {})
     layer.register_state_dict_post_hook(_save)
     layer.register_load_state_dict_pre_hook(_load)
 
@@ -135,6 +135,7 @@ class Shared(nn.Module):
     """
 
     shares: Shares
+    entered = False  # while it is called
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """The layer's own, on this rank's heads; x and what is returned are whole."""
@@ -150,20 +151,24 @@ class Shared(nn.Module):
 
     def _within(self, name: str, x: Tensor, args: Any, options: Any) -> Any:
         method = getattr(super(), name)
-        if self.__dict__.get("_entered"):  # a call within a call: the layer runs itself backwards
+        if self.entered:  # a call within a call: the layer runs itself backwards
             return method(x, *args, **options)
         if x.requires_grad and torch.is_grad_enabled() and not self.__dict__["_same"]:
             (x,) = self.shares.enter(x)
         local = self._local()
-        self.__dict__["_entered"] = True
+        kept = {}
+        self.entered = True
         try:
             for (module, key), tensor in local.items():
-                module.__dict__[key] = tensor
+                holder: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+                kept[module, key] = holder[key]
+                holder[key] = tensor
             return method(x, *args, **options)
         finally:
-            del self.__dict__["_entered"]
-            for module, key in local:
-                del module.__dict__[key]
+            self.entered = False
+            for (module, key), tensor in kept.items():
+                holder = module._parameters if key in module._parameters else module._buffers
+                holder[key] = tensor
 
     def _local(self) -> dict[tuple[nn.Module, str], Tensor]:
         """This rank's tensors by the modules and names that they are read by."""
@@ -195,10 +200,8 @@ class Shared(nn.Module):
         yield from ((path, module) for path, module in self.named_modules() if module not in alone)
 
 
-@functools.cache
-def _untraced() -> Any:
-    """`Shared._within` out of compiled graphs: dynamo would see parameters where they are, as DTensors."""
-    return torch.compiler.disable(Shared._within)
+if not AT_LEAST_2_13:  # graphs of earlier releases were not tried
+    Shared._within = torch.compiler.disable(Shared._within)  # type: ignore[method-assign]
 
 
 def canonical(layer: Shared, path: str, tensor: Any) -> Any:

@@ -6,16 +6,19 @@ do: a shard of them without `parallel=` would begin with nothing on every rank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
+from dsf.parallel.world import Sequence, World
 
 BATCH, TOKENS, HEADS = "batch", "tokens", "heads"
 OF_OUTPUT = {BATCH: Shard(0), TOKENS: Shard(1), HEADS: Shard(2)}
@@ -24,22 +27,30 @@ OF_STATE = {BATCH: Shard(0), TOKENS: Replicate(), HEADS: Shard(1)}
 
 @dataclass(frozen=True)
 class Dealt:
-    """What every dimension of a mesh holds shards of: batch, tokens, heads, or None."""
+    """What every dimension of a mesh holds shards of: batch, tokens, heads, or None. whole: sizes of whole tensors."""
 
     mesh: Any
     ways: tuple[str | None, ...]
+    whole: Mapping[str, int]
 
     def out(self, x: Tensor, of: Mapping[str, Placement]) -> DTensor:
-        """A local result as a DTensor."""
+        """A local result as a DTensor, whose shards need not be of one size."""
         places = [Replicate() if way is None else of[way] for way in self.ways]
-        return DTensor.from_local(x, self.mesh, places, run_check=False)
+        sizes = list(x.shape)
+        for way, place in of.items():
+            if isinstance(place, Shard) and way in self.ways:
+                sizes[place.dim] = self.whole[way]
+        shape = torch.Size(sizes)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x.contiguous(), self.mesh, places, run_check=False, shape=shape, stride=stride)
 
 
-def call(spec: Spec, run: Callable[..., Any], given: Mapping[str, Any], state: Any, shared: bool) -> Any:
+def call(spec: Spec, run: Callable[..., Any], given: Mapping[str, Any], state: Any, world: World | None) -> Any:
     """run(**local inputs, initial_state=local state), its results as DTensors.
 
-    shared: the call has parallel=, so that tokens may be sharded. Raises InputError for placements that a recurrence
-    cannot be computed from locally, and for inputs that are no DTensors beside ones that are.
+    world: the call's parallel=, whose ranks must be those that tokens are sharded over. Raises InputError for
+    placements that a recurrence cannot be computed from locally, and for inputs that are no DTensors beside ones that
+    are.
     """
     kinds = {i.name: i.kind for i in spec.inputs}
     plain = [name for name, x in given.items() if not isinstance(x, DTensor)]
@@ -48,19 +59,52 @@ def call(spec: Spec, run: Callable[..., Any], given: Mapping[str, Any], state: A
             f"{spec.name}: `{plain[0]}` is no DTensor and others are; distribute it, as Replicate() for instance"
         )
     first = next(iter(given.values()))
+    for name, x in given.items():
+        if x.device_mesh != first.device_mesh:
+            raise InputError(f"{spec.name}: `{name}` is on another mesh than `{next(iter(given))}`")
     ways = []
     for dim in range(first.device_mesh.ndim):
-        ways.append(_way(spec, dim, kinds, given, shared))
-    dealt = Dealt(first.device_mesh, tuple(ways))
-    for name, x in given.items():
-        if x.device_mesh != dealt.mesh:
-            raise InputError(f"{spec.name}: `{name}` is on another mesh than `{next(iter(given))}`")
+        ways.append(_way(spec, dim, kinds, given, world is not None))
+    dealt = Dealt(first.device_mesh, tuple(ways), _whole(kinds, given))
+    if world is not None:
+        _check_world(spec.name, world, dealt)
     local = {name: _local(x, dealt) for name, x in given.items()}
     start = None if state is None else _local_state(spec, state, dealt)
     found = run(**local, initial_state=start)
     if isinstance(found, tuple):
         return dealt.out(found[0], OF_OUTPUT), dealt.out(found[1], OF_STATE)
     return dealt.out(found, OF_OUTPUT)
+
+
+def _whole(kinds: Mapping[str, Kind], given: Mapping[str, DTensor]) -> dict[str, int]:
+    """Sizes of batch, tokens and heads; heads that groups share count as often as they are shared."""
+    found: dict[str, int] = {}
+    for name, x in given.items():
+        for axis, size in zip(_axes(kinds[name]), x.shape, strict=False):
+            if axis is not None:
+                found[axis] = max(size, found.get(axis, 0))
+    return found
+
+
+def _check_world(name: str, world: Any, dealt: Dealt) -> None:
+    """Raise InputError unless tokens are sharded over the very ranks that share the sequence, in its layout."""
+    dims = [d for d, way in enumerate(dealt.ways) if way == TOKENS]
+    if not isinstance(world, Sequence):
+        raise InputError(f"{name}: a call on DTensors takes a dsf.parallel.Sequence, got {type(world).__name__}")
+    if not dims:
+        raise InputError(
+            f"{name}: parallel= is given, but no dimension of the mesh holds shards of tokens, so every rank has all "
+            f"of them: expected Shard(1) on the dimension that {world} is made of"
+        )
+    if world.layout.slots > 1:
+        raise InputError(
+            f"{name}: Shard(1) is one run of tokens a rank, but the layout of {world} is 'headtail': give local "
+            "tensors, cp.shard(x)"
+        )
+    here = [slice(None) if d in dims else place for d, place in enumerate(dealt.mesh.get_coordinate())]
+    ranks = dealt.mesh.mesh[tuple(here)].flatten().tolist()
+    if not world.is_of(ranks):
+        raise InputError(f"{name}: tokens are sharded over the ranks {ranks}, which are not those of {world}")
 
 
 def _axes(kind: Kind) -> tuple[str | None, ...]:
@@ -112,7 +156,7 @@ def _way(spec: Spec, dim: int, kinds: Mapping[str, Kind], given: Mapping[str, DT
     return way
 
 
-def _shown(axes: Sequence[str | None]) -> str:
+def _shown(axes: Several[str | None]) -> str:
     return ", ".join(f"{name} (dim {i})" for i, name in enumerate(axes) if name is not None and name != TOKENS)
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.language.errors import InputError
+from dsf.parallel.agree import check_tokens
 from dsf.parallel.collectives import Gather, Request
 from dsf.parallel.layout import host_bounds
-from dsf.parallel.world import Simulated, World
+from dsf.parallel.world import Simulated, World, world_of
 
 
 class Places(NamedTuple):
@@ -47,15 +47,12 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
         return None
     bounds = host_bounds("layer", cu_seqlens)
     (rank,), tokens, device = world.here, x.shape[1], x.device
+    check_tokens("layer", world, rank, x.shape[0], tokens, bounds)
     if bounds is None:
         earlier = rank if world.sizes is None else sum(world.sizes[:rank])
         begins = torch.arange(0 if earlier or not tokens else 1, device=device)
         return Places(begins, *_counted(world, rank, tokens, device)) if counted else Places(begins)
     packing = world.packing(bounds)
-    if packing.tokens(rank) != tokens:
-        raise InputError(
-            f"rank {world.called(rank)} has {tokens} tokens, but the layout gives it {packing.tokens(rank)}"
-        )
     pieces = packing.pieces(rank)
     begins = torch.tensor([p.begin for p in pieces if not p.continued], dtype=torch.int64, device=device)
     if not counted:
@@ -77,8 +74,35 @@ def _counted(world: World, rank: int, tokens: int, device: torch.device) -> tupl
         begin, total = sum(world.sizes[:rank]), sum(world.sizes)
         return column + begin, None, torch.tensor(total, device=device)
 
+    own = torch.full((1,), tokens, dtype=torch.int64, device=device)
+    every = _lengths(world, own)
+    place = column + every[:rank].sum()
+    if torch.compiler.is_compiling():  # the first rank has no use for what it hears, and the others wait for it
+        place = torch.ops.dsf.after(place, [every])
+    return place, None, every.sum()
+
+
+def _lengths(world: World, own: Tensor) -> Tensor:
+    """Every rank's tokens [ranks, 1], in a compiled graph by one node of it: dynamo does not follow generators."""
+    if torch.compiler.is_dynamo_compiling():
+        _allow()
+        return lengths_in_graph(world.key, own)
+
     def steps() -> Generator[Request, Tensor, Tensor]:
-        return (yield Gather(torch.full((1,), tokens, dtype=torch.int64, device=device)))
+        return (yield Gather(own))
 
     (every,) = world.run([steps()])
-    return column + every[:rank].sum(), None, every.sum()
+    return every
+
+
+def lengths_in_graph(world: str, own: Tensor) -> Tensor:
+    """The same in the world of that key."""
+    return _lengths(world_of(world), own)
+
+
+def _allow() -> bool:
+    torch.compiler.allow_in_graph(lengths_in_graph)
+    return True
+
+
+_allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as dsf.call.calls.allow

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dsf.parallel.collectives import Gather, Group, Sum
 
@@ -56,7 +57,7 @@ class Shares:
 
     def local(self, params: Mapping[Any, Any], apart: Any = (), once: Any = ()) -> dict[Any, Tensor]:
         """Parameters as this rank's tensors, by their keys: whole ones are entered, but for those of apart."""
-        found: dict[Any, Tensor] = {key: p.to_local() if hasattr(p, "to_local") else p for key, p in params.items()}
+        found: dict[Any, Tensor] = {key: p.to_local() if isinstance(p, DTensor) else p for key, p in params.items()}
         common = [
             key for key, p in params.items()
             if key not in apart and p.requires_grad and all(x.is_replicate() for x in getattr(p, "placements", ()))

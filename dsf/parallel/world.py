@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dsf.kernels.affine import Frame
 from dsf.language.errors import InputError
+from dsf.parallel.agree import agree_whole
 from dsf.parallel.collectives import (
     ALL,
     INNER,
@@ -35,6 +37,8 @@ from dsf.parallel.layout import LAYOUTS, Layout, Packing
 from dsf.parallel.tokens import gather_tokens
 
 WORLDS: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
+ROOM = 2053  # bytes of a text that ranks tell: no number of floats, so that it never passes for another message
+OUTSIDE = "this rank is not in the group that Sequence was given"
 _numbers = itertools.count()
 
 
@@ -62,6 +66,7 @@ class World:
         self.sizes = None if sizes is None else tuple(sizes)
         self.exchange, self.nodes, self.links = exchange, nodes, links
         self.log: list[tuple[Any, ...]] | None = None
+        self.agreed: set[Any] | None = None  # kinds of calls that processes have compared, and whose (see agree.py)
         self._forward: World | None = None  # of a world that counts ranks from the last, the one it is made of
         self._backwards: World | None = None
         self._register()
@@ -78,7 +83,7 @@ class World:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name not in ("key", "log", "_backwards")}
+        return {name: x for name, x in self.__dict__.items() if name not in ("key", "log", "_backwards", "agreed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -180,13 +185,14 @@ class Sequence(World):
     attention takes (rank r holds the runs r and 2 W - 1 - r of 2 W). sizes: tokens of every rank where contiguous
     shards are not as even as torch.tensor_split makes them; only packed sequences and softmax attention need to know.
     exchange: "auto", or "gather", "transpose", "relay" or "two-level". links: `dsf.parallel.Link`s within a node and
-    between nodes, instead of the defaults of the device. check: compare all ranks' shapes and dtypes before every call,
-    by one more small collective, and raise the same InputError on every rank where they do not fit.
+    between nodes, instead of the defaults of the device. check: compare what ranks are about to do before every call,
+    by one more small collective; otherwise before the first of a kind (dtypes, shapes but for T, options) alone.
 
     Every rank makes the same calls in the same order, forward and backward, whatever it holds. An object like any
     other: no global state, copied with a model as it is, pickled by the names of its groups.
 
-    Raises InputError for a mesh of another shape, a rank outside of it, or options that do not exist.
+    Raises InputError for a mesh of another shape, a rank outside of it, or options that do not exist. Calls raise
+    InputError on every rank where they differ between ranks (docs/parallel.md#what-is-refused).
     """
 
     def __init__(
@@ -199,11 +205,19 @@ class Sequence(World):
         links: tuple[Link, Link] | None = None,
         check: bool = False,
     ) -> None:
-        self._groups, device = _groups_of(mesh)
+        self._groups, self.device = _groups_of(mesh)
         outer, inner = self._groups
         self._rank = outer.rank * inner.size + inner.rank
-        super().__init__(layout, outer.size * inner.size, outer.size, sizes, exchange, links or default_links(device))
+        super().__init__(
+            layout, outer.size * inner.size, outer.size, sizes, exchange, links or default_links(self.device)
+        )
         self.check = check
+        self.agreed = set()
+        self.warned = False  # that all ranks hold the same tokens
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.agreed = set()
 
     def __repr__(self) -> str:
         return f"Sequence(rank {self._rank} of {self.ranks}, layout={self.layout.name!r}, exchange={self.exchange!r})"
@@ -217,6 +231,14 @@ class Sequence(World):
     def here(self) -> list[int]:
         """Its own."""
         return [self._rank]
+
+    def is_of(self, ranks: Several[int]) -> bool:
+        """Whether these global ranks share the sequence, in this order."""
+        outer, inner = self._groups
+        if len(ranks) != self.ranks:
+            return False
+        node, equals = ranks[outer.rank * inner.size :][: inner.size], ranks[inner.rank :: inner.size]
+        return tuple(node) == inner.members and (outer.size == 1 or tuple(equals) == outer.members)
 
     def _turn(self) -> None:
         super()._turn()
@@ -259,11 +281,13 @@ class Sequence(World):
 
     def tell(self, text: str, device: torch.device) -> list[str]:
         """Every rank's text, on every rank, in the order of the ranks as their user knows them."""
-        room = torch.zeros(1024, dtype=torch.uint8)
-        letters = list(text.encode())[: len(room)]
+        room = torch.zeros(ROOM, dtype=torch.uint8)
+        letters = list(text.encode())
+        if len(letters) > ROOM:
+            letters = [*letters[: ROOM - 9], *f" {zlib.crc32(bytes(letters)):08x}".encode()]  # tells cut ones apart
         room[: len(letters)] = torch.tensor(letters, dtype=torch.uint8)
         every = self._answer(Gather(room.to(device))).cpu()
-        return [bytes(row[row > 0].tolist()).decode() for row in every]
+        return [bytes(row[row > 0].tolist()).decode(errors="ignore") for row in every]
 
     def shard(self, *xs: Tensor, dim: int = 1) -> Any:
         """This rank's tokens of whole tensors, by the layout: one tensor, or a tuple of as many as were given."""
@@ -273,8 +297,10 @@ class Sequence(World):
     def gather(self, x: Tensor, tokens: int | None = None, dim: int = 1) -> Tensor:
         """The whole tensor from every rank's shard, on every rank; gradients go back to the ranks they belong to.
 
-        tokens: of the whole sequence, where shards are not all of one length.
+        tokens: of the whole sequence, where shards are not all of one length. Raises InputError on every rank for
+        shards that do not fit each other.
         """
+        agree_whole(self, x, tokens, dim)
         return gather_tokens(self, [x], self.lengths(x.shape[dim], tokens), dim)[0]
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
@@ -342,6 +368,8 @@ def _groups_of(mesh: Any) -> tuple[tuple[Group, Group], str]:
     if not dist.is_available() or not dist.is_initialized():
         raise InputError("dsf.parallel.Sequence needs torch.distributed.init_process_group first")
     one = Group("", 1, 0)
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives ranks that are not in it
+        raise InputError(OUTSIDE)
     if mesh is None or isinstance(mesh, dist.ProcessGroup):
         group = mesh if mesh is not None else dist.group.WORLD
         assert group is not None
@@ -359,5 +387,5 @@ def _groups_of(mesh: Any) -> tuple[tuple[Group, Group], str]:
 def _named(group: Any) -> Group:
     rank = dist.get_rank(group)
     if rank < 0:
-        raise InputError("this rank is not in the group that Sequence was given")
-    return Group(group.group_name, dist.get_world_size(group), rank)
+        raise InputError(OUTSIDE)
+    return Group(group.group_name, dist.get_world_size(group), rank, tuple(dist.get_process_group_ranks(group)))

@@ -85,8 +85,10 @@ class RotaryAttention(SoftmaxAttention):
         past = _past(state)
         world = self.parallel if parallel is None else parallel
         if world is not None:
+            from dsf.parallel.agree import agree_layer
             from dsf.parallel.places import places_of
 
+            agree_layer(world, self, x, state, cu_seqlens)
             places = places_of(world, x, cu_seqlens, True)
             if places is not None:
                 return rotation(places.positions(past), self.dims[1], self.rope_base)

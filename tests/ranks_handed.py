@@ -1,0 +1,71 @@
+"""More of what the ranks of tests/test_parallel_ranks.py do: states handed on, solves, angles of half precision."""
+
+import ranks_work
+import torch
+from ranks_work import OUTPUT, layer_error, own, summed, whole_and_own, worst
+from structures import gated_delta, sample, turned_delta
+
+from dsf import mixers
+from dsf.parallel import Sequence
+
+
+def two():
+    """What `ranks_work.two` finds, with more errors."""
+    found, *rest = ranks_work.two()
+    cp, headtail = Sequence(), Sequence(layout="headtail")
+    found |= {f"handed on, {name}": error for name, error in handed_on(headtail).items()}
+    found["mesanet"] = max(layer_error("mesanet", cp), solved(cp))
+    found["turns of half precision"] = max(half_turns(cp, dtype) for dtype in (torch.bfloat16, torch.float16))
+    return found, *rest
+
+
+def solved(cp):
+    """Errors of MesaNet's recurrence, whose readout is a solve, after a state."""
+    inputs, before = sample(mixers.mesanet, T=10), sample(mixers.mesanet, T=3)
+    for x in (inputs, before):  # strengths of writing are positive, or there is nothing to solve
+        x["beta"] = x["beta"].sigmoid()
+    return whole_and_own(mixers.mesanet, inputs, cp, mixers.mesanet(**before, return_state=True)[1])
+
+
+def handed_on(cp):
+    """Packed sequences, one of one token and one without any, after states and with states after: errors by name."""
+    found, bounds = {}, torch.tensor([0, 1, 1, 7, 12])
+    for recurrence in (gated_delta, turned_delta, mixers.s6):
+        state = recurrence(**sample(recurrence, B=4, T=3), return_state=True)[1]
+        for reverse in (False, True):
+            inputs = sample(recurrence, B=1, T=12)
+            name = f"{recurrence.name}{', reverse' * reverse}"
+            found[name] = whole_and_own(recurrence, inputs, cp, state, bounds, reverse=reverse)
+    for name in ("gated_deltanet", "mesanet", "mamba3", "softmax_attention"):
+        torch.manual_seed(1)
+        layer = mixers.get(name).module(32).double()
+        x, early = torch.randn(2, 1, 12, 32, dtype=torch.float64)
+        before = layer(early, cu_seqlens=torch.tensor([0, 3, 4, 8, 12]))[1]
+        (y, state), (got, after) = layer(x, before, bounds), layer(own(cp, x), before, bounds, parallel=cp)
+        more, again = layer(x, state, bounds)[0], layer(own(cp, x), after, bounds, parallel=cp)[0]
+        pairs = [(got, own(cp, y), OUTPUT), (again, own(cp, more), OUTPUT)]
+        if state.conv is not None:
+            pairs.append((after.conv, state.conv, None))
+        found[name] = worst(pairs)
+    return found
+
+
+def half_turns(cp, dtype):
+    """By how much errors of a turned system's outputs and gradients exceed 1.1 times those of the whole sequence."""
+    timed = [True, *(i.kind.time for i in turned_delta.spec.inputs)]
+    inputs = sample(turned_delta, B=1, T=64)  # Params in float32: ranks' parts of a gradient may be larger than its sum
+    inputs = {n: x.to(dtype if t else torch.float32) for (n, x), t in zip(inputs.items(), timed[1:], strict=True)}
+
+    def run(tensors, **more):
+        leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
+        y = turned_delta(**leaves, **more)
+        return [x.double() for x in (y, *torch.autograd.grad(y.double().sin().sum(), list(leaves.values())))]
+
+    exact, whole = run({n: x.double() for n, x in inputs.items()}), run(inputs)
+    cut = run({n: own(cp, x) if t else x for (n, x), t in zip(inputs.items(), timed[1:], strict=True)}, parallel=cp)
+    excess = 0.0
+    for true, rough, got, t in zip(exact, whole, cut, timed, strict=True):
+        true, rough, got = (own(cp, true), own(cp, rough), got) if t else (true, rough, summed(got))
+        allowed = 1.1 * (rough - true).norm() + 0.1 * torch.finfo(dtype).eps * true.norm()
+        excess = max(excess, float((got - true).norm() - allowed))
+    return excess
