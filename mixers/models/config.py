@@ -35,7 +35,7 @@ class ModelConfig(BaseModel):
         in memory (and are None in the output).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, ser_json_inf_nan="constants")
 
     vocab_size: int = Field(gt=0)
     d_model: int = Field(gt=0)
