@@ -15,6 +15,7 @@ from dsf.language.errors import InputError
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers._module import Mixer, MixerState, shard_rates
 from dsf.mixers._own import parameter_groups
+from dsf.mixers._sizes import misfit
 from dsf.mixers._state_space import hippo_legs, legs_in_pairs
 from dsf.mixers.bidirectional import Bidirectional, BothWays
 from dsf.mixers.comba import Comba, comba
@@ -243,9 +244,7 @@ def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: An
     try:
         inspect.signature(make).bind(d_model, **options)
     except TypeError as error:
-        raise InputError(
-            f"{_class_name(make)}: {error}; it takes {', '.join(inspect.signature(make).parameters)}"
-        ) from error
+        raise InputError(misfit(_class_name(make), error, inspect.signature(make).parameters, options)) from error
     return make(d_model, **options)
 
 

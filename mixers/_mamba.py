@@ -62,7 +62,7 @@ class MambaBlock(Mixer):
         dt_rank = dt_rank or math.ceil(d_model / 16)
         self.dims = (1, d_state, d_inner)
         self.in_proj = nn.Linear(d_model, d_inner if bare else 2 * d_inner, bias=False)
-        self.conv1d = None if bare else ShortConv(d_inner, d_conv)
+        self.conv1d = None if bare or not d_conv else ShortConv(d_inner, d_conv)
         self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(dt_rank, d_inner)
         self.own("D", torch.ones, d_inner, kind="rate")

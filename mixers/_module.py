@@ -15,6 +15,7 @@ from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
 from dsf.mixers._shift import TokenShift
+from dsf.mixers._sizes import Divided, check_tokens
 
 if TYPE_CHECKING:
     from dsf.parallel import World
@@ -88,7 +89,7 @@ class Span(NamedTuple):
         return lengths if self.before is None else lengths + self.before
 
 
-class Mixer(Owner):
+class Mixer(Owner, Divided):
     """Base of the zoo's modules. A subclass sets `recurrence` and `dims` and states three maps.
 
     project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` go around it.
@@ -123,41 +124,6 @@ class Mixer(Owner):
 
     def own_more(self, d_model: int, bare: bool) -> None:
         """What a subclass that takes its base's arguments has besides; bases with such subclasses call it last."""
-
-    def shared(self, name: str, given: int | None, n_heads: int) -> int:
-        """How many heads groups of n_heads share: as given, or all. Raises InputError where that does not divide."""
-        found = n_heads if given is None else given
-        if found < 1 or n_heads % found:
-            raise InputError(f"{type(self).__name__}: {name} ({found}) must divide n_heads ({n_heads})")
-        return found
-
-    def inner(self, d_model: int, expand: float) -> int:
-        """expand · d_model channels. Raises InputError unless that is a whole number."""
-        found = int(expand * d_model)
-        if found < 1 or found != expand * d_model:
-            raise InputError(
-                f"{type(self).__name__}: expand ({expand}) times d_model ({d_model}) must be a whole number"
-            )
-        return found
-
-    def inner_heads(self, d_inner: int, headdim: int, n_groups: int) -> int:
-        """Heads of headdim channels, in groups that share keys. Raises InputError where either does not divide."""
-        heads = d_inner // headdim
-        if heads * headdim != d_inner or heads % n_groups:
-            raise InputError(
-                f"{type(self).__name__}: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads"
-            )
-        return heads
-
-    def width(self, channels: int, n_heads: int, given: int | None, name: str) -> int:
-        """The width of a head: as given, or channels / n_heads. Raises InputError where that does not divide."""
-        if n_heads < 1 or (given is not None and given < 1):
-            raise InputError(f"{type(self).__name__}: n_heads is {n_heads} and {name} {given}; both must be positive")
-        if given is None and channels % n_heads:
-            raise InputError(
-                f"{type(self).__name__}: n_heads ({n_heads}) must divide its {channels} channels, or give {name}="
-            )
-        return given if given is not None else channels // n_heads
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         """x [B, T, d_model] -> (u [B, T, C], side)."""
@@ -244,6 +210,7 @@ class Mixer(Owner):
         if tokens.pop("reverse", False):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
+        check_tokens(self, x, step=True)
         inputs, side, state = self._prepare(x.unsqueeze(1), state, None, tokens)
         inputs = {
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
@@ -267,6 +234,25 @@ class Mixer(Owner):
         window = self.conv1d.state_size if conv and self.conv1d is not None else 0
         return heads * rows * columns + window
 
+    def check_state(self, state: Any, rows: int | None = None) -> None:
+        """Refuse a state that a layer of another kind or size returned, in what is not the recurrence's, which checks
+        its own. rows: sequences, None not to count them. Raises InputError."""
+        name, conv = type(self).__name__, self.conv1d
+        if not isinstance(state, MixerState):
+            raise InputError(f"{name}: state is of type {type(state).__name__}, expected what an earlier call returned")
+        if (state.position is not None) != self.positional:
+            does, counts = ("has no", "counts") if self.positional else ("has", "does not count")
+            raise InputError(f"{name}: the state {does} positions, and this layer {counts} its tokens")
+        got = None if state.conv is None else tuple(state.conv.shape)
+        expected = None if conv is None else (conv.in_channels, conv.kernel_size[0] - 1)
+        if (None if got is None else got[1:]) != expected:
+            kept = "no window of a convolution" if expected is None else f"a window {['sequences', *expected]}"
+            given = "none" if got is None else list(got)
+            raise InputError(f"{name}: the state is of another layer: this one keeps {kept}, the state's is {given}")
+        for part in (state.conv, state.position):
+            if part is not None and rows is not None and part.shape[0] != rows:
+                raise InputError(f"{name}: the state holds {part.shape[0]} sequences, the call has {rows}")
+
     def _prepare(
         self,
         x: Tensor,
@@ -276,8 +262,10 @@ class Mixer(Owner):
         world: World | None = None,
     ) -> tuple[dict[str, Any], Side, MixerState]:
         """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`)."""
-        u, side = self.project(x)
         bounds = tensor_of(cu_seqlens, x.device)
+        if state is not None:
+            self.check_state(state, x.shape[0] if bounds is None else bounds.shape[0] - 1)
+        u, side = self.project(x)
         span = Span(state is None, bounds, None if state is None else state.position)
         if world is not None:
             from dsf.parallel.places import places_of
@@ -312,6 +300,7 @@ def check_call(
     """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
 
     def look() -> None:
+        check_tokens(layer, x)
         if mask is not None:
             check_mask(type(layer).__name__, mask, cu_seqlens)
 

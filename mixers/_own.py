@@ -9,15 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dsf.mixers._sizes import Sized
+
 Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
 Kind = Literal["matrix", "vector", "rate", "constant"]
 
 
-class Owner(nn.Module):
+class Owner(Sized):
     """A module that fills its own parameters, and those only, so that modules may be reset in any order.
 
     `reset_parameters` draws them again as the constructor did: after `to_empty` of a module made on the meta device,
-    as FSDP does it for one module after another. Children fill theirs.
+    as FSDP does it for one module after another. Children fill theirs. Constructors of subclasses check their arguments
+    first (`_sizes.checked`).
     """
 
     def __init__(self) -> None:

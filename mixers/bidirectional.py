@@ -12,13 +12,14 @@ from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Span, check_call
 from dsf.mixers._own import Owner
+from dsf.mixers._sizes import Divided
 
 if TYPE_CHECKING:
     from dsf.parallel import World
     from dsf.parallel.shares import Shares
 
 
-class BothWays(Owner):
+class BothWays(Owner, Divided):
     """Base of layers of both directions: [B, T, d_model] in, the same shape out. A subclass writes `mix`.
 
     Every output depends on every token of its sequence, so there is no state, nothing to hand over between pieces, and

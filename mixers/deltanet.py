@@ -65,7 +65,9 @@ class DeltaNet(Mixer):
         self.qkv_proj = nn.Linear(d_model, channels, bias=False)
         self.b_proj = nn.Linear(d_model, n_heads, bias=False)
         pieces = heads_of(self.split, self.lengths)
-        self.conv1d = None if bare else ShortConv(channels, d_conv, bias=False, pieces=pieces, blur=self.blur)
+        self.conv1d = (
+            None if bare or not d_conv else ShortConv(channels, d_conv, bias=False, pieces=pieces, blur=self.blur)
+        )
         self.o_norm = GatedRMSNorm(p)
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
         self.own_more(d_model, bare)

@@ -56,7 +56,7 @@ class H3(StateSpace):
     ):
         super().__init__(d_model, d_state, dt_min, dt_max, True, layer_idx)
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
-        self.conv1d = None if bare else ShortConv(d_model, d_conv, bias=False, activation=None)
+        self.conv1d = None if bare or not d_conv else ShortConv(d_model, d_conv, bias=False, activation=None)
         self.own_rates("lin")
         self.own("C", partial(normal, std=0.5**0.5), d_model, d_state // 2, 2)
         self.place(device, dtype)

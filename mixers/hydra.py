@@ -67,9 +67,8 @@ class Hydra(BothWays):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layer_idx)
-        d_inner, heads = expand * d_model, expand * d_model // headdim
-        if heads * headdim != d_inner or heads % n_groups:
-            raise InputError(f"Hydra: headdim {headdim} must divide {d_inner}, and n_groups {n_groups} the heads")
+        d_inner = self.inner(d_model, expand)
+        heads = self.inner_heads(d_inner, headdim, n_groups)
         if d_conv % 2 == 0:
             raise InputError(f"Hydra: its convolution is centred, so d_conv must be odd, got {d_conv}")
         self.dims, self.n_groups = (heads, d_state, headdim), n_groups

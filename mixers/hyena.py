@@ -16,6 +16,7 @@ from dsf.language.errors import FormError, InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import check_mask
 from dsf.mixers._own import Owner, normal
+from dsf.mixers._sizes import check_tokens
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts, World
@@ -85,8 +86,8 @@ class Hyena(Owner):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if order < 2 or l_max < 1:
-            raise InputError(f"Hyena: order is {order} and l_max {l_max}; expected at least 2 and 1")
+        if order < 2 or d_conv < 1:
+            raise InputError(f"Hyena: order is {order} and d_conv {d_conv}; expected at least 2 and 1")
         self.d_model, self.order, self.layer_idx = d_model, order, layer_idx
         self.in_proj = nn.Linear(d_model, (order + 1) * d_model)
         self.conv1d = ShortConv((order + 1) * d_model, d_conv, activation=None)
@@ -124,6 +125,7 @@ class Hyena(Owner):
         at: there is no state. Raises FormError for a state, InputError for sequences longer than l_max, a mask with
         padding, and parallel=: filters reach over all tokens, which no rank has.
         """
+        check_tokens(self, x)
         if state is not None:
             self._refuse("continues no state")
         if attention_mask is not None:

@@ -107,7 +107,7 @@ class MLSTM(Mixer):
         self.dims = (n_heads, width, width)
         start = partial(normal, std=(2 / (5 * d_model)) ** 0.5)
         self.up_proj = StartLinear(d_model, d_inner if bare else 2 * d_inner, start)
-        self.conv1d = None if bare else ShortConv(d_inner, d_conv)
+        self.conv1d = None if bare or not d_conv else ShortConv(d_inner, d_conv)
         self.q_proj = Blocks(d_inner // qkv_block, qkv_block)
         self.k_proj = Blocks(d_inner // qkv_block, qkv_block)
         self.v_proj = Blocks(d_inner // qkv_block, qkv_block)

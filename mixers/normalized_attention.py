@@ -80,7 +80,7 @@ class GeneralizedLinearAttention(LinearAttention):
         super().__init__(d_model, n_heads, d_state, headdim, bias=bias, layer_idx=layer_idx)
         self.recurrence = generalized_linear_attention
         layers = nn.Linear(d_model, d_model), nn.SiLU(), nn.Linear(d_model, n_heads), nn.Softplus()
-        self.eta = eta or nn.Sequential(*layers)
+        self.eta = eta if eta is not None else nn.Sequential(*layers)
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:

@@ -66,7 +66,7 @@ class QLSTM(Mixer):
         self.dims = (1, 1, d_inner)
         start = partial(normal, std=d_model**-0.5), partial(normal, std=d_inner**-0.5)
         self.in_proj = StartLinear(d_model, d_inner if bare else 2 * d_inner, start[0])
-        self.conv1d = None if bare else ShortConv(d_inner, d_conv, activation=None)
+        self.conv1d = None if bare or not d_conv else ShortConv(d_inner, d_conv, activation=None)
         self.gates = StartLinear(d_inner, 3 * d_inner, start[1], bias=True)
         self.out_proj = StartLinear(d_inner, d_model, start[1])
         if modified:

@@ -95,7 +95,7 @@ class RGLRU(Mixer):
         self.dims = (n_heads, 1, width)
         self.linear_x = nn.Linear(d_model, d_inner)
         self.linear_y = None if bare else nn.Linear(d_model, d_inner)
-        self.conv1d = None if bare else ShortConv(d_inner, d_conv, activation=None)
+        self.conv1d = None if bare or not d_conv else ShortConv(d_inner, d_conv, activation=None)
         self.input_gate = BlockLinear(n_heads, width)
         self.recurrence_gate = BlockLinear(n_heads, width)
         self.own("Lambda", _slow_decays, n_heads, width, kind="rate")

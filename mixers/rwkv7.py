@@ -92,7 +92,7 @@ class RWKV7(TimeMix):
             *([] if bare else [("g", 0.2, 0.0)]),
         ):  # fmt: skip
             self.mix(f"x_{name}", d_model, power * self.height, more * self.depth)
-        w_rank, a_rank, v_rank, g_rank = ranks or default_ranks(d_model)
+        w_rank, a_rank, v_rank, g_rank = default_ranks(d_model) if ranks is None else _four(ranks)
         decay = partial(ramp, low=-6.5, range_=5.0, power=0.85 + self.depth**0.5)
         self.own("w0", decay, n_heads, n, kind="rate")
         self._low_rank("w", d_model, w_rank)
@@ -184,3 +184,11 @@ def default_ranks(d_model: int) -> tuple[int, int, int, int]:
 
 def _short_orthogonal(*shape: int) -> Tensor:
     return nn.init.orthogonal_(torch.empty(shape), gain=0.1)
+
+
+def _four(ranks: Any) -> tuple[int, ...]:
+    """Those of decay, a, v and gate. Raises InputError."""
+    known = isinstance(ranks, tuple | list) and len(ranks) == 4
+    if not known or not all(isinstance(r, int) and not isinstance(r, bool) and r > 0 for r in ranks):
+        raise InputError(f"RWKV7: ranks is {ranks!r}, expected four of at least 1: of decay, a, v and gate")
+    return tuple(ranks)

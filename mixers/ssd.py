@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Param, Recurrence, Scalar, System, Value, exp, maximum, minimum, softplus
+from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
@@ -79,14 +80,14 @@ class SSD(Mixer):
         super().__init__(layer_idx)
         d_inner = self.inner(d_model, expand)
         heads = self.inner_heads(d_inner, headdim, n_groups)
-        self.recurrence = ssd_with(dt_limit)
+        self.recurrence = ssd_with(_limits(dt_limit))
         self.dims = (heads, d_state, headdim)
         self.n_groups = n_groups
         channels = d_inner + 2 * n_groups * d_state
         self.widths = [0 if bare else d_inner, channels, heads]  # z, what is convolved (x, b, c), dt
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
         self.split = (heads, headdim, n_groups, d_state, n_groups, d_state)  # x, b, c
-        self.conv1d = None if bare else ShortConv(channels, d_conv, pieces=heads_of(self.split))
+        self.conv1d = None if bare or not d_conv else ShortConv(channels, d_conv, pieces=heads_of(self.split))
         self.own("dt_bias", partial(time_step, dt_min=dt_min, dt_max=dt_max), heads, kind="rate")
         self.own("A_log", partial(log_uniform, low=1.0, high=16.0), heads, kind="rate")
         self.own("D", torch.ones, heads, kind="rate")
@@ -122,3 +123,14 @@ class SSD(Mixer):
     def readout(self, y: Tensor, side: Side) -> Tensor:
         z = side[1]
         return self.out_proj(self.norm(y.flatten(2), z if z.shape[-1] else None))
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    """The two numbers, of a list too, as a configuration in JSON has it. Raises InputError."""
+    try:
+        low, high = map(float, given)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not 0 <= low < high:
+        raise InputError(f"SSD: dt_limit is {given!r}, expected two numbers from 0, the lower first")
+    return low, high

@@ -104,7 +104,7 @@ def test_states_of_other_models_and_batches_are_refused():
         CausalLM(tiny(["gated_deltanet"]))(ids, state=state)
     with pytest.raises(dsf.InputError, match="holds 2 sequences, the call has 1"):
         model(ids[:1], state=state)
-    with pytest.raises(dsf.InputError, match="layer 0 is of another model: its convolution"):
+    with pytest.raises(dsf.InputError, match=r"layer 0 is of another model: GatedDeltaNet: .*this one keeps a window"):
         CausalLM(tiny(["gated_deltanet"] * 2, d_model=64))(ids, state=state)
     with pytest.raises(dsf.InputError, match=r"initial_state|another model"):
         CausalLM(tiny(["mingru"] * 2))(ids, state=CausalLM(tiny(["mingru"] * 2, d_model=64))(ids).state)
@@ -369,3 +369,17 @@ def test_tied_embeddings_are_one_parameter_and_untied_ones_two():
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert apart.parameter_count() - tied.parameter_count() == 31 * 32
     assert tied.state_size() == sum(b.mixer.state_size() for b in tied.model.layers)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    model = CausalLM(tiny(["mingru"]))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for fields in ({"d_model": 64}, {"n_layers": 2}, {"mixers": ["gla"]}):
+        with pytest.raises(RuntimeError, match=r"size mismatch|Unexpected key|Missing key"):
+            model.load_state_dict(CausalLM(tiny(**{"mixers": ["mingru"], **fields})).state_dict())
+    apart = CausalLM(tiny(["mingru"], tie_embeddings=False)).state_dict()
+    model.load_state_dict(before)
+    with pytest.raises(RuntimeError, match=r"a head of their own.*tie_embeddings=False"):
+        model.load_state_dict(apart)  # one of the two would be lost
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict({**apart, "lm_head.weight": apart["model.embed_tokens.weight"].clone()})

@@ -334,6 +334,68 @@ def test_the_trainer_trains_it(tmp_path):
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
+@pytest.mark.parametrize(
+    ("usual", "name", "value"),
+    [
+        ("num_attention_heads", "n_heads", 3), ("intermediate_size", "mlp_hidden", 100), ("hidden_size", "d_model", 48),
+        ("num_hidden_layers", "n_layers", 2), ("rms_norm_eps", "norm_eps", 1e-5), ("rope_theta", "rope_base", 5e5),
+        ("max_position_embeddings", "context_length", 99), ("tie_word_embeddings", "tie_embeddings", False),
+        ("initializer_range", "init_std", 0.1),
+    ],
+)  # fmt: skip
+def test_the_usual_names_of_a_configuration_are_ours_when_given_set_and_saved(usual, name, value, tmp_path):
+    start = {"mixers": ["softmax_attention"], "vocab_size": 30, "d_model": 96}
+    given = hf.DsfConfig(**{**start, usual: value} if usual != "hidden_size" else {"mixers": ["mingru"], usual: value})
+    later = hf.DsfConfig(**start)
+    setattr(later, usual, value)
+    for config in (given, later):
+        config.save_pretrained(tmp_path)
+        for found in (config, hf.DsfConfig.from_pretrained(tmp_path), hf.DsfConfig.from_dict(config.to_dict())):
+            assert getattr(found.model_config, name) == getattr(found, name) == getattr(found, usual) == value
+            assert len(found.layer_types) == found.n_layers
+    again = hf.DsfConfig.from_pretrained(tmp_path, **{usual: value})
+    assert getattr(again.model_config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 64, "d_model": 32}, r"hidden_size .64. is another name for d_model .32."),
+        ({"num_attention_heads": 4, "n_heads": 2}, "num_attention_heads is 4, but 2 follows from n_heads"),
+        ({"intermediate_size": 100, "mlp_hidden": None}, "intermediate_size is 100, but 384 follows"),
+        ({"layer_types": ["full_attention"] * 4}, "follows from mixers"),
+        ({"num_key_value_heads": 2}, "n_kv_heads"),
+        ({"head_dim": 32}, "headdim"),
+        ({"sliding_window": 8}, "sliding_window_attention"),
+        ({"n_embd": 32}, "give d_model"),
+        ({"num_heads": 2}, "did you mean n_heads"),
+        ({"mixer": "s6"}, "did you mean mixers"),
+        ({"hidden_act": "gelu"}, "nothing of the kind"),
+        ({"attention_dropout": 0.1}, "nothing of the kind"),
+    ],
+)
+def test_names_of_other_configurations_are_refused_and_not_dropped(fields, words):
+    with pytest.raises(dsf.InputError, match=words):
+        hf.DsfConfig(**fields)
+
+
+def test_what_changes_nothing_and_what_is_someone_elses_is_let_through(tmp_path):
+    config = hf.DsfConfig(hidden_act="silu", attention_dropout=0.0, rope_scaling=None, my_note="kept", pad_token_id=0)
+    config.save_pretrained(tmp_path)
+    again = hf.DsfConfig.from_pretrained(tmp_path)
+    assert again.my_note == "kept" and again.pad_token_id == 0 and again.model_config == config.model_config
+
+
+def test_folders_of_models_of_other_sizes_are_refused(tmp_path):
+    tiny(["mingru"]).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, mlp_hidden=24)
+    made, info = AutoModelForCausalLM.from_pretrained(tmp_path, n_layers=4, output_loading_info=True)
+    assert len(made.model.layers) == 4 and any("layers.3" in name for name in info["missing_keys"])
+    with pytest.raises(dsf.InputError, match=r"takes a dsf.models.CausalLM"):
+        hf.DsfForCausalLM.of(made)
+
+
 def test_the_usual_names_are_ours_and_embeddings_grow():
     config = hf.DsfConfig(vocab_size=64, hidden_size=48, num_hidden_layers=3, mixers=["mingru"])
     assert (config.d_model, config.n_layers, config.hidden_size) == (48, 3, 48)

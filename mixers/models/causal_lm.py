@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,6 +178,17 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         return self
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. Raises RuntimeError for weights that do not fit, a head that is not the embedding among them
+        where this model ties the two: one of them would be lost."""
+        embedding, head = state_dict.get("model.embed_tokens.weight"), state_dict.get("lm_head.weight")
+        if self.config.tie_embeddings and head is not None and embedding is not None and _differ(embedding, head):
+            raise RuntimeError(
+                "the weights have a head of their own, lm_head.weight, and this model's is its embedding: make it with "
+                "tie_embeddings=False"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
     def forward(
         self,
         ids: Tensor,
@@ -251,6 +262,13 @@ class CausalLM(nn.Module):
             raise InputError(f"labels: expected the shape of ids, {tuple(ids.shape)}, got {tuple(labels.shape)}")
         if cu_seqlens is not None and ids.shape[0] != 1:
             raise InputError(f"cu_seqlens: packed sequences lie in one row, got {ids.shape[0]} rows of ids")
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two whole tensors hold different numbers; shards and tensors without memory are not looked into."""
+    if one is other or any(x.is_meta or hasattr(x, "device_mesh") for x in (one, other)):
+        return False
+    return one.shape != other.shape or not torch.equal(one, other.to(one.device, one.dtype))
 
 
 def targets_of(

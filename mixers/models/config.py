@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from dsf.language.errors import InputError
+from dsf.mixers.models.names import meant
 from dsf.mixers.models.naming import Named, constructor_of, mixer_name
 
 ATTENTION = "softmax_attention"
@@ -35,7 +36,7 @@ class ModelConfig(BaseModel):
         in memory (and are None in the output).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, ser_json_inf_nan="constants")
 
     vocab_size: int = Field(gt=0)
     d_model: int = Field(gt=0)
@@ -164,8 +165,8 @@ def _in_words(error: ValidationError, fields: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in first["loc"])
     kind, value = first["type"], first.get("input")
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(name, ModelConfig.model_fields, n=1)
-        return f"ModelConfig has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        near = meant(name, ModelConfig.model_fields)
+        return f"ModelConfig has no field {name!r}" + (f"; did you mean {near!r}?" if near else "")
     if kind == "missing":
         return f"ModelConfig needs {name}="
     if kind in ("value_error", "assertion_error"):

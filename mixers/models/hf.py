@@ -27,6 +27,7 @@ from dsf.mixers._own import Owner
 from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mixer, reset_mlp, targets_of
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer
+from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
 from dsf.mixers.models.naming import beside
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy
@@ -37,36 +38,55 @@ FIELDS = tuple(ModelConfig.model_fields)
 
 
 class DsfConfig(PreTrainedConfig):
-    """`ModelConfig` as transformers wants it: the same names, and the usual ones (hidden_size, ...) beside them."""
+    """`ModelConfig` as transformers wants it: the same names, and the usual ones (hidden_size, ...) beside them.
+
+    num_attention_heads is n_heads and intermediate_size mlp_hidden, with what follows from the model where those are
+    None. Raises InputError for fields that cannot be, two names of one field with two values, and names of other
+    models' configurations that a model here has no field for. Other names are kept as they are, as by transformers.
+    """
 
     model_type = "dsf"
     keys_to_ignore_at_inference = ["past_key_values"]
-    attribute_map = {
-        "hidden_size": "d_model",
-        "num_hidden_layers": "n_layers",
-        "max_position_embeddings": "context_length",
-        "initializer_range": "init_std",
-        "tie_word_embeddings": "tie_embeddings",
-    }
+    attribute_map = USUAL
 
     def __init__(self, **fields: Any) -> None:
-        for usual, ours in self.attribute_map.items():
-            if usual in fields:
-                fields.setdefault(ours, fields.pop(usual))
-        fields.pop("layer_types", None)  # follows from mixers
-        own = {name: fields.pop(name) for name in FIELDS if name in fields}
+        own, rest = ours(fields, FIELDS)
         # transformers makes a configuration without arguments to see its defaults
         model = ModelConfig(**{**DEFAULTS, **own})
         for name, value in model.model_dump().items():
             setattr(self, name, value)
-        self.num_attention_heads = model.heads(ATTENTION)
-        self.intermediate_size = model.hidden
-        # the names that transformers' validator knows; what is cached follows from the model, not from them
-        self.layer_types = ["full_attention" if m == ATTENTION else "linear_attention" for m in model.layer_mixers]
-        self.use_cache = fields.pop("use_cache", True)
-        fields.pop("num_attention_heads", None)
-        fields.pop("intermediate_size", None)
-        super().__init__(**fields, tie_word_embeddings=model.tie_embeddings)
+        agree("layer_types", rest.pop("layer_types", None), self.layer_types, "mixers")
+        for usual, name in WORKED_OUT.items():
+            agree(usual, rest.pop(usual, None), getattr(self, usual), f"{name} = {getattr(self, name)} and d_model")
+        self.use_cache = rest.pop("use_cache", True)
+        super().__init__(**rest, tie_word_embeddings=model.tie_embeddings)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The names that transformers' validator knows; what is cached follows from the model, not from them."""
+        return ["full_attention" if m == ATTENTION else "linear_attention" for m in self.model_config.layer_mixers]
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of softmax attention; setting it sets n_heads."""
+        return self.model_config.heads(ATTENTION)
+
+    @num_attention_heads.setter
+    def num_attention_heads(self, value: int) -> None:
+        self.n_heads = value
+
+    @property
+    def intermediate_size(self) -> int:
+        """Channels of the MLPs; setting it sets mlp_hidden."""
+        return self.model_config.hidden
+
+    @intermediate_size.setter
+    def intermediate_size(self, value: int) -> None:
+        self.mlp_hidden = value
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, those that are worked out too, for other readers of config.json."""
+        return {**super().to_dict(), **{name: getattr(self, name) for name in (*WORKED_OUT, "layer_types")}}
 
     @property
     def model_config(self) -> ModelConfig:
@@ -229,7 +249,9 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, model: CausalLM) -> DsfForCausalLM:
-        """A copy of a torch-only model, with its weights."""
+        """A copy of a torch-only model, with its weights. Raises InputError for another model."""
+        if not isinstance(model, CausalLM):
+            raise InputError(f"DsfForCausalLM.of takes a dsf.models.CausalLM, got {type(model).__name__}")
         made = cls(DsfConfig.of(model.config))
         copy_weights(made, model)
         return made.train(model.training)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsf import KVCache, Packing
@@ -116,13 +116,8 @@ def check_state(state: Any, layers: int, sequences: int) -> None:
 
 
 def check_fit(state: Any, mixer: Any, index: int) -> None:
-    """Refuse a convolution's state that another layer made; recurrences check theirs. Raises InputError."""
-    conv, window = getattr(mixer, "conv1d", None), getattr(state, "conv", None)
-    if not isinstance(conv, nn.Conv1d) or not (window is None or isinstance(window, Tensor)):
-        return
-    expected = (conv.in_channels, conv.kernel_size[0] - 1)
-    got = None if window is None else tuple(window.shape[1:])
-    if got != expected:
-        raise InputError(
-            f"the state of layer {index} is of another model: its convolution keeps {got}, expected {expected}"
-        )
+    """Refuse a state that another layer made, where the mixer can tell; recurrences check theirs. Raises InputError."""
+    try:
+        mixer.check_state(state)
+    except InputError as error:
+        raise InputError(f"the state of layer {index} is of another model: {error}") from None

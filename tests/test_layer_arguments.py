@@ -1,0 +1,167 @@
+"""What every layer refuses, in words and by its own name: arguments that cannot be, tokens and states of others."""
+
+import inspect
+
+import pytest
+import torch
+
+import dsf
+from dsf import mixers
+from dsf.mixers import layer_for
+
+NAMES = pytest.mark.parametrize("name", [*(e.name for e in mixers.ZOO), *mixers.LAYERS])
+WITHOUT = ("d_conv", "layer_idx")  # may be 0
+COUNTS = ("int", "int | None", int, int | None)
+NUMBERS = ("float", float)
+
+
+def make(name, **options):
+    maker = {**{e.name: e.module for e in mixers.ZOO}, **mixers.LAYERS}[name]
+    known = inspect.signature(maker).parameters
+    small = {"headdim": 8} if "headdim" in known and known["headdim"].default == 64 else {}
+    return maker(**{"d_model": 32, **small, **options})
+
+
+def called(name):
+    return type(make(name)).__name__
+
+
+def arguments(name, kinds):
+    maker = {**{e.name: e.module for e in mixers.ZOO}, **mixers.LAYERS}[name]
+    return [p.name for p in inspect.signature(maker).parameters.values() if p.annotation in kinds]
+
+
+@NAMES
+def test_sizes_are_whole_numbers_of_at_least_one(name):
+    sizes = arguments(name, COUNTS)
+    assert "d_model" in sizes
+    for argument in sizes:
+        wrong = [-1, 2.5, "4", True, torch.tensor(4)] + ([] if argument in WITHOUT else [0])
+        if argument == "expand":
+            wrong = [-1, 0, "4", True, float("nan")]
+        for value in wrong:
+            with pytest.raises(dsf.InputError, match=rf"^{called(name)}: {argument} is "):
+                make(name, **{argument: value})
+
+
+@NAMES
+def test_numbers_are_finite_and_switches_are_true_or_false(name):
+    for argument in arguments(name, NUMBERS):
+        for value in (-1.0, float("inf"), float("nan"), "1", True):
+            with pytest.raises(dsf.InputError, match=rf"^{called(name)}: {argument} is "):
+                make(name, **{argument: value})
+    for argument in arguments(name, ("bool", bool)):
+        for value in (0, "no"):
+            with pytest.raises(dsf.InputError, match=rf"^{called(name)}: {argument} is .*True or False"):
+                make(name, **{argument: value})
+    for value in ("bf16", torch.int32, torch.complex64):
+        with pytest.raises(dsf.InputError, match=rf"^{called(name)}: dtype is .*floating-point"):
+            make(name, dtype=value)
+    if "dt_min" in arguments(name, NUMBERS):
+        with pytest.raises(dsf.InputError, match=rf"^{called(name)}: dt_min is 0.2, above dt_max, 0.1"):
+            make(name, dt_min=0.2)
+
+
+@NAMES
+def test_tokens_of_another_width_or_type_are_refused(name):
+    layer = make(name)
+    for x in (torch.randn(2, 3, 16), torch.randn(3, 32), torch.randn(2, 3, 1, 32)):
+        with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x has shape .*expected \[B, T, 32\]"):
+            layer(x)
+    with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x is torch.int64"):
+        layer(torch.ones(2, 3, 32, dtype=torch.long))
+    if isinstance(layer, mixers.Mixer):
+        with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x has shape .*expected \[B, 32\]"):
+            layer.step(torch.randn(2, 1, 32))
+
+
+@NAMES
+def test_a_convolution_of_no_taps_is_none(name):
+    if "d_conv" not in arguments(name, COUNTS):
+        return
+    if name in ("hyena", "hydra"):  # the papers' operators are not without one
+        with pytest.raises(dsf.InputError, match="d_conv"):
+            make(name, d_conv=0)
+        return
+    layer = make(name, d_conv=0)
+    y, _ = layer(torch.randn(2, 5, 32))
+    assert y.isfinite().all() and not any("conv1d" in n for n, _ in layer.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make_wrong", "words"),
+    [
+        (lambda: mixers.GatedDeltaNet(64, nheads=4), r"^GatedDeltaNet: .*'nheads'; did you mean n_heads\?"),
+        (lambda: mixers.GatedDeltaNet(), r"^GatedDeltaNet: missing a required argument: 'd_model'"),
+        (lambda: mixers.S5(8, blocks=3), r"^S5: d_state 64 must be even in each of 3 blocks"),
+        (lambda: mixers.LRU(8, r_min=0.9, r_max=0.5), r"^LRU: r_min is 0.9, above r_max, 0.5"),
+        (lambda: mixers.LRU(8, r_max=1.5), r"^LRU: r_max is 1.5, expected at most 1"),
+        (lambda: mixers.Hydra(8, expand=1.3, headdim=2), r"^Hydra: expand .1.3. times d_model .8."),
+        (lambda: mixers.Hydra(8, headdim=3), r"^Hydra: headdim 3 must divide 16"),
+        (lambda: mixers.RWKV7(8, ranks=(1, 2, 0, 3)), r"^RWKV7: ranks is \(1, 2, 0, 3\)"),
+        (lambda: mixers.GeneralizedLinearAttention(8, eta=3), r"^GeneralizedLinearAttention: eta is 3, expected a Mod"),
+        (lambda: mixers.Layer("gla", 8), r"^Layer: recurrence is 'gla', expected a Recurrence"),
+        (lambda: mixers.Layer(mixers.gla, 8, N=0), r"^Layer: N is 0"),
+        (lambda: mixers.Layer(mixers.gla, 8, conv=-1), r"^Layer: conv is -1"),
+        (lambda: mixers.Layer(mixers.gla, 8, 3), r"^Layer: n_heads .3. must divide its 8 channels"),
+        (lambda: layer_for(mixers.gla, 8, P=2.0), r"^Layer: P is 2.0"),
+    ],
+)
+def test_the_words_of_other_refusals(make_wrong, words):
+    with pytest.raises((dsf.InputError, TypeError), match=words):
+        make_wrong()
+
+
+def test_whole_numbers_of_numpy_are_sizes():
+    numpy = pytest.importorskip("numpy")
+    layer = mixers.GLA(numpy.int64(32), n_heads=numpy.int32(2))
+    assert layer.dims == (2, 8, 16) and type(layer.dims[0]) is int
+
+
+def test_a_layer_of_ones_own_is_checked_by_the_same_rules():
+    class Mine(mixers.DeltaNet):
+        def __init__(self, d_model: int, taps: int = 2, slope: float = 0.5):
+            super().__init__(d_model, 2, d_conv=taps)
+            self.slope = slope
+
+    assert Mine(8, 3).conv1d.kernel_size == (3,)
+    for options, words in (({"taps": 0}, "taps is 0"), ({"slope": "x"}, "slope is 'x'"), ({"tap": 1}, "did you mean")):
+        with pytest.raises((dsf.InputError, TypeError), match=f"^Mine: .*{words}"):
+            Mine(8, **options)
+
+
+# States
+
+
+@pytest.mark.parametrize(
+    ("layer", "other", "words"),
+    [
+        (mixers.RWKV7(16), mixers.RWKV7(8), r"keeps a window \['sequences', 16, 1\], the state's is \[2, 8, 1\]"),
+        (mixers.RWKV7(16), mixers.RWKV7(16, bare=True), "the state's is none"),
+        (mixers.RWKV7(16, bare=True), mixers.RWKV7(16), "keeps no window of a convolution"),
+        (mixers.GatedDeltaNet(16, d_conv=3), mixers.GatedDeltaNet(16), r"keeps .*, 2\], the state's is \[2, 48, 3\]"),
+        (mixers.RetNet(16, headdim=4), mixers.GLA(16, d_state=4), "has no positions"),
+        (mixers.GLA(16, d_state=4), mixers.RetNet(16, headdim=4), "has positions"),
+        (mixers.GLA(16), mixers.GLA(16, 2), "initial_state"),
+        (mixers.GLA(16), mixers.SoftmaxAttention(16), "KVCache"),
+        (mixers.SoftmaxAttention(16), mixers.GLA(16), "KVCache"),
+    ],
+)
+def test_states_of_other_layers_are_refused(layer, other, words):
+    x = torch.randn(2, 3, 16)
+    _, state = other(torch.randn(2, 3, other.d_model))
+    with pytest.raises(dsf.InputError, match=words):
+        layer(x, state)
+    with pytest.raises(dsf.InputError, match=words):
+        layer.step(x[:, 0], state)
+
+
+@pytest.mark.parametrize("name", ["rwkv4", "rwkv6", "rwkv7", "gated_deltanet", "retnet"])
+def test_states_of_another_number_of_sequences_are_refused(name):
+    layer, x = make(name), torch.randn(3, 4, 32)
+    state = layer(x)[1]
+    for given, more in ((x[:1], {}), (x.flatten(0, 1)[None], {"cu_seqlens": torch.tensor([0, 5, 12])})):
+        with pytest.raises(dsf.InputError, match=r"3 sequences|initial_state"):
+            layer(given, state, **more)
+    with pytest.raises(dsf.InputError, match="type tuple"):
+        layer(x, tuple(state))
