@@ -37,11 +37,10 @@ def zoh(a: Rate, b: Like, step: Like) -> Discrete:
         a = as_expr(a)
         return Discrete(exp(a * step), _times(_minus(expm1(a * step)) / _minus(a), as_expr(b)))
     re, im = map(as_expr, a)
-    radius, angle = exp(re * step), im * step
+    growth, angle = expm1(re * step), im * step
     half = sin(angle * 0.5)
-    # e^{a δ} - 1: terms of one sign, and slopes that vanish with the radius, of themselves, however large the angle
-    gained = Complex(expm1(re * step) - 2 * radius * half * half, radius * sin(angle))
-    return Discrete(_turned(radius, angle), (gained / Complex(re, im)).times(b))
+    gained = Complex(growth * cos(angle) - 2 * half * half, (growth + 1) * sin(angle))  # e^{a δ} - 1
+    return Discrete(_turned(exp(re * step), angle), (gained / Complex(re, im)).times(b))
 
 
 def bilinear(a: Rate, b: Like, step: Like, minus: tuple[Like, Like] | None = None) -> Discrete:
