@@ -450,8 +450,8 @@ def unscaled(q: Key, k: Key, v: Value):
 @pytest.mark.parametrize(
     "function, message",
     [
-        (no_tokens, r"window = 0 is how many tokens are kept, an integer of at least 1\n.*: return System"),
-        (half_a_token, "window = 2.5 is how many tokens are kept"),
+        (no_tokens, r"window = 0: a window is a number of tokens, .* an integer of at least 1\n.*: return System"),
+        (half_a_token, "window = 2.5: a window is a number of tokens"),
         (
             erased,
             r"A = I - b \* outer\(k, k\): beside a window of 8 A is a decay of one number a head.* identity . delta",

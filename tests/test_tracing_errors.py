@@ -1,14 +1,34 @@
 """A recurrence declared wrongly is refused where it is declared, with its name, its line and what is wrong."""
 
 import copy
+import math
 import pickle
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import dsf
-from dsf import I, Key, Param, Scalar, Steps, System, TraceError, Value, compose, diag, dot, exp, exp_features, outer
+from dsf import (
+    I,
+    Key,
+    Param,
+    Scalar,
+    Steps,
+    System,
+    TraceError,
+    Value,
+    compose,
+    diag,
+    dot,
+    exp,
+    exp_features,
+    outer,
+    prev,
+    turn,
+)
 
 
 def operator_times_operator(q: Key, k: Key, v: Value):
@@ -258,7 +278,181 @@ def sum_of_reads_on_values(k: Key, v: Value):
     return System(A=I - outer(v, v), B=k * v, C=k + v)
 
 
+def prev_of_a_param(q: Key, k: Key, v: Value, w: Param[Key]):
+    before = prev(w)
+    return System(A=I, B=k * v + before * v, C=q)
+
+
+def prev_of_the_drive(q: Key, k: Key, v: Value):
+    before = prev(v)
+    return System(A=I, B=k * v + k * before, C=q, normalize=dsf.ratio, drive=v)
+
+
+def turn_of_no_key(v: Value, a: Scalar):
+    turned = turn(a)
+    return System(A=turned, B=v, C=1)
+
+
+def sum_of_systems(q: Key, k: Key, v: Value, a: Scalar):
+    return System(A=I, B=k * v, C=q) + System(A=a, B=k * v, C=q)
+
+
+def scaled_system(q: Key, k: Key, v: Value, a: Scalar):
+    return a * System(A=I, B=k * v, C=q)
+
+
+def system_in_a_system(q: Key, k: Key, v: Value):
+    return System(A=I, B=System(A=I, B=k * v), C=q)
+
+
+def several_reads(q: Key, k: Key, v: Value, p: Key):
+    return System(A=I, B=k * v, C=(q, p))
+
+
+def all_micro_steps(q: Key, k: Steps[Key, 2], v: Value):
+    return System(A=I, B=k * v, C=q)
+
+
+def third_of_two(q: Key, k: Steps[Key, 2], v: Value):
+    return System(A=I, B=k[2] * v, C=q)
+
+
+def nothing_written(q: Key, k: Key, v: Value):
+    return System(A=I, B=None, C=q)
+
+
+def value_read(q: Value, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q)
+
+
+def value_written(q: Key, k: Value, v: Value):
+    return System(A=I, B=k * v, C=q)
+
+
+def value_in_dot(q: Key, k: Key, v: Value):
+    return System(A=dsf.sigmoid(dot(v, k)), B=k * v, C=q)
+
+
+def value_of_unit_length(q: Key, k: Value, v: Value):
+    return System(A=I, B=dsf.l2norm(k) * v, C=q)
+
+
+def swapped(q: Key, k: Key, v: Value):
+    return System(k * v, I, q)
+
+
+def not_imported(q: Key, k: Key, v: Value):
+    return System(A=I, B=softplus(k) * v, C=q)  # noqa: F821
+
+
+def misspelt(q: Key, k: Key, v: Value):
+    return System(A=I, B=dsf.softmaxplus(k) * v, C=q)
+
+
+def misspelt_option(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, normalise=dsf.ratio)
+
+
+def of_math(q: Key, k: Key, v: Value, a: Scalar):
+    return System(A=math.exp(a), B=k * v, C=q)
+
+
+def of_numpy(q: Key, k: Key, v: Value, a: Scalar):
+    return System(A=np.exp(a), B=k * v, C=q)
+
+
+def normalized_by_torch(q: Key, k: Key, v: Value):
+    return System(A=I, B=torch.nn.functional.normalize(k, dim=-1) * v, C=q)
+
+
+def imaginary(q: Key, k: Key, v: Value, a: Scalar):
+    return System(A=exp(1j * a), B=k * v, C=q)
+
+
+def tensor_in_it(q: Key, k: Key, v: Value):
+    return System(A=torch.tensor(0.9), B=k * v, C=q)
+
+
+def first_entry(q: Key, k: Key, v: Value):
+    return System(A=I, B=k[0] * v, C=q)
+
+
+def loop_over_keys(q: Key, k: Key, v: Value):
+    return System(A=I, B=sum(k for _ in range(dsf.N)) * v, C=q)
+
+
+def length_of_keys(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v / len(k), C=q)
+
+
+def window_of_nothing(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q, window=0)
+
+
+def angle_of_every_place(q: Key, k: Key, v: Value, a: Key):
+    return System(A=turn(a), B=k * v, C=q)
+
+
+def returns_nothing(q: Key, k: Key, v: Value):
+    System(A=I, B=k * v, C=q)
+
+
+def returns_two(q: Key, k: Key, v: Value):
+    return System(A=I, B=k * v, C=q), q
+
+
+def named_drive(q: Key, k: Key, v: Value, w: Value):
+    return System(A=I, B=k * v * w, C=q, normalize=dsf.ratio, drive="v")
+
+
 ON_A_LINE = [
+    (
+        sum_of_systems,
+        r"a System is the whole .* in C, .* compose\(first, second\), .* outputs add",
+        ") + S",
+    ),
+    (scaled_system, "a System is the whole of a recurrence", "a * System"),
+    (system_in_a_system, "B: a System is the whole of a recurrence", "B=System"),
+    (
+        several_reads,
+        r"C: expected .* got tuple: \(q, p\); several writes or reads are a sum, .* q \+ gate",
+        "C=(q, p)",
+    ),
+    (all_micro_steps, r"`k` has an expression for each of its 2 micro-steps: k\[0\] is the first", "B=k * v"),
+    (third_of_two, r"tuple index out of range; of Steps\[..., n\] inputs there are n, the first at 0", "k[2]"),
+    (nothing_written, "B: expected an expression or a number, got NoneType: None; 0 is nothing", "B=None"),
+    (
+        value_in_dot,
+        r"dot\(v, k\) sums over the Key axis, but `v` has none, .* annotate it Key, or write v",
+        "dot(",
+    ),
+    (
+        value_of_unit_length,
+        r"sum_key\(k \* k\) .* over the Value axis: annotate it Key, or take sum_value",
+        "l2norm(",
+    ),
+    (swapped, "B = I is an operator; only A is one, the first that System takes: A, B, C", "System(k * v, I, q)"),
+    (not_imported, "name 'softplus' is not defined; from dsf import softplus$", "softplus(k)"),
+    (misspelt, "module 'dsf' has no attribute 'softmaxplus'; near names of dsf: .*softplus", "softmaxplus"),
+    (
+        misspelt_option,
+        r"unexpected keyword argument 'normalise'; it is System\(A, B, C, .*normalize=",
+        "normalise",
+    ),
+    (of_math, "`a` has no number while the recurrence is declared: dsf's own functions", "math.exp(a)"),
+    (of_numpy, r"numpy.exp does not take expressions, which have no numbers yet; write dsf\.exp$", "np.exp(a)"),
+    (normalized_by_torch, r"torch\.normalize does not take expressions, .* write dsf\.l2norm$", "normalize(k"),
+    (imaginary, "got complex: 1j; complex numbers are pairs of key entries: turn", "1j * a"),
+    (tensor_in_it, "got Tensor: .*; give tensors as inputs", "torch.tensor"),
+    (first_entry, r"`k\[0\]`: an expression has no parts to take; Steps\[...\] inputs have", "k[0]"),
+    (loop_over_keys, "`N` has no number .* what is counted .* is a number of Python's own", "range("),
+    (length_of_keys, r"len\(k\): expressions have no shape; N and P are the sizes", "len(k)"),
+    (window_of_nothing, "window = 0: a window is a number of tokens, .* an integer of at least 1", "window=0"),
+    (
+        angle_of_every_place,
+        r"turn\(a\): two neighbouring places turn by one .* annotate the angles Pair",
+        "turn(a)",
+    ),
     (
         key_and_value_in_outer,
         "outer\\(k, v\\) needs two Key expressions, but `v` has no Key axis; of two Value",
@@ -303,7 +497,15 @@ ON_THE_WHOLE = [
     (no_readout, "System needs a readout C"),
     (unused, "input `gate` is never used"),
     (returns_an_expression, "a recurrence returns a System, got Expr"),
-    (only_params, "every input is a Param; a recurrence needs at least one input with a token axis"),
+    (returns_nothing, r"a recurrence returns a System, this one returns nothing: write return System\(...\)"),
+    (
+        returns_two,
+        r"a recurrence returns a System, got tuple: several steps of a token are dsf\.compose\(first",
+    ),
+    (value_read, r"C = q has none, so y would keep it; contract it with a Key readout \(here q: Value\)"),
+    (value_written, r"C = q reads the Key axis, but .* as in B = k \* v of a Key k .* \(here k: Value, v: Value\)"),
+    (named_drive, "drive = 'v' is no input; drive takes the input itself"),
+    (only_params, "every input is a Param; a recurrence needs at least one input of tokens"),
     (mixed_features, "the state's Key axis holds N entries and taylor2 at once"),
     (features_without_quotient, "exponential features have the kernel trick only as softmax attention"),
     (features_with_decay, "A = a: beside softmax attention a decay is a bias of scores, .* so it must be positive"),
@@ -333,6 +535,13 @@ ON_THE_SIGNATURE = [
 ]
 
 
+ABOUT_A_PART = [
+    (prev_of_a_param, r"prev\(w\): Params are the same for every token; prev takes what changes", "before = prev(w)"),
+    (prev_of_the_drive, r"prev\(v\): normalize divides .* leave it out of prev", "before = prev(v)"),
+    (turn_of_no_key, r"turn\(a\) turns pairs .* A is no operator on Key; write along one", "turned = turn(a)"),
+]
+
+
 def refused(function) -> str:
     with pytest.raises(TraceError) as caught:
         dsf.recurrence(function)
@@ -353,9 +562,61 @@ def test_errors_name_the_recurrence_and_the_line(function, text, line):
 
 @pytest.mark.parametrize("function, text", ON_THE_WHOLE, ids=lambda x: getattr(x, "__name__", ""))
 def test_errors_of_the_whole_system_name_the_recurrence_and_where_it_is(function, text):
+    """That of the System; that of the def where it is no matter of the System."""
     first, _, place = refused(function).partition("\n")
     assert re.search(text, first)
-    assert place.strip() == f"{__file__}:{function.__code__.co_firstlineno}"
+    start, lines = function.__code__.co_firstlineno, Path(__file__).read_text().splitlines()
+    own = [place.strip() == f"{__file__}:{n}: {lines[n - 1].strip()}" for n in (start, start + 1, start + 2)]
+    signed = function in (unused, only_params, returns_an_expression, returns_nothing, returns_two)
+    assert own[0] if signed else True in own[1:]
+
+
+@pytest.mark.parametrize("function, text, line", ABOUT_A_PART, ids=lambda x: getattr(x, "__name__", ""))
+def test_errors_about_a_part_of_the_system_name_its_line(function, text, line):
+    first, _, place = refused(function).partition("\n")
+    assert re.search(text, first) and place.strip().split(": ", 1)[1] == line
+
+
+def test_lines_are_those_of_the_declaration_that_is_being_made():
+    """One of another file's, or one inside another, names its own; decorators are above the def."""
+
+    def outside(q: Key, k: Key, v: Value):
+        refused(unused)
+        return System(A=I, B=k * v, C=dot(q, k) * v)
+
+    assert "C=dot" in refused(outside).partition("\n")[2]
+    with pytest.raises(TraceError, match="def decorated"):
+
+        @dsf.recurrence
+        def decorated(q: Key, k: Key, v: Value, gate: Scalar):
+            return System(A=I, B=k * v, C=q)
+
+
+@pytest.mark.parametrize("made", ["turn", "pair"])
+def test_an_odd_number_of_keys_is_refused_with_the_line_that_takes_them_in_pairs(made):
+    @dsf.recurrence
+    def taken(q: Key, k: Key, v: Value, a: Scalar):
+        by_two = dsf.turn(a) if made == "turn" else dsf.diag(dsf.pair(a, 1))
+        return System(A=by_two, B=k * v, C=q)
+
+    x = torch.randn(1, 2, 1, 3)
+    text = rf"taken: {made} takes places .* so N must be even, but `q` has N = 3\n  {re.escape(__file__)}:\d+: by_two ="
+    with pytest.raises(dsf.InputError, match=text):
+        taken(x, x, x, x[..., 0])
+    with pytest.raises(dsf.InputError, match=r"N must be even, got N = 3\n  .*: by_two ="):
+        taken.plan(T=4, N=3, P=2)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """On either side, and of any width: they have arithmetic of their own, which leaves expressions alone."""
+
+    @dsf.recurrence
+    def counted(q: Key, k: Key, v: Value, a: Scalar):
+        a = dsf.where(a > np.float64(0.5), a, np.float32(0.5))
+        return System(A=a - np.float64(0), B=np.float64(2) * k * v * np.float32(2), C=q / np.int64(2))
+
+    plain = counted.spec.system
+    assert (str(plain.A), str(plain.B), str(plain.C)) == ("where(a > 0.5, a, 0.5)", "2 * k * v * 2", "q / 2")
 
 
 @pytest.mark.parametrize("function, text", ON_THE_SIGNATURE, ids=lambda x: getattr(x, "__name__", ""))

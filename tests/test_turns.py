@@ -227,6 +227,19 @@ def test_gradients_of_angles_of_params_keep_their_digits(form, ringing):
     assert (found[0] - found[1]).norm() <= 3e-6 * found[1].norm()
 
 
+@pytest.mark.parametrize("dtype, tokens", [("float32", 1), ("bfloat16", 1), ("bfloat16", 9)])
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+def test_angles_of_steps_that_forget_everything_have_the_gradients_that_are_left(form, dtype, tokens):
+    """A step of e^12 turns by 1e5 radians what it takes to 0: 6e-8 of that is more than the gradient."""
+    s4d = dsf.mixers.s4d
+    subject = Subject(s4d, ranges_of(s4d.spec))
+    for seed in (3, 574):
+        example = Example(tokens=tokens, p=2, dtype=dtype, regimes={"dt": "saturated"}, seed=seed)
+        found = subject.outcome(form, example).grads["A_imag"].double()
+        exact = subject.outcome("naive", example).grads["A_imag"].double()
+        torch.testing.assert_close(found, exact, rtol=2e-5 if dtype == "float32" else 2e-2, atol=1e-9)
+
+
 def test_eigenvalues_are_complex_pairs():
     x = sample(spiral)
     found = m.eigenvalues(spiral.trajectory(**x)).squeeze(-1)

@@ -161,6 +161,13 @@ def test_states_and_caches_are_finite():
             initial_state=wide)  # fmt: skip
 
 
+def test_the_decay_of_softmax_attention_is_held_as_any_other_is():
+    q, k, v, slope = *torch.randn(3, B, T, H, N), torch.tensor([0.5, -0.25, 0.0])
+    assert {name: str(x) for name, x in ranges_of(mixers.alibi.spec).items() if not x.is_real} == {"slope": "≥ 0"}
+    assert dsf.check(mixers.alibi, laws=("finite",), dtypes=(torch.float32,), examples=2).ok
+    refused("alibi: `slope` is -0.25 at head 1; expected slope ≥ 0", call=mixers.alibi, q=q, k=k, v=v, slope=slope)
+
+
 def test_outputs_that_grow_without_bound_are_told_from_bad_inputs():
     x, f = torch.ones(1, 200, 1, 2), torch.full((1, 200, 1), 20.0)
     y = growing(x, f)

@@ -15,6 +15,7 @@ from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, symbol_of
+from dsf.language.places import takers
 from dsf.language.spec import Spec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -154,7 +155,8 @@ def _check_pairs(spec: Spec, keys: int, found: Mapping[str, tuple[int, str]]) ->
     if spec.in_pairs and keys % 2:
         owner = f", but `{found['N'][1]}` has N = {keys}" if "N" in found else f", got N = {keys}"
         taker = "turn" if spec.turns else "pair"
-        raise InputError(f"{spec.name}: {taker} takes places of the Key axis in pairs, so N must be even{owner}")
+        line = f"\n  {takers[spec]}" if spec in takers else ""
+        raise InputError(f"{spec.name}: {taker} takes places of the Key axis in pairs, so N must be even{owner}{line}")
 
 
 def state_keys(spec: Spec, keys: int) -> int:

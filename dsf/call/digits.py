@@ -17,11 +17,11 @@ from dsf.language.spec import Spec
 def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False) -> Bound:
     """The call in the dtype that it takes; the same object where that is the inputs' own.
 
-    Float64 where torch has to find the gradient of float32 Params in an angle; float32 on kernels, which
+    Float64 where torch has to find the gradient of Params in an angle; float32 on kernels, which
     round what they multiply as matrices, where keys and queries are Params, or a gradient of an angle's inputs is
     wanted. spread: of tokens over ranks, of which each may have few or none: then it does not depend on how many.
     """
-    if _sums_angles(spec, bound, plan, spread):
+    if _sums_angles(spec, bound, plan):
         return widened(bound, torch.float64)
     kernels = spread or (plan.backend == "triton" and not plan.one_step)
     if kernels and (spec.has_still_keys or _learns(bound, frozenset().union(*_in_angles(spec)))):
@@ -35,15 +35,14 @@ def widened(bound: Bound, dtype: torch.dtype) -> Bound:
     return replace(bound, tensors=tensors, dtype=dtype, compute=dtype)
 
 
-def _sums_angles(spec: Spec, bound: Bound, plan: Plan, spread: bool) -> bool:
-    """True where torch has to find, in the gauge, the gradient of float32 Params in an angle.
+def _sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
+    """True where torch has to find, in the gauge, the gradient of Params in an angle.
 
     Such a Param turns every token. In the gauge its gradient adds up, with weights up to T, differences of what
-    queries and keys ask for, most of which cancel: float32 leaves 6e-8 T^1.5 of one such number.
+    queries and keys ask for, most of which cancel: float32 leaves 6e-8 T^1.5 of one such number. Of one token, too,
+    where what the angle is made of multiplies that (a step of S4D of 1e5 radians).
     """
-    if plan.form == CONVOLUTION or plan.backend != "torch" or bound.dtype != torch.float32:
-        return False
-    if bound.sizes.tokens == 1 and not spread:
+    if plan.form == CONVOLUTION or plan.backend != "torch" or bound.compute == torch.float64:
         return False
     timed = {i.name for i in spec.inputs if i.kind.time}
     return _learns(bound, frozenset().union(*_in_angles(spec)) - timed)

@@ -14,6 +14,7 @@ from dsf.call.cost import CONVOLUTION, cache_shape, flops, io_bytes
 from dsf.call.launches import Planned
 from dsf.language.errors import FormError, InputError
 from dsf.language.invariant import invariant, is_invariant
+from dsf.language.places import takers
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
@@ -135,8 +136,9 @@ def make_plan(
     Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
     """
     if spec.in_pairs and sizes.keys % 2:
+        line = f"\n  {takers[spec]}" if spec in takers else ""
         raise InputError(
-            f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}"
+            f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}{line}"
         )
     if form == CONVOLUTION or (form == "auto" and backend != "triton" and not transformed and _convolves(spec, sizes)):
         return _of_convolution(spec, sizes, dtype, form, backend)

@@ -89,12 +89,9 @@ def legal_ranges(spec: Spec, given: Given | None = None) -> tuple[dict[str, Rang
 def _infer(spec: Spec, given: Given | None, apart: float) -> tuple[dict[str, Range], frozenset[str]]:
     ranges = dict.fromkeys((i.name for i in spec.inputs), REAL)
     fixed = {name: _of_input(spec, name, value) for name, value in (given or {}).items()}
-    loose: set[str] = set()
-    if not spec.is_softmax:
-        inference = _Inference(spec, ranges | fixed, frozenset(fixed), apart)
-        inference.run(ranges)
-        loose = inference.loose
-    return ranges | fixed, frozenset(loose)
+    inference = _Inference(spec, ranges | fixed, frozenset(fixed), apart)
+    inference.run(ranges)
+    return ranges | fixed, frozenset(inference.loose)
 
 
 def _of_input(spec: Spec, name: str, value: Range | tuple[float, float]) -> Range:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 
 class DsfError(ValueError):
     """Base of every error dsf raises on purpose."""
 
 
 class TraceError(DsfError):
-    """A recurrence is declared wrongly: raised by @dsf.recurrence, names the recurrence and the user's line."""
+    """A recurrence is declared wrongly: raised by @dsf.recurrence, names the recurrence and the user's line.
+
+    about: what in the declaration it is about, whose line is then named; by default the System.
+    """
+
+    def __init__(self, text: str = "", *, about: Hashable = None) -> None:
+        super().__init__(text)
+        self.about = about
 
 
 class InputError(DsfError):

@@ -13,9 +13,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any, TypeAlias
 
 from dsf.language.errors import TraceError
+from dsf.language.instead import OF_NUMPY, counted, foreign, instead_of, no_number
 
 KEY, VALUE = "key", "value"
 PAIR = "pair"  # features of an input with one entry for two places of the Key axis, before it is spread
@@ -143,12 +145,31 @@ class Expr:
     def __getattr__(self, name: str) -> Any:
         if name in Expr.__slots__ or name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"`{show(self, 6)}.{name}`: {_instead_of(self, name)}")
+        raise AttributeError(f"`{show(self, 6)}.{name}`: {instead_of(show(self), name)}")
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
-        name = getattr(function, "__name__", str(function))
-        raise TraceError(f"torch.{name} does not take expressions, which have no numbers yet; use dsf's own functions")
+        raise TraceError(foreign("torch", getattr(function, "__name__", str(function))))
+
+    def __array_ufunc__(self, ufunc: Any, _: str, *args: Any, **__: Any) -> Any:
+        """A number of NumPy's beside an expression; its functions are refused."""
+        if ufunc.__name__ not in OF_NUMPY:
+            raise TraceError(foreign("numpy", ufunc.__name__))
+        return _binary(OF_NUMPY[ufunc.__name__], *args)
+
+    def _has_no_number(self) -> Any:
+        raise TraceError(counted(show(self)))
+
+    __float__ = __int__ = __index__ = __complex__ = __round__ = _has_no_number
+
+    def __len__(self) -> int:
+        raise TraceError(f"len({self}): {instead_of(show(self), 'shape')}")
+
+    def __getitem__(self, place: Any) -> Any:
+        raise TraceError(f"`{show(self, 6)}[{place!r}]`: an expression has no parts to take; Steps[...] inputs have")
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self[place]
 
     def __repr__(self) -> str:
         return show(self)
@@ -174,26 +195,6 @@ def _no_matmul(a: Any, b: Any) -> Any:
     )
 
 
-FUNCTIONS: set[str] = set()  # names of dsf.language.functions
-_OF_AXES = {"T", "mT", "H", "mH", "t", "transpose", "permute", "movedim", "unsqueeze", "squeeze", "view", "reshape"}
-
-
-def _instead_of(x: Expr, name: str) -> str:
-    """What to write in place of a tensor's attribute or method."""
-    if name in _OF_AXES:
-        return (
-            "expressions have no order of axes, which meet by name; k * v of a Key and a Value is the outer product, "
-            "dot(a, b) the inner one over the Key axis, outer(a, b) the operator a bᵀ"
-        )
-    if name in ("shape", "size", "ndim", "dim", "numel"):
-        return "expressions have no shape; N and P are the sizes of the Key and the Value axis"
-    if name in ("sum", "mean", "norm"):
-        return f"write sum_key({x}) or sum_value({x}), or l2norm({x}) for a Key of unit length"
-    if name in FUNCTIONS:
-        return f"write {name}({x})"
-    return f"expressions have no {name!r}; they take + - * / ** and comparisons, and go into dsf's functions"
-
-
 def const(number: Number) -> Expr:
     """A literal number."""
     return Expr("const", (), (float(number),), frozenset())
@@ -205,11 +206,11 @@ def as_expr(x: Any) -> Expr:
         if x.op in COMPARISONS:
             raise TraceError(f"the comparison `{x}` has no number as its value; use where({x}, a, b)")
         return x
-    if isinstance(x, int | float) and not math.isnan(x):
-        return const(x)
+    if isinstance(x, Real) and not math.isnan(x):
+        return const(float(x))
     if isinstance(x, OperatorBase):
         raise TraceError(x.misplaced())
-    raise TraceError(f"expected an expression or a number, got {type(x).__name__}: {x!r}")
+    raise TraceError(no_number(x))
 
 
 def _common_features(args: tuple[Expr, ...]) -> str | None:
@@ -320,7 +321,8 @@ def reduction(op: str, x: Expr) -> Expr:
     """sum over one axis; a Key read where none exists is an error."""
     axis = REDUCTIONS[op]
     if axis not in x.axes:
-        raise TraceError(f"{op}({x}) sums over the {axis.title()} axis, but its argument does not vary over it")
+        other = "; it varies over the Value axis: annotate it Key, or take sum_value" if VALUE in x.axes else ""
+        raise TraceError(f"{op}({x}) sums over the {axis.title()} axis, but its argument does not vary over it{other}")
     return Expr(op, (x,), (), x.axes - {axis})
 
 

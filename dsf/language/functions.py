@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dsf.language.errors import TraceError
-from dsf.language.expr import COMPARISONS, FUNCTIONS, KEY, VALUE, Expr, Like, as_expr, inputs_of, is_paired, reduction
+from dsf.language.expr import COMPARISONS, KEY, VALUE, Expr, Like, as_expr, inputs_of, is_paired, reduction
+from dsf.language.instead import FUNCTIONS
+from dsf.language.places import PAIRS, note
 
 N = Expr("size", (), (KEY,), frozenset())
 P = Expr("size", (), (VALUE,), frozenset())
@@ -147,6 +149,7 @@ def pair(re: Like, im: Like) -> Expr:
                 f"pair({re}, {im}): `{x}` has an entry a place, a pair is made of one number each; annotate it Pair or "
                 "Param[Pair] (N / 2 entries), or make it of Scalars"
             )
+    note(PAIRS)
     return Expr("pair", (re, im), (), re.axes | im.axes | {KEY})
 
 
@@ -155,6 +158,7 @@ def quarter_turn(x: Like) -> Expr:
     x = as_expr(x)
     if KEY not in x.axes or x.features is not None:
         raise TraceError(f"quarter_turn({x}) turns pairs of the N places of the Key axis, which its argument lacks")
+    note(PAIRS)
     return Expr("quarter_turn", (x,))
 
 
@@ -169,8 +173,15 @@ def sum_value(x: Like) -> Expr:
 
 
 def dot(a: Like, b: Like) -> Expr:
-    """⟨a, b⟩, the sum of a·b over the Key axis."""
-    return sum_key(as_expr(a) * b)
+    """⟨a, b⟩, the sum of a·b over the Key axis. Raises TraceError for one of Values beside one of Keys."""
+    a, b = as_expr(a), as_expr(b)
+    for x, other in ((a, b), (b, a)):
+        if x.axes == {VALUE} and KEY in other.axes:
+            raise TraceError(
+                f"dot({a}, {b}) sums over the Key axis, but `{x}` has none, it varies over the Value axis; annotate it "
+                f"Key, or write {x} * sum_key({other})"
+            )
+    return sum_key(a * b)
 
 
 def l2norm(x: Like, eps: float = 1e-6) -> Expr:
@@ -218,7 +229,7 @@ def prev(x: Like) -> Expr:
         )
     if x.features is not None:
         raise TraceError(f"prev({x}): features have no previous value; take the features of prev of their argument")
-    return Expr("prev", (x,))
+    return note(Expr("prev", (x,)))
 
 
 FUNCTIONS.update(

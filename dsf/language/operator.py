@@ -13,6 +13,7 @@ from typing import Any
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, Like, OperatorBase, as_expr, const, is_paired, show
 from dsf.language.functions import dot, sum_value
+from dsf.language.places import PAIRS, note
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,8 @@ def turn(theta: Like) -> Operator:
             f"turn({theta}): two neighbouring places turn by one angle, but `{theta}` has an entry a place; annotate "
             "the angles Pair or Param[Pair] (N / 2 entries), or make them of Scalars"
         )
-    return Operator("turn", (), (theta,))
+    note(PAIRS)
+    return Operator("turn", (), (note(theta),))
 
 
 def as_operator(x: Any) -> Operator:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsf.language.errors import TraceError
-from dsf.language.expr import KEY, VALUE, Expr, as_expr, const, substitute
+from dsf.language.expr import KEY, VALUE, Expr, OperatorBase, as_expr, const, substitute
 from dsf.language.operator import Operator, as_operator
+from dsf.language.places import note
 
 if TYPE_CHECKING:
     from dsf.language.solve import Solve
@@ -18,7 +19,7 @@ Rule = Callable[..., Expr]
 
 
 @dataclass(frozen=True, eq=False)
-class System:
+class System(OperatorBase):
     """One step of a recurrence (docs/equations.md lists every mixer's).
 
     A: an Operator; a bare expression scales the state elementwise; a number scales it all.
@@ -67,7 +68,9 @@ class System:
         if self.drive is not None and self.normalize is None:
             raise TraceError(f"drive = {self.drive} says what normalize replaces by ones, but there is no normalize")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise TraceError(f"window = {self.window!r} is how many tokens are kept, an integer of at least 1")
+            raise TraceError(
+                f"window = {self.window!r}: a window is a number of tokens, the last ones, so an integer of at least 1"
+            )
         if KEY in self.D.axes:
             raise TraceError(
                 f"D = {self.D} has a Key axis; the skip is added to y, which has none: contract it with dot"
@@ -78,6 +81,22 @@ class System:
                 raise TraceError(
                     f"gauge = {self.gauge} must be a Scalar expression, it varies over {set(self.gauge.axes)}"
                 )
+
+        note(self)
+
+    def misplaced(self) -> str:
+        """What is said where it stands in an expression's place."""
+        return (
+            "a System is the whole of a recurrence, which its function returns, and no part of an expression; several "
+            "writes are a sum in B, several reads a sum in C, several steps of a token compose(first, second), and two "
+            "states are two recurrences, whose outputs add"
+        )
+
+    def _no_arithmetic(self, other: Any) -> Any:
+        raise TraceError(self.misplaced())
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _no_arithmetic
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _no_arithmetic
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -93,7 +112,7 @@ class System:
 
 def _expression(name: str, x: Any) -> Expr:
     if isinstance(x, Operator):
-        raise TraceError(f"{name} = {x} is an operator; only A is one")
+        raise TraceError(f"{name} = {x} is an operator; only A is one, the first that System takes: A, B, C")
     try:
         return as_expr(x)
     except TraceError as error:

@@ -13,6 +13,8 @@ from dsf.language.annotations import Input, Kind, kinds_of
 from dsf.language.attention import check_attention
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, symbol_of
+from dsf.language.instead import hint
+from dsf.language.places import PAIRS, Places, noting, takers
 from dsf.language.reads import apart
 from dsf.language.solve import check_solve
 from dsf.language.spec import Spec
@@ -20,26 +22,43 @@ from dsf.language.system import DEN, NUM, ONE, System
 from dsf.torch.evaluate import Evaluator
 
 Function = Callable[..., Any]
+SIGNATURE = "signature"  # what an error is about that is no matter of the System
 
 
 def trace(function: Function) -> Spec:
     """The Spec of a function that returns a System. Raises TraceError."""
     kinds = kinds_of(function)
     symbols = {name: _symbol(name, kind) for name, kind in kinds.items()}
-    try:
-        system = function(**symbols)
-        if not isinstance(system, System):
-            raise TraceError(f"a recurrence returns a System, got {type(system).__name__}")
-        spec = Spec(
-            function.__name__,
-            inspect.getdoc(function) or "",
-            tuple(Input(name, kind) for name, kind in kinds.items()),
-            system,
-        )
-        _check(spec)
-    except Exception as error:
-        raise TraceError(f"{function.__name__}: {error}{_user_line(function, error)}") from error
+    system: Any = None
+    with noting(function.__code__) as places:
+        try:
+            system = function(**symbols)
+            if not isinstance(system, System):
+                raise TraceError(_no_system(system), about=SIGNATURE)
+            spec = Spec(
+                function.__name__,
+                inspect.getdoc(function) or "",
+                tuple(Input(name, kind) for name, kind in kinds.items()),
+                system,
+            )
+            _check(spec)
+        except Exception as error:
+            where = _line(places, error, system)
+            raise TraceError(f"{function.__name__}: {error}{hint(error)}\n  {where}") from error
+    pairs = places.of(PAIRS)
+    if pairs is not None:
+        takers[spec] = pairs
     return spec
+
+
+def _no_system(given: Any) -> str:
+    """What is said to a function that returns something else."""
+    if given is None:
+        return "a recurrence returns a System, this one returns nothing: write return System(...)"
+    if given is System:
+        return "a recurrence returns a System with its A, B and C, got the class: System(A=..., B=..., C=...)"
+    more = ": several steps of a token are dsf.compose(first, second)" if isinstance(given, tuple | list) else ""
+    return f"a recurrence returns a System, got {type(given).__name__}{more}"
 
 
 def _symbol(name: str, kind: Kind) -> Expr | tuple[Expr, ...]:
@@ -48,25 +67,29 @@ def _symbol(name: str, kind: Kind) -> Expr | tuple[Expr, ...]:
     return tuple(symbol_of(name, step, kind.axes, kind.pair) for step in range(kind.steps))
 
 
-def _user_line(function: Function, error: BaseException) -> str:
-    """Where in the user's function the error arose; the function itself when only the whole System could tell."""
-    code = function.__code__
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
-    if not frames:
-        return f"\n  {code.co_filename}:{code.co_firstlineno}"
-    return f"\n  {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+def _line(places: Places, error: Exception, system: Any) -> str:
+    """Where in the user's function the error arose; what it is about where only the whole System could tell."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == places.file]
+    if frames:
+        return places.text(frames[-1].lineno or places.first)
+    about = getattr(error, "about", None)
+    found = places.of(about) or (None if about is SIGNATURE else places.of(system))
+    return found or places.signature
 
 
 def _check(spec: Spec) -> None:
     """What only the whole System can tell. Raises TraceError."""
     if spec.system.C is None:
-        raise TraceError("System needs a readout C")
+        raise TraceError("System needs a readout C: a Key that reads the state, or 1 where it has no Key axis")
     used = {n.attrs[0] for n in inputs_of(*_roots(spec))}
     for entry in spec.inputs:
         if entry.name not in used:
-            raise TraceError(f"input `{entry.name}` is never used")
+            raise TraceError(f"input `{entry.name}` is never used; leave it out, or use it", about=SIGNATURE)
     if not any(i.kind.time for i in spec.inputs):
-        raise TraceError("every input is a Param; a recurrence needs at least one input with a token axis")
+        raise TraceError(
+            "every input is a Param; a recurrence needs at least one input of tokens (Key, Pair, Value, Scalar)",
+            about=SIGNATURE,
+        )
     _check_frame(spec)
     check_solve(spec)
     if spec.acts_on_values:
@@ -74,14 +97,24 @@ def _check(spec: Spec) -> None:
     if spec.has_key and KEY not in spec.readout.axes:
         raise TraceError(
             f"the state has a Key axis but C = {spec.readout} has none, so y would keep it; contract it with a Key "
-            "readout"
+            f"readout{_annotated(spec, spec.readout)}"
         )
     if KEY in spec.readout.axes and not spec.state_has_key:
-        raise TraceError(f"C = {spec.readout} reads the Key axis, but the state has none: A and B do not vary over it")
+        raise TraceError(
+            f"C = {spec.readout} reads the Key axis, but the state has none: A and B do not vary over it; write along "
+            f"one, as in B = k * v of a Key k and a Value v{_annotated(spec, *(s.B for s in spec.system.micro_steps))}"
+        )
     _check_features(spec)
     check_attention(spec, _roots(spec))
     if spec.rule is not None:
         _check_rule(spec, spec.rule)
+
+
+def _annotated(spec: Spec, *exprs: Expr) -> str:
+    """How their inputs are annotated, in brackets."""
+    kinds = {i.name: i.kind for i in spec.inputs}
+    names = sorted({i.attrs[0] for i in inputs_of(*exprs)})
+    return f" (here {', '.join(f'{name}: {kinds[name]}' for name in names)})" if names else ""
 
 
 def _check_frame(spec: Spec) -> None:
@@ -90,13 +123,15 @@ def _check_frame(spec: Spec) -> None:
     for node in children_first(*_roots(spec)):
         if node.op == "prev" and not any(i.attrs[0] in timed for i in inputs_of(node)):
             raise TraceError(
-                f"{node}: Params are the same for every token; prev takes what changes from token to token"
+                f"{node}: Params are the same for every token; prev takes what changes from token to token",
+                about=node,
             )
     for node in children_first(*_roots(spec)) if spec.rule is not None else ():
         if node.op == "prev" and any(drive in inputs_of(node) for drive in spec.drives):
             raise TraceError(
                 f"{node}: normalize divides by the same system driven by ones, and {spec.drives[0]}, which drives it, "
-                "would have been one before the sequence began, too; leave it out of prev"
+                "would have been one before the sequence began, too; leave it out of prev",
+                about=node,
             )
     if spec.rule is not None and any(node.op == "prev" for node in children_first(spec.rule)):
         raise TraceError(f"normalize = {spec.rule} has a previous value; prev stands in A, B, C and D")
@@ -105,10 +140,12 @@ def _check_frame(spec: Spec) -> None:
     angle = next(r.normal.angle for r in spec.rows if r.normal.angle is not const(0))
     if not spec.state_has_key:
         raise TraceError(
-            f"turn({angle}) turns pairs of places of the Key axis, but the state has none: A is no operator on Key"
+            f"turn({angle}) turns pairs of places of the Key axis, but the state has none: A is no operator on Key; "
+            "write along one, as in B = k * v of a Key k and a Value v",
+            about=angle,
         )
     if spec.readout.features not in (None, "exp"):
-        raise TraceError(f"turn({angle}) turns pairs of key entries; Taylor features have no such pairs")
+        raise TraceError(f"turn({angle}) turns pairs of key entries; Taylor features have no such pairs", about=angle)
     if spec.inner.mixes_pairs and spec.is_stabilised:
         raise TraceError(
             f"turn({angle}): the decay differs within a pair, and exp(…) in B keeps a running maximum, which needs one "
@@ -174,6 +211,8 @@ def _check_rule(spec: Spec, rule: Expr) -> None:
         raise TraceError(f"normalize = {rule} does not use num, the output that it normalises")
     driven = inputs_of(*(s.B for s in spec.system.micro_steps))
     for drive in spec.drives:
+        if not isinstance(drive, Expr):
+            raise TraceError(f"drive = {drive!r} is no input; drive takes the input itself, which B writes")
         if not any(drive is x for x in driven):
             raise TraceError(f"drive = {drive} does not occur in B")
     if (spec.is_stabilised or spec.is_softmax) and not _is_homogeneous(spec, rule):
