@@ -74,10 +74,11 @@ class KeyGradient(Keyed):
     are needed.
 
     ONCE: handles the chunks in which all rows meet in one product, one chunk a program; otherwise handles the other
-    chunks, GROUP of them a program. TERMS: bfloat16 terms of x and, with DELTA, of f, or else of the adjoint state.
+    chunks, GROUP of them a program. X_TERMS: bfloat16 terms of x and f; TERMS: without DELTA, of the adjoint state.
     """
 
     BP: int = 0
+    X_TERMS: int = 1
     ONCE: bool = False
     SOURCE_WANTED: bool = False
     READ_WANTED: bool = False
@@ -86,11 +87,6 @@ class KeyGradient(Keyed):
     def PITCH(self) -> Any:
         """Entries of a row of `pairs`."""
         return 2 * self.L if self.DELTA else self.L
-
-    @property
-    def X_TERMS(self) -> Any:
-        """Terms of x and f."""
-        return self.TERMS if self.DELTA else 1
 
     @property
     def BETWEEN(self) -> Any:

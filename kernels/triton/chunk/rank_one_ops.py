@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.chunk import matrix
+from dsf.kernels.triton.chunk.precision import terms
 from dsf.kernels.triton.chunk.rank_one import Chunk, Kept, Walk, rank_one_chunk, rank_one_walk
 from dsf.kernels.triton.chunk.rank_one_gradient import (
     Between,
@@ -55,20 +56,18 @@ class _Call:
             self.chunks = slots(self.tokens, packed.count, self.chunk)
             self.chunk_table, self.segment_table, _ = packed.tables(self.tokens, self.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.chunk
-        self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        self.finer = torch.float16 if self.tiles.key_terms == 2 else self.stored  # of what halves.py keeps
+        self.terms = terms(self.tiles.precision, q.dtype, "rank_one", True, False)
+        self.finer = self.terms.state_dtype  # of what halves.py keeps, too
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN
         kind, precision = arithmetic(q.dtype, True)
         self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
-        self.common = (
-            self.n, self.p, self.chunk, self.levels, self.at_once, self.tiles.key_terms, kind, precision,
-        )  # fmt: skip
+        self.common = self.n, self.p, self.chunk, self.levels, self.at_once, self.terms.keys, kind, precision
         self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
-        return self.q.new_empty(shape, dtype=dtype or self.stored)
+        return self.q.new_empty(shape, dtype=dtype or self.terms.stored)
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
@@ -102,7 +101,7 @@ class _Call:
 
     def factors(self, planes: int) -> Tensor:
         """Room for what rows in float16 are to be multiplied with."""
-        return self.empty(planes, self.lanes, self.length if self.tiles.key_terms == 2 else 0, dtype=torch.float32)
+        return self.empty(planes, self.lanes, self.length if self.finer == torch.float16 else 0, dtype=torch.float32)
 
     def parts(self, kept: Kept) -> int:
         """How many matrices of a chunk's rows `mixed` holds."""

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.tiles import Chunked, load_rows
-from dsf.kernels.triton.structs import alike, derived, of_head
+from dsf.kernels.triton.structs import alike, of_head
 
 
 class Operands(NamedTuple):
@@ -86,16 +86,12 @@ class Walk(Chunked):
     PITCH: int
     START: int
     TERMS: int
+    ROW_TERMS: int
     STATE_TERMS: int
     KEY_TERMS: int
     STAGES: int
     AHEAD: bool
     WHOLE: bool
-
-    @derived
-    def ROW_TERMS(self) -> int:
-        """Of a delta rule's entries as they are kept."""
-        return (self.KEY_TERMS if self.KEYWISE else self.TERMS) if self.DELTA else 1
 
 
 @triton.jit
