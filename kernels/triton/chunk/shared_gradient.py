@@ -1,9 +1,10 @@
-"""Gradients of heads that share queries and keys, of decays alone: several heads' chunks in one program.
+"""Gradients of several heads that share queries and keys, in one program; decays alone (notation: gradient.py).
 
-Notation as in kernels.triton.gradient. A chunk of HEADS heads has three programs, which walk them one after the other:
-dq and dk, as sums over these heads which stay in registers (what heads share is multiplied once, by the sum of their
-weights between rows), and what each head has of its own: dv and its scalars'. What the decays' gradient takes of dq
-and dk comes from q S and k G, so that sums can go on inside products.
+A chunk of HEADS heads has three programs. Each goes through the heads one after the other: the first sums dq over them,
+the second dk, the third makes dv and the gradients of scalars, which every head has for itself. The sums stay in
+registers. Their part from pairs of rows is one product for all heads: the heads' weights between rows are added up, and
+the sum is multiplied by the keys (or queries) that the heads share. A decay's gradient needs each head's q·dq and k·dk,
+which the sums no longer have apart; it comes from q S and k G of each head.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from dsf.kernels.triton.structs import Numbers, Rows, of_head
 
 
 class Heads(NamedTuple):
-    """A program's chunk, sequence, first head and slice of P; what lies between a head's states, or adjoints, and the
-    next one's."""
+    """A program's chunk, sequence, first head and slice of P; the distances between the states, and between the adjoint
+    states, of consecutive heads."""
 
     chunk: Any
     batch: Any
@@ -48,7 +49,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Shared(Chunked):
-    """BP channels and HEADS heads a program, STAGES of them under way; LOADS, SKIP and PAIR_TERMS: as `Gradient`'s."""
+    """BP channels and HEADS heads a program, in a loop of STAGES; LOADS, SKIP and PAIR_TERMS: as `Gradient`'s."""
 
     BP: int
     HEADS: int
@@ -101,7 +102,7 @@ def shared_gradient(
 
 @triton.jit
 def _place(here, C: tl.constexpr):
-    """A chunk's keys, channels and rows; where their entries lie in a state, and which of them there are."""
+    """A chunk's keys, channels, rows in it and in T; the places of entries in a state, and which of them exist."""
     keys, columns, local = tl.arange(0, C.BN), here.piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
     rows = here.chunk * C.L + local
     place = keys[:, None] * C.P + columns[None, :]
@@ -125,7 +126,7 @@ def _of_head_number(i, v, dy, rows, columns, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _store_sums(to, sums, weights, x, rows, keys, sizes, C: tl.constexpr):
-    """dq, or dk: the sums of what states give, and the heads' weights times the rows of x, which is k, or q."""
+    """Store dq (or dk): `sums`, which came from states, plus the summed weights times the rows x of k (or q)."""
     heads: tl.constexpr = sizes.heads
     others = _keys_of(x, rows, keys, sizes, C)
     sums = product(split(weights, C.PAIR_TERMS, C.KIND), (others, others), C.PAIR_TERMS, 1, C.PRECISION, sums)
@@ -134,7 +135,7 @@ def _store_sums(to, sums, weights, x, rows, keys, sizes, C: tl.constexpr):
 
 @triton.jit
 def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
-    """dq of all heads, and of each what the gradients of decays and read scales have of S."""
+    """dq summed over the heads, and of each head dc's and dlog decay's parts that come from reads of S."""
     L: tl.constexpr = C.L
     KIND: tl.constexpr = C.KIND
     HEADS: tl.constexpr = C.HEADS
@@ -180,7 +181,7 @@ def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
-    """dk of all heads."""
+    """dk summed over the heads."""
     L: tl.constexpr = C.L
     length, plane = sizes.length, sizes.plane
     scalars = known.scalars
@@ -197,7 +198,7 @@ def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
-    """What every head has of its own: dv, ds, a skip's, and what the other gradients of scalars have of writes."""
+    """Of every head dv, ds, the gradient of a skip, and the rest of dc and dlog decay: from pairs and from writes."""
     P: tl.constexpr = C.P
     heads: tl.constexpr = sizes.heads
     tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
@@ -231,8 +232,10 @@ def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _add_head(mine, other, state, scalars, sums, total, plane, rows, local, WRITES: tl.constexpr, C: tl.constexpr):
-    """One head's part of dq added: of rows `mine` of dy, `other` of v and S; to sums what states give [L, N], to total
-    the weights of the keys that all heads share [L, L]. WRITES: of dk, from v, dy and G; the weights are queries'.
+    """Add one head's part of dq, from its rows `mine` of dy and `other` of v, and from S: to `sums` [L, N] what comes
+    from S, to `total` [L, L] the weights of the keys that all heads share.
+
+    WRITES: of dk, from v, dy and G, and the weights are of queries.
     """
     DECAY: tl.constexpr = C.DECAY
     SCALED: tl.constexpr = C.SCALED if WRITES else C.READ_SCALED
@@ -265,7 +268,10 @@ def _add_head(mine, other, state, scalars, sums, total, plane, rows, local, WRIT
 def _of_head(
     rows_q, rows_k, again, given, written, adjoint, scalars, ds, dc, tokens, plane, rows, local, C: tl.constexpr
 ):
-    """ds and pairs' dc; returns dv and dlog decay [L]. Products between rows have sources down and reads across."""
+    """One head's dv and dlog decay [L]; stores ds and the part of dc that comes from pairs of rows.
+
+    Products between rows have written rows down and reading rows across.
+    """
     L: tl.constexpr = C.L
     DECAY: tl.constexpr = C.DECAY
     KIND: tl.constexpr = C.KIND
