@@ -136,18 +136,15 @@ def _store_sums(to, sums, weights, x, rows, keys, sizes, C: tl.constexpr):
 @triton.jit
 def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
     """dq summed over the heads, and of each head dc's and dlog decay's parts that come from reads of S."""
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    HEADS: tl.constexpr = C.HEADS
     heads: tl.constexpr = sizes.heads
     tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
     scalars = known.scalars
     keys, columns, local, rows, place, inside = _place(here, C)
     rows_q = _keys_of(q, rows, keys, sizes, C)
-    sums, weights = tl.zeros([L, C.BN], tl.float32), tl.zeros([L, L], tl.float32)
-    for i in tl.range(HEADS, num_stages=C.STAGES):
+    sums, weights = tl.zeros([C.L, C.BN], tl.float32), tl.zeros([C.L, C.L], tl.float32)
+    for i in tl.range(C.HEADS, num_stages=C.STAGES):
         given, written = _of_head_number(i, v, dy, rows, columns, here, sizes, C)
-        state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(KIND)
+        state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(C.KIND)
         if C.DECAY or dc is not None:
             at = rows.to(tl.int64) * heads + i
             reads = tl.sum(tl.dot(rows_q, state, input_precision=C.PRECISION) * given.to(tl.float32), axis=1)
@@ -164,13 +161,13 @@ def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
         )  # fmt: skip
     _store_sums(dq, sums, weights, k, rows, keys, sizes, C)
     if C.DECAY:  # S carried through the chunk, and what later rows read of it
-        each = tl.arange(0, HEADS)
-        carried = tl.zeros([HEADS], tl.float32)
-        for i in range(HEADS):
+        each = tl.arange(0, C.HEADS)
+        carried = tl.zeros([C.HEADS], tl.float32)
+        for i in range(C.HEADS):
             state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(tl.float32)
             state *= tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0)
             carried += tl.where(each == i, tl.sum(state), 0.0)
-        carried *= tl.load(scalars + each * length + TOTAL * plane + here.chunk * L)
+        carried *= tl.load(scalars + each * length + TOTAL * plane + here.chunk * C.L)
         tl.debug_barrier()  # what follows was stored by other threads
         at = rows[None, :].to(tl.int64) * heads + each[:, None]
         reads = tl.load(dg + at, mask=(rows < tokens)[None, :], other=0.0)
@@ -182,11 +179,10 @@ def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
 @triton.jit
 def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
     """dk summed over the heads."""
-    L: tl.constexpr = C.L
     length, plane = sizes.length, sizes.plane
     scalars = known.scalars
     keys, columns, local, rows, place, inside = _place(here, C)
-    sums, weights = tl.zeros([L, C.BN], tl.float32), tl.zeros([L, L], tl.float32)
+    sums, weights = tl.zeros([C.L, C.BN], tl.float32), tl.zeros([C.L, C.L], tl.float32)
     for i in tl.range(C.HEADS, num_stages=C.STAGES):
         given, written = _of_head_number(i, v, dy, rows, columns, here, sizes, C)
         adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(C.KIND)
@@ -199,7 +195,6 @@ def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
 @triton.jit
 def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
     """Of every head dv, ds, the gradient of a skip, and the rest of dc and dlog decay: from pairs and from writes."""
-    P: tl.constexpr = C.P
     heads: tl.constexpr = sizes.heads
     tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
     scalars = known.scalars
@@ -219,12 +214,12 @@ def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
         if C.SKIP is not None:
             tile = (
                 here.batch, here.head + i, here.batch * 0 + here.chunk * C.L, local[:, None], 0, columns[None, :],
-                (rows < tokens)[:, None], True, (columns < P)[None, :], here.piece, 0, tokens, heads, P, C.N,
+                (rows < tokens)[:, None], True, (columns < C.P)[None, :], here.piece, 0, tokens, heads, C.P, C.N,
             )  # fmt: skip
             of_value, of_skip = C.SKIP(C.LOADS(extra, tile), given.to(tl.float32), written.to(tl.float32))
             grad_v += of_value
             tl.store(to.d_skip + i, tl.sum(tl.sum(of_skip, axis=1), axis=0))
-        store_rows(to.dv + i * P, heads * P, rows, tokens, columns, P, C.BP, grad_v)
+        store_rows(to.dv + i * C.P, heads * C.P, rows, tokens, columns, C.P, C.BP, grad_v)
         if C.DECAY:
             grad = decay_gradient(grad, g.at + i * g.head + rows.to(tl.int64) * g.token, rows, tokens, C.DECAY)
             tl.store(to.dg + at, grad, mask=rows < tokens)
@@ -237,31 +232,28 @@ def _add_head(mine, other, state, scalars, sums, total, plane, rows, local, WRIT
 
     WRITES: of dk, from v, dy and G, and the weights are of queries.
     """
-    DECAY: tl.constexpr = C.DECAY
     SCALED: tl.constexpr = C.SCALED if WRITES else C.READ_SCALED
     OTHER_SCALED: tl.constexpr = C.READ_SCALED if WRITES else C.SCALED
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    weights = tl.dot(mine, tl.trans(other), input_precision=PRECISION)
+    weights = tl.dot(mine, tl.trans(other), input_precision=C.PRECISION)
     seen = local[:, None] <= local[None, :] if WRITES else local[:, None] >= local[None, :]
-    if DECAY:
+    if C.DECAY:
         weights *= between(scalars, plane, rows, seen, WRITES, C.FINE, (SCALED if WRITES else OTHER_SCALED) == 2)
         if WRITES:
-            scale = written_scale(scalars, plane, rows, DECAY, SCALED)
+            scale = written_scale(scalars, plane, rows, C.DECAY, SCALED)
         else:
-            scale = read_scale(scalars, plane, rows, DECAY, SCALED)
+            scale = read_scale(scalars, plane, rows, C.DECAY, SCALED)
     else:
         weights = tl.where(seen, weights, 0.0)
     if SCALED and not (WRITES and SCALED == 2):
         own = tl.load(scalars + (SOURCE if WRITES else READ) * plane + rows)
         weights *= own[:, None]
-        if not DECAY:
+        if not C.DECAY:
             scale = own
     if OTHER_SCALED and (WRITES or OTHER_SCALED != 2):
         weights *= tl.load(scalars + (READ if WRITES else SOURCE) * plane + rows)[None, :]
-    if DECAY or SCALED:
-        mine = (mine.to(tl.float32) * scale[:, None]).to(KIND)
-    return tl.dot(mine, tl.trans(state), sums, input_precision=PRECISION), total + weights
+    if C.DECAY or SCALED:
+        mine = (mine.to(tl.float32) * scale[:, None]).to(C.KIND)
+    return tl.dot(mine, tl.trans(state), sums, input_precision=C.PRECISION), total + weights
 
 
 @triton.jit
@@ -272,42 +264,38 @@ def _of_head(
 
     Products between rows have written rows down and reading rows across.
     """
-    L: tl.constexpr = C.L
-    DECAY: tl.constexpr = C.DECAY
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    grad = tl.zeros([L], tl.float32)
+    grad = tl.zeros([C.L], tl.float32)
     seen = local[:, None] <= local[None, :]
-    scores = tl.dot(rows_k, tl.trans(rows_q), tl.full([L, L], 1.0, tl.float32) * again, input_precision=PRECISION)
-    if DECAY:
+    scores = tl.dot(rows_k, tl.trans(rows_q), tl.full([C.L, C.L], 1.0, tl.float32) * again, input_precision=C.PRECISION)
+    if C.DECAY:
         scores *= between(scalars, plane, rows, seen, True, C.FINE)
     else:
         scores = tl.where(seen, scores, 0.0)
     if C.READ_SCALED:
         read = tl.load(scalars + READ * plane + rows)
-    if DECAY or dc is not None:
-        pairs = tl.dot(written, tl.trans(given), input_precision=PRECISION) * scores
+    if C.DECAY or dc is not None:
+        pairs = tl.dot(written, tl.trans(given), input_precision=C.PRECISION) * scores
         if C.SCALED:
             pairs *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         if dc is not None:
-            tl.store(dc, turned(tl.sum(pairs, axis=0), scalars, plane, rows, DECAY), mask=rows < tokens)
+            tl.store(dc, turned(tl.sum(pairs, axis=0), scalars, plane, rows, C.DECAY), mask=rows < tokens)
         if C.READ_SCALED:
             pairs *= read[None, :]
-        if DECAY:  # before there is dv, which would have no room in registers beside its terms
-            grad += spanning(pairs, local, True, KIND, PRECISION, C.PAIR_TERMS)
+        if C.DECAY:  # before there is dv, which would have no room in registers beside its terms
+            grad += spanning(pairs, local, True, C.KIND, C.PRECISION, C.PAIR_TERMS)
     if C.READ_SCALED:
         scores *= read[None, :]
-    grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
-    if DECAY:
+    grad_v = tl.dot(rows_k, adjoint, input_precision=C.PRECISION)
+    if C.DECAY:
         grad_v *= suffix_of(scalars, plane, rows)[:, None]
         writes = tl.sum(grad_v * written.to(tl.float32), axis=1)
         if C.SCALED:
             writes *= tl.load(scalars + SOURCE * plane + rows)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
-    grad_v = product(split(scores, C.PAIR_TERMS, KIND), (given, given), C.PAIR_TERMS, 1, PRECISION, grad_v)
+    grad_v = product(split(scores, C.PAIR_TERMS, C.KIND), (given, given), C.PAIR_TERMS, 1, C.PRECISION, grad_v)
     if ds is not None:
         of_source = tl.sum(grad_v * written.to(tl.float32), axis=1)
-        tl.store(ds, turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
+        tl.store(ds, turned(of_source, scalars, plane, rows, C.DECAY), mask=rows < tokens)
     if C.SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     return grad_v, grad
