@@ -21,6 +21,7 @@ import torch
 from gpu_matrix import draw, measure, median, recurrence_of
 
 from dsf.kernels.triton.chunk import matrix, table
+from dsf.kernels.triton.chunk.precision import Precision
 
 # (decay, delta rule) of the table: a recurrence that has nothing else
 STRUCTURES = {
@@ -70,11 +71,16 @@ def check(recurrence, n, p, dtype):
     return max(worst(a, b) for a, b in pairs)
 
 
+def row_of(job):
+    """The row of a job that was JSON."""
+    return table.Tiles(**job["row"] | {"precision": Precision(*job["row"]["precision"])})
+
+
 def child(job):
     """One process's work: the error, or the times, of one row."""
     decay, delta, name = STRUCTURES[job["structure"]]
     n, p, dtype = job["n"], job["p"], getattr(torch, job["dtype"])
-    row, recurrence = table.Tiles(**job["row"]), recurrence_of(name)
+    row, recurrence = row_of(job), recurrence_of(name)
     matrix.tiles = lambda *_: row
     if job["check"]:
         return {"error": check(recurrence, n, p, dtype)}

@@ -1,9 +1,12 @@
 """The tile table by the GPU's limits, and the benchmark that measures its rows again."""
 
 import importlib.util
+import itertools
+import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from dsf.mixers import get
 from dsf.triton.chunk import kernel_of
 
 pytest.importorskip("triton")
-from dsf.kernels.triton.chunk import table
+from dsf.kernels.triton.chunk import precision, table
 from dsf.kernels.triton.scan import launches as scan_ops
 from dsf.kernels.triton.scan import table as scan_table
 
@@ -40,6 +43,35 @@ def test_less_shared_memory_means_shorter_chunks(small):
         row = table.tiles(128, 128, BF16, decay, True)
         assert row.chunk == 32 and row.walk_stages == row.reverse_stages == 2 and row.gradient_piece <= 64
     assert table.tiles(256, 256, torch.float32, "scalar", True).chunk == 16
+
+
+def rows(dtype=BF16):
+    """(decay, delta rule, row) of the families, with a normaliser and without, over sizes of states."""
+    for decay, delta, normal in itertools.product(("none", "scalar", "key", "rank_one"), (False, True), (False, True)):
+        if delta or decay != "rank_one":
+            for n, p in itertools.product((16, 64, 128, 256), (64, 128)):
+                yield decay, delta, table.tiles(n, p, dtype, decay, delta, CPU, normal)
+
+
+def test_rows_choose_their_precision_by_name_and_every_name_is_used():
+    names = {field: set(get_args(kind)) for field, kind in get_type_hints(precision.Precision).items()}
+    found = [row.precision._asdict() for _, _, row in rows()]
+    assert len(names) <= 3
+    assert names == {field: {choice[field] for choice in found} for field in names}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_numbers_of_more_digits_than_bfloat16_have_one_term(dtype):
+    for decay, delta, row in rows(dtype):
+        found = precision.terms(row.precision, dtype, decay, delta, True)
+        assert set(found) == {1, torch.float32}
+
+
+def test_no_more_terms_are_kept_than_made():
+    for (decay, delta, row), back in itertools.product(rows(), (False, True)):
+        found = precision.terms(row.precision, BF16, decay, delta, back)
+        assert found.kept_adjoints <= found.kept and found.read <= found.scores
+        assert decay in ("key", "rank_one") or found.keys == 1  # walks read states in two terms by it
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -99,6 +131,12 @@ def test_the_tuner_joins_what_made_a_row_faster_and_drops_what_was_wrong(tuner, 
     base, tried, chosen = tuner.tune("scalar+delta", 128, 128, "bfloat16", 1)
     assert chosen == replace(base, walk_stages=2, gradient_warps=8)
     assert all("both" not in answer for row, answer in tried if row.walk_warps == 8)
+
+
+def test_the_tuner_hands_a_row_to_its_processes_whole(tuner):
+    for decay, delta, _ in tuner.STRUCTURES.values():
+        row = table.tiles(64, 64, BF16, decay, delta)
+        assert tuner.row_of(json.loads(json.dumps({"row": asdict(row)}))) == row
 
 
 @pytest.mark.parametrize(("n", "tokens", "single"), [(16, 4096, True), (16, 1 << 26, True), (16, 1 << 27, False)])

@@ -30,6 +30,7 @@ import dsf
 from dsf import I, Key, Scalar, System, Value, outer, sigmoid, tanh
 from dsf.kernels.triton import operators
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.kernels.triton.chunk.precision import Precision
 from dsf.mixers import get
 
 pytestmark = interpreted
@@ -91,10 +92,9 @@ def test_a_gradient_asked_for_alone_is_the_same(recurrence):
 
 
 @pytest.mark.parametrize("tokens", [48, 37])  # whole chunks, and a last one in part
-@pytest.mark.parametrize("name, states", [("deltanet", 2), ("gated_deltanet", 1)])
+@pytest.mark.parametrize("name, states", [("deltanet", "two"), ("gated_deltanet", "plain")])
 def test_operands_in_two_terms_are_added_up(name, states, tokens, monkeypatch):
-    terms = {"walk_terms": 2, "state_terms": states}
-    assert_split(get(name).recurrence, tokens, terms, monkeypatch)
+    assert_split(get(name).recurrence, tokens, Precision("two", states, "two"), monkeypatch)
 
 
 @dsf.recurrence
@@ -115,13 +115,14 @@ def late_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
 def test_what_errs_most_in_two_terms_is_added_up(recurrence, tokens, cut, count, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
-    assert_split(recurrence, tokens, {"fine": True}, monkeypatch)
+    assert_split(recurrence, tokens, Precision(pairs="two"), monkeypatch)
 
 
-def assert_split(recurrence, tokens, terms, monkeypatch):
+def assert_split(recurrence, tokens, precision, monkeypatch):
     """What operands in several terms make is exact, but for the product of second terms, which is left out."""
     table = matrix_kernels.tiles
-    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), gradient_roles=2, **terms))
+    row = {"gradient_roles": 2, "precision": precision}
+    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), **row))
     given = sample(recurrence, tokens=tokens)
     found = outcome(recurrence, given, None, torch.float32, backend="triton")
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"), 2e-4)

@@ -15,6 +15,7 @@ from mixer_inputs import sample
 
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.kernels.triton.chunk.precision import Precision
 from dsf.mixers import get
 
 pytestmark = interpreted
@@ -123,7 +124,7 @@ def test_sequences_cut_into_segments(recurrence, monkeypatch):
 @pytest.mark.parametrize("cut", [1, 4])
 def test_delta_rules_in_two_terms(cut, monkeypatch):
     table = matrix_kernels.tiles
-    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), fine=True))
+    monkeypatch.setattr(matrix_kernels, "tiles", lambda *key: replace(table(*key), precision=Precision(pairs="two")))
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
     given = sample(forgetful_delta, batch=1, tokens=BOUNDS[-1])
     assert_packed_is_one_by_one(forgetful_delta, given, states(forgetful_delta, len(BOUNDS) - 1), tolerance=2e-4)

@@ -89,11 +89,6 @@ class ForwardWalk(Walk):
     READ_TERMS: int
 
     @derived
-    def ENTRY_TERMS(self) -> int:
-        """Of entries as y reads them."""
-        return self.READ_TERMS if self.DELTA else 1
-
-    @derived
     def WRITE_TERMS(self) -> int:
         """Of rows as they are written into states."""
         return self.TERMS if self.DELTA or self.DECAY or self.SCALED else 1
@@ -234,9 +229,9 @@ def _entries(write, rows_k, rows_of_k, rows, seen, chunk, kept, x, to, part, siz
     inverse = load_lower(x.solve + chunk * C.PITCH, part.local, C.L, C.KIND, C.STATE_TERMS)
     right = split(known, C.STATE_TERMS, C.KIND)
     entry = product(inverse, right, C.STATE_TERMS, C.STATE_TERMS, C.PRECISION, known)
-    FINER: tl.constexpr = to.y is not None and C.ENTRY_TERMS > C.ROW_TERMS
+    FINER: tl.constexpr = to.y is not None and C.READ_TERMS > C.ROW_TERMS
     ALONE: tl.constexpr = C.STATE_TERMS == 1 and (to.states is not None or not C.DECAY)
-    written = split(entry, C.ENTRY_TERMS if FINER else C.ROW_TERMS, C.KIND, ALONE)
+    written = split(entry, C.READ_TERMS if FINER else C.ROW_TERMS, C.KIND, ALONE)
     if to.states is not None:
         wide = C.P * C.ROW_TERMS
         if C.KEYWISE:
@@ -288,7 +283,7 @@ def _read(
         den = _read_normal(den, scores, early, rows, x, normal, part, sizes, C)
     if not (C.SCORED and C.DELTA):
         weights = split(scores, C.SCORE_TERMS, C.KIND)
-    out = product(weights, written, C.SCORE_TERMS, C.ENTRY_TERMS, C.PRECISION, out)
+    out = product(weights, written, C.SCORE_TERMS, C.READ_TERMS, C.PRECISION, out)
     if C.READ_SCALED and not C.DECAY:
         out *= tl.load(x.scalars + READ * sizes.plane + rows)[:, None]
     if C.FINISH is not None:

@@ -74,10 +74,11 @@ class KeyGradient(Keyed):
     are needed.
 
     ONCE: handles the chunks in which all rows meet in one product, one chunk a program; otherwise handles the other
-    chunks, GROUP of them a program. TERMS: bfloat16 terms of x and, with DELTA, of f, or else of the adjoint state.
+    chunks, GROUP of them a program. X_TERMS: bfloat16 terms of x and f; TERMS: without DELTA, of the adjoint state.
     """
 
     BP: int = 0
+    X_TERMS: int = 1
     ONCE: bool = False
     SOURCE_WANTED: bool = False
     READ_WANTED: bool = False
@@ -88,11 +89,6 @@ class KeyGradient(Keyed):
         return 2 * self.L if self.DELTA else self.L
 
     @property
-    def X_TERMS(self) -> Any:
-        """Terms of x and f."""
-        return self.TERMS if self.DELTA else 1
-
-    @property
     def BETWEEN(self) -> Any:
         """What the products between rows are made of."""
         return tl.float32 if self.TERMS == 2 else self.KIND
@@ -101,68 +97,58 @@ class KeyGradient(Keyed):
 @triton.jit(do_not_specialize=["base", "count"])
 def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes, base, count, C: tl.constexpr):
     """dv of a slice of P, `pairs` and `alone`; of `count` chunks from `base` on. DELTA: also ds, of that slice."""
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BN: tl.constexpr = C.BN
-    BP: tl.constexpr = C.BP
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    X_TERMS: tl.constexpr = C.X_TERMS
     heads: tl.constexpr = sizes.heads
     tokens, length = sizes.tokens, sizes.length
     chunk, lane, piece = tl.program_id(0) + base, tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     v = of_head(v, batch, head)
-    begin, end = place_of_chunk(table, chunk, tokens, L)
-    behind = chunk * L - begin  # rows of slots less rows of tokens
+    begin, end = place_of_chunk(table, chunk, tokens, C.L)
+    behind = chunk * C.L - begin  # rows of slots less rows of tokens
     scalars += lane * length + behind
     flat = batch * tokens * heads + head
     part = flat + piece * tl.num_programs(1).to(tl.int64) * tokens
     pairs = to.pairs + part * C.PITCH
-    keys, columns, local = tl.arange(0, BN), piece * BP + tl.arange(0, BP), tl.arange(0, L)
+    keys, columns, local = tl.arange(0, C.BN), piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
     rows = begin + local
     earlier = local[:, None] > local[None, :]
     at = part + rows.to(tl.int64) * heads
-    given = load_rows(dy + flat * P, heads * P, rows, end, columns, P, BP, KIND)
+    given = load_rows(dy + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, C.KIND)
     x = v
     if C.DELTA:
-        x = Rows(made.entries + flat * P * X_TERMS, None, heads * P * X_TERMS, None, None)
-    written = load_terms(x.at, x.token, rows, end, columns, P, BP, KIND, X_TERMS)
-    tl.store(to.alone + at, tl.sum(given.to(tl.float32) * whole(written, X_TERMS), axis=1), mask=rows < end)
+        x = Rows(made.entries + flat * C.P * C.X_TERMS, None, heads * C.P * C.X_TERMS, None, None)
+    written = load_terms(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND, C.X_TERMS)
+    tl.store(to.alone + at, tl.sum(given.to(tl.float32) * whole(written, C.X_TERMS), axis=1), mask=rows < end)
     written = turn(written)
-    products = tl.where(earlier, product((given, given), written, 1, X_TERMS, PRECISION), 0.0)
-    store_rows(pairs, heads * C.PITCH, rows, end, local, L, L, rounded(products, C.BETWEEN, PRECISION))
+    products = tl.where(earlier, product((given, given), written, 1, C.X_TERMS, C.PRECISION), 0.0)
+    store_rows(pairs, heads * C.PITCH, rows, end, local, C.L, C.L, rounded(products, C.BETWEEN, C.PRECISION))
     if C.DELTA:
-        adjoint_entries += (((batch * count - base) * L + behind) * heads + head) * P * X_TERMS
-        f = load_terms(adjoint_entries, heads * P * X_TERMS, rows, end, columns, P, BP, KIND, X_TERMS)
-        products = tl.where(earlier, tl.dot(f[0], written[0], input_precision=PRECISION), 0.0)
-        store_rows(pairs + L, heads * C.PITCH, rows, end, local, L, L, rounded(products, C.BETWEEN, PRECISION))
-        grad_v = whole(f, X_TERMS)
+        adjoint_entries += (((batch * count - base) * C.L + behind) * heads + head) * C.P * C.X_TERMS
+        f = load_terms(adjoint_entries, heads * C.P * C.X_TERMS, rows, end, columns, C.P, C.BP, C.KIND, C.X_TERMS)
+        products = tl.where(earlier, tl.dot(f[0], written[0], input_precision=C.PRECISION), 0.0)
+        store_rows(pairs + C.L, heads * C.PITCH, rows, end, local, C.L, C.L, rounded(products, C.BETWEEN, C.PRECISION))
+        grad_v = whole(f, C.X_TERMS)
         if C.SOURCE_WANTED:
-            values = load_rows(v.at, v.token, rows, end, columns, P, BP, tl.float32)
+            values = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, tl.float32)
             tl.store(to.ds + at, tl.sum(grad_v * values, axis=1), mask=rows < end)
     else:
-        adjoints += (lane * count + slot_to_read(table, chunk, begin, end, base) - base) * N * P
-        adjoint = split(_load_state(adjoints, keys, columns, N, P, tl.float32), C.TERMS, KIND)
-        kept = load_chunk(made.writes + (lane * length + chunk * L) * N, local, keys, N, BN).to(KIND)
-        grad_v = product((kept, kept), adjoint, 1, C.TERMS, PRECISION)
-        scores = tl.trans(load_rows(made.scores + flat * L, heads * L, rows, end, local, L, L, KIND))
+        adjoints += (lane * count + slot_to_read(table, chunk, begin, end, base) - base) * C.N * C.P
+        adjoint = split(_load_state(adjoints, keys, columns, C.N, C.P, tl.float32), C.TERMS, C.KIND)
+        kept = load_chunk(made.writes + (lane * length + chunk * C.L) * C.N, local, keys, C.N, C.BN).to(C.KIND)
+        grad_v = product((kept, kept), adjoint, 1, C.TERMS, C.PRECISION)
+        scores = tl.trans(load_rows(made.scores + flat * C.L, heads * C.L, rows, end, local, C.L, C.L, C.KIND))
         if C.READ_SCALED:
-            scores = (scores.to(tl.float32) * tl.load(scalars + READ * sizes.plane + rows)[None, :]).to(KIND)
-        grad_v = tl.dot(scores, given, grad_v, input_precision=PRECISION)
+            scores = (scores.to(tl.float32) * tl.load(scalars + READ * sizes.plane + rows)[None, :]).to(C.KIND)
+        grad_v = tl.dot(scores, given, grad_v, input_precision=C.PRECISION)
     if C.SCALED:
         grad_v *= tl.load(scalars + SOURCE * sizes.plane + rows)[:, None]
-    store_rows(to.dv + flat * P, heads * P, rows, end, columns, P, BP, grad_v)
+    store_rows(to.dv + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, grad_v)
 
 
 @triton.jit(do_not_specialize=["base", "count"])
 def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes, base, count, C: tl.constexpr):
     """A slice of P's part of the gradients, to be summed, BK keys a program; of `count` chunks from `base` on."""
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
     heads: tl.constexpr = sizes.heads
-    BLOCKS: tl.constexpr = (N + C.BK - 1) // C.BK
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
     tokens, length = sizes.tokens, sizes.length
     block, lane, piece = tl.program_id(0) % BLOCKS, tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
@@ -172,16 +158,16 @@ def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, tabl
     size = tl.num_programs(1).to(tl.int64) * tokens
     part = flat + piece * size
     if C.DELTA:
-        x = Rows(made.entries + flat * P * C.X_TERMS, None, heads * P * C.X_TERMS, None, None)
+        x = Rows(made.entries + flat * C.P * C.X_TERMS, None, heads * C.P * C.X_TERMS, None, None)
     else:
         x = v
-    dy += flat * P
-    adjoint_entries += ((batch * count - base) * C.L * heads + head) * P * C.X_TERMS
-    running = made.running + lane * length * N
+    dy += flat * C.P
+    adjoint_entries += ((batch * count - base) * C.L * heads + head) * C.P * C.X_TERMS
+    running = made.running + lane * length * C.N
     first_levels = made.first_levels + lane * (length // C.L)
     at_scalars = flat + (piece * BLOCKS + block) * size
     to = Gradients(
-        to.pairs + part * C.PITCH, to.alone + part, to.dq + part * N, to.dk + part * N, to.dv, to.dg + part * N,
+        to.pairs + part * C.PITCH, to.alone + part, to.dq + part * C.N, to.dk + part * C.N, to.dv, to.dg + part * C.N,
         to.ds + at_scalars, to.db + at_scalars, to.dc + at_scalars,
     )  # fmt: skip
     keys, columns = block * C.BK + tl.arange(0, C.BK), piece * C.BP + tl.arange(0, C.BP)
@@ -210,62 +196,50 @@ def _of_keys(
     sizes, keys, columns, C: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg and the scalars' gradients of one chunk, in parts that load what they need again."""
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BK: tl.constexpr = C.BK
-    BP: tl.constexpr = C.BP
-    L: tl.constexpr = C.L
-    DELTA: tl.constexpr = C.DELTA
-    SCALED: tl.constexpr = C.SCALED
-    READ_SCALED: tl.constexpr = C.READ_SCALED
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    PITCH: tl.constexpr = C.PITCH
-    F_PITCH: tl.constexpr = P * C.X_TERMS
-    BETWEEN: tl.constexpr = C.BETWEEN
+    F_PITCH: tl.constexpr = C.P * C.X_TERMS
     heads: tl.constexpr = sizes.heads
     plane, length = sizes.plane, sizes.length
-    local = tl.arange(0, L)
-    begin, end = place_of_chunk(table, chunk, sizes.tokens, L)
+    local = tl.arange(0, C.L)
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
     rows = begin + local
-    scalars += chunk * L - begin
-    adjoint_entries += (lane * 0 + chunk * L - begin) * heads * F_PITCH
-    running += chunk * L * N
-    running = Running(running, running + (lane * 0 + plane) * N)
+    scalars += chunk * C.L - begin
+    adjoint_entries += (lane * 0 + chunk * C.L - begin) * heads * F_PITCH
+    running += chunk * C.L * C.N
+    running = Running(running, running + (lane * 0 + plane) * C.N)
     slot = slot_to_read(table, chunk, begin, end, base)
-    state_of += (lane * (length // L) + slot) * N * P
-    adjoint_of += (lane * count + slot - base) * N * P
+    state_of += (lane * (length // C.L) + slot) * C.N * C.P
+    adjoint_of += (lane * count + slot - base) * C.N * C.P
     at = rows.to(tl.int64) * heads
     # S carried through to the last state
-    last = load_row(running.at, L - 1, keys, N)
-    adjoint = _load_state(adjoint_of, keys, columns, N, P, tl.float32)
-    of_end = tl.exp2(last) * tl.sum(_load_state(state_of, keys, columns, N, P, tl.float32) * adjoint, axis=1)
+    last = load_row(running.at, C.L - 1, keys, C.N)
+    adjoint = _load_state(adjoint_of, keys, columns, C.N, C.P, tl.float32)
+    of_end = tl.exp2(last) * tl.sum(_load_state(state_of, keys, columns, C.N, C.P, tl.float32) * adjoint, axis=1)
     tl.debug_barrier()  # or loads move up, and registers run out
     # what the rows read
-    rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
-    if SCALED and not DELTA:
+    rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
+    if C.SCALED and not C.DELTA:
         rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    rows_q = load_rows(q.at, q.token, rows, end, keys, N, BK, tl.float32)
-    if READ_SCALED:
+    rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BK, tl.float32)
+    if C.READ_SCALED:
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
     read, log = _reads(
-        dy, heads * P, to.pairs, heads * PITCH, state_of, rows_q, rows_k, running, first, rows, end, keys, columns,
+        dy, heads * C.P, to.pairs, heads * C.PITCH, state_of, rows_q, rows_k, running, first, rows, end, keys, columns,
         local, C,
     )  # fmt: skip
     read += tl.load(to.alone + at, mask=rows < end, other=0.0)[:, None] * rows_k
     if C.READ_WANTED:
-        unscaled = load_rows(q.at, q.token, rows, end, keys, N, BK, tl.float32)
+        unscaled = load_rows(q.at, q.token, rows, end, keys, C.N, C.BK, tl.float32)
         tl.store(to.dc + at, tl.sum(read * unscaled, axis=1), mask=rows < end)
-    if READ_SCALED:
+    if C.READ_SCALED:
         read *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(to.dq, heads * N, rows, end, keys, N, BK, read)
-    z = tl.zeros([L, BK], tl.float32)
-    if DELTA:  # what their erasing reads
+    store_rows(to.dq, heads * C.N, rows, end, keys, C.N, C.BK, read)
+    z = tl.zeros([C.L, C.BK], tl.float32)
+    if C.DELTA:  # what their erasing reads
         tl.debug_barrier()
-        rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
+        rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
         read, of_erased = _reads(
-            adjoint_entries, heads * F_PITCH, to.pairs + L, heads * PITCH, state_of, rows_k * strength, rows_k,
+            adjoint_entries, heads * F_PITCH, to.pairs + C.L, heads * C.PITCH, state_of, rows_k * strength, rows_k,
             running, first, rows, end, keys, columns, local, C,
         )  # fmt: skip
         log += of_erased
@@ -273,56 +247,56 @@ def _of_keys(
         tl.store(to.db + at, -tl.sum(read * rows_k, axis=1), mask=rows < end)
     # z = G x: what later rows and the last state read of what the rows write
     tl.debug_barrier()
-    adjoint = _load_state(adjoint_of, keys, columns, N, P, KIND)
-    written = load_rows(x.at, x.token, rows, end, columns, P, BP, KIND)
-    into = tl.dot(written, tl.trans(adjoint), input_precision=PRECISION)
-    weights = tl.trans(load_rows(to.pairs, heads * PITCH, rows, end, local, L, L, BETWEEN))
-    rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
-    rows_q = load_rows(q.at, q.token, rows, end, keys, N, BK, tl.float32)
-    if SCALED and not DELTA:
+    adjoint = _load_state(adjoint_of, keys, columns, C.N, C.P, C.KIND)
+    written = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND)
+    into = tl.dot(written, tl.trans(adjoint), input_precision=C.PRECISION)
+    weights = tl.trans(load_rows(to.pairs, heads * C.PITCH, rows, end, local, C.L, C.L, C.BETWEEN))
+    rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
+    rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BK, tl.float32)
+    if C.SCALED and not C.DELTA:
         rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    if READ_SCALED:
+    if C.READ_SCALED:
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
-    if DELTA:
+    if C.DELTA:
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
-        erasing = tl.trans(load_rows(to.pairs + L, heads * PITCH, rows, end, local, L, L, BETWEEN))
+        erasing = tl.trans(load_rows(to.pairs + C.L, heads * C.PITCH, rows, end, local, C.L, C.L, C.BETWEEN))
     if C.ONCE:
-        gap = from_row(running, L // 2 - 1, local, keys, N, BK, C.FINE)
+        gap = from_row(running, C.L // 2 - 1, local, keys, C.N, C.BK, C.FINE)
         reader, writer = tl.exp2(gap), tl.exp2(-gap)
-        source = rounded(rows_k * writer, BETWEEN, PRECISION).to(tl.float32)
-        to_end = last - load_row(running.at, L // 2 - 1, keys, N)
+        source = rounded(rows_k * writer, C.BETWEEN, C.PRECISION).to(tl.float32)
+        to_end = last - load_row(running.at, C.L // 2 - 1, keys, C.N)
         if C.FINE:
-            to_end += load_row(running.rest, L - 1, keys, N) - load_row(running.rest, L // 2 - 1, keys, N)
+            to_end += load_row(running.rest, C.L - 1, keys, C.N) - load_row(running.rest, C.L // 2 - 1, keys, C.N)
         into *= tl.exp2(to_end)[None, :]
         of_end += tl.sum(into * source, axis=0)
-        into = tl.dot(weights, rounded(rows_q * reader, BETWEEN, PRECISION), into, input_precision=PRECISION)
-        if DELTA:
+        into = tl.dot(weights, rounded(rows_q * reader, C.BETWEEN, C.PRECISION), into, input_precision=C.PRECISION)
+        if C.DELTA:
             into = tl.dot(
-                erasing, rounded(rows_k * strength * reader, BETWEEN, PRECISION), into, input_precision=PRECISION
+                erasing, rounded(rows_k * strength * reader, C.BETWEEN, C.PRECISION), into, input_precision=C.PRECISION
             )
         log -= into * source
         z += into * writer
     else:
-        into *= tl.exp2(-from_row(running, L - 1, local, keys, N, BK, C.FINE))
+        into *= tl.exp2(-from_row(running, C.L - 1, local, keys, C.N, C.BK, C.FINE))
         of_end += tl.sum(into * rows_k, axis=0)
         into, of_writes = _by_levels(
             into, into * rows_k, weights, rows_q, rows_k, running, first, local, keys, False, C
         )  # fmt: skip
-        if DELTA:
+        if C.DELTA:
             into, of_writes = _by_levels(
                 into, of_writes, erasing, rows_k * strength, rows_k, running, first, local, keys, False, C
             )  # fmt: skip
         log -= of_writes
         z += into
     z += tl.load(to.alone + at, mask=rows < end, other=0.0)[:, None] * rows_q
-    if C.SOURCE_WANTED and not DELTA:
-        unscaled = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
+    if C.SOURCE_WANTED and not C.DELTA:
+        unscaled = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
         tl.store(to.ds + at, tl.sum(z * unscaled, axis=1), mask=rows < end)
-    if SCALED and not DELTA:
+    if C.SCALED and not C.DELTA:
         z *= tl.load(scalars + SOURCE * plane + rows)[:, None]
-    store_rows(to.dk, heads * N, rows, end, keys, N, BK, z)
+    store_rows(to.dk, heads * C.N, rows, end, keys, C.N, C.BK, z)
     log = tl.cumsum(log, axis=0, reverse=True) + of_end[None, :]
-    store_rows(to.dg, heads * N, rows, end, keys, N, BK, log)
+    store_rows(to.dg, heads * C.N, rows, end, keys, C.N, C.BK, log)
 
 
 @triton.jit
@@ -331,26 +305,20 @@ def _reads(
     C: tl.constexpr,
 ):  # fmt: skip
     """What rows read of the first state (by its products with `field`) and of earlier rows; and that times mine."""
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    BETWEEN: tl.constexpr = C.BETWEEN
-    PRECISION: tl.constexpr = C.PRECISION
-    state = _load_state(state_of, keys, columns, N, P, KIND)
-    weights = load_rows(pairs, pairs_t, rows, end, local, L, L, BETWEEN)
-    read = load_rows(field, field_t, rows, end, columns, P, C.BP, KIND)
-    read = tl.dot(read, tl.trans(state), input_precision=PRECISION)
+    state = _load_state(state_of, keys, columns, C.N, C.P, C.KIND)
+    weights = load_rows(pairs, pairs_t, rows, end, local, C.L, C.L, C.BETWEEN)
+    read = load_rows(field, field_t, rows, end, columns, C.P, C.BP, C.KIND)
+    read = tl.dot(read, tl.trans(state), input_precision=C.PRECISION)
     if C.ONCE:
-        gap = from_row(running, L // 2 - 1, local, keys, N, C.BK, C.FINE)
-        middle = load_row(running.at, L // 2 - 1, keys, N)
-        from_start = power(middle, load_row(running.rest, L // 2 - 1, keys, N) if C.FINE else middle, C.FINE)
-        reader, source = tl.exp2(gap), rounded(rows_k * tl.exp2(-gap), BETWEEN, PRECISION)
-        read = tl.dot(weights, source, read * from_start[None, :], input_precision=PRECISION)
-        log = read * rounded(mine * reader, BETWEEN, PRECISION).to(tl.float32)
+        gap = from_row(running, C.L // 2 - 1, local, keys, C.N, C.BK, C.FINE)
+        middle = load_row(running.at, C.L // 2 - 1, keys, C.N)
+        from_start = power(middle, load_row(running.rest, C.L // 2 - 1, keys, C.N) if C.FINE else middle, C.FINE)
+        reader, source = tl.exp2(gap), rounded(rows_k * tl.exp2(-gap), C.BETWEEN, C.PRECISION)
+        read = tl.dot(weights, source, read * from_start[None, :], input_precision=C.PRECISION)
+        log = read * rounded(mine * reader, C.BETWEEN, C.PRECISION).to(tl.float32)
         read *= reader
     else:
-        read *= tl.exp2(load_chunk(running.at, local, keys, N, C.BK))
+        read *= tl.exp2(load_chunk(running.at, local, keys, C.N, C.BK))
         read, log = _by_levels(
             read, read * mine, weights, rows_k, mine, running, first, local, keys, True, C
         )  # fmt: skip

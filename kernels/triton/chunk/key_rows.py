@@ -20,37 +20,30 @@ from dsf.kernels.triton.launch import launch
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
-    from dsf.kernels.triton.chunk.table import Tiles
     from dsf.kernels.triton.chunk.walks import Adjoints
 
 
-def room(
-    like: Tensor, heads: int, p: int, chunks: int, found: Tiles, delta: bool, keep: bool, fine: bool, segments: int = 0
-) -> KeyRows:
-    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the backward pass uses.
+def room(call: _Call, keep: bool) -> KeyRows:
+    """Uninitialised memory; keep: also for what the backward pass uses."""
+    chunks, chunk, n, terms = call.chunks, call.tiles.chunk, call.n, call.terms.keys
+    delta, lead = call.delta, (call.batch, call.tokens, call.heads)
 
-    fine: G is in two numbers. segments: into which sequences are cut, if they are.
-    """
-    batch, tokens, _, n = like.shape
-    stored = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
-    chunk, twice = found.chunk, found.key_terms == 2
-
-    def empty(*shape: int, dtype: torch.dtype = stored, wanted: bool = True) -> Tensor:
-        return like.new_empty(shape if wanted else (0,), dtype=dtype)
+    def empty(*shape: int, dtype: torch.dtype | None = None, wanted: bool = True) -> Tensor:
+        return call.empty(*(shape if wanted else (0,)), dtype=dtype)
 
     def rows(wanted: bool = True) -> Tensor:
-        made = empty(batch, heads, chunks * chunk, n, wanted=wanted)
+        made = empty(call.batch, call.heads, chunks * chunk, n, wanted=wanted)
         return made.transpose(1, 2) if wanted else made
 
     return KeyRows(
-        empty((2 if fine else 1) * batch * heads, chunks * chunk, n, dtype=torch.float32),
-        empty(batch * heads, chunks, dtype=torch.int32),
-        empty(batch, tokens, heads, chunk),
+        empty((2 if call.fine else 1) * call.lanes, chunks * chunk, n, dtype=torch.float32),
+        empty(call.lanes, chunks, dtype=torch.int32),
+        empty(*lead, chunk),
         rows(), rows(), rows(delta),
-        empty(batch, tokens, heads, chunk, wanted=twice) if delta else rows(twice and keep),
-        empty(batch, tokens, heads, p * found.key_terms, wanted=keep and delta),
-        empty(batch, heads, chunks, n, p, dtype=torch.float32 if found.wide_states else stored, wanted=keep),
-        empty(segments, batch * heads, *(n,) * (2 if delta else 1), dtype=torch.float32, wanted=keep and segments > 0),
+        empty(*lead, chunk, wanted=terms == 2) if delta else rows(terms == 2 and keep),
+        empty(*lead, call.p * terms, wanted=keep and delta),
+        empty(call.batch, call.heads, chunks, n, call.p, dtype=call.terms.state_dtype, wanted=keep),
+        empty(0, dtype=torch.float32),
     )  # fmt: skip
 
 
@@ -59,13 +52,11 @@ def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
 
     Beside the rows what the transform inverts [B, T, H, L] (delta rules), or what rounding left of the written keys.
     """
-    made = room(call.q, call.heads, call.p, call.chunks, call.tiles, call.delta, keep, call.fine)
+    made, terms = room(call, keep), call.terms.keys
     left = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.writes
-    if call.tiles.key_terms == 2 and not call.delta:
+    if terms == 2 and not call.delta:
         left = torch.empty_like(made.writes)
-    keyed = Keyed(
-        **call.common | {"P": 0}, BK=call.key_block, LEVELS=call.levels, TERMS=call.tiles.key_terms, KEEP=keep
-    )
+    keyed = Keyed(**call.common | {"P": 0}, BK=call.key_block, LEVELS=call.levels, TERMS=terms, KEEP=keep)
     for kernel, programs in ((prepare_keys, call.chunks), (prepare_far_keys, -(-call.chunks // GROUP.value))):
         launch(
             kernel, (programs, call.lanes),
@@ -95,15 +86,15 @@ def key_gradients(
     pieces, blocks = dq.shape[0], -(-call.n // call.key_block)
     lead = (pieces, call.batch, call.tokens, call.heads)
     width = t.chunk * (2 if call.delta else 1)
-    pairs = call.empty(*lead, width, dtype=torch.float32 if t.key_terms == 2 else None)
+    pairs = call.empty(*lead, width, dtype=torch.float32 if call.terms.keys == 2 else None)
     alone = call.empty(*lead, dtype=torch.float32)
     assert call.made is not None
     given = call.made._replace(entries=entries, states=states), found.entries, found.states
     to = Gradients(pairs, alone, dq, dk, dv, dg, ds, db, dc)
     rest = to, call.chunk_table, call.measures, found.base, found.chunks
     keyed = KeyGradient(
-        **call.common, BK=call.key_block, LEVELS=call.levels, TERMS=t.key_terms, BP=t.gradient_piece,
-        SOURCE_WANTED=source_wanted, READ_WANTED=read_wanted,
+        **call.common, BK=call.key_block, LEVELS=call.levels, TERMS=call.terms.keys, X_TERMS=call.terms.kept,
+        BP=t.gradient_piece, SOURCE_WANTED=source_wanted, READ_WANTED=read_wanted,
     )  # fmt: skip
     q, k, v = (call.struct(x) for x in (call.q, call.k, call.v))
     launch(

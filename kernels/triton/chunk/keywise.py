@@ -83,120 +83,112 @@ def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
     `rest`, what rounding leaves of the scores (DELTA); else in `left` of written keys, and (KEEP), in `rest`, of the
     queries' rows. Products between rows are of 11 bits: three more than bfloat16's.
     """
-    N: tl.constexpr = C.N
-    BK: tl.constexpr = C.BK
-    L: tl.constexpr = C.L
-    DELTA: tl.constexpr = C.DELTA
-    PRECISION: tl.constexpr = C.PRECISION
     heads: tl.constexpr = sizes.heads
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     q, k, g = of_head(q, batch, head), of_head(k, batch, head), of_head(g, batch, head)
-    BLOCKS: tl.constexpr = (N + BK - 1) // BK
-    local = tl.arange(0, L)
-    begin, end = place_of_chunk(table, chunk, sizes.tokens, L)
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
+    local = tl.arange(0, C.L)
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
     rows = begin + local
-    here = (lane * sizes.length + chunk * L) * N
-    row = (batch * sizes.tokens * heads + head) * L
-    scores, rest, system = made.scores + row, made.rest + row if DELTA else made.rest, left + row
-    running = Running(made.running + here, made.running + here + (lane * 0 + sizes.plane) * N)
-    between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
-    far = tl.full([L], -1.0, tl.float32)
+    here = (lane * sizes.length + chunk * C.L) * C.N
+    row = (batch * sizes.tokens * heads + head) * C.L
+    scores, rest, system = made.scores + row, made.rest + row if C.DELTA else made.rest, left + row
+    running = Running(made.running + here, made.running + here + (lane * 0 + sizes.plane) * C.N)
+    between_rows, between_keys = tl.zeros([C.L, C.L], tl.float32), tl.zeros([C.L, C.L], tl.float32)
+    far = tl.full([C.L], -1.0, tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
-        keys = block * BK + tl.arange(0, BK)
-        log = load_rows(g.at, g.token, rows, end, keys, N, BK, tl.float32)
-        rows_q = load_rows(q.at, q.token, rows, end, keys, N, BK, C.KIND)
-        rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, C.KIND)
+        keys = block * C.BK + tl.arange(0, C.BK)
+        log = load_rows(g.at, g.token, rows, end, keys, C.N, C.BK, tl.float32)
+        rows_q = load_rows(q.at, q.token, rows, end, keys, C.N, C.BK, C.KIND)
+        rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, C.KIND)
         own, more = running_sums(tl.maximum(log, LOG_TINY), 0, C.FINE)
-        kept = tl.full([L], True, tl.int1) if C.KEEP else (local == L - 1) | (local == L // 2 - 1)
-        kept = kept[:, None] & (keys < N)[None, :]
-        tl.store(running.at + local[:, None] * N + keys[None, :], own, mask=kept)
+        kept = tl.full([C.L], True, tl.int1) if C.KEEP else (local == C.L - 1) | (local == C.L // 2 - 1)
+        kept = kept[:, None] & (keys < C.N)[None, :]
+        tl.store(running.at + local[:, None] * C.N + keys[None, :], own, mask=kept)
         if C.FINE:
-            tl.store(running.rest + local[:, None] * N + keys[None, :], more, mask=kept)
+            tl.store(running.rest + local[:, None] * C.N + keys[None, :], more, mask=kept)
         tl.debug_barrier()  # two rows are read again, by other threads
-        last, middle = load_row(running.at, L - 1, keys, N), load_row(running.at, L // 2 - 1, keys, N)
+        last, middle = load_row(running.at, C.L - 1, keys, C.N), load_row(running.at, C.L // 2 - 1, keys, C.N)
         beyond = tl.maximum(tl.abs(own - middle[None, :]) - REACH, -own - SPAN)
         far = tl.maximum(far, tl.max(beyond, axis=1))
         written = last[None, :] - own
         if C.FINE:
-            written += load_row(running.rest, L - 1, keys, N)[None, :] - more
+            written += load_row(running.rest, C.L - 1, keys, C.N)[None, :] - more
         written = rows_k.to(tl.float32) * tl.exp2(written)
-        store_chunk(made.writes + here, written, local, keys, N, BK)
-        if C.TERMS == 2 and not DELTA:
-            store_chunk(left + here, written - written.to(C.KIND).to(tl.float32), local, keys, N, BK)
-        weighed = operand(rows_k.to(tl.float32) * power(tl.minimum(-own, SPAN), -more, C.FINE), PRECISION)
+        store_chunk(made.writes + here, written, local, keys, C.N, C.BK)
+        if C.TERMS == 2 and not C.DELTA:
+            store_chunk(left + here, written - written.to(C.KIND).to(tl.float32), local, keys, C.N, C.BK)
+        weighed = operand(rows_k.to(tl.float32) * power(tl.minimum(-own, SPAN), -more, C.FINE), C.PRECISION)
         from_start = power(own, more, C.FINE)
         readers = rows_q.to(tl.float32) * from_start
-        store_chunk(made.reads + here, readers, local, keys, N, BK)
-        if C.TERMS == 2 and C.KEEP and not DELTA:
-            store_chunk(made.rest + here, readers - readers.to(C.KIND).to(tl.float32), local, keys, N, BK)
-        readers = tl.trans(operand(readers, PRECISION))
-        between_rows += tl.dot(weighed, readers, input_precision=PRECISION)  # sources down, readers across
-        if DELTA:
+        store_chunk(made.reads + here, readers, local, keys, C.N, C.BK)
+        if C.TERMS == 2 and C.KEEP and not C.DELTA:
+            store_chunk(made.rest + here, readers - readers.to(C.KIND).to(tl.float32), local, keys, C.N, C.BK)
+        readers = tl.trans(operand(readers, C.PRECISION))
+        between_rows += tl.dot(weighed, readers, input_precision=C.PRECISION)  # sources down, readers across
+        if C.DELTA:
             readers = rows_k.to(tl.float32) * from_start
-            store_chunk(made.erased + here, readers, local, keys, N, BK)
-            readers = tl.trans(operand(readers, PRECISION))
-            between_keys += tl.dot(weighed, readers, input_precision=PRECISION)
+            store_chunk(made.erased + here, readers, local, keys, C.N, C.BK)
+            readers = tl.trans(operand(readers, C.PRECISION))
+            between_keys += tl.dot(weighed, readers, input_precision=C.PRECISION)
     once = tl.max(far, axis=0) <= 0
     between_rows, between_keys = tl.trans(between_rows), tl.trans(between_keys)
-    tl.store(made.first_levels + lane * (sizes.length // L) + chunk, tl.where(once, C.LEVELS - 1, 0))
+    tl.store(made.first_levels + lane * (sizes.length // C.L) + chunk, tl.where(once, C.LEVELS - 1, 0))
     _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C)
 
 
 @triton.jit
 def prepare_far_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
     """The scores of rows whose G is beyond SPAN, by blocks, and the first level, of every GROUP chunks that need it."""
-    N: tl.constexpr = C.N
-    BK: tl.constexpr = C.BK
-    L: tl.constexpr = C.L
-    LEVELS: tl.constexpr = C.LEVELS
-    PRECISION: tl.constexpr = C.PRECISION
     heads: tl.constexpr = sizes.heads
     tokens, length = sizes.tokens, sizes.length
     lane = tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     q, k, g = of_head(q, batch, head), of_head(k, batch, head), of_head(g, batch, head)
-    row = (batch * tokens * heads + head) * L
+    row = (batch * tokens * heads + head) * C.L
     scores, rest, system = made.scores + row, made.rest + row if C.DELTA else made.rest, left + row
-    running = made.running + lane * length * N
-    first_levels = made.first_levels + lane * (length // L)
-    BLOCKS: tl.constexpr = (N + BK - 1) // BK
-    local = tl.arange(0, L)
+    running = made.running + lane * length * C.N
+    first_levels = made.first_levels + lane * (length // C.L)
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
+    local = tl.arange(0, C.L)
     first = tl.program_id(0) * GROUP
-    for chunk in tl.range(first, tl.minimum(first + GROUP, length // L), num_stages=1):
-        if tl.load(first_levels + chunk) < LEVELS - 1:
-            begin, end = place_of_chunk(table, chunk, tokens, L)
-            rows, here = begin + local, running + chunk * L * N
-            here = Running(here, here + (lane * 0 + sizes.plane) * N)
-            fallen, far = tl.zeros([L], tl.float32), tl.zeros([L], tl.float32)
+    for chunk in tl.range(first, tl.minimum(first + GROUP, length // C.L), num_stages=1):
+        if tl.load(first_levels + chunk) < C.LEVELS - 1:
+            begin, end = place_of_chunk(table, chunk, tokens, C.L)
+            rows, here = begin + local, running + chunk * C.L * C.N
+            here = Running(here, here + (lane * 0 + sizes.plane) * C.N)
+            fallen, far = tl.zeros([C.L], tl.float32), tl.zeros([C.L], tl.float32)
             for block in tl.range(0, BLOCKS, num_stages=1):
-                keys = block * BK + tl.arange(0, BK)
+                keys = block * C.BK + tl.arange(0, C.BK)
                 if C.KEEP:
-                    own = load_chunk(here.at, local, keys, N, BK)
+                    own = load_chunk(here.at, local, keys, C.N, C.BK)
                 else:
-                    log = load_rows(g.at, g.token, rows, end, keys, N, BK, tl.float32)
+                    log = load_rows(g.at, g.token, rows, end, keys, C.N, C.BK, tl.float32)
                     own, more = running_sums(tl.maximum(log, LOG_TINY), 0, C.FINE)
-                    store_chunk(here.at, own, local, keys, N, BK)
+                    store_chunk(here.at, own, local, keys, C.N, C.BK)
                     if C.FINE:
-                        store_chunk(here.rest, more, local, keys, N, BK)
+                        store_chunk(here.rest, more, local, keys, C.N, C.BK)
                     tl.debug_barrier()  # it is read again, by other threads
                 fallen = tl.maximum(fallen, tl.max(-own, axis=1))
-                gap = own - load_row(here.at, L // 2 - 1, keys, N)[None, :]
+                gap = own - load_row(here.at, C.L // 2 - 1, keys, C.N)[None, :]
                 far = tl.maximum(far, tl.max(tl.abs(gap), axis=1))
-            tl.store(first_levels + chunk, first_level(tl.max(far, axis=0), here.at, local, N, BK, LEVELS))
+            tl.store(first_levels + chunk, first_level(tl.max(far, axis=0), here.at, local, C.N, C.BK, C.LEVELS))
             meet = meeting(local, 0)
-            between_rows, between_keys = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
-            for step in tl.range(0, LEVELS * BLOCKS, num_stages=1):
-                level, keys = step // BLOCKS, step % BLOCKS * BK + tl.arange(0, BK)
-                reader, writer = factors(here, local, keys, level, N, BK, C.FINE)
+            between_rows, between_keys = tl.zeros([C.L, C.L], tl.float32), tl.zeros([C.L, C.L], tl.float32)
+            for step in tl.range(0, C.LEVELS * BLOCKS, num_stages=1):
+                level, keys = step // BLOCKS, step % BLOCKS * C.BK + tl.arange(0, C.BK)
+                reader, writer = factors(here, local, keys, level, C.N, C.BK, C.FINE)
                 met = (meet >> level) == 1
-                rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
-                weighed = tl.trans(operand(rows_k * writer, PRECISION))
-                readers = operand(load_rows(q.at, q.token, rows, end, keys, N, BK, tl.float32) * reader, PRECISION)
-                between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=PRECISION), 0.0)
+                rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
+                weighed = tl.trans(operand(rows_k * writer, C.PRECISION))
+                readers = operand(
+                    load_rows(q.at, q.token, rows, end, keys, C.N, C.BK, tl.float32) * reader, C.PRECISION
+                )
+                between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=C.PRECISION), 0.0)
                 if C.DELTA:
-                    readers = operand(rows_k * reader, PRECISION)
-                    product = tl.dot(readers, weighed, input_precision=PRECISION)
+                    readers = operand(rows_k * reader, C.PRECISION)
+                    product = tl.dot(readers, weighed, input_precision=C.PRECISION)
                     between_keys += tl.where(met, product, 0.0)
             rows = tl.where(fallen <= SPAN, end, rows)  # those rows have their scores
             _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C)
@@ -205,15 +197,14 @@ def prepare_far_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
 @triton.jit
 def _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C: tl.constexpr):
     """Write the products of rows that read rows before them, queries also their own."""
-    L: tl.constexpr = C.L
     between_rows = tl.where(local[:, None] >= local[None, :], between_rows, 0.0)
-    store_rows(scores, heads * L, rows, end, local, L, L, between_rows)
+    store_rows(scores, heads * C.L, rows, end, local, C.L, C.L, between_rows)
     if C.TERMS == 2 and C.DELTA:
         left = between_rows - between_rows.to(scores.dtype.element_ty).to(tl.float32)
-        store_rows(rest, heads * L, rows, end, local, L, L, left)
+        store_rows(rest, heads * C.L, rows, end, local, C.L, C.L, left)
     if C.DELTA:
         between_keys = tl.where(local[:, None] > local[None, :], between_keys, 0.0)
-        store_rows(system, heads * L, rows, end, local, L, L, between_keys)
+        store_rows(system, heads * C.L, rows, end, local, C.L, C.L, between_keys)
 
 
 @triton.jit

@@ -21,10 +21,11 @@ from dsf.kernels.triton.chunk.forward_walk import Outputs
 from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, gradients_between_chunks
+from dsf.kernels.triton.chunk.precision import terms
 from dsf.kernels.triton.chunk.reverse_walk import Values
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
-from dsf.kernels.triton.chunk.table import Tiles, finer, limits, pitch, score_terms, segments, sharing, stretches, tiles
+from dsf.kernels.triton.chunk.table import Tiles, finer, limits, lower, segments, sharing, stretches, tiles
 from dsf.kernels.triton.chunk.tiles import arithmetic
 from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, prepared_scalars, reverse, transform
 from dsf.kernels.triton.launch import constant
@@ -59,14 +60,16 @@ class _Call:
         positive: no s is negative. back: in the backward pass.
         """
         self.batch, self.tokens, _, n = q.shape
+        self.delta = b is not None
         self.heads, self.n, self.p = heads, int(n), int(v.shape[-1])
         self.q, self.k, self.v = q, k, v
         self.normal, self.finish, self.back = normal, finish, back
         self.kind = _kind(g)
         self.keywise = self.kind == "key"
-        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, self.kind, b is not None, q.device)
+        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, self.kind, self.delta, q.device, normal is not None)
+        self.terms = terms(self.tiles.precision, q.dtype, self.kind, self.delta, back)
         self.chunks = -(-self.tokens // self.tiles.chunk)
-        self.lanes, self.delta = self.batch * heads, b is not None
+        self.lanes = self.batch * heads
         self.count, self.span, self.finer = _cut(
             self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device,
             self.kind == "scalar" and packed is None,
@@ -79,10 +82,6 @@ class _Call:
             self._pack(packed)
         self.length = self.chunks * self.tiles.chunk
         self.plane = self.lanes * self.length
-        self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        self.state_dtype = torch.float32 if self.tiles.wide_states else self.stored
-        if self.tiles.half_states and (self.delta or normal is not None):
-            self.state_dtype = torch.float16
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
         kind, precision = arithmetic(q.dtype, self.delta or normal is not None)
@@ -91,7 +90,8 @@ class _Call:
         if positive and s is not None and exponents:
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
-        self.pitch = pitch(self.tiles, self.scored)
+        triangles = self.terms.states + self.scored * self.terms.scores
+        self.pitch = lower(self.tiles.chunk) * triangles  # entries of a chunk that the transform writes
         self.sizes = {
             "N": self.n, "P": self.p, "BN": self.tiles.keys, "L": self.tiles.chunk, "KIND": kind,
             "PRECISION": precision,
@@ -123,11 +123,6 @@ class _Call:
             self.erased = self.made.erased if self.delta else self.writes
 
     @property
-    def stretches(self) -> int:
-        """In how many stretches of T the backward pass may work."""
-        return self.tiles.stretches if self.normal is None else self.tiles.normal_stretches
-
-    @property
     def marks(self) -> tuple[int, int] | None:
         """(how many states, chunks between them) that the forward pass keeps for the backward pass to walk from.
 
@@ -137,7 +132,7 @@ class _Call:
             return None
         if self.is_cut:
             return self.pieces, self.span // self.finer
-        every = self.stretch(self.stretches)
+        every = self.stretch(self.tiles.stretches)
         return (-(-self.chunks // every) - 1, every) if every < self.chunks else None
 
     @property
@@ -168,12 +163,12 @@ class _Call:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
-        return self.q.new_empty(shape, dtype=dtype or self.stored)
+        return self.q.new_empty(shape, dtype=dtype or self.terms.stored)
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
-        size = sizes_of_state(self.n, self.p, self.state_dtype)
-        return self.empty(self.batch, self.heads, chunks, *size, dtype=self.state_dtype)
+        size = sizes_of_state(self.n, self.p, self.terms.state_dtype)
+        return self.empty(self.batch, self.heads, chunks, *size, dtype=self.terms.state_dtype)
 
     def entries(self, chunks: int, terms: int) -> Tensor:
         """Uninitialised entries of chunks, or their gradients, in so many terms; of decays by key by token."""
@@ -195,46 +190,10 @@ class _Call:
         return states.squeeze(1)
 
     @property
-    def row_terms(self) -> int:
-        """Terms of rows that are scaled before the walks write them into states, and of what else TERMS says there."""
-        return self.kept_terms if self.scored and self.back else self.tiles.walk_terms
-
-    @property
-    def score_terms(self) -> int:
-        """Terms of the products between a chunk's rows that y has."""
-        if self.delta:
-            return self.tiles.key_terms if self.keywise else score_terms(self.tiles)
-        if self.keywise:
-            return 1
-        return self.tiles.score_terms if self.normal is None else self.tiles.normal_terms
-
-    @property
-    def read_terms(self) -> int:
-        """Terms of a delta rule's entries as y reads them."""
-        return self.tiles.read_terms if self.keywise else self.score_terms
-
-    @property
-    def pair_terms(self) -> int:
-        """Terms of the products between a chunk's rows that gradients have, where decays are numbers a head."""
-        return self.kept_terms if self.delta else self.score_terms
-
-    @property
     def whole(self) -> bool:
         """True where walks need no masks for rows beyond the tokens: of delta rules, where they are worth a kernel."""
         packed = self.chunk_table is not None
         return self.delta and not self.keywise and not packed and self.tokens % self.tiles.chunk == 0
-
-    @property
-    def kept_terms(self) -> int:
-        """Terms in which the backward pass keeps a delta rule's entries."""
-        return 2 if self.scored and self.tiles.fine else self.adjoint_terms
-
-    @property
-    def adjoint_terms(self) -> int:
-        """Terms in which it keeps their gradients; where these are fewer, the reverse walk makes those of values."""
-        if not self.delta:
-            return 1
-        return self.tiles.key_terms if self.keywise else self.tiles.walk_terms
 
     @property
     def beside(self) -> bool:
@@ -246,14 +205,14 @@ class _Call:
             return not self.keywise and self.chunk_table is None and not self.is_cut
         programs = 2 * self.lanes * -(-self.p // self.tiles.piece) * self.finer
         enough = not self.is_cut or programs >= 0.7 * limits(self.q.device)[1]
-        return self.marks is not None and enough and self.stretch(self.stretches) < self.chunks
+        return self.marks is not None and enough and self.stretch(self.tiles.stretches) < self.chunks
 
     @property
     def walked(self) -> int:
         """Chunks of a stretch of T, of which the backward pass walks all before it walks more."""
         if self.is_cut:
-            return max(1, self.stretch(self.stretches) // self.span) * self.span if self.beside else self.chunks
-        return self.stretch(self.stretches)
+            return max(1, self.stretch(self.tiles.stretches) // self.span) * self.span if self.beside else self.chunks
+        return self.stretch(self.tiles.stretches)
 
     def stretch(self, most: int) -> int:
         """Chunks of a stretch of T, when the backward pass may work in so many of them."""
@@ -339,7 +298,7 @@ def _chunk_matrix_backward(
             outputs = Outputs(None, None, None, states, None, None)
             forward_launch(call, solve, kept[0], outputs, (0, call.chunks), True, call.finer)
         elif delta:
-            entries = call.entries(call.chunks, call.kept_terms)
+            entries = call.entries(call.chunks, call.terms.kept)
     if not kept and not at_once:
         _, passed = forward(call, solve, state, None, False, (entries, states))
     start = None if final_gradient is None else final_gradient.contiguous()
@@ -364,7 +323,7 @@ def _chunk_matrix_backward(
     if skip is not None:
         skip.sums = call.empty(pieces * call.batch * call.chunks, heads, dtype=torch.float32)
     values = Values()
-    if call.kept_terms > call.adjoint_terms:
+    if call.terms.kept > call.terms.kept_adjoints:  # the reverse walk has their gradients before they are rounded
         if source is not None:
             scalars[1] = call.empty(-(-call.p // t.piece), *lead, dtype=torch.float32)
         values = Values(dv, None if source is None else scalars[1])

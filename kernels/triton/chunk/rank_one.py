@@ -183,11 +183,6 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
 
     given: pointers and strides for LEFT, DECAY and OWN.
     """
-    N: tl.constexpr = C.N
-    BK: tl.constexpr = C.BK
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // sizes.heads, lane % sizes.heads
     q, b, k = of_head(q, batch, head), of_head(b, batch, head), of_head(k, batch, head)
@@ -200,20 +195,20 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
     of_left = given[0], batch, head, tokens, heads
     of_decay = given[1], batch, head, tokens, heads
     of_own = given[2], batch, head, tokens, heads
-    local = tl.arange(0, L)
-    begin, end = place_of_chunk(table, chunk, tokens, L)
+    local = tl.arange(0, C.L)
+    begin, end = place_of_chunk(table, chunk, tokens, C.L)
     rows = begin + local
-    block = (lane * length + chunk * L) * N
+    block = (lane * length + chunk * C.L) * C.N
     running, outer, writes = kept.running + block, kept.outer + block, kept.writes + block
     ba, bk = _scores(b, a, k, g, of_left, of_decay, outer, writes, running, rows, end, local, 1, C)
-    wide = heads * C.PARTS * L
-    mixed = kept.mixed + (batch * tokens * heads + head) * C.PARTS * L
-    factors = kept.factors + (lane * length + chunk * L)
+    wide = heads * C.PARTS * C.L
+    mixed = kept.mixed + (batch * tokens * heads + head) * C.PARTS * C.L
+    factors = kept.factors + (lane * length + chunk * C.L)
     plane = tl.num_programs(1).to(tl.int64) * length
-    inverse = unit_lower_inverse(-ba, local, C.LEVELS, KIND, PRECISION).to(KIND)
-    known = tl.dot(inverse, bk.to(KIND), bk, input_precision=PRECISION)
-    store_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L, known)
-    bk = bk.to(KIND)
+    inverse = unit_lower_inverse(-ba, local, C.LEVELS, C.KIND, C.PRECISION).to(C.KIND)
+    known = tl.dot(inverse, bk.to(C.KIND), bk, input_precision=C.PRECISION)
+    store_half(mixed + C.L, wide, factors + plane, rows, end, local, local, C.L, C.L, known)
+    bk = bk.to(C.KIND)
     tl.debug_barrier()  # G is read again, by other threads
     qa, qk = _scores(q, a, k, g, of_left, of_decay, outer, writes, running, rows, end, local, 0, C)
     if own.at is not None or C.OWN is not None:
@@ -221,43 +216,45 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
             at = own.at + batch * own.batch + rows.to(tl.int64) * own.token + head * own.head
             beside = tl.load(at, mask=rows < end, other=0.0).to(tl.float32)
         else:
-            beside = tl.zeros([L], tl.float32)
-            for first in tl.range(0, N, BK, num_stages=1):
-                keys = first + tl.arange(0, BK)
-                beside += tl.sum(rows_of(q, C.OWN, of_own, rows, end, keys, N, BK, tl.float32), axis=1)
+            beside = tl.zeros([C.L], tl.float32)
+            for first in tl.range(0, C.N, C.BK, num_stages=1):
+                keys = first + tl.arange(0, C.BK)
+                beside += tl.sum(rows_of(q, C.OWN, of_own, rows, end, keys, C.N, C.BK, tl.float32), axis=1)
         qk += tl.where(local[:, None] == local[None, :], beside[:, None], 0.0)
-    through = tl.dot(qa.to(KIND), inverse, qa, input_precision=PRECISION)
+    through = tl.dot(qa.to(C.KIND), inverse, qa, input_precision=C.PRECISION)
     if C.PARTS == 4:
-        store_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L, inverse.to(tl.float32))
-        store_half(mixed + 3 * L, wide, factors + 3 * plane, rows, end, local, local, L, L, through)
-    through = through.to(KIND)
-    direct = tl.dot(through, bk, qk, input_precision=PRECISION)
-    store_half(mixed, wide, factors, rows, end, local, local, L, L, direct)
+        store_half(
+            mixed + 2 * C.L, wide, factors + 2 * plane, rows, end, local, local, C.L, C.L, inverse.to(tl.float32)
+        )
+        store_half(mixed + 3 * C.L, wide, factors + 3 * plane, rows, end, local, local, C.L, C.L, through)
+    through = through.to(C.KIND)
+    direct = tl.dot(through, bk, qk, input_precision=C.PRECISION)
+    store_half(mixed, wide, factors, rows, end, local, local, C.L, C.L, direct)
     tl.debug_barrier()  # a product's result must not be transposed in registers: it is read again
-    solved_k = tl.trans(load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L).to(KIND))
-    for first in tl.range(0, N, BK, num_stages=1):
-        keys = first + tl.arange(0, BK)
-        total = load_chunk(running, local, keys, N, BK)
-        before = load_earlier(running, local, keys, N, BK)
-        last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
-        erases = load_rows(b.at, b.token, rows, end, keys, N, BK, tl.float32) * tl.exp2(before)
-        out = tl.dot(inverse, erases.to(KIND), erases, input_precision=PRECISION)
-        store_chunk(kept.inner + block, out, local, keys, N, BK)
-        erases = erases.to(KIND)
-        out = load_rows(q.at, q.token, rows, end, keys, N, BK, tl.float32) * tl.exp2(total)
-        out = tl.dot(through, erases, out, input_precision=PRECISION)
-        store_chunk(kept.reads + block, out, local, keys, N, BK)
+    solved_k = tl.trans(load_half(mixed + C.L, wide, factors + plane, rows, end, local, local, C.L, C.L).to(C.KIND))
+    for first in tl.range(0, C.N, C.BK, num_stages=1):
+        keys = first + tl.arange(0, C.BK)
+        total = load_chunk(running, local, keys, C.N, C.BK)
+        before = load_earlier(running, local, keys, C.N, C.BK)
+        last = tl.load(running + (C.L - 1) * C.N + keys, mask=keys < C.N, other=0.0)
+        erases = load_rows(b.at, b.token, rows, end, keys, C.N, C.BK, tl.float32) * tl.exp2(before)
+        out = tl.dot(inverse, erases.to(C.KIND), erases, input_precision=C.PRECISION)
+        store_chunk(kept.inner + block, out, local, keys, C.N, C.BK)
+        erases = erases.to(C.KIND)
+        out = load_rows(q.at, q.token, rows, end, keys, C.N, C.BK, tl.float32) * tl.exp2(total)
+        out = tl.dot(through, erases, out, input_precision=C.PRECISION)
+        store_chunk(kept.reads + block, out, local, keys, C.N, C.BK)
         to_end = tl.exp2(last[None, :] - total)
         if C.LEFT is None:
-            ends = load_rows(a.at, a.token, rows, end, keys, N, BK, tl.float32)
+            ends = load_rows(a.at, a.token, rows, end, keys, C.N, C.BK, tl.float32)
         else:
-            ends = load_parted(outer, writes, local, keys, N, BK)
+            ends = load_parted(outer, writes, local, keys, C.N, C.BK)
             tl.debug_barrier()  # â and K are written there, by other threads
-        ends = (ends * to_end).to(KIND)
-        store_chunk(outer, ends, local, keys, N, BK)
-        out = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32) * to_end
-        out = tl.dot(solved_k, ends, out, input_precision=PRECISION)
-        store_chunk(writes, out, local, keys, N, BK)
+        ends = (ends * to_end).to(C.KIND)
+        store_chunk(outer, ends, local, keys, C.N, C.BK)
+        out = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32) * to_end
+        out = tl.dot(solved_k, ends, out, input_precision=C.PRECISION)
+        store_chunk(writes, out, local, keys, C.N, C.BK)
 
 
 @triton.jit
@@ -267,54 +264,49 @@ def _scores(
     """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G, and
     a where a printed function does, which it leaves in high and low.
     """
-    N: tl.constexpr = C.N
-    BK: tl.constexpr = C.BK
-    L: tl.constexpr = C.L
-    ROWS: tl.constexpr = C.ROWS
-    PRECISION: tl.constexpr = C.PRECISION
-    with_a = tl.zeros([L, L], tl.float32)
-    with_k = tl.zeros([L, L], tl.float32)
-    for first in tl.range(0, N, BK, num_stages=1):
-        keys = first + tl.arange(0, BK)
+    with_a = tl.zeros([C.L, C.L], tl.float32)
+    with_k = tl.zeros([C.L, C.L], tl.float32)
+    for first in tl.range(0, C.N, C.BK, num_stages=1):
+        keys = first + tl.arange(0, C.BK)
         if DISTANCE == 0:
-            own = load_chunk(running, local, keys, N, BK)
+            own = load_chunk(running, local, keys, C.N, C.BK)
             at = own
         else:
-            log = rows_of(g, C.DECAY, of_decay, rows, end, keys, N, BK, tl.float32)
+            log = rows_of(g, C.DECAY, of_decay, rows, end, keys, C.N, C.BK, tl.float32)
             log = tl.maximum(log, LOG_TINY) * LOG2E
             own = tl.cumsum(log, axis=0)
-            store_chunk(running, own, local, keys, N, BK)
+            store_chunk(running, own, local, keys, C.N, C.BK)
             if C.AT_ONCE and C.DECAY is None:
                 at = own - log
             else:
                 tl.debug_barrier()  # G is read again, by other threads
-                at = load_earlier(running, local, keys, N, BK)
+                at = load_earlier(running, local, keys, C.N, C.BK)
             if C.DECAY is not None:  # or it would be made twice, where another layout is wanted
-                own = load_chunk(running, local, keys, N, BK)
-        rows_x = load_rows(x.at, x.token, rows, end, keys, N, BK, C.KIND)
+                own = load_chunk(running, local, keys, C.N, C.BK)
+        rows_x = load_rows(x.at, x.token, rows, end, keys, C.N, C.BK, C.KIND)
         if C.LEFT is None:
-            rows_a = load_rows(a.at, a.token, rows, end, keys, N, BK, ROWS)
+            rows_a = load_rows(a.at, a.token, rows, end, keys, C.N, C.BK, C.ROWS)
         elif DISTANCE == 0:
-            rows_a = load_parted(high, low, local, keys, N, BK).to(ROWS)
+            rows_a = load_parted(high, low, local, keys, C.N, C.BK).to(C.ROWS)
         else:
-            whole = rows_of(a, C.LEFT, of_left, rows, end, keys, N, BK, tl.float32)
-            store_parted(high, low, whole, local, keys, N, BK)
-            rows_a = whole.to(ROWS)
-        rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, C.KIND)
+            whole = rows_of(a, C.LEFT, of_left, rows, end, keys, C.N, C.BK, tl.float32)
+            store_parted(high, low, whole, local, keys, C.N, C.BK)
+            rows_a = whole.to(C.ROWS)
+        rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, C.KIND)
         if C.AT_ONCE:
             read, source = factor(at, True), factor(-own, True)
-            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, ROWS, PRECISION)
+            with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, C.ROWS, C.PRECISION)
         else:
             if DISTANCE == 0:  # the row's own, which no decay touches
                 same, wide = local[:, None] == local[None, :], rows_x.to(tl.float32)
                 with_a += tl.where(same, tl.sum(wide * rows_a.to(tl.float32), axis=1)[:, None], 0.0)
                 with_k += tl.where(same, tl.sum(wide * rows_k.to(tl.float32), axis=1)[:, None], 0.0)
             for level in tl.range(0, C.LEVELS, num_stages=1):
-                middle = middle_of(running, local, keys, level, N, BK)
+                middle = middle_of(running, local, keys, level, C.N, C.BK)
                 read, source = factor(at - middle, False), factor(middle - own, False)
-                none = tl.zeros([L, L], tl.float32)
+                none = tl.zeros([C.L, C.L], tl.float32)
                 meet = meeting(local, level, 1, False)
-                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, ROWS, PRECISION)
+                of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, C.ROWS, C.PRECISION)
                 with_a += tl.where(meet, of_a, 0.0)
                 with_k += tl.where(meet, of_k, 0.0)
     if C.AT_ONCE:
@@ -342,52 +334,52 @@ def rank_one_walk(kept, x, y, states, start, final, table, sizes, C: tl.constexp
     Forwards x is v; the adjoint of S walks backwards with outer and inner exchanged, Q for K and dy for v. Every S
     before its step goes to `states`, the last one to `final`, and reads S + M x to y, if they are not None.
     """
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BN: tl.constexpr = C.BN
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
     tokens, length = sizes.tokens, sizes.length
     heads: tl.constexpr = sizes.heads
     piece, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     x = of_head(x, batch, head)
     at = batch * tokens * heads + head
-    chunks = length // L
+    chunks = length // C.L
     low, stop, shift, end = place_of_segment(table, tl.program_id(2), chunks, tokens, False)
-    ends = (tl.program_id(2) * tl.num_programs(1) + lane) * N * P
-    keys, columns, local = tl.arange(0, BN), piece * C.BP + tl.arange(0, C.BP), tl.arange(0, L)
-    place = keys[:, None].to(tl.int64) * P + columns[None, :]
-    inside = (keys[:, None] < N) & (columns[None, :] < P)
+    ends = (tl.program_id(2) * tl.num_programs(1) + lane) * C.N * C.P
+    keys, columns, local = tl.arange(0, C.BN), piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
+    place = keys[:, None].to(tl.int64) * C.P + columns[None, :]
+    inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
     if start is not None:
         state = tl.load(start + ends + place, mask=inside, other=0.0)
     else:
-        state = tl.zeros([BN, C.BP], tl.float32)
+        state = tl.zeros([C.BN, C.BP], tl.float32)
     for step in tl.range(0, stop - low, num_stages=C.STAGES):
         chunk = stop - 1 - step if C.REVERSE else low + step
-        rows = chunk * L + local + shift
-        block = (lane * length + chunk * L) * N
+        rows = chunk * C.L + local + shift
+        block = (lane * length + chunk * C.L) * C.N
         if states is not None:
-            store_state(place_of_state(states, lane * chunks + chunk, N * P), place, inside, piece, state, N * P)
-        seen = state.to(KIND)
-        entry = tl.dot(
-            load_rows(kept.inner + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION
-        ).to(KIND)  # fmt: skip
-        given = load_rows(x.at, x.token, rows, end, columns, P, C.BP, KIND)
-        if y is not None:
-            out = tl.dot(load_rows(kept.reads + block, N, local, L, keys, N, BN, KIND), seen, input_precision=PRECISION)
-            factor = kept.factors + lane * length + chunk * L
-            direct = load_half(
-                kept.mixed + at * C.PARTS * L, heads * C.PARTS * L, factor, rows, end, local, local, L, L
+            store_state(
+                place_of_state(states, lane * chunks + chunk, C.N * C.P), place, inside, piece, state, C.N * C.P
             )
-            direct = split(direct, C.KEY_TERMS, KIND)
-            out = product(direct, (given, given), C.KEY_TERMS, 1, PRECISION, out)
-            store_rows(y + at * P, heads * P, rows, end, columns, P, C.BP, out)
-        state *= tl.exp2(last_running(kept.running, lane, length, chunk, keys, N, L))[:, None]
-        rows_w = load_rows(kept.writes + block, N, local, L, keys, N, BN, KIND)
-        state = tl.dot(tl.trans(rows_w), given, state, input_precision=PRECISION)
-        rows_o = load_rows(kept.outer + block, N, local, L, keys, N, BN, KIND)
-        state = tl.dot(tl.trans(rows_o), entry, state, input_precision=PRECISION)
+        seen = state.to(C.KIND)
+        entry = tl.dot(
+            load_rows(kept.inner + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND), seen, input_precision=C.PRECISION
+        ).to(C.KIND)  # fmt: skip
+        given = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND)
+        if y is not None:
+            out = tl.dot(
+                load_rows(kept.reads + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND),
+                seen,
+                input_precision=C.PRECISION,
+            )
+            factor = kept.factors + lane * length + chunk * C.L
+            direct = load_half(
+                kept.mixed + at * C.PARTS * C.L, heads * C.PARTS * C.L, factor, rows, end, local, local, C.L, C.L
+            )
+            direct = split(direct, C.KEY_TERMS, C.KIND)
+            out = product(direct, (given, given), C.KEY_TERMS, 1, C.PRECISION, out)
+            store_rows(y + at * C.P, heads * C.P, rows, end, columns, C.P, C.BP, out)
+        state *= tl.exp2(last_running(kept.running, lane, length, chunk, keys, C.N, C.L))[:, None]
+        rows_w = load_rows(kept.writes + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND)
+        state = tl.dot(tl.trans(rows_w), given, state, input_precision=C.PRECISION)
+        rows_o = load_rows(kept.outer + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND)
+        state = tl.dot(tl.trans(rows_o), entry, state, input_precision=C.PRECISION)
     if final is not None:
         tl.store(final + ends + place, state, mask=inside)

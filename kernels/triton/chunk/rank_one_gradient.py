@@ -105,83 +105,85 @@ class Gradient(RankOne):
 @triton.jit
 def rank_one_entries(kept, between, v, dy, to, table, sizes, C: tl.constexpr):
     """u, f and dv [B, T, H, P] of one chunk, and the gradients of QA | QK | BA | BK."""
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BN: tl.constexpr = C.BN
-    BP: tl.constexpr = C.BP
-    L: tl.constexpr = C.L
-    KEY_TERMS: tl.constexpr = C.KEY_TERMS
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    PIECES: tl.constexpr = (P + BP - 1) // BP
+    PIECES: tl.constexpr = (C.P + C.BP - 1) // C.BP
     tokens, length = sizes.tokens, sizes.length
     heads: tl.constexpr = sizes.heads
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
-    keys, local = tl.arange(0, BN), tl.arange(0, L)
-    origin, end = place_of_chunk(table, chunk, tokens, L)
+    keys, local = tl.arange(0, C.BN), tl.arange(0, C.L)
+    origin, end = place_of_chunk(table, chunk, tokens, C.L)
     rows = origin + local
     at = batch * tokens * heads + head
-    mixed = kept.mixed + at * 4 * L
-    row, wide = heads * P, heads * 4 * L
-    block = (lane * length + chunk * L) * N
-    slot = lane * (length // L) + slot_to_read(table, chunk, origin, end, 0)
-    states, adjoints = place_of_state(kept.states, slot, N * P), place_of_state(between.adjoints, slot, N * P)
-    factors = kept.factors + (lane * length + chunk * L)
-    scales = between.scales + (lane * length + chunk * L)
+    mixed = kept.mixed + at * 4 * C.L
+    row, wide = heads * C.P, heads * 4 * C.L
+    block = (lane * length + chunk * C.L) * C.N
+    slot = lane * (length // C.L) + slot_to_read(table, chunk, origin, end, 0)
+    states, adjoints = place_of_state(kept.states, slot, C.N * C.P), place_of_state(between.adjoints, slot, C.N * C.P)
+    factors = kept.factors + (lane * length + chunk * C.L)
+    scales = between.scales + (lane * length + chunk * C.L)
     plane = tl.num_programs(1).to(tl.int64) * length
     v = of_head(v, batch, head)
-    dy += at * P
-    entries, adjoint_entries = between.entries + at * P, between.adjoint_entries + at * P
-    for first in tl.range(0, P, BP, num_stages=1):
-        columns = first + tl.arange(0, BP)
-        values = load_rows(v.at, v.token, rows, end, columns, P, BP, KIND)
-        state = load_whole(states, keys, first // BP, BP, N, P, KIND)
-        out = tl.dot(load_rows(kept.inner + block, N, local, L, keys, N, BN, KIND), state, input_precision=PRECISION)
-        known = load_half(mixed + L, wide, factors + plane, rows, end, local, local, L, L)
-        out = product(split(known, KEY_TERMS, KIND), (values, values), KEY_TERMS, 1, PRECISION, out)
-        of_piece = scales + (4 + first // BP) * plane
-        store_half(entries, row, of_piece, rows, end, local, columns, P, BP, out)
-        adjoint = load_whole(adjoints, keys, first // BP, BP, N, P, KIND)
-        given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
-        out = tl.dot(load_rows(kept.outer + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
-        inverse = load_half(mixed + 2 * L, wide, factors + 2 * plane, rows, end, local, local, L, L).to(KIND)
-        out = tl.dot(tl.trans(inverse), out.to(KIND), out, input_precision=PRECISION)
-        through = load_half(mixed + 3 * L, wide, factors + 3 * plane, rows, end, local, local, L, L)
-        out = product(turn(split(through, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
-        store_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP, out)
-        out = tl.dot(load_rows(kept.writes + block, N, local, L, keys, N, BN, KIND), adjoint, input_precision=PRECISION)
-        direct = load_half(mixed, wide, factors, rows, end, local, local, L, L)
-        out = product(turn(split(direct, KEY_TERMS, KIND)), (given, given), KEY_TERMS, 1, PRECISION, out)
-        store_rows(to.dv + at * P, row, rows, end, columns, P, BP, out)
-    qa = tl.zeros([L, L], tl.float32)
-    qk = tl.zeros([L, L], tl.float32)
-    ba = tl.zeros([L, L], tl.float32)
-    bk = tl.zeros([L, L], tl.float32)
+    dy += at * C.P
+    entries, adjoint_entries = between.entries + at * C.P, between.adjoint_entries + at * C.P
+    for first in tl.range(0, C.P, C.BP, num_stages=1):
+        columns = first + tl.arange(0, C.BP)
+        values = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.KIND)
+        state = load_whole(states, keys, first // C.BP, C.BP, C.N, C.P, C.KIND)
+        out = tl.dot(
+            load_rows(kept.inner + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND), state, input_precision=C.PRECISION
+        )
+        known = load_half(mixed + C.L, wide, factors + plane, rows, end, local, local, C.L, C.L)
+        out = product(split(known, C.KEY_TERMS, C.KIND), (values, values), C.KEY_TERMS, 1, C.PRECISION, out)
+        of_piece = scales + (4 + first // C.BP) * plane
+        store_half(entries, row, of_piece, rows, end, local, columns, C.P, C.BP, out)
+        adjoint = load_whole(adjoints, keys, first // C.BP, C.BP, C.N, C.P, C.KIND)
+        given = load_rows(dy, row, rows, end, columns, C.P, C.BP, C.KIND)
+        out = tl.dot(
+            load_rows(kept.outer + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND),
+            adjoint,
+            input_precision=C.PRECISION,
+        )
+        inverse = load_half(mixed + 2 * C.L, wide, factors + 2 * plane, rows, end, local, local, C.L, C.L).to(C.KIND)
+        out = tl.dot(tl.trans(inverse), out.to(C.KIND), out, input_precision=C.PRECISION)
+        through = load_half(mixed + 3 * C.L, wide, factors + 3 * plane, rows, end, local, local, C.L, C.L)
+        out = product(turn(split(through, C.KEY_TERMS, C.KIND)), (given, given), C.KEY_TERMS, 1, C.PRECISION, out)
+        store_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, C.P, C.BP, out)
+        out = tl.dot(
+            load_rows(kept.writes + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND),
+            adjoint,
+            input_precision=C.PRECISION,
+        )
+        direct = load_half(mixed, wide, factors, rows, end, local, local, C.L, C.L)
+        out = product(turn(split(direct, C.KEY_TERMS, C.KIND)), (given, given), C.KEY_TERMS, 1, C.PRECISION, out)
+        store_rows(to.dv + at * C.P, row, rows, end, columns, C.P, C.BP, out)
+    qa = tl.zeros([C.L, C.L], tl.float32)
+    qk = tl.zeros([C.L, C.L], tl.float32)
+    ba = tl.zeros([C.L, C.L], tl.float32)
+    bk = tl.zeros([C.L, C.L], tl.float32)
     tl.debug_barrier()  # u and f are read again, by other threads
-    for first in tl.range(0, P, BP, num_stages=2):
-        columns = first + tl.arange(0, BP)
-        given = load_rows(dy, row, rows, end, columns, P, BP, KIND)
-        of_piece = scales + (4 + first // BP) * plane
-        entry = load_half(entries, row, of_piece, rows, end, local, columns, P, BP)
-        entry = turn(split(entry, KEY_TERMS, KIND, True))
-        adjoint = load_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, P, BP)
-        adjoint = split(adjoint, KEY_TERMS, KIND, True)
-        values = tl.trans(load_rows(v.at, v.token, rows, end, columns, P, BP, KIND))
-        qa = product((given, given), entry, 1, KEY_TERMS, PRECISION, qa)
-        qk = tl.dot(given, values, qk, input_precision=PRECISION)
-        ba = tl.dot(adjoint[0], entry[0], ba, input_precision=PRECISION)
-        bk = product(adjoint, (values, values), KEY_TERMS, 1, PRECISION, bk)
+    for first in tl.range(0, C.P, C.BP, num_stages=2):
+        columns = first + tl.arange(0, C.BP)
+        given = load_rows(dy, row, rows, end, columns, C.P, C.BP, C.KIND)
+        of_piece = scales + (4 + first // C.BP) * plane
+        entry = load_half(entries, row, of_piece, rows, end, local, columns, C.P, C.BP)
+        entry = turn(split(entry, C.KEY_TERMS, C.KIND, True))
+        adjoint = load_half(adjoint_entries, row, of_piece + PIECES * plane, rows, end, local, columns, C.P, C.BP)
+        adjoint = split(adjoint, C.KEY_TERMS, C.KIND, True)
+        values = tl.trans(load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.KIND))
+        qa = product((given, given), entry, 1, C.KEY_TERMS, C.PRECISION, qa)
+        qk = tl.dot(given, values, qk, input_precision=C.PRECISION)
+        ba = tl.dot(adjoint[0], entry[0], ba, input_precision=C.PRECISION)
+        bk = product(adjoint, (values, values), C.KEY_TERMS, 1, C.PRECISION, bk)
     down, across = local[:, None], local[None, :]
     if to.own is not None:
         tl.store(to.own + lane * tokens + rows, tl.sum(tl.where(down == across, qk, 0.0), axis=1), mask=rows < end)
     qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
     ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
-    weights = between.weights + at * 4 * L
-    store_half(weights, wide, scales, rows, end, local, local, L, L, qa)
-    store_half(weights + L, wide, scales + plane, rows, end, local, local, L, L, qk)
-    store_half(weights + 2 * L, wide, scales + 2 * plane, rows, end, local, local, L, L, ba)
-    store_half(weights + 3 * L, wide, scales + 3 * plane, rows, end, local, local, L, L, bk)
+    weights = between.weights + at * 4 * C.L
+    store_half(weights, wide, scales, rows, end, local, local, C.L, C.L, qa)
+    store_half(weights + C.L, wide, scales + plane, rows, end, local, local, C.L, C.L, qk)
+    store_half(weights + 2 * C.L, wide, scales + 2 * plane, rows, end, local, local, C.L, C.L, ba)
+    store_half(weights + 3 * C.L, wide, scales + 3 * plane, rows, end, local, local, C.L, C.L, bk)
 
 
 @triton.jit
@@ -190,16 +192,11 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
 
     given, extra: pointers and strides for LEFT and PULL.
     """
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BK: tl.constexpr = C.BK
-    BP: tl.constexpr = C.BP
-    L: tl.constexpr = C.L
     tokens, length = sizes.tokens, sizes.length
     heads: tl.constexpr = sizes.heads
-    BLOCKS: tl.constexpr = (N + BK - 1) // BK
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
-    keys, local = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, L)
+    keys, local = tl.program_id(0) % BLOCKS * C.BK + tl.arange(0, C.BK), tl.arange(0, C.L)
     batch, head = lane // heads, lane % heads
     q, b, k, v = of_head(q, batch, head), of_head(b, batch, head), of_head(k, batch, head), of_head(v, batch, head)
     if C.LEFT is None:
@@ -207,49 +204,49 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
     of_left = given, batch, head, tokens, heads
     at = batch * tokens * heads + head
     plane = tl.num_programs(1).to(tl.int64) * length
-    scales = between.scales + (lane * length + chunk * L)
-    origin, end = place_of_chunk(table, chunk, tokens, L)
-    slot = lane * (length // L) + slot_to_read(table, chunk, origin, end, 0)
-    states, adjoints = place_of_state(kept.states, slot, N * P), place_of_state(between.adjoints, slot, N * P)
-    running = kept.running + (lane * length + chunk * L) * N
+    scales = between.scales + (lane * length + chunk * C.L)
+    origin, end = place_of_chunk(table, chunk, tokens, C.L)
+    slot = lane * (length // C.L) + slot_to_read(table, chunk, origin, end, 0)
+    states, adjoints = place_of_state(kept.states, slot, C.N * C.P), place_of_state(between.adjoints, slot, C.N * C.P)
+    running = kept.running + (lane * length + chunk * C.L) * C.N
     rows = origin + local
-    around = Around(between.weights + at * 4 * L, scales, running, plane, rows, end, heads, keys, local, of_left)
-    row, narrow = heads * P, heads * N
-    PIECES: tl.constexpr = (P + C.PIECE - 1) // C.PIECE
+    around = Around(between.weights + at * 4 * C.L, scales, running, plane, rows, end, heads, keys, local, of_left)
+    row, narrow = heads * C.P, heads * C.N
+    PIECES: tl.constexpr = (C.P + C.PIECE - 1) // C.PIECE
     of_u, of_f = scales + 4 * plane, scales + (4 + PIECES) * plane
-    last = tl.load(running + (L - 1) * N + keys, mask=keys < N, other=0.0)
-    carried = tl.zeros([BK], tl.float32)
-    for begin in tl.range(0, P, BP, num_stages=1):
-        state = load_whole(states, keys, begin // BP, BP, N, P, tl.float32)
-        carried += tl.sum(state * load_whole(adjoints, keys, begin // BP, BP, N, P, tl.float32), axis=1)
+    last = tl.load(running + (C.L - 1) * C.N + keys, mask=keys < C.N, other=0.0)
+    carried = tl.zeros([C.BK], tl.float32)
+    for begin in tl.range(0, C.P, C.BP, num_stages=1):
+        state = load_whole(states, keys, begin // C.BP, C.BP, C.N, C.P, tl.float32)
+        carried += tl.sum(state * load_whole(adjoints, keys, begin // C.BP, C.BP, C.N, C.P, tl.float32), axis=1)
     carried *= tl.exp2(last)
     _, of_k, at_end = _of_a_vector(
-        v.at, v.token, None, adjoints, k, None, q, None, b, to.dk + at * N, around, last, 1, False, C
+        v.at, v.token, None, adjoints, k, None, q, None, b, to.dk + at * C.N, around, last, 1, False, C
     )  # fmt: skip
     carried += at_end
     log = -of_k
     tl.debug_barrier()  # or loads move up, and registers run out
     _, of_q, at_end = _of_a_vector(
-        dy + at * P, row, None, states, q, None, a, C.LEFT, k, to.dq + at * N, around, last, 0, True, C
+        dy + at * C.P, row, None, states, q, None, a, C.LEFT, k, to.dq + at * C.N, around, last, 0, True, C
     )  # fmt: skip
     log += of_q
     tl.debug_barrier()
     dleft, of_a, at_end = _of_a_vector(
-        between.entries + at * P, row, of_u, adjoints, a, C.LEFT, q, None, b,
-        to.da + at * N if C.PULL is None else None, around, last, 0, False, C,
+        between.entries + at * C.P, row, of_u, adjoints, a, C.LEFT, q, None, b,
+        to.da + at * C.N if C.PULL is None else None, around, last, 0, False, C,
     )  # fmt: skip
     carried += at_end
     log -= of_a
     tl.debug_barrier()
     dright, of_b, at_end = _of_a_vector(
-        between.adjoint_entries + at * P, row, of_f, states, b, None, a, C.LEFT, k,
-        to.db + at * N if C.PULL is None else None, around, last, 1, True, C,
+        between.adjoint_entries + at * C.P, row, of_f, states, b, None, a, C.LEFT, k,
+        to.db + at * C.N if C.PULL is None else None, around, last, 1, True, C,
     )  # fmt: skip
     log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
     if C.PULL is None:
-        store_rows(to.dg + at * N, narrow, rows, end, keys, N, BK, log)
+        store_rows(to.dg + at * C.N, narrow, rows, end, keys, C.N, C.BK, log)
     else:
-        at = place_of_rows(batch, head, lane * 0 + origin, local, rows < end, keys, tokens, heads, P, N)
+        at = place_of_rows(batch, head, lane * 0 + origin, local, rows < end, keys, tokens, heads, C.P, C.N)
         C.PULL(extra, at, dleft, dright, log)
 
 
@@ -266,47 +263,39 @@ def _of_a_vector(
     each other in tf32. Returns the gradient, what each row of x gives the decays up to it, or takes from them [L, BK],
     and all of them [BK].
     """
-    N: tl.constexpr = C.N
-    P: tl.constexpr = C.P
-    BK: tl.constexpr = C.BK
-    BP: tl.constexpr = C.BP
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    ROWS: tl.constexpr = C.ROWS
     HALF: tl.constexpr = C.KEY_TERMS == 2 and scales_of_field is not None
     weights, scales, running, plane, rows, end, heads, keys, local, of_left = around
-    grad = tl.zeros([L, BK], tl.float32)
-    for begin in tl.range(0, P, BP):
-        columns = begin + tl.arange(0, BP)
+    grad = tl.zeros([C.L, C.BK], tl.float32)
+    for begin in tl.range(0, C.P, C.BP):
+        columns = begin + tl.arange(0, C.BP)
         if HALF:  # both u or f and the state are kept in float16
-            place = keys[:, None] * P + columns[None, :]
-            inside = (keys[:, None] < N) & (columns[None, :] < P)
-            state, scale = load_state(state_of, place, inside, begin // BP, N, P, KIND)
-            given = load_rows(field, field_t, rows, end, columns, P, BP, tl.float16)
+            place = keys[:, None] * C.P + columns[None, :]
+            inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
+            state, scale = load_state(state_of, place, inside, begin // C.BP, C.N, C.P, C.KIND)
+            given = load_rows(field, field_t, rows, end, columns, C.P, C.BP, tl.float16)
             scale *= tl.load(scales_of_field + begin // C.PIECE * plane + local)[:, None]
             grad += tl.dot(given, tl.trans(state)) * scale
         else:
-            given = load_rows(field, field_t, rows, end, columns, P, BP, KIND)
-            state = load_whole(state_of, keys, begin // BP, BP, N, P, KIND)
-            grad = tl.dot(given, tl.trans(state), grad, input_precision=PRECISION)
-    wide = heads * 4 * L
+            given = load_rows(field, field_t, rows, end, columns, C.P, C.BP, C.KIND)
+            state = load_whole(state_of, keys, begin // C.BP, C.BP, C.N, C.P, C.KIND)
+            grad = tl.dot(given, tl.trans(state), grad, input_precision=C.PRECISION)
+    wide = heads * 4 * C.L
     if READS:
         at_one, at_two, to_one, to_two = 2 * turn, 2 * turn + 1, turn, turn
     else:
         at_one, at_two, to_one, to_two = turn, 2 + turn, 0, 1
-    with_one = load_half(weights + at_one * L, wide, scales + at_one * plane, rows, end, local, local, L, L)
-    with_one = with_one.to(ROWS)  # float16 has tf32's digits
-    with_two = load_half(weights + at_two * L, wide, scales + at_two * plane, rows, end, local, local, L, L)
-    with_two = with_two.to(ROWS)
+    with_one = load_half(weights + at_one * C.L, wide, scales + at_one * plane, rows, end, local, local, C.L, C.L)
+    with_one = with_one.to(C.ROWS)  # float16 has tf32's digits
+    with_two = load_half(weights + at_two * C.L, wide, scales + at_two * plane, rows, end, local, local, C.L, C.L)
+    with_two = with_two.to(C.ROWS)
     if not READS:
         with_one, with_two = tl.trans(with_one), tl.trans(with_two)
-    rows_x = rows_of(x, X, of_left, rows, end, keys, N, BK, KIND)
-    rows_1 = rows_of(first, FIRST, of_left, rows, end, keys, N, BK, KIND)
-    rows_2 = load_rows(second.at, second.token, rows, end, keys, N, BK, KIND)
-    own = load_chunk(running, local, keys, N, BK)
-    before = own if READS and turn == 0 else load_earlier(running, local, keys, N, BK)
-    carried = tl.zeros([BK], tl.float32)
+    rows_x = rows_of(x, X, of_left, rows, end, keys, C.N, C.BK, C.KIND)
+    rows_1 = rows_of(first, FIRST, of_left, rows, end, keys, C.N, C.BK, C.KIND)
+    rows_2 = load_rows(second.at, second.token, rows, end, keys, C.N, C.BK, C.KIND)
+    own = load_chunk(running, local, keys, C.N, C.BK)
+    before = own if READS and turn == 0 else load_earlier(running, local, keys, C.N, C.BK)
+    carried = tl.zeros([C.BK], tl.float32)
     nothing = 0.0 * own
     if C.AT_ONCE:
         source = tl.exp2(-own)
@@ -314,11 +303,11 @@ def _of_a_vector(
             mine, theirs, others = tl.exp2(before), source, source
         else:
             mine, theirs, others = source, tl.exp2(own), tl.exp2(before)
-        to_log = rounded(rows_x.to(tl.float32) * mine, ROWS, PRECISION).to(tl.float32)
+        to_log = rounded(rows_x.to(tl.float32) * mine, C.ROWS, C.PRECISION).to(tl.float32)
         if not READS:
             grad *= tl.exp2(last)[None, :]
             carried = tl.sum(grad * to_log, axis=0)
-        grad = _meet(grad, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PRECISION)
+        grad = _meet(grad, nothing, with_one, with_two, rows_1, rows_2, theirs, others, C.PRECISION)
         of_rows = grad * to_log
         grad *= mine
     else:
@@ -327,10 +316,10 @@ def _of_a_vector(
             of_rows = grad * rows_x.to(tl.float32)
         else:  # what is carried to the chunk's end gives to the decays after its row: to all, less those up to it
             grad *= tl.exp2(last[None, :] - own)
-            of_rows = tl.where((local < L - 1)[:, None], grad * rows_x.to(tl.float32), 0.0)
+            of_rows = tl.where((local < C.L - 1)[:, None], grad * rows_x.to(tl.float32), 0.0)
             carried = tl.sum(of_rows, axis=0)
         for level in tl.range(0, C.LEVELS, num_stages=1):
-            middle = middle_of(running, local, keys, level, N, BK)
+            middle = middle_of(running, local, keys, level, C.N, C.BK)
             source = factor(middle - own, False)
             if READS:
                 here, there, beside = factor(before - middle, False), source, source
@@ -341,20 +330,20 @@ def _of_a_vector(
                 meet_one, meet_two = tl.trans(meet_one), tl.trans(meet_two)
             met = _meet(
                 nothing, nothing, tl.where(meet_one, with_one, 0.0), tl.where(meet_two, with_two, 0.0),
-                rows_1, rows_2, there, beside, PRECISION,
+                rows_1, rows_2, there, beside, C.PRECISION,
             )  # fmt: skip
             grad += met * here
-            of_rows += met * rounded(rows_x.to(tl.float32) * here, ROWS, PRECISION).to(tl.float32)
+            of_rows += met * rounded(rows_x.to(tl.float32) * here, C.ROWS, C.PRECISION).to(tl.float32)
         # what no decay touches: the row's own, or the neighbour's that b reads
         gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
         near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
-        beside = _neighbours(rows_1, first, FIRST, of_left, rows, end, keys, turn, READS, 0, N, BK)
+        beside = _neighbours(rows_1, first, FIRST, of_left, rows, end, keys, turn, READS, 0, C.N, C.BK)
         grad += near[:, None] * beside
         near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
-        beside = _neighbours(rows_2, second, None, of_left, rows, end, keys, turn, READS, 1, N, BK)
+        beside = _neighbours(rows_2, second, None, of_left, rows, end, keys, turn, READS, 1, C.N, C.BK)
         grad += near[:, None] * beside
     if out is not None:
-        store_rows(out, heads * N, rows, end, keys, N, BK, grad)
+        store_rows(out, heads * C.N, rows, end, keys, C.N, C.BK, grad)
     return grad, of_rows, carried
 
 

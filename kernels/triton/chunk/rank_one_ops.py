@@ -1,11 +1,12 @@
-"""Launches of the diagonal-plus-rank-one kernels: one call forwards, one backwards.
+"""Host code of the diagonal-plus-rank-one kernels: a forward pass, a backward pass, and a shard of a sequence.
 
-S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t. q, k, left a, right b [B, T, H', N] and v
-[B, T, H', P] in one dtype, but left in float32 where it has digits for that; decay log w [B, T, H', N], head counts
-divisors of H; own [B, T, H], where y_t has own_t · v_t beside what is read; states [B, H, N, P] float32. made: of left,
-decay and own (summed over keys then) the printed functions that make them in the kernels, from pointers and strides,
-instead of tensors. floor: what no log decay is further from zero than. What the forward pass made of a chunk's rows,
-and the chunks' first states, are kept for the backward pass.
+S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t + own_t v_t
+
+q, k, left a, right b [B, T, H', N] and v [B, T, H', P] have one dtype (left may be float32, where its digits are
+needed) and numbers of heads H' that divide H. decay: log w [B, T, H', N]; own [B, T, H] or None; states [B, H, N, P]
+float32. `made` has printed functions that compute left, decay or own in the kernels, with the pointers and strides that
+they read; those tensors are then not given. floor: the least that a log decay can be. The forward pass keeps the
+chunks' first states and what it computed of their rows for the backward pass.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.chunk import matrix
+from dsf.kernels.triton.chunk.precision import terms
 from dsf.kernels.triton.chunk.rank_one import Chunk, Kept, Walk, rank_one_chunk, rank_one_walk
 from dsf.kernels.triton.chunk.rank_one_gradient import (
     Between,
@@ -55,20 +57,18 @@ class _Call:
             self.chunks = slots(self.tokens, packed.count, self.chunk)
             self.chunk_table, self.segment_table, _ = packed.tables(self.tokens, self.chunk)
         self.lanes, self.length = self.batch * heads, self.chunks * self.chunk
-        self.stored = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        self.finer = torch.float16 if self.tiles.key_terms == 2 else self.stored  # of what halves.py keeps
+        self.terms = terms(self.tiles.precision, q.dtype, "rank_one", True, False)
+        self.finer = self.terms.state_dtype  # of what halves.py keeps, too
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN
         kind, precision = arithmetic(q.dtype, True)
         self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
-        self.common = (
-            self.n, self.p, self.chunk, self.levels, self.at_once, self.tiles.key_terms, kind, precision,
-        )  # fmt: skip
+        self.common = self.n, self.p, self.chunk, self.levels, self.at_once, self.terms.keys, kind, precision
         self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
-        return self.q.new_empty(shape, dtype=dtype or self.stored)
+        return self.q.new_empty(shape, dtype=dtype or self.terms.stored)
 
     def states(self, chunks: int) -> Tensor:
         """Uninitialised states of chunks [B, H, chunks, N, P], in the dtype that is kept (`states.store_state`)."""
@@ -86,12 +86,12 @@ class _Call:
         return Rows(x, x.stride(0), constant(x.stride(1)), x.stride(2), self.heads // x.shape[2])
 
     def printed(self, made: Mapping[str, Function | None], *names: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of each of these operands the function that makes it, or None; and what all of them are given."""
+        """The functions that make these operands, None for those that are tensors; and what the functions are given."""
         found = [made[name] or (None, (self.q,)) for name in names]
         return tuple(x[0] for x in found), tuple(x[1] for x in found)
 
     def kept(self, states: bool) -> Kept:
-        """Room for what the forward pass leaves; states: for the backward pass, not for the walk alone."""
+        """Uninitialised memory for what the forward pass keeps; states: also what only the backward pass reads."""
         block = (self.lanes, self.length, self.n)
         parts = 4 if states else 2
         mixed = self.empty(self.batch, self.tokens, self.heads, parts * self.chunk, dtype=self.finer)
@@ -101,18 +101,18 @@ class _Call:
         return Kept(running, mixed, factors, reads, inner, writes, outer, starts)
 
     def factors(self, planes: int) -> Tensor:
-        """Room for what rows in float16 are to be multiplied with."""
-        return self.empty(planes, self.lanes, self.length if self.tiles.key_terms == 2 else 0, dtype=torch.float32)
+        """Uninitialised memory for the factors of rows in float16 (halves.py); empty where rows are kept otherwise."""
+        return self.empty(planes, self.lanes, self.length if self.finer == torch.float16 else 0, dtype=torch.float32)
 
     def parts(self, kept: Kept) -> int:
-        """How many matrices of a chunk's rows `mixed` holds."""
+        """How many matrices [L, L] `mixed` holds of a chunk."""
         return kept.mixed.shape[-1] // self.chunk
 
     def walk(
         self, kept: Kept, x: Tensor, start: Tensor | None, y: Tensor | None, states: Tensor | None,
         final: Tensor | None, reverse: bool,
     ) -> None:  # fmt: skip
-        """Run the walk; reverse: on the adjoint, whose operands are the same with their parts exchanged."""
+        """Walk from chunk to chunk; reverse: adjoint states, whose step is the same with operands exchanged."""
         t = self.tiles
         if reverse:
             kept = Kept(
@@ -161,9 +161,9 @@ def shard(
     made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, moves: bool,
     packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S_T [B, H, N, P] and, with `moves`, the tokens' transition [B, H, N, N], which I becomes when nothing is written.
+    """S_T [B, H, N, P] and, with `moves`, the transition of all T tokens [B, H, N, N], else an empty tensor.
 
-    No output is read; packed: None.
+    The transition is what the walk makes of I where no values are written. packed: None.
     """
     call = _Call(q, v, heads, floor, packed)
     final, kept = call.end(), call.kept(False)
@@ -184,7 +184,7 @@ def shard_adjoint(
     dy: Tensor, final_gradient: Tensor | None, saved: Sequence[Tensor], *, q: Tensor, v: Tensor, heads: int,
     floor: float, packed: Sequences | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """The gradient of S_0 alone. saved: by `forward`."""
+    """The gradient of S_0, and of nothing else. saved: what `forward` kept."""
     call, kept = _Call(q, v, heads, floor, packed), Kept(*saved)
     first, start = call.end(), None if final_gradient is None else final_gradient.contiguous()
     call.walk(kept, dy.contiguous(), start, None, None, first, True)
@@ -197,10 +197,10 @@ def backward(
     heads: int, floor: float, saved: list[Tensor], packed: Sequences | None = None,
     pull: Function | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """Gradients by operand, all heads apart [B, T, H, ·], the decay's in float32; and of S_0.
+    """Gradients by operand [B, T, H, ·], not summed over shared heads, that of the decay in float32; and that of S_0.
 
-    pull: the printed function that stores what those of left, right and decay give, instead of these, and its pointers
-    and strides.
+    pull: a printed function, with its pointers and strides. It takes the gradients of left, right and decay, which are
+    then not returned, and stores what they give to the inputs behind them.
     """
     call, kept, dy = _Call(q, v, heads, floor, packed), Kept(*saved), dy.contiguous()
     lead = (call.batch, call.tokens, heads)
@@ -222,7 +222,7 @@ def _gradients(
     call: _Call, kept: Kept, dy: Tensor, vectors: tuple[Tensor | None, ...], v: Tensor,
     made: Mapping[str, Function | None], adjoints: Tensor, found: dict[str, Tensor], pull: Function | None,
 ) -> None:  # fmt: skip
-    """Fill `found`, all chunks in parallel."""
+    """Fill `found`, in parallel over chunks."""
     t = call.tiles
     lead = (call.batch, call.tokens, call.heads)
     piece = t.entry_piece or t.piece

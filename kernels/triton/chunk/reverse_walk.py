@@ -55,14 +55,11 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ReverseWalk(Walk):
-    """ADJOINT_TERMS: bfloat16 terms of the gradient of v_new as it is written into adjoint states, and kept."""
+    """ADJOINT_TERMS, KEPT_TERMS: bfloat16 terms of the gradient of v_new as it is written into adjoint states, and
+    as it is kept."""
 
     ADJOINT_TERMS: int
-
-    @derived
-    def KEPT_TERMS(self) -> int:
-        """Of the gradient of entries as it is kept."""
-        return self.ROW_TERMS if self.KEYWISE else self.ADJOINT_TERMS
+    KEPT_TERMS: int
 
     @derived
     def GIVEN_TERMS(self) -> int:

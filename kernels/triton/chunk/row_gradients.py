@@ -108,7 +108,7 @@ def row_gradients(
     given = q, k, v, dy, Numbers(g, *g.stride()[:3])
     known = Known(call.scalars, found.written, found.entries, states, found.states)
     loads, adjoint, extra = (None, None, None) if skip is None else (skip.loads, skip.adjoint, skip.extra)
-    common = {**call.common, "BP": t.gradient_piece, "LOADS": loads, "SKIP": adjoint, "PAIR_TERMS": call.pair_terms}
+    common = {**call.common, "BP": t.gradient_piece, "LOADS": loads, "SKIP": adjoint, "PAIR_TERMS": call.terms.scores}
     for out in outs:
         to = Gradients(
             out.dq, out.dk, dv, dg, ds if source_wanted else None, db, dc if read_wanted else None,
@@ -125,8 +125,8 @@ def row_gradients(
             )  # fmt: skip
         else:
             gradient = Gradient(
-                **common, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal), TERMS=call.kept_terms,
-                STATE_TERMS=t.state_terms, ADJOINT_TERMS=call.adjoint_terms,
+                **common, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal), TERMS=call.terms.kept,
+                STATE_TERMS=call.terms.states, ADJOINT_TERMS=call.terms.kept_adjoints,
             )  # fmt: skip
             launch(
                 chunk_gradient, (out.chunks * t.gradient_roles, call.lanes, pieces),

@@ -1,8 +1,9 @@
-"""What a shard of a sequence does to states, by the matrix families' kernels without outputs: dsf::matrix_shard.
+"""What one rank's shard of a sequence does to states, by the chunk kernels without outputs (dsf.parallel).
 
-Forwards F and M, S_out = M S_in + F; backwards, by dsf::matrix_shard_adjoint, the gradient of S_in. The inverses of a
-delta rule, and what segments of T do where T is walked in segments, are found once: the operators that follow with the
-shard's entering state, or with the gradient of the one it leaves, take them from here.
+dsf::matrix_shard gives F and M of S_out = M S_in + F, dsf::matrix_shard_adjoint the gradient of S_in. Both also return
+what they computed that does not depend on S_in or on the gradient of S_out: a delta rule's inverses and, where T is
+walked in segments, what each segment does. dsf::matrix_mixer and dsf::matrix_mixer_backward take this as `held`, when
+the entering state or gradient is known, and do not compute it again.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from dsf.kernels.triton.pointwise.programs import PROGRAMS
 def _run(
     operands: Sequence[Tensor], state: Tensor | None, program: str, moves: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The state that T tokens leave [B, H, N, columns]; M [B, H, N, N] where `moves` and there are corrections, else
-    of decays by head or by key [B, H, N, 1]; what is held for dsf::matrix_mixer on the same operands.
+    """The state after T tokens [B, H, N, columns], M, and what dsf::matrix_mixer can use of this (`held`).
 
-    state: the one that they are entered with, or None for one in which nothing was written.
+    state: S_in, None for one in which nothing was written. M is [B, H, N, N] with corrections and `moves`, [B, H, N, 1]
+    of decays by head or by key with `moves`, else empty.
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands)
@@ -64,7 +65,7 @@ def _run(
 
 
 def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) -> tuple[Any, Normaliser | None]:
-    """What the launches of one direction share, and its normaliser."""
+    """What all launches of one direction share, and the normaliser."""
     a = arguments
     call = matrix._Call(
         a["q"], a["k"], a["v"], a["decay"], a["source"], a["erase"], a["read"], a["heads"], a["log"], a["normal"],
@@ -74,7 +75,7 @@ def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) 
 
 
 def _written(arguments: dict[str, Any], moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """S_T's columns, M, and what is held, by the walks."""
+    """S_T without a normaliser's column, M, and `held`, by the walks."""
     call, normal = _call(arguments, None, False)
     state, none = arguments["state"], call.empty(0, dtype=torch.float32)
     if normal is not None:
@@ -99,14 +100,14 @@ def _written(arguments: dict[str, Any], moves: bool) -> tuple[Tensor, Tensor, li
 
 
 def _moved(passed: Tensor, state: Tensor, dense: bool) -> Tensor:
-    """What a piece makes of its first state [B, H, N, P]."""
+    """passed S: the part of a piece's last state that comes from its first state S [B, H, N, P]."""
     if dense:
         return exact_product(passed.view(*state.shape[:2], *passed.shape[1:]), state)
     return passed.view(*state.shape[:2], -1, 1) * state
 
 
 def _product(call: Any, passed: Tensor) -> Tensor:
-    """The pieces' transitions [pieces, B · H, N, N] one after the other: [B, H, N, N]."""
+    """The product [B, H, N, N] of the pieces' transitions [pieces, B · H, N, N], in order."""
     found = passed[0]
     for later in passed[1:]:
         found = exact_product(later, found)
@@ -117,11 +118,11 @@ def _pull(
     dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
     program: str, held: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The gradient of S_in's columns without the running maximum's [B, H, N, ·], and what is held for
-    dsf::matrix_mixer_backward on the same tensors.
+    """The gradient of S_in [B, H, N, ·] without the column of the running maximum, and what dsf::matrix_mixer_backward
+    can use of this.
 
-    dfinal: of S_out, or None. saved: what dsf::matrix_mixer kept (and y behind it, as that takes it); held: what
-    dsf::matrix_shard held for it.
+    dfinal: the gradient of S_out, or None. saved: what dsf::matrix_mixer kept, and y behind it, as
+    dsf::matrix_mixer_backward takes them; held: what dsf::matrix_shard returned.
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands)
@@ -149,7 +150,7 @@ def _adjoint(
     arguments: dict[str, Any], dy: Tensor, dfinal: Tensor | None, solve: Tensor, kept: Sequence[Tensor],
     held: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The gradient of S_0, and [local, passed, adjoints] where T is cut, by the walks."""
+    """The gradient of S_0 by the walks; where T is cut into segments also [local, passed, adjoints], else []."""
     call, normal = _call(arguments, kept, True)
     if normal is not None:
         assert normal.added is not None

@@ -1,9 +1,10 @@
-"""Gradients of heads that share queries and keys, of decays alone: several heads' chunks in one program.
+"""Gradients of several heads that share queries and keys, in one program; decays alone (notation: gradient.py).
 
-Notation as in kernels.triton.gradient. A chunk of HEADS heads has three programs, which walk them one after the other:
-dq and dk, as sums over these heads which stay in registers (what heads share is multiplied once, by the sum of their
-weights between rows), and what each head has of its own: dv and its scalars'. What the decays' gradient takes of dq
-and dk comes from q S and k G, so that sums can go on inside products.
+A chunk of HEADS heads has three programs. Each goes through the heads one after the other: the first sums dq over them,
+the second dk, the third makes dv and the gradients of scalars, which every head has for itself. The sums stay in
+registers. Their part from pairs of rows is one product for all heads: the heads' weights between rows are added up, and
+the sum is multiplied by the keys (or queries) that the heads share. A decay's gradient needs each head's q·dq and k·dk,
+which the sums no longer have apart; it comes from q S and k G of each head.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from dsf.kernels.triton.structs import Numbers, Rows, of_head
 
 
 class Heads(NamedTuple):
-    """A program's chunk, sequence, first head and slice of P; what lies between a head's states, or adjoints, and the
-    next one's."""
+    """A program's chunk, sequence, first head and slice of P; the distances between the states, and between the adjoint
+    states, of consecutive heads."""
 
     chunk: Any
     batch: Any
@@ -48,7 +49,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Shared(Chunked):
-    """BP channels and HEADS heads a program, STAGES of them under way; LOADS, SKIP and PAIR_TERMS: as `Gradient`'s."""
+    """BP channels and HEADS heads a program, in a loop of STAGES; LOADS, SKIP and PAIR_TERMS: as `Gradient`'s."""
 
     BP: int
     HEADS: int
@@ -101,7 +102,7 @@ def shared_gradient(
 
 @triton.jit
 def _place(here, C: tl.constexpr):
-    """A chunk's keys, channels and rows; where their entries lie in a state, and which of them there are."""
+    """A chunk's keys, channels, rows in it and in T; the places of entries in a state, and which of them exist."""
     keys, columns, local = tl.arange(0, C.BN), here.piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
     rows = here.chunk * C.L + local
     place = keys[:, None] * C.P + columns[None, :]
@@ -125,7 +126,7 @@ def _of_head_number(i, v, dy, rows, columns, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _store_sums(to, sums, weights, x, rows, keys, sizes, C: tl.constexpr):
-    """dq, or dk: the sums of what states give, and the heads' weights times the rows of x, which is k, or q."""
+    """Store dq (or dk): `sums`, which came from states, plus the summed weights times the rows x of k (or q)."""
     heads: tl.constexpr = sizes.heads
     others = _keys_of(x, rows, keys, sizes, C)
     sums = product(split(weights, C.PAIR_TERMS, C.KIND), (others, others), C.PAIR_TERMS, 1, C.PRECISION, sums)
@@ -134,19 +135,16 @@ def _store_sums(to, sums, weights, x, rows, keys, sizes, C: tl.constexpr):
 
 @triton.jit
 def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
-    """dq of all heads, and of each what the gradients of decays and read scales have of S."""
-    L: tl.constexpr = C.L
-    KIND: tl.constexpr = C.KIND
-    HEADS: tl.constexpr = C.HEADS
+    """dq summed over the heads, and of each head dc's and dlog decay's parts that come from reads of S."""
     heads: tl.constexpr = sizes.heads
     tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
     scalars = known.scalars
     keys, columns, local, rows, place, inside = _place(here, C)
     rows_q = _keys_of(q, rows, keys, sizes, C)
-    sums, weights = tl.zeros([L, C.BN], tl.float32), tl.zeros([L, L], tl.float32)
-    for i in tl.range(HEADS, num_stages=C.STAGES):
+    sums, weights = tl.zeros([C.L, C.BN], tl.float32), tl.zeros([C.L, C.L], tl.float32)
+    for i in tl.range(C.HEADS, num_stages=C.STAGES):
         given, written = _of_head_number(i, v, dy, rows, columns, here, sizes, C)
-        state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(KIND)
+        state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(C.KIND)
         if C.DECAY or dc is not None:
             at = rows.to(tl.int64) * heads + i
             reads = tl.sum(tl.dot(rows_q, state, input_precision=C.PRECISION) * given.to(tl.float32), axis=1)
@@ -163,13 +161,13 @@ def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
         )  # fmt: skip
     _store_sums(dq, sums, weights, k, rows, keys, sizes, C)
     if C.DECAY:  # S carried through the chunk, and what later rows read of it
-        each = tl.arange(0, HEADS)
-        carried = tl.zeros([HEADS], tl.float32)
-        for i in range(HEADS):
+        each = tl.arange(0, C.HEADS)
+        carried = tl.zeros([C.HEADS], tl.float32)
+        for i in range(C.HEADS):
             state = tl.load(known.states + i * here.next_state + place, mask=inside, other=0.0).to(tl.float32)
             state *= tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0)
             carried += tl.where(each == i, tl.sum(state), 0.0)
-        carried *= tl.load(scalars + each * length + TOTAL * plane + here.chunk * L)
+        carried *= tl.load(scalars + each * length + TOTAL * plane + here.chunk * C.L)
         tl.debug_barrier()  # what follows was stored by other threads
         at = rows[None, :].to(tl.int64) * heads + each[:, None]
         reads = tl.load(dg + at, mask=(rows < tokens)[None, :], other=0.0)
@@ -180,12 +178,11 @@ def _of_reads(q, k, v, dy, g, known, dq, dg, dc, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
-    """dk of all heads."""
-    L: tl.constexpr = C.L
+    """dk summed over the heads."""
     length, plane = sizes.length, sizes.plane
     scalars = known.scalars
     keys, columns, local, rows, place, inside = _place(here, C)
-    sums, weights = tl.zeros([L, C.BN], tl.float32), tl.zeros([L, L], tl.float32)
+    sums, weights = tl.zeros([C.L, C.BN], tl.float32), tl.zeros([C.L, C.L], tl.float32)
     for i in tl.range(C.HEADS, num_stages=C.STAGES):
         given, written = _of_head_number(i, v, dy, rows, columns, here, sizes, C)
         adjoint = tl.load(known.adjoints + i * here.next_adjoint + place, mask=inside, other=0.0).to(C.KIND)
@@ -197,8 +194,7 @@ def _of_writes(q, v, dy, known, dk, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
-    """What every head has of its own: dv, ds, a skip's, and what the other gradients of scalars have of writes."""
-    P: tl.constexpr = C.P
+    """Of every head dv, ds, the gradient of a skip, and the rest of dc and dlog decay: from pairs and from writes."""
     heads: tl.constexpr = sizes.heads
     tokens, length, plane = sizes.tokens, sizes.length, sizes.plane
     scalars = known.scalars
@@ -218,12 +214,12 @@ def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
         if C.SKIP is not None:
             tile = (
                 here.batch, here.head + i, here.batch * 0 + here.chunk * C.L, local[:, None], 0, columns[None, :],
-                (rows < tokens)[:, None], True, (columns < P)[None, :], here.piece, 0, tokens, heads, P, C.N,
+                (rows < tokens)[:, None], True, (columns < C.P)[None, :], here.piece, 0, tokens, heads, C.P, C.N,
             )  # fmt: skip
             of_value, of_skip = C.SKIP(C.LOADS(extra, tile), given.to(tl.float32), written.to(tl.float32))
             grad_v += of_value
             tl.store(to.d_skip + i, tl.sum(tl.sum(of_skip, axis=1), axis=0))
-        store_rows(to.dv + i * P, heads * P, rows, tokens, columns, P, C.BP, grad_v)
+        store_rows(to.dv + i * C.P, heads * C.P, rows, tokens, columns, C.P, C.BP, grad_v)
         if C.DECAY:
             grad = decay_gradient(grad, g.at + i * g.head + rows.to(tl.int64) * g.token, rows, tokens, C.DECAY)
             tl.store(to.dg + at, grad, mask=rows < tokens)
@@ -231,77 +227,75 @@ def _of_values(q, k, v, dy, g, known, to, extra, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _add_head(mine, other, state, scalars, sums, total, plane, rows, local, WRITES: tl.constexpr, C: tl.constexpr):
-    """One head's part of dq added: of rows `mine` of dy, `other` of v and S; to sums what states give [L, N], to total
-    the weights of the keys that all heads share [L, L]. WRITES: of dk, from v, dy and G; the weights are queries'.
+    """Add one head's part of dq, from its rows `mine` of dy and `other` of v, and from S: to `sums` [L, N] what comes
+    from S, to `total` [L, L] the weights of the keys that all heads share.
+
+    WRITES: of dk, from v, dy and G, and the weights are of queries.
     """
-    DECAY: tl.constexpr = C.DECAY
     SCALED: tl.constexpr = C.SCALED if WRITES else C.READ_SCALED
     OTHER_SCALED: tl.constexpr = C.READ_SCALED if WRITES else C.SCALED
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    weights = tl.dot(mine, tl.trans(other), input_precision=PRECISION)
+    weights = tl.dot(mine, tl.trans(other), input_precision=C.PRECISION)
     seen = local[:, None] <= local[None, :] if WRITES else local[:, None] >= local[None, :]
-    if DECAY:
+    if C.DECAY:
         weights *= between(scalars, plane, rows, seen, WRITES, C.FINE, (SCALED if WRITES else OTHER_SCALED) == 2)
         if WRITES:
-            scale = written_scale(scalars, plane, rows, DECAY, SCALED)
+            scale = written_scale(scalars, plane, rows, C.DECAY, SCALED)
         else:
-            scale = read_scale(scalars, plane, rows, DECAY, SCALED)
+            scale = read_scale(scalars, plane, rows, C.DECAY, SCALED)
     else:
         weights = tl.where(seen, weights, 0.0)
     if SCALED and not (WRITES and SCALED == 2):
         own = tl.load(scalars + (SOURCE if WRITES else READ) * plane + rows)
         weights *= own[:, None]
-        if not DECAY:
+        if not C.DECAY:
             scale = own
     if OTHER_SCALED and (WRITES or OTHER_SCALED != 2):
         weights *= tl.load(scalars + (READ if WRITES else SOURCE) * plane + rows)[None, :]
-    if DECAY or SCALED:
-        mine = (mine.to(tl.float32) * scale[:, None]).to(KIND)
-    return tl.dot(mine, tl.trans(state), sums, input_precision=PRECISION), total + weights
+    if C.DECAY or SCALED:
+        mine = (mine.to(tl.float32) * scale[:, None]).to(C.KIND)
+    return tl.dot(mine, tl.trans(state), sums, input_precision=C.PRECISION), total + weights
 
 
 @triton.jit
 def _of_head(
     rows_q, rows_k, again, given, written, adjoint, scalars, ds, dc, tokens, plane, rows, local, C: tl.constexpr
 ):
-    """ds and pairs' dc; returns dv and dlog decay [L]. Products between rows have sources down and reads across."""
-    L: tl.constexpr = C.L
-    DECAY: tl.constexpr = C.DECAY
-    KIND: tl.constexpr = C.KIND
-    PRECISION: tl.constexpr = C.PRECISION
-    grad = tl.zeros([L], tl.float32)
+    """One head's dv and dlog decay [L]; stores ds and the part of dc that comes from pairs of rows.
+
+    Products between rows have written rows down and reading rows across.
+    """
+    grad = tl.zeros([C.L], tl.float32)
     seen = local[:, None] <= local[None, :]
-    scores = tl.dot(rows_k, tl.trans(rows_q), tl.full([L, L], 1.0, tl.float32) * again, input_precision=PRECISION)
-    if DECAY:
+    scores = tl.dot(rows_k, tl.trans(rows_q), tl.full([C.L, C.L], 1.0, tl.float32) * again, input_precision=C.PRECISION)
+    if C.DECAY:
         scores *= between(scalars, plane, rows, seen, True, C.FINE)
     else:
         scores = tl.where(seen, scores, 0.0)
     if C.READ_SCALED:
         read = tl.load(scalars + READ * plane + rows)
-    if DECAY or dc is not None:
-        pairs = tl.dot(written, tl.trans(given), input_precision=PRECISION) * scores
+    if C.DECAY or dc is not None:
+        pairs = tl.dot(written, tl.trans(given), input_precision=C.PRECISION) * scores
         if C.SCALED:
             pairs *= tl.load(scalars + SOURCE * plane + rows)[:, None]
         if dc is not None:
-            tl.store(dc, turned(tl.sum(pairs, axis=0), scalars, plane, rows, DECAY), mask=rows < tokens)
+            tl.store(dc, turned(tl.sum(pairs, axis=0), scalars, plane, rows, C.DECAY), mask=rows < tokens)
         if C.READ_SCALED:
             pairs *= read[None, :]
-        if DECAY:  # before there is dv, which would have no room in registers beside its terms
-            grad += spanning(pairs, local, True, KIND, PRECISION, C.PAIR_TERMS)
+        if C.DECAY:  # before there is dv, which would have no room in registers beside its terms
+            grad += spanning(pairs, local, True, C.KIND, C.PRECISION, C.PAIR_TERMS)
     if C.READ_SCALED:
         scores *= read[None, :]
-    grad_v = tl.dot(rows_k, adjoint, input_precision=PRECISION)
-    if DECAY:
+    grad_v = tl.dot(rows_k, adjoint, input_precision=C.PRECISION)
+    if C.DECAY:
         grad_v *= suffix_of(scalars, plane, rows)[:, None]
         writes = tl.sum(grad_v * written.to(tl.float32), axis=1)
         if C.SCALED:
             writes *= tl.load(scalars + SOURCE * plane + rows)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
-    grad_v = product(split(scores, C.PAIR_TERMS, KIND), (given, given), C.PAIR_TERMS, 1, PRECISION, grad_v)
+    grad_v = product(split(scores, C.PAIR_TERMS, C.KIND), (given, given), C.PAIR_TERMS, 1, C.PRECISION, grad_v)
     if ds is not None:
         of_source = tl.sum(grad_v * written.to(tl.float32), axis=1)
-        tl.store(ds, turned(of_source, scalars, plane, rows, DECAY), mask=rows < tokens)
+        tl.store(ds, turned(of_source, scalars, plane, rows, C.DECAY), mask=rows < tokens)
     if C.SCALED:
         grad_v *= tl.load(scalars + SOURCE * plane + rows)[:, None]
     return grad_v, grad

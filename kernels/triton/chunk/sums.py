@@ -1,8 +1,9 @@
-"""What pieces of T add to a state of zero, all at once, and the first state of every piece from that.
+"""What pieces of T add to a state of zero, all pieces at once; then the first state of every piece.
 
-Of decays that are numbers a head, without corrections: a piece's sum is one long product of its rows, each scaled by
-all decays from it to the piece's end (or, of adjoint states, from the piece's start), so that nothing in it waits for
-a state. Rows whose decays float32 no longer holds are left out, finite or not.
+sum_piece is for decays that are one number a head, without corrections. What a piece adds is then one long product of
+its rows, each scaled by the decays from it to the piece's end (for adjoint states from the piece's start), and nothing
+waits for a state. Rows whose decays have become 0 in float32 are left out, even if they are infinite or NaN.
+combine_segments and combine_moves go through the pieces in order, by decays or (delta rules) by transitions.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def _times(a, b):
 
 @dataclass(frozen=True, repr=False)
 class Sum(Chunked):
-    """BP channels a program. EVERY: pieces of a segment, which has at most MOST chunks, a power of two. TERMS: of rows
-    as they are written."""
+    """BP channels a program; a segment has EVERY pieces and at most MOST chunks, a power of two. TERMS: bfloat16 terms
+    of scaled rows."""
 
     BP: int
     MOST: int
@@ -44,10 +45,11 @@ class Sum(Chunked):
 
 @triton.jit(do_not_specialize=["per_piece", "chunks", "skipped"])
 def sum_piece(a, b, scalars, sums, passed, table, sizes, per_piece, chunks, skipped, C: tl.constexpr):
-    """sums [pieces, B, H, N, P]: Σ of a piece's a bᵀ, rows of keys and values, or (REVERSE) of queries and dy.
+    """sums [pieces, B, H, N, P]: Σ a_t b_tᵀ of a piece's rows, keys and values, or (REVERSE) queries and dy.
 
-    passed [pieces, B, H, N]: the product of its decays, None in REVERSE. skipped: pieces before the first that is
-    summed. Only the sum over a segment is used, so rows that its other pieces forget are left out, too.
+    passed [pieces, B, H, N]: the product of the piece's decays; None in REVERSE. The grid's third axis begins with
+    piece `skipped`. Only the sum over a segment's pieces is used: rows that have decayed to 0 at the segment's end
+    (REVERSE: start) are left out of their piece.
     """
     REVERSE: tl.constexpr = passed is None
     SCALED: tl.constexpr = C.READ_SCALED if REVERSE else C.SCALED  # b has scales of its own, of reads or of sources
@@ -110,9 +112,10 @@ def combine_segments(
     local, passed, start, starts, table, segments, size, P,
     N: tl.constexpr, BLOCK: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """First state of every segment from what each adds: S_{s+1} = passed_s S_s + local_s, in either direction.
+    """First state of every piece, from what each adds and passes on: S_{s+1} = passed_s S_s + local_s; REVERSE: from
+    the last piece to the first.
 
-    EVERY: only the first state of every EVERY-th segment, in the order of the walk, is stored.
+    EVERY: in this order, only the first state of each EVERY-th piece is stored.
     """
     lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     low, stop = segments_of(table, sequence, segments)
@@ -141,7 +144,7 @@ def combine_segments(
 
 @triton.jit
 def _of_piece(local, passed, piece, low, stop, size, inside, N: tl.constexpr):
-    """What a piece multiplies a state by, and what it adds."""
+    """What a piece multiplies a state by, and what it adds; 1 and 0 where there is no such piece."""
     there = inside & (piece >= low) & (piece < stop)
     at = piece * tl.num_programs(1) + tl.program_id(1).to(tl.int64)
     return tl.load(passed + at * N, mask=there, other=1.0), tl.load(local + at * size, mask=there, other=0.0)
@@ -151,7 +154,7 @@ def _of_piece(local, passed, piece, low, stop, size, inside, N: tl.constexpr):
 def _after_piece(
     state, of_piece, starts, piece, low, stop, size, inside, EVERY: tl.constexpr, REVERSE: tl.constexpr
 ):  # fmt: skip
-    """The state after a piece; the one before it is stored, if it is wanted."""
+    """The state after a piece; stores the state before it, if that is wanted."""
     wanted = ((piece + 1 if REVERSE else piece) % EVERY == 0) & (piece >= low) & (piece < stop)
     at = piece // EVERY * tl.num_programs(1) + tl.program_id(1).to(tl.int64)
     tl.store(starts + at * size, state, mask=inside & wanted)
@@ -164,7 +167,7 @@ def combine_moves(
     N: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
     START: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same with transitions [N, N] (transposed in reverse), which meet the stored state BK rows at a time."""
+    """combine_segments for transitions [N, N] (transposed in REVERSE), BK rows of the state at a time."""
     lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     low, stop = segments_of(table, sequence, segments)
     lanes = tl.num_programs(1)

@@ -1,4 +1,4 @@
-"""Lower triangles of a chunk's rows [L, L] in memory: inverses and scores, without what is zero."""
+"""Lower triangles [L, L] between a chunk's rows (inverses, scores), stored without most of their zeros."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def _place_lower(base, local, L: tl.constexpr):
-    """Where a lower triangle [L, L] lies, what of it, and how far behind lies another.
+    """The addresses of a lower triangle [L, L], which of them are stored, and the distance to another triangle.
 
-    Of 16 rows the columns up to the last one's: first the last rows, beside them the first ones; then the last but
-    these, and those after the first. A thread's rows lie whole blocks apart, so that it needs one address.
+    Rows come in blocks of 16 (or L / 2, if that is less), of which the columns up to the last row's are stored. Memory
+    has L / 2 rows: the last block of rows and, to the right of it, the first one, then the last but one and the second
+    one, and so on. Two such blocks have L + 16 columns. A thread's rows are whole blocks apart: it needs one address.
     """
     BLOCK: tl.constexpr = 16 if L > 16 else L // 2
     LAST: tl.constexpr = L // BLOCK - 1
@@ -24,7 +25,7 @@ def _place_lower(base, local, L: tl.constexpr):
 
 @triton.jit
 def load_lower(base, local, L: tl.constexpr, kind: tl.constexpr, TERMS: tl.constexpr):
-    """A lower triangle [L, L] in its terms, one behind the other; zeros above it."""
+    """A lower triangle [L, L], zeros above it, in TERMS terms, each stored as a triangle of its own."""
     at, there, behind = _place_lower(base, local, L)
     main = tl.load(at, mask=there, other=0.0).to(kind)
     rest = main
@@ -35,7 +36,7 @@ def load_lower(base, local, L: tl.constexpr, kind: tl.constexpr, TERMS: tl.const
 
 @triton.jit
 def store_lower(base, local, x, L: tl.constexpr, TERMS: tl.constexpr):
-    """Write x where load_lower would read it."""
+    """Store x, one or two terms, as load_lower reads it."""
     at, there, behind = _place_lower(base, local, L)
     tl.store(at, x[0].to(base.dtype.element_ty), mask=there)
     if TERMS == 2:

@@ -1,24 +1,30 @@
-"""The two walks: states forwards with outputs, and the adjoint states backwards.
+"""The two walks over the chunks of a sequence: forwards with states and outputs, backwards with adjoint states.
 
-One program per (slice of P, sequence and head, segment of T) keeps its state [N, slice] in registers and walks those
-chunks of L rows of its segment that lie from `base` up to `limit`. Rows write k_j e_jᵀ: e_j = s_j v_j in decay systems;
-with the delta rule e solves, per chunk, (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0, whose inverse is
-I + `solve`, made by the transform: so a row's own right side is not rounded before it is e.
-SCORED: the products between a chunk's rows (q_i·k_j M_ij, times the read scale of scalar decays) were made before.
-TERMS: 1, or 2 to keep what rounding leaves out of the rows that are scaled before they are written; with the delta rule
-of e as it is kept, and of scores backwards, too. STATE_TERMS: with the delta rule of states, of right sides and
-their inverse; SCORE_TERMS: of scores forwards; READ_TERMS: of a delta rule's e as y reads it; ADJOINT_TERMS:
-of e's adjoint as it is written, and kept.
-KEY_TERMS, where KEYWISE: of scores (DELTA), with e and its adjoint as they are kept; else of the rows that are written
-into states and the states that are read. What rounding left of scores or rows is in `rest_of`.
-AHEAD: the values of a chunk are loaded into registers one chunk before they are used; so are, in the forward walk, the
-scores (three pipeline stages of their second terms do not fit into shared memory), and in the reverse walk the given
-gradients and the scores.
-SUMMARY: what segments do to states, so that all can be walked at once: what each adds to a state of zero, and the
-product of its decays per key or, for DELTA, its transition [N, N]: programs beyond P's carry the identity.
-KEYWISE: q, k and erased are queries and erased keys decayed from their chunk's start, written keys decayed to its end.
-NORMAL: y's normaliser is read too, of each chunk's first one, made before (kernels.triton.weights), and of its rows.
-WHOLE: no chunk ends beyond the tokens: rows need no masks. Grouped heads: the head's index is divided, nothing copied.
+A program has one slice of P of one sequence and head, in one segment of T. It keeps its state [N, slice] in registers
+and walks those chunks of L rows of its segment that lie from `base` up to `limit`. A chunk's rows write Σ k_j e_jᵀ into
+the state. In decay systems the entry e_j is s_j v_j. With the delta rule the entries of a chunk solve
+
+    (I + b ⊙ strict(K Kᵀ ⊙ M)) e = s ⊙ v - b ⊙ prefix ⊙ K S_0.
+
+The transform made the inverse of this matrix, I + `solve`. Because the identity is left out of the product, a row's
+own right side goes into e unrounded.
+
+SCORED: the scores q_i·k_j M_ij of a chunk (times the read scale, with scalar decays) were computed before.
+KEYWISE: q, k and `erased` are queries and erased keys decayed from their chunk's start, and written keys decayed to its
+end. `rest` has the second terms of scores (DELTA) or of the rows that are written into states.
+AHEAD: a chunk's values are loaded into registers one chunk early. So are the forward walk's scores, whose second terms
+leave shared memory no room for three stages, and the reverse walk's scores and given gradients.
+NORMAL: also what queries read of a normaliser, of its state before the chunk (normaliser.py) and of the chunk's rows.
+SUMMARY: what a segment does to states, so that all segments can be walked at once: what it adds to a state of zero, and
+the product of its decays for each key or, with DELTA, its transition [N, N]: programs beyond P's slices walk with the
+identity as their first state.
+WHOLE: no chunk ends behind the last token, so that rows need no masks.
+Rows that heads share are not copied: a head's index is divided by how many share one.
+
+Numbers of bfloat16 terms (precision.py). TERMS: of scaled rows as they are written into states. ROW_TERMS: of a delta
+rule's entries, and of scores in the reverse walk. STATE_TERMS: of a delta rule's states, right sides and inverse.
+SCORE_TERMS, READ_TERMS: of scores and of entries where y reads them. KEY_TERMS: where KEYWISE, of scores (DELTA), or of
+the rows that are written into states and of the states that y reads.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.tiles import Chunked, load_rows
-from dsf.kernels.triton.structs import alike, derived, of_head
+from dsf.kernels.triton.structs import alike, of_head
 
 
 class Operands(NamedTuple):
@@ -86,16 +92,12 @@ class Walk(Chunked):
     PITCH: int
     START: int
     TERMS: int
+    ROW_TERMS: int
     STATE_TERMS: int
     KEY_TERMS: int
     STAGES: int
     AHEAD: bool
     WHOLE: bool
-
-    @derived
-    def ROW_TERMS(self) -> int:
-        """Of a delta rule's entries as they are kept."""
-        return (self.KEY_TERMS if self.KEYWISE else self.TERMS) if self.DELTA else 1
 
 
 @triton.jit

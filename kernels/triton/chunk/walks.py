@@ -94,7 +94,7 @@ def transform(call: _Call) -> Tensor:
     solve = call.empty(call.batch, call.heads, call.chunks, call.pitch)
     config = Transform(
         **call.common | {"P": 0}, LEVELS=call.levels, SCORES=call.scored,
-        ROW_TERMS=call.score_terms, STATE_TERMS=t.state_terms, PITCH=call.pitch,
+        ROW_TERMS=call.terms.scores, STATE_TERMS=call.terms.states, PITCH=call.pitch,
     )  # fmt: skip
     launch(
         delta_transform, (call.chunks, call.lanes),
@@ -189,25 +189,25 @@ def forward_launch(
 
 def _walk_config(call: _Call, stages: int) -> dict[str, Any]:
     """What both walks are compiled for, apart from what they start from."""
-    t = call.tiles
+    terms = call.terms
     return call.common | {
-        "BP": t.piece, "SCORED": call.scored or call.keywise, "PITCH": call.pitch, "TERMS": call.row_terms,
-        "STATE_TERMS": t.state_terms, "KEY_TERMS": t.key_terms, "STAGES": stages,
+        "BP": call.tiles.piece, "SCORED": call.scored or call.keywise, "PITCH": call.pitch, "TERMS": terms.written,
+        "ROW_TERMS": terms.kept, "STATE_TERMS": terms.states, "KEY_TERMS": terms.keys, "STAGES": stages,
         "WHOLE": call.whole, "START": 1,
     }  # fmt: skip
 
 
 def _forward_config(call: _Call, stages: int) -> dict[str, Any]:
     return _walk_config(call, stages) | {
-        "AHEAD": call.tiles.ahead, "LOADS": None, "FINISH": None, "LATE": False, "SCORE_TERMS": call.score_terms,
-        "READ_TERMS": call.read_terms,
+        "AHEAD": call.tiles.ahead, "LOADS": None, "FINISH": None, "LATE": False,
+        "SCORE_TERMS": call.terms.scores, "READ_TERMS": call.terms.read,
     }  # fmt: skip
 
 
 def _reverse_config(call: _Call, stages: int) -> dict[str, Any]:
-    t = call.tiles
     return _walk_config(call, stages) | {
-        "AHEAD": t.ahead and call.delta, "ADJOINT_TERMS": t.walk_terms,
+        "AHEAD": call.tiles.ahead and call.delta, "ADJOINT_TERMS": call.terms.adjoints,
+        "KEPT_TERMS": call.terms.kept_adjoints,
     }  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def reverse(
     stretch = call.walked
     entries = call.q
     if call.delta:
-        entries = call.entries(stretch, call.adjoint_terms)
+        entries = call.entries(stretch, call.terms.kept_adjoints)
     adjoints = call.states(stretch)
     last = call.segments() if first or stretch < call.chunks else None  # of every stretch in turn, in one place
     for base in reversed(bases(0, call.chunks, stretch)):
@@ -250,9 +250,8 @@ def both(
     """
     t, unused, stretch = call.tiles, call.q, call.walked
     adjoints, states = call.states(stretch), call.states(stretch)
-    entries, written = (
-        call.entries(stretch, terms) if call.delta else unused for terms in (call.adjoint_terms, call.kept_terms)
-    )
+    counts = call.terms.kept_adjoints, call.terms.kept
+    entries, written = (call.entries(stretch, count) if call.delta else unused for count in counts)
     span = stretch
     if call.is_cut:
         start, span = _adjoint_starts(call, dy, unused, start, marks[1], 1), call.span // call.finer
@@ -309,8 +308,9 @@ def _sum_pieces(
     """
     t, span = call.tiles, call.span // call.finer
     config = Sum(
-        **call.common, BP=t.piece, MOST=power(span * every), EVERY=every, TERMS=t.walk_terms, STAGES=t.sum_stages
-    )
+        **call.common, BP=t.piece, MOST=power(span * every), EVERY=every, TERMS=call.terms.written,
+        STAGES=t.sum_stages,
+    )  # fmt: skip
     launch(
         sum_piece, (-(-call.p // t.piece), call.lanes, pieces[1] - pieces[0]),
         call.struct(a), call.struct(b), call.scalars, sums, passed, call.segment_table, call.measures,
@@ -363,4 +363,4 @@ def segment_starts(
 
 def scores_of(call: _Call, solve: Tensor) -> Tensor:
     """Where the walks find the products between a chunk's rows, if they were made before."""
-    return solve[..., lower(call.tiles.chunk) * call.tiles.state_terms :] if call.scored else call.scores
+    return solve[..., lower(call.tiles.chunk) * call.terms.states :] if call.scored else call.scores

@@ -1,4 +1,4 @@
-"""Gradients of what a chunk's rows write: dk, dv, ds and db (dsf.kernels.triton.chunk.gradient has the notation)."""
+"""Gradients of a chunk's writes: of keys, values, write strengths and erasures (notation: gradient.py)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def of_writes(
     q, v, dy, x, known, to, at_row, normal, d_ones, beside, skip, of_skip, here, sizes, EARLY: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, ds, db, that of `ones` and d_skip.
+    """Store dk, dv, ds, db, the gradient of `ones` and d_skip.
 
-    EARLY: all that f enters comes first, and q and dy are loaded here, after it: shared memory has no room for both.
-    Returns dlog decay's sum over the products that end in the last state, or in an erasing [L].
+    EARLY: the products with f come first, and q and dy are loaded after them, since shared memory does not hold all of
+    these. Returns dlog decay's sum [L] over the products of decays that end in the chunk's last state or in an erasure.
     """
     scalars, rows, local, rows_q, given = known.scalars, here.rows, here.local, x.q, x.dy
     at = here.part + rows.to(tl.int64) * sizes.heads
@@ -114,14 +114,15 @@ def of_writes(
 
 @triton.jit
 def _later(known, place, here, C: tl.constexpr):
-    """f, and S."""
+    """f, and the chunk's first state S."""
     f = entry_gradients(known, here, C)
     return f, load_state(known.states, place.state, place.inside, tl.program_id(2), C.N, C.P, C.KIND)
 
 
 @triton.jit
 def _of_erased(f, x, state, known, to, place, here, sizes, C: tl.constexpr):
-    """-b d, d what the erasing of each row read: S_{t-1} decayed, times f; k·(S_0 f) decayed, of decays; stores db."""
+    """-b d, with d_t = S_{t-1} f_t after its decay (the part of dk that comes from erasing), and with decays the
+    part k·(prefix S f) [L] that comes from the chunk's first state; stores db."""
     scalars, rows, local = known.scalars, here.rows, here.local
     db = to.db + place.scalars
     fx = product(f, turn(x.written), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
@@ -137,7 +138,7 @@ def _of_erased(f, x, state, known, to, place, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _of_erasing(written, f, known, here, sizes, C: tl.constexpr):
-    """-b_i M_it (f_i·x_t), of x_t down and i > t across [L, L]."""
+    """The weights -b_i M_it (f_i·x_t) of later rows' erasures [t, i], zero unless i > t."""
     xf = product(written, turn(f), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
     xf = weigh(xf, known.scalars, sizes.plane, here.rows, here.local[:, None] < here.local[None, :], True, C)
     return xf * -tl.load(known.scalars + ERASE * sizes.plane + here.rows)[None, :]
