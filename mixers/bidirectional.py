@@ -68,6 +68,9 @@ class BothWays(Owner):
             )
         return self.mix(x, cu_seqlens, self.parallel if parallel is None else parallel), None
 
+    if TYPE_CHECKING:  # torch says Any of a module's call
+        __call__ = forward
+
     def step(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
         """Raises InputError: the first output waits for the last token."""
         raise InputError(
