@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from dsf.analysis.analyze import Analysis, Choice, analyze
+from dsf.analysis.analyze.records import Analysed
 from dsf.analysis.models import load_model
 from dsf.analysis.record import RecordingError
 from dsf.analysis.report import duration, write_json
@@ -31,9 +32,16 @@ def console() -> Console:
     return Console(file=sys.stdout, width=120 if piped else None)
 
 
+def found(model: str | None, saved: Path | None, text: Path | None, choice: Choice) -> Analysis:
+    """The analysis of a model, or the one that was saved. Raises InputError unless there is one of both."""
+    if (model is None) == (saved is None):
+        raise InputError("expected either a model or --from a JSON file of dsf analyze")
+    require_matplotlib()
+    return Analysis(Analysed.load(saved)) if saved is not None else run(str(model), text, choice)
+
+
 def run(model: str, text: Path | None, choice: Choice) -> Analysis:
     """Load, analyze, show how far it is."""
-    require_matplotlib()
     name, data = read_text(text)
     with Bar() as bar, _quiet_transformers():
         bar.step(f"load {model}", 0, 1)
@@ -52,8 +60,10 @@ def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
     with Bar() as bar:
         bar.step("draw the report", 0, 1)
         report.page().write(out)
-        write_json(beside, analysis.data)
-        lines = [f"wrote {out} and {beside}"]
+        lines = [f"wrote {out}"]
+        if analysis.maps:  # or it was read from a file
+            write_json(beside, analysis.data.plain())
+            lines = [f"wrote {out} and {beside}"]
         if pictures is not None:
             bar.step("draw the pictures", 0, 1)
             lines.append(f"wrote {len(report.write_pngs(pictures))} pictures to {pictures}")
@@ -94,26 +104,25 @@ def summary(analysis: Analysis) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for label in ("layer", "structure", "heads", "half-life", "looks back", "effective state"):
         shown.add_column(label, justify="left" if label in ("layer", "structure") else "right", no_wrap=True)
-    for run in analysis.data["runs"]:
-        life, size = run.get("half_life"), run.get("effective_state_size")
-        middle = life["percentiles"]["50"] if life else None
-        kept = f"window {run['window']}" if "window" in run else "–" if middle is None else duration(middle)
+    for run in analysis.data.runs:
+        life, size = run.half_life, run.effective_state_size
+        kept = "–" if life is None else duration(life.percentiles.median)
         shown.add_row(
-            run["name"], run["structure"], str(len(run["heads"])), kept,
-            f"{run['distance']:.1f}" if "distance" in run else "–", f"{size['entropy']:.1f}" if size else "–",
+            run.name, run.structure, str(len(run.heads)), kept if run.window is None else f"window {run.window}",
+            "–" if run.distance is None else f"{run.distance:.1f}", f"{size.entropy:.1f}" if size else "–",
         )  # fmt: skip
     return shown
 
 
 def verdict(analysis: Analysis) -> list[str]:
     """What was converted, found of each layer, and left alone, in lines."""
-    found = analysis.data["conversion"]
+    data, found = analysis.data, analysis.data.conversion
     lines = [
-        f"{analysis.data['model']['class']}: {len(found['layers'])} mixers ran as recurrences on "
-        f"{analysis.data['text']['tokens']} tokens; outputs moved by {found['deviation']:.1g} of their range"
+        f"{data.model.class_}: {len(found.layers)} mixers ran as recurrences on "
+        f"{data.text.tokens} tokens; outputs moved by {found.deviation:.1g} of their range"
     ]
-    lines += [run["found"] for run in analysis.data["runs"]]
-    return lines + [f"left alone: {x['name'] or 'the model'} ({x['type']}): {x['why']}" for x in found["left_alone"]]
+    lines += [run.found for run in data.runs]
+    return lines + [f"left alone: {x.name or 'the model'} ({x.type}): {x.why}" for x in found.left_alone]
 
 
 class Bar:

@@ -86,11 +86,11 @@ def zoo(
     """List the mixers: structure, forms, state, eigenvalues, parameters, source; with a NAME, all about that one."""
     if name is not None:
         found = zoo_data.record(find(name))
-        _print_json(found) if as_json else _print_one(found)
+        _print_json(found.plain()) if as_json else _print_one(found)
         return
     records = zoo_data.rows()
     if as_json:
-        _print_json(records)
+        _print_json([r.plain() for r in records])
         return
     console = _cli_analyze.console()
     title = f"The zoo: {len(records)} mixers"
@@ -107,7 +107,7 @@ def zoo(
         "" if console.width >= WIDE else " A wider terminal (or --json) also shows numbers, parameters and forms."
     )
     console.print(
-        f"Numbers and parameters: {records[0]['state']['of']}. "
+        f"Numbers and parameters: {records[0].state.of}. "
         "Eigenvalues: real parts of A_t met on random inputs in their legal ranges. "
         f"Forms: {', '.join(FORMS)}.{left_out}",
         style="dim",
@@ -115,16 +115,16 @@ def zoo(
     )
 
 
-def _zoo_cells(found: dict[str, Any]) -> dict[str, str]:
+def _zoo_cells(found: zoo_data.ZooRecord) -> dict[str, str]:
     """A mixer's line of the table, by heading."""
-    lacking = [form for form in FORMS if form not in found["forms"]]
+    lacking = [form for form in FORMS if form not in found.forms]
     return {
-        "mixer, source": f"[bold]{found['name']}[/]\n[dim]{_short_source(found['source'])}[/]",
-        "structure": found["structure"],
-        "state": found["state"]["formula"],
-        "numbers": count(found["state"]["numbers"]),
-        "eigenvalues": escape(zoo_data.range_text(found["eigenvalues"])),
-        "parameters": count(found["module"]["parameters"]) if found["module"] else "–",
+        "mixer, source": f"[bold]{found.name}[/]\n[dim]{_short_source(found.source)}[/]",
+        "structure": found.structure,
+        "state": found.state.formula,
+        "numbers": count(found.state.numbers),
+        "eigenvalues": escape(zoo_data.range_text(found.eigenvalues)),
+        "parameters": count(found.module.parameters) if found.module else "–",
         "forms": f"no {', '.join(lacking)}" if lacking else "all",
     }
 
@@ -135,20 +135,20 @@ def _short_source(source: str) -> str:
     return f"{paper[1]} {paper[2]}" if paper else source[:30]
 
 
-def _print_one(found: dict[str, Any]) -> None:
+def _print_one(found: zoo_data.ZooRecord) -> None:
     console = _cli_analyze.console()
-    console.print(f"[bold]{found['summary'] or found['name']}[/]\n")
-    console.print(found["system"], markup=False, highlight=False)
-    module, state = found["module"], found["state"]
+    console.print(f"[bold]{found.summary or found.name}[/]\n")
+    console.print(found.system, markup=False, highlight=False)
+    module, state = found.module, found.state
     lines = {
-        "source": found["source"],
-        "objective": found["objective"],
-        "forms": ", ".join(found["forms"]),
-        "state": f"{state['formula']} numbers: {state['numbers']:,} ({state['of']})",
-        "eigenvalues": zoo_data.range_text(found["eigenvalues"]),
-        "inputs": ", ".join(f"{k} ({v['kind']}, {v['range']})" for k, v in found["inputs"].items()),
-        "layer": module and f"dsf.mixers.{module['class']}, {module['parameters']:,} parameters",
-        "options": module and ", ".join(f"{k}={v}" if v != "required" else k for k, v in module["options"].items()),
+        "source": found.source,
+        "objective": found.objective,
+        "forms": ", ".join(found.forms),
+        "state": f"{state.formula} numbers: {state.numbers:,} ({state.of})",
+        "eigenvalues": zoo_data.range_text(found.eigenvalues),
+        "inputs": ", ".join(f"{k} ({v.kind}, {v.range})" for k, v in found.inputs.items()),
+        "layer": module and f"dsf.mixers.{module.class_}, {module.parameters:,} parameters",
+        "options": module and ", ".join(f"{k}={v}" if v != "required" else k for k, v in module.options.items()),
     }
     console.print()
     for label, words in lines.items():
@@ -228,8 +228,9 @@ _cli_bench.register(app, _one_line_errors)
 @_one_line_errors
 def analyze(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL_DIR|NAME", help="folder that save_pretrained wrote, or typeseg, smollm2")
-    ],
+        str | None,
+        typer.Argument(metavar="MODEL_DIR|NAME", help="folder that save_pretrained wrote, or typeseg, smollm2"),
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="of the text that are read")] = Choice.tokens,
     layers: Annotated[str | None, typer.Option(help="of the converted ones: 0,4-7 or names; all by default")] = None,
@@ -241,16 +242,19 @@ def analyze(
     gib: Annotated[
         float | None, typer.Option("--memory", min=0, help="GiB that the recording of one layer may take")
     ] = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", metavar="ANALYZE.JSON", help="draw this again; no model is run")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a trained model's mixers as recurrences on a text; report what each remembers, looks at and keeps."""
     choice = Choice(tokens, layers, _cli_analyze.heads_of(heads), gib)
     out = _cli_analyze.out_file(out)
     pictures = None if png is None else _cli_analyze.folder(png, "--png")
-    found = _cli_analyze.run(model, text, choice)
+    found = _cli_analyze.found(model, saved, text, choice)
     written = _cli_analyze.write(found, out, pictures)
     if as_json:
-        _print_json(found.data)
+        _print_json(found.data.plain())
     else:
         console = _cli_analyze.console()
         console.print(_cli_analyze.summary(found))

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
+from pydantic import Field, JsonValue
 
 from dsf import Recurrence
 from dsf.analysis.measures import eigenvalues
+from dsf.analysis.records import Endless, Number, Record
 from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.training import accepted
 from dsf.checking.ranges import ranges_of
@@ -19,12 +21,59 @@ D_MODEL, HEADS, CONTEXT = 2048, 16, 4096  # a layer of a 1.3B model
 SCALES = (0.3, 3.0, 30.0)
 
 
-def rows() -> list[dict[str, Any]]:
+class Given(Record):
+    """An input: its kind, and the values it may take."""
+
+    kind: str
+    range: str
+
+
+class State(Record):
+    """Numbers of state: as a formula, and for one layer of the sizes that `of` says."""
+
+    formula: str
+    numbers: int
+    of: str
+
+
+class Eigenvalues(Record):
+    """Smallest and largest real part that was met, and whether any had an imaginary one."""
+
+    low: Number
+    high: Endless
+    complex: bool
+
+
+class Module(Record):
+    """The paper's layer; options: by name, its defaults."""
+
+    class_: str = Field(validation_alias="class", serialization_alias="class")
+    parameters: int
+    options: dict[str, JsonValue]
+
+
+class ZooRecord(Record):
+    """One mixer, as `dsf zoo --json` prints it. Its JSON schema: `ZooRecord.model_json_schema()`."""
+
+    name: str
+    summary: str
+    source: str
+    objective: str | None
+    structure: str
+    forms: list[str]
+    inputs: dict[str, Given]
+    state: State
+    eigenvalues: Eigenvalues
+    module: Module | None
+    system: str
+
+
+def rows() -> list[ZooRecord]:
     """One record for each line of the zoo."""
     return [record(find(entry.name)) for entry in ZOO]
 
 
-def record(subject: Subject) -> dict[str, Any]:
+def record(subject: Subject) -> ZooRecord:
     """Everything about one recurrence: what it is, its forms, its state, its eigenvalues, its layer."""
     spec = subject.recurrence.spec
     layer = paper_sizes(subject, D_MODEL, HEADS)
@@ -33,42 +82,39 @@ def record(subject: Subject) -> dict[str, Any]:
         numbers = subject.state_numbers(CONTEXT, heads=HEADS, N=side, P=side)
     else:
         numbers = layer.state_size(CONTEXT, conv=False)
-    return {
-        "name": subject.name,
-        "summary": subject.summary,
-        "source": subject.source,
-        "objective": None if subject.entry is None else subject.entry.objective,
-        "structure": spec.structure,
-        "forms": list(subject.recurrence.forms),
-        "inputs": {i.name: {"kind": str(i.kind), "range": str(r)} for i, r in _ranges(subject.recurrence)},
-        "state": {
-            "formula": subject.state_formula(),
-            "numbers": numbers,
-            "of": f"one layer, d_model {D_MODEL}, {HEADS} heads, context {CONTEXT}, convolution left out",
-        },
-        "eigenvalues": eigenvalue_range(subject.recurrence),
-        "module": None
+    ranges = ranges_of(spec)
+    return ZooRecord(
+        name=subject.name,
+        summary=subject.summary,
+        source=subject.source,
+        objective=None if subject.entry is None else subject.entry.objective,
+        structure=spec.structure,
+        forms=list(subject.recurrence.forms),
+        inputs={i.name: Given(kind=str(i.kind), range=str(ranges[i.name])) for i in spec.inputs},
+        state=State(
+            formula=subject.state_formula(),
+            numbers=numbers,
+            of=f"one layer, d_model {D_MODEL}, {HEADS} heads, context {CONTEXT}, convolution left out",
+        ),
+        eigenvalues=eigenvalue_range(subject.recurrence),
+        module=None
         if layer is None
-        else {
-            "class": type(layer).__name__,
-            "parameters": sum(p.numel() for p in layer.parameters()),
-            "options": {k: _default(p.default) for k, p in accepted(subject.make).items()},
-        },
-        "system": str(subject.recurrence),
-    }
+        else Module(
+            class_=type(layer).__name__,
+            parameters=sum(p.numel() for p in layer.parameters()),
+            options={name: _default(p.default) for name, p in accepted(subject.make).items()},
+        ),
+        system=str(subject.recurrence),
+    )
 
 
-def _ranges(recurrence: Recurrence) -> list[tuple[Any, Any]]:
-    found = ranges_of(recurrence.spec)
-    return [(i, found[i.name]) for i in recurrence.spec.inputs]
+def _default(value: Any) -> JsonValue:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return list(value) if isinstance(value, tuple | list) else "required"
 
 
-def _default(value: Any) -> Any:
-    plain = value is None or isinstance(value, bool | int | float | str | tuple | list)
-    return value if plain else "required"
-
-
-def eigenvalue_range(recurrence: Recurrence) -> dict[str, Any]:
+def eigenvalue_range(recurrence: Recurrence) -> Eigenvalues:
     """Smallest and largest real part of A_t's eigenvalues, met on random inputs of three sizes in their legal ranges.
 
     In the framework paper's gauge (DSF eqs. 15, 22), in which quotients and softmax attention have η_{t-1}/η_t.
@@ -76,7 +122,7 @@ def eigenvalue_range(recurrence: Recurrence) -> dict[str, Any]:
     values = torch.cat([_eigenvalues(recurrence, scale) for scale in SCALES])
     real = values.real if values.is_complex() else values
     complex_ = bool(values.is_complex() and (values.imag.abs() > 1e-9).any())
-    return {"low": float(real.min()), "high": float(real.max()), "complex": complex_}
+    return Eigenvalues(low=float(real.min()), high=float(real.max()), complex=complex_)
 
 
 def _eigenvalues(recurrence: Recurrence, scale: float) -> torch.Tensor:
@@ -85,11 +131,11 @@ def _eigenvalues(recurrence: Recurrence, scale: float) -> torch.Tensor:
     return eigenvalues(recurrence.trajectory(**inputs), paper=True)[:, 1:].flatten()
 
 
-def range_text(found: dict[str, Any]) -> str:
+def range_text(found: Eigenvalues) -> str:
     """[0, 1], or 1 where there is but one, with ∞ for what grows without bound."""
-    low, high = _end(found["low"]), _end(found["high"])
+    low, high = _end(found.low), _end(found.high)
     text = low if low == high else f"[{low}, {high}]"
-    return f"{text} complex" if found["complex"] else text
+    return f"{text} complex" if found.complex else text
 
 
 def _end(value: float) -> str:

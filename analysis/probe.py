@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dsf import Recurrence
-from dsf.analysis.measures import attention_map, eigenvalues, half_life, percentiles
+from dsf.analysis.measures import attention_map, eigenvalues, half_life
+from dsf.analysis.records import Eigenvalues, Errors, HalfLives, Histogram, Percentiles, Plane
 from dsf.analysis.training import ByteLM
 from dsf.checking.measure import distance
 from dsf.language.annotations import Kind
@@ -37,7 +38,7 @@ def inputs_of_layers(model: ByteLM, ids: Tensor) -> list[Inputs]:
         model.to(dtype)
 
 
-def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> dict[str, Any]:
+def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> tuple[Eigenvalues, HalfLives]:
     """Eigenvalues of A_t (real parts; the framework paper's gauge) and half-lives, over layers, tokens, heads, modes.
 
     The gauge shows by what normalised systems dilute their sums, softmax attention too: η_{t-1}/η_t, below 1 where a
@@ -56,47 +57,34 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> dict[str, Any]:
         # A thousandth of a rounding is no forgetting: products of orthogonal steps keep lengths to rounding only.
         lives = torch.cat([half_life(t, of="transition").flatten() for t in found]).double()
         lives = torch.where(lives > 1e9, torch.inf, lives)
-    return {"eigenvalues": of_eigenvalues(values), "half_life": of_half_lives(lives)}
+    return of_eigenvalues(values), HalfLives.of(lives)
 
 
-def of_eigenvalues(values: Tensor) -> dict[str, Any]:
-    """What a report says of eigenvalues (their real parts): extremes, percentiles, shares, a histogram.
-
-    plane: of complex ones, shares of squares of the plane, the real part from -SIDE to SIDE in a row, rows from the
-    imaginary part -SIDE to SIDE.
-    """
+def of_eigenvalues(values: Tensor) -> Eigenvalues:
+    """What a report says of eigenvalues: extremes, percentiles, shares, a histogram; complex ones in the plane."""
     real = values.real if values.is_complex() else values
     counts = torch.histc(real.clamp(LOW, HIGH).double(), BINS, LOW, HIGH)
-    return {
-        "min": float(real.min()),
-        "max": float(real.max()),
-        "percentiles": three_percentiles(real),
-        "share_negative": float((real < -1e-9).double().mean()),
-        "share_above_one": float((real > 1 + 1e-9).double().mean()),
-        "share_one": float(((real - 1).abs() <= 1e-9).double().mean()),
-        "histogram": {"low": LOW, "high": HIGH, "shares": (counts / counts.sum()).tolist()},
-    } | plane_of(values)
+    found = Eigenvalues(
+        min=float(real.min()),
+        max=float(real.max()),
+        percentiles=Percentiles.of(real),
+        share_negative=float((real < -1e-9).double().mean()),
+        share_above_one=float((real > 1 + 1e-9).double().mean()),
+        share_one=float(((real - 1).abs() <= 1e-9).double().mean()),
+        histogram=Histogram(low=LOW, high=HIGH, shares=(counts / counts.sum()).tolist()),
+    )
+    if values.is_complex() and bool((values.imag.abs() > 1e-9).any()):
+        found.plane = plane_of(values)
+    return found
 
 
-def plane_of(values: Tensor) -> dict[str, Any]:
-    """{"plane": {"side": …, "shares": [[…], …]}} of complex numbers, {} of real ones."""
-    if not values.is_complex() or not bool((values.imag.abs() > 1e-9).any()):
-        return {}
+def plane_of(values: Tensor) -> Plane:
+    """Where complex numbers lie."""
     cells = [
         ((x.double() + SIDE) / (2 * SIDE) * SQUARES).long().clamp(0, SQUARES - 1) for x in (values.real, values.imag)
     ]
     counts = torch.bincount((cells[1] * SQUARES + cells[0]).flatten(), minlength=SQUARES**2).double()
-    return {"plane": {"side": SIDE, "shares": (counts / counts.sum()).view(SQUARES, SQUARES).tolist()}}
-
-
-def of_half_lives(lives: Tensor) -> dict[str, Any]:
-    """What a report says of half-lives in tokens: percentiles, and the share that lives on for ever."""
-    return {"percentiles": three_percentiles(lives), "share_never": float(lives.isinf().double().mean())}
-
-
-def three_percentiles(x: Tensor) -> dict[str, float]:
-    """The 10th, 50th and 90th percentile of all numbers of x."""
-    return dict(zip(("10", "50", "90"), percentiles(x).tolist(), strict=True))
+    return Plane(side=SIDE, shares=(counts / counts.sum()).view(SQUARES, SQUARES).tolist())
 
 
 def picture_of_kernel(recurrence: Recurrence, inputs: Inputs) -> list[list[float]]:
@@ -105,8 +93,8 @@ def picture_of_kernel(recurrence: Recurrence, inputs: Inputs) -> list[list[float
     return [[round(x, 5) for x in row] for row in shares.tolist()]
 
 
-def disagreement(recurrence: Recurrence, inputs: Inputs) -> dict[str, dict[str, float]]:
-    """Every form's worst relative error against naive in float64, form -> {"output": …, "gradient": …}.
+def disagreement(recurrence: Recurrence, inputs: Inputs) -> dict[str, Errors]:
+    """Every form's worst relative error against naive in float64, by form.
 
     Worst over heads and blocks of 16 tokens (dsf.checking.measure.distance); gradients of all inputs for a fixed random
     cotangent.
@@ -119,7 +107,7 @@ def disagreement(recurrence: Recurrence, inputs: Inputs) -> dict[str, dict[str, 
             continue
         y, grads = _with_gradients(recurrence, inputs, form)
         errors = [distance(grads[k], expected[1][k], kinds[k], "float64") for k in grads]
-        found[form] = {"output": distance(y, expected[0], OUTPUT, "float64"), "gradient": max(errors)}
+        found[form] = Errors(output=distance(y, expected[0], OUTPUT, "float64"), gradient=max(errors))
     return found
 
 

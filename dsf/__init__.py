@@ -1,12 +1,23 @@
 """dsf: sequence mixers declared as dynamical systems S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t.
 
-Declare a recurrence with @dsf.recurrence, call it on tensors, compare its forms with dsf.check, see docs/language.md.
+    f = dsf.recurrence(function)      of annotated inputs, dsf.Key, dsf.Value, dsf.Scalar ..., returning a dsf.System
+    y = f(q, k, v, ...)               (y, final state) with return_state=True; f.step decodes, f.plan says what runs
+    print(dsf.check(f))               every form of it against a float64 oracle, forward and backward
+    f.trajectory(q, k, v, ...)        A, B, C and D of every token; dsf.analysis has measures of them
+    dsf.learn(loss)                   a recurrence from an objective, dsf.Memory
+    dsf.mixers                        the zoo: recurrences (gated_deltanet), and layers (GatedDeltaNet) of their papers
+    dsf.models                        language models around any of them
+    dsf.convert(model)                a model that exists, its mixers run as recurrences
+    dsf.parallel                      a sequence over many ranks
+    dsf.validate, dsf.testing         checks of inputs while they run, and laws for your own tests
+
+docs/tutorial.md begins with nothing, docs/language.md has all of the language.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsf.call import guard
 from dsf.call.long import long_convolution
@@ -65,6 +76,18 @@ if guard.EVERYWHERE:
     from dsf.checking.validate import Guard
 
     guard.everywhere = Guard()
+del guard  # no name of this package
+
+if TYPE_CHECKING:  # what is lazy below
+    from dsf import analysis as analysis
+    from dsf import mixers as mixers
+    from dsf import models as models
+    from dsf import parallel as parallel
+    from dsf import testing as testing
+    from dsf.analysis.convert import convert as convert
+    from dsf.checking.check import check as check
+    from dsf.checking.validate import validate as validate
+    from dsf.triton.names import register_operators as register_operators
 
 # Rooms and tools that load only when used: attribute -> module.
 _LAZY = {
@@ -80,11 +103,13 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'dsf' has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
-    return getattr(module, name) if name in ("check", "convert", "register_operators", "validate") else module
+if not TYPE_CHECKING:  # or every name would be Any, those that are not there too
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'dsf' has no attribute {name!r}")
+        module = importlib.import_module(_LAZY[name])
+        return getattr(module, name) if name in ("check", "convert", "register_operators", "validate") else module
 
 
 __all__ = [

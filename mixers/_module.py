@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,28 @@ class Mixer(Owner, Divided):
     resets = False  # True: `arguments` asks for `Span.starts`
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
     shares: Shares | None = None  # the ranks that share the heads (dsf.parallel.HeadShard), or None
+
+    if TYPE_CHECKING:  # torch says Any of a module's call
+
+        @overload
+        def __call__(
+            self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, *,
+            attention_mask: Tensor | None = None, use_cache: Literal[True] = True, parallel: World | None = None,
+            reverse: bool = False, **tokens: Tensor,
+        ) -> tuple[Tensor, MixerState]: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, *,
+            attention_mask: Tensor | None = None, use_cache: Literal[False], parallel: World | None = None,
+            reverse: bool = False, **tokens: Tensor,
+        ) -> tuple[Tensor, None]: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, *,
+            attention_mask: Tensor | None = None, use_cache: bool, parallel: World | None = None,
+            reverse: bool = False, **tokens: Tensor,
+        ) -> tuple[Tensor, MixerState | None]: ...  # fmt: skip
+        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, MixerState | None]: ...
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()

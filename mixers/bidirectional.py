@@ -69,6 +69,9 @@ class BothWays(Owner, Divided):
             )
         return self.mix(x, cu_seqlens, world), None
 
+    if TYPE_CHECKING:  # torch says Any of a module's call
+        __call__ = forward
+
     def step(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
         """Raises InputError: the first output waits for the last token."""
         raise InputError(

@@ -145,6 +145,9 @@ class Hyena(Owner):
             v = long_convolution(v * gate, filters[place][None], D=self.D[place][None], cu_seqlens=cu_seqlens)
         return self.out_proj((v * gates[0]).squeeze(2)), None
 
+    if TYPE_CHECKING:  # torch says Any of a module's call
+        __call__ = forward
+
     def step(self, x: Tensor, state: Any = None) -> NoReturn:
         """Refused: FormError."""
         self._refuse("has no step")

@@ -18,24 +18,19 @@ from typer.testing import CliRunner
 
 import dsf
 from dsf.analysis import analyze as engine
-from dsf.analysis import measures
+from dsf.analysis import measures, report
 from dsf.analysis import models as loading
 from dsf.analysis._cli_app import app
 from dsf.analysis.analyze import Choice, analyze, anatomy
 from dsf.analysis.analyze.found import in_a_sentence
 from dsf.analysis.analyze.page import Report
+from dsf.analysis.analyze.records import Analysed, EffectiveSize, Head, Run
 from dsf.analysis.models import load_model
 from dsf.analysis.pretrained import EmptyTextError, Pretrained
+from dsf.analysis.probe import of_eigenvalues
 from dsf.analysis.record import record
+from dsf.analysis.records import HalfLives, Lifetimes
 
-TOP = {
-    "schema", "dsf", "machine", "model", "conversion", "text", "window", "contexts", "state", "costs", "runs",
-    "seconds", "peak_gib",
-}  # fmt: skip
-OF_EVERY_RUN = {
-    "name", "layer", "call", "part", "backward", "kind", "recurrence", "structure", "N", "P", "causal", "heads",
-    "distance", "shares", "received",
-}  # fmt: skip
 OF_A_RECURRENCE = {"eigenvalues", "half_life", "horizon", "effective_state_size", "along", "gates", "decay", "write"}
 
 
@@ -101,23 +96,28 @@ def test_every_layer_gets_one_sentence(analysed):
     assert "keeps every key and value" in next(r["found"] for r in data["runs"] if r["kind"] == "softmax")
 
 
+def lives(low, median, high):
+    """Half-lives of these percentiles, which never end if they are infinite."""
+    return HalfLives(percentiles=Lifetimes(low=low, median=median, high=high), share_never=float(low == math.inf))
+
+
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
         (
-            {"half_life": {"percentiles": {"10": 2.0, "50": 5.0, "90": 400.0}, "share_never": 0.0}, "distance": 9.6,
-             "effective_state_size": {"entropy": 3.21, "tolerance": 4}},
+            {"half_life": lives(2.0, 5.0, 400.0), "distance": 9.6,
+             "effective_state_size": EffectiveSize(entropy=3.21, tolerance=4)},
             "3 X has forgotten half after 5 tokens (a tenth of its state lasts 400 tokens), looks 10 tokens back on "
             "average and uses about 3.2 of 16 state entries a channel.",
         ),
         (
-            {"half_life": {"percentiles": {"10": 0.1, "50": 0.2, "90": 0.4}, "share_never": 0.0}, "distance": 0.7},
+            {"half_life": lives(0.1, 0.2, 0.4), "distance": 0.7},
             "3 X forgets within a token and looks at the newest tokens only.",
         ),
         (
-            {"half_life": {"percentiles": dict.fromkeys(("10", "50", "90"), float("inf")), "share_never": 1.0},
-             "distance": 24.0, "heads": [{"distance": 1.0}, {"distance": 30.0}],
-             "eigenvalues": {"share_negative": 0.25}},
+            {"half_life": lives(math.inf, math.inf, math.inf), "distance": 24.0,
+             "heads": [Head(head=0, distance=1.0), Head(head=1, distance=30.0)],
+             "eigenvalues": of_eigenvalues(torch.tensor([-1.0, 1.0, 1.0, 1.0]))},
             "3 X forgets nothing and looks 24 tokens back on average, at all of them nearly alike; its heads differ, "
             "from 1 to 30 tokens back; 25% of its eigenvalues are negative, which flips what is stored.",
         ),
@@ -125,7 +125,8 @@ def test_every_layer_gets_one_sentence(analysed):
     ],
 )  # fmt: skip
 def test_sentences_say_what_the_numbers_say(run, expected):
-    assert in_a_sentence({"name": "3 X", "kind": "own", "N": 16, "causal": True, **run}, 100) == expected
+    about = {"name": "3 X", "layer": "x", "recurrence": "x", "structure": "x", "kind": "own", "N": 16, "P": 1, **run}
+    assert in_a_sentence(Run(call=0, part=0, backward=False, **about), 100) == expected
 
 
 def test_the_page_loads_nothing_and_says_no_nan(analysed):
@@ -137,15 +138,13 @@ def test_the_page_loads_nothing_and_says_no_nan(analysed):
         assert f">{title}</h2>" in html
 
 
-def test_the_data_has_its_schema(analysed):
+def test_the_data_says_what_was_converted_and_found(analysed):
     data = analysed[2]
-    assert data["schema"] == "dsf.analyze/1" and data.keys() == TOP
     assert data["conversion"]["deviation"] < 1e-5 and not data["conversion"]["left_alone"]
     assert [x["kind"] for x in data["conversion"]["layers"]] == ["S6", "softmax", "S6", "softmax"]
     assert data["text"]["sentence"] == "The wife had found out about the affair." and data["text"]["tokens"] == 60
     assert data["text"]["bits_per_token"] > 0 and data["model"]["class"] == "JambaForCausalLM"
     for found in data["runs"]:
-        assert found.keys() >= OF_EVERY_RUN
         if found["kind"] == "S6":
             assert found.keys() >= OF_A_RECURRENCE and found["half_life"]["percentiles"]["50"] > 0
             assert found["heads"][0].keys() >= {"half_life", "horizon", "eigenvalues", "effective_state_size", "gates"}
@@ -166,7 +165,6 @@ def test_maps_are_in_the_order_of_the_sentence(analysed):
 def test_json_on_request_and_layers_and_heads_narrow_it_down(folder, text, tmp_path):
     args = (folder, "--text", text, "--tokens", 30, "--out", tmp_path / "a.html", "--layers", "1,3", "--heads", "2-3")
     data = json.loads(run(*args, "--json").stdout)
-    assert data.keys() == TOP
     assert [r["name"] for r in data["runs"]] == ["1 softmax", "3 softmax"]
     assert [len(r["heads"]) for r in data["runs"]] == [2, 2]
     assert len(data["conversion"]["layers"]) == 4
@@ -180,9 +178,9 @@ def test_every_kind_of_mixer_has_a_page(name):
     assert not {"nan", "inf", "None"} & set(shown.split())
     assert found.deviation < 1e-5
     if name == "lfm2":
-        assert found.data["runs"][0]["window"] == 3 and "half_life" not in found.data["runs"][0]
+        assert found.data.runs[0].window == 3 and found.data.runs[0].half_life is None
     if name == "bert":
-        assert not any(r["causal"] or "half_life" in r or "eigenvalues" in r for r in found.data["runs"])
+        assert not any(r.causal or r.half_life or r.eigenvalues for r in found.data.runs)
 
 
 def test_typesegs_two_directions_are_told_apart_and_read_in_order(tmp_path):
@@ -197,39 +195,105 @@ def test_typesegs_two_directions_are_told_apart_and_read_in_order(tmp_path):
     assert 3 < forth["half_life"]["percentiles"]["50"] < 20  # bytes
 
 
+# The file
+
+
+def test_a_saved_analysis_is_drawn_again_as_it_was(analysed, tmp_path):
+    """All but the wall of maps: a square a head, but from a file, which does not keep them, the mean of a layer's."""
+    out, said, _ = analysed
+    beside, page = out.with_suffix(".json"), tmp_path / "again.html"
+    again = run("--from", beside, "--out", page).stdout
+    assert again.replace(str(page), str(out)) == said.stdout[: said.stdout.rindex(f"wrote {out}")] + f"wrote {out}\n"
+    assert list(tmp_path.iterdir()) == [page]  # the data stays where it is
+    report.write_json(tmp_path / "again.json", Analysed.load(beside).plain())
+    assert (tmp_path / "again.json").read_bytes() == beside.read_bytes()
+    assert without_the_wall(page.read_text(encoding="utf-8")) == without_the_wall(out.read_text(encoding="utf-8"))
+
+
+def without_the_wall(html):
+    wall = re.compile(r"<figure[^>]*>(?:(?!</figure>).)*?All layers (?:and heads )?at once.*?</figure>", re.S)
+    assert len(wall.findall(html)) == 1
+    return wall.sub("", html)
+
+
+def test_numbers_that_json_does_not_have_come_back(analysed, tmp_path):
+    data = json.loads(analysed[0].with_suffix(".json").read_text())
+    softmax = next(place for place, r in enumerate(data["runs"]) if r["kind"] == "softmax")
+    assert data["runs"][softmax]["half_life"]["percentiles"]["50"] is None
+    data["runs"][softmax]["eigenvalues"]["max"] = None
+    report.write_json(tmp_path / "a.json", data)
+    found = Analysed.load(tmp_path / "a.json").runs[softmax]
+    assert found.half_life.percentiles.median == found.horizon.low == math.inf
+    assert math.isnan(found.eigenvalues.max) and found.gates is None
+
+
+def test_the_schema_names_every_field_of_the_file(analysed):
+    """Each object of the file has the fields that its schema requires and no others, wherever it is."""
+    schema = Analysed.model_json_schema(mode="serialization")
+
+    def walk(data, node):
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        if "anyOf" in node:
+            node = next(n for n in node["anyOf"] if (n.get("type") == "null") == (data is None))
+            return walk(data, node) if data is not None else None
+        if isinstance(data, list):
+            return [walk(each, node["items"]) for each in data]
+        if isinstance(data, dict) and "properties" in node:
+            assert set(node.get("required", ())) <= data.keys() <= node["properties"].keys()
+            return [walk(each, node["properties"][key]) for key, each in data.items()]
+        return None
+
+    walk(analysed[2], schema)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": "dsf.analyze/0"}, "of the schema 'dsf.analyze/0'; this release of dsf draws dsf.analyze/1"),
+        ({"schema": None}, "no file of dsf.analyze/1"),
+        ({"window": "wide"}, "window: input should be a valid integer"),
+        ({"runs": [{"name": "x"}]}, "runs.0.layer: field required"),
+        ({"more": 1}, "more: extra inputs are not permitted"),
+    ],
+)
+def test_a_file_that_is_no_analysis_is_refused_in_one_line(analysed, tmp_path, change, said):
+    report.write_json(tmp_path / "a.json", analysed[2] | change)
+    assert said in one_line(run("--from", tmp_path / "a.json", "--out", tmp_path / "a.html", code=2))
+
+
 # The numbers
 
 
 def test_the_numbers_are_those_of_the_measures():
     model = letters("mamba2")
-    found = analyze(model, TEXT, "text", Choice(tokens=50)).data["runs"]
+    found = analyze(model, TEXT, "text", Choice(tokens=50)).data.runs
     ids = model.encode(TEXT)[:, :50]
     with torch.no_grad(), dsf.convert(model.model) as converted, record(converted) as recording:
         model.model(ids)
     for entry, run_ in zip(recording, found, strict=True):
         lives = measures.half_life(entry.trajectory)
-        for head in run_["heads"]:
-            own = measures.percentiles(lives[:, head["head"]])[1]
-            assert head["half_life"]["percentiles"]["50"] == pytest.approx(float(own), rel=1e-5)
+        for head in run_.heads:
+            own = measures.percentiles(lives[:, head.head])[1]
+            assert head.half_life.percentiles.median == pytest.approx(float(own), rel=1e-5)
         part = entry.trajectory.select(channels=slice(0, anatomy.CHANNELS))
         distance = measures.mean_distance(part).mean()
-        assert run_["distance"] == pytest.approx(float(distance), rel=1e-5)
+        assert run_.distance == pytest.approx(float(distance), rel=1e-5)
         entropy = measures.effective_state_size(part).entropy.mean()
-        assert run_["effective_state_size"]["entropy"] == pytest.approx(float(entropy), rel=1e-4)
+        assert run_.effective_state_size.entropy == pytest.approx(float(entropy), rel=1e-4)
 
 
 def test_long_texts_are_measured_on_a_window(monkeypatch):
     monkeypatch.setattr(anatomy, "WINDOW", 16)
     found = analyze(letters("llama"), TEXT, "text", Choice(tokens=48)).data
     short = analyze(letters("llama"), TEXT, "text", Choice(tokens=16)).data
-    for long, whole in zip(found["runs"], short["runs"], strict=True):
-        assert long["distance"] == pytest.approx(whole["distance"], rel=1e-4)
+    for long, whole in zip(found.runs, short.runs, strict=True):
+        assert long.distance == pytest.approx(whole.distance, rel=1e-4)
 
 
 def test_wide_spectra_are_measured_on_fewer_tokens(monkeypatch):
     monkeypatch.setattr(anatomy, "WORK", 1)
-    found = analyze(letters("kimi_linear"), TEXT, "text", Choice(tokens=40)).data["runs"][0]
-    assert found["eigenvalues"]["max"] <= 1 + 1e-6 and found["half_life"]["percentiles"]["50"] > 0
+    found = analyze(letters("kimi_linear"), TEXT, "text", Choice(tokens=40)).data.runs[0]
+    assert found.eigenvalues.max <= 1 + 1e-6 and found.half_life.percentiles.median > 0
 
 
 def test_tokens_looked_at_like_any_other_count_one():
@@ -270,6 +334,8 @@ def test_progress_is_reported():
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
+        ((), "expected either a model or --from a JSON file of dsf analyze"),
+        (("{folder}", "--from", "a.json"), "expected either a model or --from"),
         (("typesg",), "no model folder 'typesg', and no model of that name: typeseg, smollm2; did you mean typeseg?"),
         (("{folder}", "--layers", "7"), "4 converted layers, 0-3, model.layers.0.mamba to"),
         (("{folder}", "--layers", "0", "--heads", "1-2"), "model.layers.0.mamba has 1 head, counted from 0"),
@@ -370,7 +436,7 @@ def test_unknown_mixers_are_listed(text):
     model = letters("llama")
     model.model.add_module("odd", torch.nn.LSTM(4, 4))
     found = analyze(model, TEXT, "text", Choice(tokens=20))
-    assert found.data["conversion"]["left_alone"] == [
+    assert [x.plain() for x in found.data.conversion.left_alone] == [
         {"name": "odd", "type": "LSTM", "why": "its recurrence is nonlinear in its state"}
     ]
     assert "nonlinear in its state" in Report(found).page().html()
@@ -382,7 +448,7 @@ def test_a_conversion_that_changes_the_model_exits_with_one(folder, text, tmp_pa
 
 
 def off(honest):
-    return lambda *args: {**honest(*args), "deviation": 0.5}
+    return lambda *args: honest(*args).model_copy(update={"deviation": 0.5})
 
 
 def test_free_memory_is_a_number_everywhere(monkeypatch):

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import dsf
 from dsf.analysis._cli_app import app
-from dsf.analysis._cli_zoo import range_text
+from dsf.analysis._cli_zoo import Eigenvalues, ZooRecord, range_text
+from dsf.analysis.report import finite
 from dsf.analysis.subjects import find
 from dsf.checking.examples import Example
 from dsf.checking.report import Failure, Report, Row
@@ -85,7 +86,7 @@ def test_zoo_json_says_all_about_every_mixer():
     assert [r["name"] for r in records] == [e.name for e in ZOO]
     by_name = {r["name"]: r for r in records}
     for r in records:
-        assert {"structure", "forms", "state", "eigenvalues", "source", "inputs", "module", "system"} <= r.keys()
+        assert finite(ZooRecord.model_validate(r).plain()) == r
         assert r["forms"] and r["state"]["formula"] and r["state"]["numbers"] > 0 and r["source"]
     s6, softmax, delta = (by_name[n] for n in ("s6", "softmax_attention", "deltanet"))
     assert s6["state"]["numbers"] == 2 * 2048 * 16 and 0 <= s6["eigenvalues"]["low"] < 0.01
@@ -104,14 +105,14 @@ def test_zoo_of_one_shows_its_equations(own):
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        ({"low": 0.001, "high": 1.0, "complex": False}, "[0, 1]"),
-        ({"low": 1.0, "high": 1.0, "complex": False}, "1"),
-        ({"low": -1.0, "high": 1.0, "complex": True}, "[-1, 1] complex"),
-        ({"low": 0.0, "high": 1e40, "complex": False}, "[0, ∞]"),
+        ((0.001, 1.0, False), "[0, 1]"),
+        ((1.0, 1.0, False), "1"),
+        ((-1.0, 1.0, True), "[-1, 1] complex"),
+        ((0.0, 1e40, False), "[0, ∞]"),
     ],
 )
 def test_eigenvalue_ranges_read_well(found, text):
-    assert range_text(found) == text
+    assert range_text(Eigenvalues(low=found[0], high=found[1], complex=found[2])) == text
 
 
 def test_plan_explains_the_choice():

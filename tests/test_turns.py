@@ -262,13 +262,13 @@ def test_reports_show_complex_eigenvalues_in_the_plane():
 
     ring = 0.9 * torch.exp(1j * torch.linspace(-math.pi, math.pi, 400, dtype=torch.float64))
     found = of_eigenvalues(ring)
-    shares = torch.tensor(found["plane"]["shares"])
+    shares = torch.tensor(found.plane.shares)
     places = (torch.arange(SQUARES) + 0.5) / SQUARES * 2.2 - 1.1
     radius = (places[:, None] ** 2 + places[None] ** 2).sqrt()
     assert shares.sum().item() == pytest.approx(1)
     assert (shares[(radius < 0.8) | (radius > 1)] == 0).all()
-    assert len(eigenvalue_histogram({"eigenvalues": found}, "#123456", True).axes[0].images) == 1
-    assert "plane" not in of_eigenvalues(torch.rand(9))
+    assert len(eigenvalue_histogram(found, "#123456", True).axes[0].images) == 1
+    assert "plane" not in of_eigenvalues(torch.rand(9)).plain()
 
 
 def test_plans_name_what_runs():

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import dsf
-from dsf.analysis.analyze import anatomy
+from dsf.analysis.analyze import anatomy, records
 from dsf.analysis.analyze.found import in_a_sentence
+from dsf.analysis.analyze.records import Analysed, Run
 from dsf.analysis.compare import CONTEXTS, machine
 from dsf.analysis.convert import Converted, Layer, convert
 from dsf.analysis.measures import costs, parameter_count
@@ -27,7 +28,6 @@ from dsf.analysis.record import Entry, record
 from dsf.analysis.text import sentences
 from dsf.language.errors import InputError
 
-SCHEMA = "dsf.analyze/1"
 LAW = 1e-4  # how far a conversion may move outputs, relative to their range, in float32
 LEAST_TOKENS = 8
 SENTENCE = (20, 44)  # tokens that a sentence to look at should have
@@ -35,6 +35,7 @@ LARGEST_RECORDING = 4.0  # GiB
 STEPS = ("run the original", "convert", "measure on the text", "measure on a sentence")
 
 Report = Callable[[str, int, int], None]  # (step, done, of)
+Measure = Callable[[Entry, Run], Tensor | None]  # puts what it finds into the run, and returns its maps
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,18 @@ class Choice:
 
 @dataclass
 class Analysis:
-    """What came out. data: the content of the JSON file; maps: |Phi| of heads [H, T, T] by run, for pictures."""
+    """What came out. data: the content of the JSON file; maps: |Phi| of heads [H, T, T] by run, for pictures.
 
-    data: dict[str, Any]
+    No maps where it comes from a file.
+    """
+
+    data: Analysed
     maps: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def deviation(self) -> float:
         """How far the conversion moved the outputs, relative to their range."""
-        return float(self.data["conversion"]["deviation"])
+        return self.data.conversion.deviation
 
 
 def analyze(
@@ -101,29 +105,28 @@ def analyze(
                 found.over(model, sentence, converted, anatomy.of_sentence, STEPS[3])
             runs, maps = found.finish()
             for run in runs:
-                run["found"] = in_a_sentence(run, min(anatomy.WINDOW, ids.shape[1]))
-            data = {
-                "schema": SCHEMA,
-                "dsf": dsf.__version__,
-                "machine": machine(),
-                "model": _of_model(pretrained, longest_context(model)),
-                "conversion": _of_conversion(converted, before, after),
-                "text": {
-                    "name": text_name,
-                    "tokens": ids.shape[1],
-                    "cut_to_context": cut_to,
-                    "bits_per_token": _bits_per_token(type(model).__name__, after, ids),
-                    "sentence": "".join(pretrained.piece(i) for i in sentence[0].tolist()),
-                    "pieces": [pretrained.piece(i) for i in sentence[0].tolist()],
-                },
-                "window": anatomy.WINDOW,
-                "contexts": list(CONTEXTS),
-                "state": _states(converted),
-                "costs": _costs(layers, ids.shape[1]),
-                "runs": runs,
-                "seconds": {k: round(v, 2) for k, v in seconds.items()},
-                "peak_gib": peak_memory(),
-            }
+                run.found = in_a_sentence(run, min(anatomy.WINDOW, ids.shape[1]))
+            data = Analysed(
+                dsf=dsf.__version__,
+                machine=machine(),
+                model=_of_model(pretrained, longest_context(model)),
+                conversion=_of_conversion(converted, before, after),
+                text=records.ReadText(
+                    name=text_name,
+                    tokens=ids.shape[1],
+                    cut_to_context=cut_to,
+                    bits_per_token=_bits_per_token(type(model).__name__, after, ids),
+                    sentence="".join(pretrained.piece(i) for i in sentence[0].tolist()),
+                    pieces=[pretrained.piece(i) for i in sentence[0].tolist()],
+                ),
+                window=anatomy.WINDOW,
+                contexts=list(CONTEXTS),
+                state=_states(converted),
+                costs=_costs(layers, ids.shape[1]),
+                runs=runs,
+                seconds={k: round(v, 2) for k, v in seconds.items()},
+                peak_gib=peak_memory(),
+            )
     return Analysis(data, maps)
 
 
@@ -132,22 +135,19 @@ class _Runs:
 
     def __init__(self, layers: Sequence[Layer], choice: Choice, tell: Report) -> None:
         self.layers, self.choice, self.tell = layers, choice, tell
-        self.runs: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self.runs: dict[tuple[str, int, int], Run] = {}
         self._maps: dict[tuple[str, int, int], Tensor] = {}
 
-    def over(
-        self, model: nn.Module, ids: Tensor, converted: Converted, measure: Callable[[Entry], dict[str, Any]], step: str
-    ) -> None:
-        """Run the model and measure each run of each layer as it happens, keeping none."""
+    def over(self, model: nn.Module, ids: Tensor, converted: Converted, measure: Measure, step: str) -> None:
+        """Run the model and measure each run of each layer as it happens, keeping no more than maps."""
         names = [layer.name for layer in self.layers]
         done: set[str] = set()
 
         def visit(entry: Entry) -> None:
             key = (entry.layer.name, entry.call, entry.part)
-            run = self.runs.setdefault(key, _identity(entry))
-            run |= measure(entry)
-            if "maps" in run:
-                self._maps[key] = run.pop("maps")
+            maps = measure(entry, self.runs.setdefault(key, _identity(entry)))
+            if maps is not None:
+                self._maps[key] = maps
             done.add(entry.layer.name)
             self.tell(step, len(done), len(names))
 
@@ -155,29 +155,28 @@ class _Runs:
         with record(converted, layers=names, heads=self.choice.heads, limit=self.choice.limit, visit=visit):
             outputs(model, ids)
 
-    def finish(self) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    def finish(self) -> tuple[list[Run], dict[str, Tensor]]:
         """The runs in the order of the layers, each with a short name, and their maps by that name."""
         for layer, short in zip(self.layers, short_names(self.layers), strict=True):
-            mine = [run for run in self.runs.values() if run["layer"] == layer.name]
-            both_ways = any(run["backward"] for run in mine)
-            several = len({run["part"] for run in mine}) > 1
+            mine = [run for run in self.runs.values() if run.layer == layer.name]
+            both_ways = any(run.backward for run in mine)
+            several = len({run.part for run in mine}) > 1
             for run in mine:
-                arrow = " ←" if run["backward"] else " →"
-                part = arrow if both_ways else f" part {run['part'] + 1}" if several else ""
-                run["name"] = short + part + (f" call {run['call'] + 1}" if run["call"] else "")
+                arrow = " ←" if run.backward else " →"
+                part = arrow if both_ways else f" part {run.part + 1}" if several else ""
+                run.name = short + part + (f" call {run.call + 1}" if run.call else "")
         order = {layer.name: place for place, layer in enumerate(self.layers)}
         keys = sorted(self.runs, key=lambda key: (order[key[0]], *key[1:]))
-        return [self.runs[k] for k in keys], {self.runs[k]["name"]: self._maps[k] for k in keys if k in self._maps}
+        return [self.runs[k] for k in keys], {self.runs[k].name: self._maps[k] for k in keys if k in self._maps}
 
 
-def _identity(entry: Entry) -> dict[str, Any]:
+def _identity(entry: Entry) -> Run:
     layer = entry.layer
     _, n, p = layer.state or (0, 0, 0)
-    return {
-        "name": layer.name, "layer": layer.name, "call": entry.call, "part": entry.part, "backward": entry.backward,
-        "kind": layer.kind, "recurrence": layer.recurrence.name, "structure": layer.recurrence.spec.structure,
-        "N": n, "P": p,
-    }  # fmt: skip
+    return Run(
+        name=layer.name, layer=layer.name, call=entry.call, part=entry.part, backward=entry.backward,
+        kind=layer.kind, recurrence=layer.recurrence.name, structure=layer.recurrence.spec.structure, N=n, P=p,
+    )  # fmt: skip
 
 
 def chosen(spec: str | None, layers: Sequence[Layer]) -> list[Layer]:
@@ -288,43 +287,40 @@ def _bits_per_token(name: str, out: Tensor, ids: Tensor) -> float | None:
     return float(nats) / math.log(2)
 
 
-def _of_model(pretrained: Pretrained, context: int | None) -> dict[str, Any]:
+def _of_model(pretrained: Pretrained, context: int | None) -> records.Model:
     model = pretrained.model
-    return {
-        "name": pretrained.name,
-        "about": pretrained.about,
-        "class": type(model).__name__,
-        "parameters": parameter_count(model),
-        "longest_context": context,
-    }
+    return records.Model(
+        name=pretrained.name,
+        about=pretrained.about,
+        class_=type(model).__name__,
+        parameters=parameter_count(model),
+        longest_context=context,
+    )
 
 
-def _of_conversion(converted: Converted, before: Tensor, after: Tensor) -> dict[str, Any]:
+def _of_conversion(converted: Converted, before: Tensor, after: Tensor) -> records.Conversion:
     span = float(before.max() - before.min())
     moved = float((after - before).abs().max())
-    return {
-        "layers": [
-            {
-                "name": layer.name, "kind": layer.kind, "recurrence": layer.recurrence.name,
-                "structure": layer.recurrence.spec.structure, "system": str(layer.recurrence),
-                "heads": layer.state and layer.state[0] * layer.parts, "N": layer.state and layer.state[1],
-                "P": layer.state and layer.state[2], "window": layer.window, "notes": list(layer.notes),
-                "parameters": parameter_count(layer.module),
-            }
+    return records.Conversion(
+        layers=[
+            records.ConvertedLayer(
+                name=layer.name, kind=layer.kind, recurrence=layer.recurrence.name,
+                structure=layer.recurrence.spec.structure, system=str(layer.recurrence),
+                heads=layer.state and layer.state[0] * layer.parts, N=layer.state and layer.state[1],
+                P=layer.state and layer.state[2], window=layer.window, notes=list(layer.notes),
+                parameters=parameter_count(layer.module),
+            )
             for layer in converted.layers
         ],
-        "left_alone": [{"name": x.name, "type": x.type, "why": x.why} for x in converted.left_alone],
-        "largest_difference": moved,
-        "range": span,
-        "deviation": moved / span if span else moved,
-    }  # fmt: skip
+        left_alone=[records.LeftAlone(name=x.name, type=x.type, why=x.why) for x in converted.left_alone],
+        largest_difference=moved,
+        range=span,
+        deviation=moved / span if span else moved,
+    )  # fmt: skip
 
 
-def _states(converted: Converted) -> dict[str, Any]:
-    """Bytes (float32) that one sequence keeps at each of CONTEXTS: by kind of layer, and of convolutions apart.
-
-    recurrent_if_cached: what the recurrent layers would keep as softmax attention with keys and values of their width.
-    """
+def _states(converted: Converted) -> records.StateBytes:
+    """Bytes at each of CONTEXTS."""
     ran = [layer for layer in converted.layers if layer.state is not None]
     by_kind: dict[str, list[int]] = {}
     conv, cached = 0, [0] * len(CONTEXTS)
@@ -337,10 +333,10 @@ def _states(converted: Converted) -> dict[str, Any]:
                 heads, _, p = layer.state
                 cached[place] += context * heads * layer.parts * 2 * p * sizes[layer.name].width
         conv = sum(s.conv * s.width for s in sizes.values())
-    return {"bytes_by_kind": by_kind, "convolutions": conv, "recurrent_if_cached": cached}
+    return records.StateBytes(bytes_by_kind=by_kind, convolutions=conv, recurrent_if_cached=cached)
 
 
-def _costs(layers: Sequence[Layer], tokens: int) -> list[dict[str, Any]]:
+def _costs(layers: Sequence[Layer], tokens: int) -> list[records.Costs]:
     """Flops and bytes per token of each form, once for each recurrence and size."""
     found: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
@@ -348,9 +344,9 @@ def _costs(layers: Sequence[Layer], tokens: int) -> list[dict[str, Any]]:
             found.setdefault((layer.recurrence.name, *layer.state), []).append(layer)
     out = []
     for (name, heads, n, p), same in found.items():
-        forms = costs(same[0].recurrence, T=tokens, heads=heads, N=n, P=p)
-        out.append({
-            "recurrence": name, "kind": same[0].kind, "layers": len(same), "heads": heads, "N": n, "P": p,
-            "forms": {c.form: {"flops": c.flops, "bytes": c.bytes} for c in forms},
-        })  # fmt: skip
+        work = costs(same[0].recurrence, T=tokens, heads=heads, N=n, P=p)
+        forms = {c.form: records.Work(flops=c.flops, bytes=c.bytes) for c in work}
+        out.append(
+            records.Costs(recurrence=name, kind=same[0].kind, layers=len(same), heads=heads, N=n, P=p, forms=forms)
+        )
     return out

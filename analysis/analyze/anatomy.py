@@ -1,4 +1,4 @@
-"""What one run of one converted layer shows: its memory, what it looks at, its state, its gates, as plain data."""
+"""What one run of one converted layer shows: its memory, what it looks at, its state, its gates."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsf.analysis import probe
+from dsf.analysis.analyze.records import Along, EffectiveSize, Gates, Head, Run, State
 from dsf.analysis.measures import (
     attention_map,
     effective_rank,
@@ -22,6 +23,7 @@ from dsf.analysis.measures import (
     state_norms,
 )
 from dsf.analysis.record import Entry
+from dsf.analysis.records import HalfLives, Lifetimes, Percentiles
 from dsf.language.errors import InputError
 from dsf.trajectory import Trajectory
 
@@ -34,30 +36,35 @@ NEVER = 1e9  # tokens: what halves later does not forget, but round
 EPS = 0.01  # of a state that is left at its horizon
 
 
-def of_text(entry: Entry) -> dict[str, Any]:
-    """Measures over a recorded text: one entry a head, and what is worth a picture of the whole layer."""
+def of_text(entry: Entry, run: Run) -> None:
+    """Measures over a recorded text, put into its run: of each head, and what is worth a picture of the whole layer."""
     t = entry.trajectory
-    whole: dict[str, Any] = {"causal": is_causal(t)}
-    heads: list[dict[str, Any]] = [{"head": h} for h in range(t.heads)]
-    spectrum(t, whole, heads)
-    memory(t, entry.layer.window, whole, heads)
-    reach(t, whole, heads)
-    state(t, whole, heads)
-    return {**whole, "heads": heads}
+    run.causal = is_causal(t)
+    run.heads = [Head(head=h) for h in range(t.heads)]
+    if run.causal:  # attention both ways has no eigenvalues and no memory
+        spectrum(t, run)
+        memory(t, entry.layer.window, run)
+    reach(t, run)
+    if t.attention is None:  # a KV cache is no such state
+        state(t, run)
 
 
-def of_sentence(entry: Entry) -> dict[str, Any]:
-    """Phi and gates on a sentence, in reading order; maps: the heads' |Phi| [H, T, T], to draw and not to store."""
+def of_sentence(entry: Entry, run: Run) -> Tensor:
+    """Phi and gates on a sentence, in reading order, put into its run.
+
+    Returns the heads' |Phi| [H, T, T], to draw and not to store.
+    """
     t = entry.trajectory
     maps = attention_map(t)[0]
     gates = None if t.attention is not None else gate_strengths(t)
     if entry.backward:
         maps = maps.flip(1, 2)
         gates = None if gates is None else type(gates)(*(g.flip(1) for g in gates))
-    found: dict[str, Any] = {"maps": maps, "shares": rounded(maps.mean(0)), "received": rounded(received(maps))}
-    if gates is not None:
-        found |= {name: rounded(x[0].mean(-1)) for name, x in gates._asdict().items() if bool(x.isfinite().all())}
-    return found
+    run.shares, run.received = rounded(maps.mean(0)), rounded(received(maps))
+    for name, x in {} if gates is None else gates._asdict().items():
+        if bool(x.isfinite().all()):
+            setattr(run, name, rounded(x[0].mean(-1)))
+    return maps
 
 
 def is_causal(t: Trajectory) -> bool:
@@ -81,36 +88,32 @@ def received(maps: Tensor) -> Tensor:
     return share.sum(0) / torch.where(expected == 0, 1.0, expected)
 
 
-def spectrum(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
-    """Eigenvalues of A_t in the framework paper's gauge, from the second token on; none for attention both ways."""
-    if not whole["causal"]:
-        return
+def spectrum(t: Trajectory, run: Run) -> None:
+    """Eigenvalues of A_t in the framework paper's gauge, from the second token on."""
     try:
         values = eigenvalues(affordable(t), paper=True)[:, 1:]
     except InputError:  # dense matrices that are too wide
         return
     real = values.real if values.is_complex() else values
-    whole["eigenvalues"] = probe.of_eigenvalues(values.flatten())
-    for head in heads:
-        head["eigenvalues"] = probe.three_percentiles(real[:, :, head["head"]])
+    run.eigenvalues = probe.of_eigenvalues(values.flatten())
+    for head in run.heads:
+        head.eigenvalues = Percentiles.of(real[:, :, head.head])
 
 
-def memory(t: Trajectory, window: int | None, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
+def memory(t: Trajectory, window: int | None, run: Run) -> None:
     """Half-lives and horizons in tokens, erasure included; softmax attention keeps everything.
 
     Only the window, in tokens, of what keeps it whole and drops the rest (attention with a window, convolutions).
     """
-    if not whole["causal"]:
-        return
     if t.attention is not None:
         if window is not None:
-            whole["window"] = window
+            run.window = window
             return
         lives = [torch.full((1, t.heads, 1, 1), torch.inf)] * 2
     else:
         a = t.transition
         if a.left is not None and not bool(a.decay.any()):  # a convolution's shift register
-            whole["window"] = t.state_size[0] + 1
+            run.window = t.state_size[0] + 1
             return
         part = t if a.is_elementwise else affordable(t)
         of: Any = "decay" if a.is_elementwise else "transition"
@@ -119,14 +122,13 @@ def memory(t: Trajectory, window: int | None, whole: dict[str, Any], heads: list
         except InputError:
             lives = [half_life(t), horizon(t, EPS)]
         lives = [torch.where(x > NEVER, torch.inf, x.double()) for x in lives]
-    whole["half_life"] = probe.of_half_lives(lives[0])
-    whole["horizon"] = probe.three_percentiles(lives[1])
-    for head in heads:
-        head["half_life"] = probe.of_half_lives(lives[0][:, head["head"]])
-        head["horizon"] = probe.three_percentiles(lives[1][:, head["head"]])
+    run.half_life, run.horizon = HalfLives.of(lives[0]), Lifetimes.of(lives[1])
+    for head in run.heads:
+        head.half_life = HalfLives.of(lives[0][:, head.head])
+        head.horizon = Lifetimes.of(lives[1][:, head.head])
 
 
-def reach(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
+def reach(t: Trajectory, run: Run) -> None:
     """Mean attention distance and effective state size, from Phi on the first WINDOW tokens."""
     part = t.select(tokens=slice(0, WINDOW)) if t.tokens > WINDOW else t
     if part.attention is None:
@@ -137,17 +139,16 @@ def reach(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) -> 
     if not bool(phi.isfinite().all()):
         return
     distance = mean_distance(part, phi)[0].mean((1, 2)).tolist()
-    whole["distance"] = _mean(distance)
-    for head in heads:
-        head["distance"] = distance[head["head"]]
-    if not whole["causal"]:
+    run.distance = _mean(distance)
+    for head in run.heads:
+        head.distance = distance[head.head]
+    if not run.causal:
         return
     size = effective_state_size(part, phi=phi)
     tolerance, entropy = (x[0].double().mean((1, 2)).tolist() for x in size)
-    whole["effective_state_size"] = {"tolerance": _mean(tolerance), "entropy": _mean(entropy)}
-    for head in heads:
-        h = head["head"]
-        head["effective_state_size"] = {"tolerance": tolerance[h], "entropy": entropy[h]}
+    run.effective_state_size = EffectiveSize(tolerance=_mean(tolerance), entropy=_mean(entropy))
+    for head in run.heads:
+        head.effective_state_size = EffectiveSize(tolerance=tolerance[head.head], entropy=entropy[head.head])
 
 
 def _first_keys(t: Trajectory, places: int) -> Trajectory:
@@ -158,24 +159,20 @@ def _first_keys(t: Trajectory, places: int) -> Trajectory:
     return replace(t, attention=replace(a, k=a.k[:, :, :places], v=a.v[:, :, :places], seen=seen, bias=bias))
 
 
-def state(t: Trajectory, whole: dict[str, Any], heads: list[dict[str, Any]]) -> None:
-    """Norm and effective rank of S_t along the text, and mean gates; nothing for a KV cache."""
-    if t.attention is not None:
-        return
+def state(t: Trajectory, run: Run) -> None:
+    """Norm and effective rank of S_t along the text, and mean gates."""
     every = max(1, t.tokens // POINTS)
     norms = state_norms(t)[0, every - 1 :: every]
     ranks = effective_rank(t, every)[0]
-    whole["along"] = {
-        "tokens": list(range(every, t.tokens + 1, every)),
-        "norm": rounded(norms.mean(-1)),
-        "rank": rounded(ranks.mean(-1)),
-    }
+    run.along = Along(
+        tokens=list(range(every, t.tokens + 1, every)), norm=rounded(norms.mean(-1)), rank=rounded(ranks.mean(-1))
+    )
     gates = {name: x[0].mean(0) for name, x in gate_strengths(t)._asdict().items() if bool(x.isfinite().all())}
-    whole["gates"] = {name: float(x.mean()) for name, x in gates.items()}
-    for head in heads:
-        h = head["head"]
-        head["state"] = {"norm": float(norms[-1, h]), "rank": float(ranks[-1, h])}
-        head["gates"] = {name: float(x[h]) for name, x in gates.items()}
+    run.gates = Gates(**{name: float(x.mean()) for name, x in gates.items()})
+    for head in run.heads:
+        h = head.head
+        head.state = State(norm=float(norms[-1, h]), rank=float(ranks[-1, h]))
+        head.gates = Gates(**{name: float(x[h]) for name, x in gates.items()})
 
 
 def affordable(t: Trajectory) -> Trajectory:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
+from dsf.analysis.analyze.records import Run
+from dsf.analysis.records import Eigenvalues
 from dsf.analysis.report import duration
 
 EVEN, NEAR = 0.85, 2.0  # of the distance of looking at everything alike; tokens
 APART = 4.0  # heads whose distances differ by this factor are unlike
 
 
-def in_a_sentence(run: Mapping[str, Any], tokens: int) -> str:
+def in_a_sentence(run: Run, tokens: int) -> str:
     """One sentence about a run of a layer (a record of `analyze`).
 
     tokens: over which distances were measured; looking at all of them alike is a quarter of them back on average, a
@@ -21,42 +21,42 @@ def in_a_sentence(run: Mapping[str, Any], tokens: int) -> str:
     parts = [_memory(run), _distance(run, tokens), _used(run)]
     parts = [part for part in parts if part]
     said = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-    return f"{run['name']} {said}{_heads(run)}{_signs(run)}."
+    return f"{run.name} {said}{_heads(run)}{_signs(run)}."
 
 
-def map_words(run: Mapping[str, Any]) -> str:
+def map_words(run: Run) -> str:
     """What a map of a sentence shows, in a few words."""
     parts = []
-    if "distance" in run:
-        parts.append(f"looks {run['distance']:.3g} tokens back on the text")
-    if "half_life" in run and run["half_life"]["share_never"] < 1:
-        parts.append(f"half-life {duration(run['half_life']['percentiles']['50'])}")
-    rows = run["shares"][1:]
+    if run.distance is not None:
+        parts.append(f"looks {run.distance:.3g} tokens back on the text")
+    if run.half_life is not None and run.half_life.share_never < 1:
+        parts.append(f"half-life {duration(run.half_life.percentiles.median)}")
+    rows = run.shares[1:]
     first = sum(row[0] for row in rows) / len(rows)
     if first > 0.25:
         parts.append(f"{first:.0%} of it at the first token")
     return "; ".join(parts)
 
 
-def spectrum_words(run: Mapping[str, Any]) -> str:
+def spectrum_words(found: Eigenvalues) -> str:
     """Where eigenvalues lie, in a few words."""
-    low, middle, high = (run["eigenvalues"]["percentiles"][q] for q in ("10", "50", "90"))
-    return f"median {middle:.2f}, 80 % between {low:.2f} and {high:.2f}"
+    parts = found.percentiles
+    return f"median {parts.median:.2f}, 80 % between {parts.low:.2f} and {parts.high:.2f}"
 
 
-def _memory(run: Mapping[str, Any]) -> str:
-    if "window" in run:
-        return f"keeps the last {run['window']:,} tokens as they were"
-    if run["kind"] == "softmax":
+def _memory(run: Run) -> str:
+    if run.window is not None:
+        return f"keeps the last {run.window:,} tokens as they were"
+    if run.kind == "softmax":
         return "keeps every key and value"
-    life = run.get("half_life")
+    life = run.half_life
     if life is None:
         return "keeps a state that nothing was measured of"
-    middle, slow = life["percentiles"]["50"], life["percentiles"]["90"]
-    if life["share_never"] == 1:
+    middle, slow = life.percentiles.median, life.percentiles.high
+    if life.share_never == 1:
         return "forgets nothing"
     if math.isinf(middle):
-        return f"keeps most of its state for ever ({life['share_never']:.0%})"
+        return f"keeps most of its state for ever ({life.share_never:.0%})"
     if slow < 1:
         return "forgets within a token"
     short = "has forgotten half after a token" if middle < 1 else f"has forgotten half after {_tokens(middle)}"
@@ -65,33 +65,33 @@ def _memory(run: Mapping[str, Any]) -> str:
     return f"{short} (a tenth of its state {'keeps it for ever' if math.isinf(slow) else 'lasts ' + _tokens(slow)})"
 
 
-def _distance(run: Mapping[str, Any], tokens: int) -> str:
-    far = run.get("distance")
+def _distance(run: Run, tokens: int) -> str:
+    far = run.distance
     if far is None:
         return ""
-    even = tokens / (4 if run.get("causal", True) else 3)
+    even = tokens / (4 if run.causal else 3)
     if far < NEAR:
-        return "looks at the newest tokens only" if run.get("causal", True) else "looks at its neighbours only"
+        return "looks at the newest tokens only" if run.causal else "looks at its neighbours only"
     alike = ", at all of them nearly alike," if far > EVEN * even else ""
     return f"looks {far:.0f} tokens back on average{alike}".rstrip(",")
 
 
-def _used(run: Mapping[str, Any]) -> str:
-    size = run.get("effective_state_size")
-    if not size or not run.get("N") or run["kind"] == "softmax":
+def _used(run: Run) -> str:
+    size = run.effective_state_size
+    if size is None or not run.N or run.kind == "softmax":
         return ""
-    return f"uses about {size['entropy']:.2g} of {run['N']} state entries a channel"
+    return f"uses about {size.entropy:.2g} of {run.N} state entries a channel"
 
 
-def _heads(run: Mapping[str, Any]) -> str:
-    far = sorted(h["distance"] for h in run.get("heads", ()) if h.get("distance") is not None)
+def _heads(run: Run) -> str:
+    far = sorted(head.distance for head in run.heads if head.distance is not None)
     if len(far) < 2 or far[-1] < NEAR or far[-1] < APART * max(far[0], 0.5):
         return ""
     return f"; its heads differ, from {far[0]:.2g} to {far[-1]:.3g} tokens back"
 
 
-def _signs(run: Mapping[str, Any]) -> str:
-    negative = run.get("eigenvalues", {}).get("share_negative", 0.0)
+def _signs(run: Run) -> str:
+    negative = 0.0 if run.eigenvalues is None else run.eigenvalues.share_negative
     return f"; {negative:.0%} of its eigenvalues are negative, which flips what is stored" if negative > 0.01 else ""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dsf.analysis.analyze import LAW, Analysis, pictures, tables
 from dsf.analysis.analyze.anatomy import CHANNELS, EPS, POINTS
@@ -27,8 +28,6 @@ from dsf.analysis.report import (
 from dsf.analysis.report.figures import colors as palette
 from dsf.analysis.report.figures import png, ramp, svg
 
-Run = Mapping[str, Any]
-
 FEW = 6  # maps that are shown at once; the others are folded away
 TERMS = {
     **{word: WORDS[word] for word in ("State", "Eigenvalue", "Half-life", "Kernel")},
@@ -45,21 +44,15 @@ class Report:
     """The report of an Analysis: page() and write_pngs(). Every layer has its colour, blue to red by depth."""
 
     def __init__(self, analysis: Analysis) -> None:
-        self.analysis, self.data = analysis, analysis.data
-        self.runs: list[Run] = self.data["runs"]
-        self.colors = dict(zip((r["name"] for r in self.runs), ramp(len(self.runs)), strict=True))
-        kinds = list(self.data["state"]["bytes_by_kind"])
+        self.data, self.runs, self.pieces = analysis.data, analysis.data.runs, analysis.data.text.pieces
+        self.colors = dict(zip((r.name for r in self.runs), ramp(len(self.runs)), strict=True))
+        kinds = list(self.data.state.bytes_by_kind)
         self.kinds = dict(zip(kinds, palette(len(kinds)), strict=True))
-        self.pieces: list[str] = self.data["text"]["pieces"]
-
-    def having(self, key: str) -> list[Run]:
-        """The runs that have a measure."""
-        return [run for run in self.runs if key in run]
-
-    @property
-    def forgetting(self) -> list[Run]:
-        """The runs whose state fades."""
-        return [r for r in self.having("half_life") if r["half_life"]["share_never"] < 1]
+        self.spectra = {r.name: r.eigenvalues for r in self.runs if r.eigenvalues is not None}
+        lives = {r.name: r.half_life for r in self.runs if r.half_life is not None}
+        self.forgetting = {name: life for name, life in lives.items() if life.share_never < 1}
+        self.maps = analysis.maps or {r.name: torch.tensor([r.shares]) for r in self.runs}  # or the mean of the heads
+        self.of_heads = bool(analysis.maps)
 
     def write_pngs(self, folder: Path) -> list[Path]:
         """Every picture as folder/<picture>.png; returns the paths."""
@@ -73,54 +66,53 @@ class Report:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """All figures, name -> matplotlib figure."""
-        colors, drawn = self.colors, {}
+        colors, drawn, runs = self.colors, {}, self.runs
         if self.forgetting:
-            drawn["half_lives"] = compare_pictures.lives(self.forgetting[::-1], colors, "tokens")
-        if spectra := self.having("eigenvalues"):
-            drawn["eigenvalues"] = pictures.spectra(spectra, colors)
-            negative = any(r["eigenvalues"]["share_negative"] > 1e-3 for r in spectra)
-            for run in spectra:
-                drawn[f"eigenvalues {run['name']}"] = compare_pictures.eigenvalue_histogram(
-                    run, colors[run["name"]], negative
-                )
-        drawn["maps"] = pictures.wall(self.runs, self.analysis.maps, colors)
-        for run in self.runs:
-            drawn[f"map {run['name']}"] = compare_pictures.attention(
-                run["shares"], self.pieces, colors[run["name"]], 4.4
-            )
-        if far := self.having("distance"):
-            drawn["distances"] = pictures.heads(
-                far, colors, lambda h: h.get("distance"), "tokens back, mean", pictures.WIDE
-            )
-        if used := self.having("effective_state_size"):
-            for which in ("entropy", "tolerance"):
-                drawn[f"effective_state_{which}"] = pictures.heads(
-                    used, colors, _size_by(which), f"effective state size ({which})"
-                )
-        if states := self.having("along"):
-            drawn["state_norm"] = pictures.along(states, colors, "norm", "norm of the state")
-            drawn["state_rank"] = pictures.along(states, colors, "rank", "effective rank of the state")
+            drawn["half_lives"] = compare_pictures.lives(dict(reversed(self.forgetting.items())), colors, "tokens")
+        if self.spectra:
+            drawn["eigenvalues"] = pictures.spectra(self.spectra, colors)
+            negative = any(found.share_negative > 1e-3 for found in self.spectra.values())
+            for name, found in self.spectra.items():
+                drawn[f"eigenvalues {name}"] = compare_pictures.eigenvalue_histogram(found, colors[name], negative)
+        drawn["maps"] = pictures.wall(self.maps, colors)
+        for run in runs:
+            drawn[f"map {run.name}"] = compare_pictures.attention(run.shares, self.pieces, colors[run.name], 4.4)
+        far = {r.name: [h.distance or 0.0 for h in r.heads] for r in runs if r.distance is not None}
+        if far:
+            drawn["distances"] = pictures.heads(far, colors, "tokens back, mean", pictures.WIDE)
+        used = {r.name: [h.effective_state_size for h in r.heads] for r in runs if r.effective_state_size is not None}
+        if used:
+            entropies = {name: [size.entropy for size in sizes if size] for name, sizes in used.items()}
+            tolerances = {name: [size.tolerance for size in sizes if size] for name, sizes in used.items()}
+            drawn["effective_state_entropy"] = pictures.heads(entropies, colors, "effective state size (entropy)")
+            drawn["effective_state_tolerance"] = pictures.heads(tolerances, colors, "effective state size (tolerance)")
+        if states := {r.name: r.along for r in runs if r.along is not None}:
+            norms = {name: (line.tokens, line.norm) for name, line in states.items()}
+            ranks = {name: (line.tokens, line.rank) for name, line in states.items()}
+            drawn["state_norm"] = pictures.along(norms, colors, "norm of the state")
+            drawn["state_rank"] = pictures.along(ranks, colors, "effective rank of the state")
         for key in ("received", "decay", "erase", "write"):
-            if some := [run for run in self.having(key) if max(run[key]) > 0]:
+            values = {run.name: getattr(run, key) for run in runs}
+            if some := {name: each for name, each in values.items() if each and max(each) > 0}:
                 drawn[f"tokens_{key}"] = pictures.tokens(some, colors, key, self.pieces)
-        state = self.data["state"]
+        state = self.data.state
         drawn["state_bytes"] = pictures.state_bytes(
-            state["bytes_by_kind"], self.data["contexts"], self.kinds, state["recurrent_if_cached"]
+            state.bytes_by_kind, self.data.contexts, self.kinds, state.recurrent_if_cached
         )
         return drawn
 
     def page(self) -> Page:
         """The page with all sections."""
-        model, conversion, words = self.data["model"], self.data["conversion"], self.data["text"]
-        out = Page(f"{model['name']}, opened up", f"{model['about']}.")
-        bits = words["bits_per_token"]
+        model, conversion, words = self.data.model, self.data.conversion, self.data.text
+        out = Page(f"{model.name}, opened up", f"{model.about}.")
+        bits = words.bits_per_token
         out.intro.append(
             facts({
-                "Parameters": count(model["parameters"]),
-                "Mixers converted": str(len(conversion["layers"])),
-                "Read": f"{words['tokens']:,} tokens",
+                "Parameters": count(model.parameters),
+                "Mixers converted": str(len(conversion.layers)),
+                "Read": f"{words.tokens:,} tokens",
                 **({} if bits is None else {"Foresees the text": f"{bits:.2f} bits per token"}),
-                "Outputs moved by": f"{conversion['deviation']:.1g} of their range",
+                "Outputs moved by": f"{conversion.deviation:.1g} of their range",
             })
         )  # fmt: skip
         self.drawn = {name: svg(drawn, name.replace("_", " ")) for name, drawn in self.figures.items()}
@@ -141,10 +133,10 @@ class Report:
         out.section(
             "Layer by layer",
             "One line a mixer; click a heading to sort by it, point at one to see what it means.",
-            text(*(run["found"] for run in self.runs)),
+            text(*(run.found for run in self.runs)),
             tables.layers(self.data, self.colors),
             details(
-                f"Head by head ({sum(len(r['heads']) for r in self.runs)} lines)", tables.heads(self.data, self.colors)
+                f"Head by head ({sum(len(r.heads) for r in self.runs)} lines)", tables.heads(self.data, self.colors)
             ),
         )
 
@@ -153,39 +145,40 @@ class Report:
         shown = [self.runs[i] for i in pictures.spread(len(self.runs), FEW)]
         folded = [run for run in self.runs if run not in shown]
         maps = {
-            run["name"]: figure(self.drawn[f"map {run['name']}"], run["name"], map_words(run), self.colors[run["name"]])
+            run.name: figure(self.drawn[f"map {run.name}"], run.name, map_words(run), self.colors[run.name])
             for run in self.runs
         }
         most = pictures.MOST_HEADS, pictures.MOST_LAYERS
-        cut = max(len(r["heads"]) for r in self.runs) > most[0] or len(self.runs) > most[1]
+        cut = max(map(len, self.maps.values())) > most[0] or len(self.runs) > most[1]
         blocks = [
             figure(
                 self.drawn["maps"],
-                "All layers and heads at once",
-                "A column a layer, a square a head, the sentence running down and to the right in each. A thin "
+                f"All layers {'and heads ' * self.of_heads}at once",
+                f"A column a layer, {'a square a head' if self.of_heads else 'the mean of its heads'}, the sentence "
+                "running down and to the right in each. A thin "
                 "diagonal looks at the newest tokens only, a full triangle at everything, a dark left edge at the "
                 "beginning of the text."
                 + (f" Of many, {most[0]} heads and {most[1]} layers are drawn." if cut else ""),
             ),
             text(
-                f"**With the words.** The sentence “{self.data['text']['sentence'].strip()}”: each row is one output, "
+                f"**With the words.** The sentence “{self.data.text.sentence.strip()}”: each row is one output, "
                 "each column a token that it takes from, and the stronger the colour, the more it counts. For softmax "
                 "attention this is the attention map; for a recurrence it is |Φ|, the same picture computed from A, B "
                 "and C. Averaged over heads and channels, each row relative to its largest entry off the diagonal."
             ),
-            grid([maps[run["name"]] for run in shown], 340),
+            grid([maps[run.name] for run in shown], 340),
         ]
         if folded:
-            blocks.append(details(f"The other {len(folded)} layers", grid([maps[r["name"]] for r in folded], 340)))
+            blocks.append(details(f"The other {len(folded)} layers", grid([maps[r.name] for r in folded], 340)))
         if "distances" in self.drawn:
-            alike = "a quarter" if all(r["causal"] for r in self.runs) else "a third"
-            far = max((h.get("distance", 0), r["name"]) for r in self.runs for h in r["heads"])
+            alike = "a quarter" if all(r.causal for r in self.runs) else "a third"
+            far = max((h.distance or 0.0, r.name) for r in self.runs for h in r.heads)
             blocks.append(
                 figure(
                     self.drawn["distances"],
                     "How far back each head looks",
                     f"Dots are heads, dashes layers: how many tokens back an output takes from, weighed by how much. "
-                    f"Looking at everything alike would give {alike} of {min(self.data['window'], self.tokens_read)} "
+                    f"Looking at everything alike would give {alike} of {min(self.data.window, self.data.text.tokens)} "
                     f"tokens; the farthest-looking head, in layer {far[1]}, looks {far[0]:.0f} back.",
                 )
             )
@@ -193,28 +186,22 @@ class Report:
             "What they look at", "How much each token of a sentence counts in each output, layer by layer.", *blocks
         )
 
-    @property
-    def tokens_read(self) -> int:
-        """Tokens of the text."""
-        return int(self.data["text"]["tokens"])
-
     def memory(self, out: Page) -> None:
         """Half-lives and eigenvalues."""
         blocks = []
         if "half_lives" in self.drawn:
-            slow = max(self.forgetting, key=lambda r: r["half_life"]["percentiles"]["90"])
+            slow, life = max(self.forgetting.items(), key=lambda pair: pair[1].percentiles.high)
             blocks.append(
                 figure(
                     self.drawn["half_lives"],
                     "How long each layer remembers",
                     "Tokens until half of what was written is gone: the dot is the median over all parts of the state, "
                     "the bar runs from the 10th to the 90th percentile. The longest memory is in layer "
-                    f"{slow['name']}, whose slowest tenth halves in {duration(slow['half_life']['percentiles']['90'])} "
+                    f"{slow}, whose slowest tenth halves in {duration(life.percentiles.high)} "
                     "tokens or more.",
                 )
             )
-        kinds = {r["kind"] for r in self.runs}
-        if "softmax" in kinds:
+        if any(r.kind == "softmax" for r in self.runs):
             blocks.append(
                 text(
                     "**Softmax attention forgets nothing:** all keys and values stay in its cache as they were "
@@ -226,8 +213,8 @@ class Report:
             )
         if "eigenvalues" in self.drawn:
             histograms = [
-                figure(self.drawn[f"eigenvalues {r['name']}"], r["name"], spectrum_words(r), self.colors[r["name"]])
-                for r in self.having("eigenvalues")
+                figure(self.drawn[f"eigenvalues {name}"], name, spectrum_words(found), self.colors[name])
+                for name, found in self.spectra.items()
             ]
             blocks += [
                 figure(
@@ -276,8 +263,8 @@ class Report:
         if blocks:
             out.section(
                 "How much of the state is used",
-                f"Measured in the middle of the first {min(self.data['window'], self.tokens_read)} tokens (for systems "
-                f"with channels of their own, on {CHANNELS} of them), and at {POINTS} points along the text.",
+                f"Measured in the middle of the first {min(self.data.window, self.data.text.tokens)} tokens (for "
+                f"systems with channels of their own, on {CHANNELS} of them), and at {POINTS} points along the text.",
                 grid(blocks, 480),
             )
 
@@ -322,7 +309,7 @@ class Report:
                 "Flat: as large after a million tokens as after one. Rising: twice the text, twice the memory."
                 + (
                     " Dashed, for scale: a key and a value of the state's width in every head, for every token."
-                    if any(self.data["state"]["recurrent_if_cached"])
+                    if any(self.data.state.recurrent_if_cached)
                     else ""
                 ),
             ),
@@ -333,52 +320,44 @@ class Report:
         """Work of every form."""
         out.section(
             "What it costs",
-            f"Work of one layer's recurrence on {self.tokens_read} tokens, in every form that it can be computed in: "
-            "counted, not measured.",
+            f"Work of one layer's recurrence on {self.data.text.tokens} tokens, in every form that it can be computed "
+            "in: counted, not measured.",
             tables.costs(self.data),
         )
 
     def conversion(self, out: Page) -> None:
         """What was converted, what was left alone, and how far outputs moved."""
-        found = self.data["conversion"]
-        verdict = "within" if found["deviation"] <= LAW else "**more than**"
-        systems = {x["recurrence"]: x["system"] for x in found["layers"]}
+        found = self.data.conversion
+        verdict = "within" if found.deviation <= LAW else "**more than**"
+        systems = {x.recurrence: x.system for x in found.layers}
         out.section(
             "What was converted",
             "Every mixer below ran as a recurrence of this library while all of the above was measured. If that "
             "changed what the model says, nothing above would be about this model.",
             text(
-                f"On the text, outputs moved by at most {found['largest_difference']:.1g} where they span "
-                f"{found['range']:.3g}: {found['deviation']:.1g} of their range, {verdict} the {LAW:.0e} allowed."
+                f"On the text, outputs moved by at most {found.largest_difference:.1g} where they span "
+                f"{found.range:.3g}: {found.deviation:.1g} of their range, {verdict} the {LAW:.0e} allowed."
             ),
             tables.converted(self.data),
-            tables.left_alone(found["left_alone"])
-            if found["left_alone"]
+            tables.left_alone(found.left_alone)
+            if found.left_alone
             else text("Nothing that mixes tokens was left alone."),
             *(details(f"`{name}` as declared", code(system)) for name, system in systems.items()),
         )
 
     def what_was_run(self, out: Page) -> None:
         """Machine, versions, sizes."""
-        box, words, model = self.data["machine"], self.data["text"], self.data["model"]
-        seconds = self.data["seconds"]
-        cut = words["cut_to_context"]
+        box, words, model = self.data.machine, self.data.text, self.data.model
         rows = {
-            "Model": f"{model['about']}; class {model['class']}, {model['parameters']:,} parameters, float32",
-            "Text": f"{words['name']}: its first {words['tokens']:,} tokens"
-            + (", as many as the model has positions for" if cut else ""),
-            "Machine": f"{box['cpu']}, {box['cores']} cores, {box['system']}",
-            "Versions": f"dsf {self.data['dsf']}, torch {box['torch']}, Python {box['python']}",
-            "Time": ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
-            "Memory": f"{self.data['peak_gib']:.1f} GiB at most"
-            if self.data["peak_gib"]
-            else "not told by this system",
+            "Model": f"{model.about}; class {model.class_}, {model.parameters:,} parameters, float32",
+            "Text": f"{words.name}: its first {words.tokens:,} tokens"
+            + (", as many as the model has positions for" if words.cut_to_context else ""),
+            "Machine": f"{box.cpu}, {box.cores} cores, {box.system}",
+            "Versions": f"dsf {self.data.dsf}, torch {box.torch}, Python {box.python}",
+            "Time": ", ".join(f"{name} {value:.1f} s" for name, value in self.data.seconds.items()),
+            "Memory": f"{self.data.peak_gib:.1f} GiB at most" if self.data.peak_gib else "not told by this system",
         }
         out.section("What was run", "Everything needed to repeat it.", terms(rows))
-
-
-def _size_by(which: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda head: head.get("effective_state_size", {}).get(which)
 
 
 def _file_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,77 +12,72 @@ from torch import Tensor
 
 from dsf.analysis.analyze.tables import nbytes
 from dsf.analysis.compare.pictures import CONTRAST, HALF, WIDE, printable, shades
+from dsf.analysis.records import Eigenvalues
 from dsf.analysis.report import count
 from dsf.analysis.report.figures import INK, MONO, fade, new_figure
 
-Run = Mapping[str, Any]
 Colors = Mapping[str, str]
 
 ROW = 0.2  # inches of a row of a picture that has one for each layer
 MOST_COLUMNS, MOST_HEADS, MOST_LAYERS = 16, 9, 32  # of the wall of maps
 
 
-def spectra(runs: Sequence[Run], colors: Colors) -> Any:
+def spectra(found: Mapping[str, Eigenvalues], colors: Colors) -> Any:
     """Eigenvalues of every layer: a row each, darker where more of them are (square-root scale)."""
-    shape = runs[0]["eigenvalues"]["histogram"]
-    low, high = shape["low"], shape["high"]
-    figure, axes = new_figure(WIDE, ROW * len(runs) + 0.75)
-    for place, run in enumerate(runs):
-        shares = [math.sqrt(s) for s in run["eigenvalues"]["histogram"]["shares"]]
+    shape = next(iter(found.values())).histogram
+    figure, axes = new_figure(WIDE, ROW * len(found) + 0.75)
+    for place, (name, values) in enumerate(found.items()):
+        shares = [math.sqrt(s) for s in values.histogram.shares]
         top = max(shares[1:-1]) or 1.0  # the ends hold all that lies outside
         axes.imshow(
-            [shares], cmap=fade(colors[run["name"]]), vmin=0, vmax=top, interpolation="none", aspect="auto",
-            extent=(low, high, place + 0.45, place - 0.45),
+            [shares], cmap=fade(colors[name]), vmin=0, vmax=top, interpolation="none", aspect="auto",
+            extent=(shape.low, shape.high, place + 0.45, place - 0.45),
         )  # fmt: skip
-    negative = any(run["eigenvalues"]["share_negative"] > 1e-3 for run in runs)
+    negative = any(values.share_negative > 1e-3 for values in found.values())
     for value in (0, 1) if negative else (1,):
         axes.axvline(value, color=INK, lw=0.7, ls=(0, (2, 2)), alpha=0.55)
-    above = any(run["eigenvalues"]["share_above_one"] > 1e-3 for run in runs)
-    axes.set_xlim(low if negative else 0, high if above else 1.01)
-    axes.set_ylim(len(runs) - 0.5, -0.5)
-    _name_rows(axes, runs)
+    above = any(values.share_above_one > 1e-3 for values in found.values())
+    axes.set_xlim(shape.low if negative else 0, shape.high if above else 1.01)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    _name_rows(axes, list(found))
     axes.set_xlabel("eigenvalue of one token's transition: 0 clears, 1 keeps")
     return figure
 
 
-def heads(
-    runs: Sequence[Run], colors: Colors, value: Callable[[Run], float | None], label: str, width: float = HALF
-) -> Any:
-    """A positive number of every head, a column a layer: dots are heads, the dash their median."""
+def heads(found: Mapping[str, Sequence[float]], colors: Colors, label: str, width: float = HALF) -> Any:
+    """A number of every head, a column a layer: dots are heads, the dash their median. Zeros are left out."""
     figure, axes = new_figure(width, 3.2)
-    for place, run in enumerate(runs):
-        values = [x for x in map(value, run["heads"]) if x]
+    for place, (name, every) in enumerate(found.items()):
+        values = [x for x in every if x]
         if not values:
             continue
-        color = colors[run["name"]]
-        axes.plot([place] * len(values), values, "o", color=color, ms=4, alpha=0.55, mew=0)
+        axes.plot([place] * len(values), values, "o", color=colors[name], ms=4, alpha=0.55, mew=0)
         middle = statistics.median(values)
-        axes.plot([place - 0.33, place + 0.33], [middle, middle], color=color, lw=2, solid_capstyle="round")
+        axes.plot([place - 0.33, place + 0.33], [middle, middle], color=colors[name], lw=2, solid_capstyle="round")
     axes.set_yscale("log")
     _plain_ticks(axes)
-    _name_columns(axes, [run["name"] for run in runs])
+    _name_columns(axes, list(found))
     axes.set_ylabel(label)
     axes.grid(axis="y")
     return figure
 
 
-def along(runs: Sequence[Run], colors: Colors, key: str, label: str) -> Any:
-    """A number of the state along the text, a line a layer."""
+def along(found: Mapping[str, tuple[list[int], list[float]]], colors: Colors, label: str) -> Any:
+    """A number of the state along the text, after so many tokens, a line a layer."""
     figure, axes = new_figure(HALF, 3.2)
-    for run in runs:
-        line = run["along"]
-        axes.plot(line["tokens"], line[key], color=colors[run["name"]], lw=1.5, alpha=0.9)
-    values = [x for run in runs for x in run["along"][key] if x > 0]
+    for name, line in found.items():
+        axes.plot(*line, color=colors[name], lw=1.5, alpha=0.9)
+    values = [x for _, line in found.values() for x in line if x > 0]
     if values and max(values) > 30 * min(values):
         axes.set_yscale("log")
         _plain_ticks(axes)
     else:
         axes.set_ylim(bottom=0)
-    last = [run["along"][key][-1] for run in runs]
-    for place in {0, len(runs) - 1, last.index(max(last)), last.index(min(last))}:
+    names, last = list(found), [line[-1] for _, line in found.values()]
+    for place in {0, len(names) - 1, last.index(max(last)), last.index(min(last))}:
         axes.annotate(
-            runs[place]["name"], (runs[place]["along"]["tokens"][-1], last[place]), xytext=(5, 0), va="center",
-            textcoords="offset points", fontsize=7.5, color=colors[runs[place]["name"]], annotation_clip=False,
+            names[place], (found[names[place]][0][-1], last[place]), xytext=(5, 0), va="center",
+            textcoords="offset points", fontsize=7.5, color=colors[names[place]], annotation_clip=False,
         )  # fmt: skip
     axes.set_xlabel("tokens read")
     axes.set_ylabel(label)
@@ -90,55 +85,56 @@ def along(runs: Sequence[Run], colors: Colors, key: str, label: str) -> Any:
     return figure
 
 
-def tokens(runs: Sequence[Run], colors: Colors, key: str, pieces: Sequence[str]) -> Any:
+def tokens(found: Mapping[str, Sequence[float]], colors: Colors, key: str, pieces: Sequence[str]) -> Any:
     """A number of every token of the sentence, a row a layer: pale to dark from zero to the row's largest.
 
     Decays from the smallest on; what is looked at with contrast, for the first token often towers above the rest.
     """
     size = len(pieces)
     long = max(map(len, pieces)) > 1
-    figure, axes = new_figure(WIDE, ROW * len(runs) + (0.95 if long else 0.6))
-    for place, run in enumerate(runs):
-        low = min(run[key]) if key == "decay" else 0.0
-        span = max(run[key]) - low or 1.0
+    figure, axes = new_figure(WIDE, ROW * len(found) + (0.95 if long else 0.6))
+    for place, (name, values) in enumerate(found.items()):
+        low = min(values) if key == "decay" else 0.0
+        span = max(values) - low or 1.0
         contrast = CONTRAST if key == "received" else 1.0
-        shade = [(max(0.0, x - low) / span) ** contrast for x in run[key]]
+        shade = [(max(0.0, x - low) / span) ** contrast for x in values]
         axes.imshow(
-            [shade], cmap=fade(colors[run["name"]]), vmin=0, vmax=1, interpolation="none", aspect="auto",
+            [shade], cmap=fade(colors[name]), vmin=0, vmax=1, interpolation="none", aspect="auto",
             extent=(-0.5, size - 0.5, place + 0.44, place - 0.44),
         )  # fmt: skip
-    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(-0.5, size - 0.5)
     font = {"fontfamily": MONO, "fontsize": 8}
     axes.set_xticks(range(size), [printable(p) for p in pieces], rotation=90 if long else 0, **font)
     axes.xaxis.tick_top()
-    _name_rows(axes, runs)
+    _name_rows(axes, list(found))
     axes.tick_params(axis="x", length=0, pad=2)
     for side in axes.spines.values():
         side.set_visible(False)
     return figure
 
 
-def wall(runs: Sequence[Run], maps: Mapping[str, Tensor], colors: Colors) -> Any:
+def wall(maps: Mapping[str, Tensor], colors: Colors) -> Any:
     """|Phi| of every head on the sentence, a column a layer, a row a head; long models go on below."""
-    shown = [runs[i] for i in spread(len(runs), MOST_LAYERS)]
-    rows = min(MOST_HEADS, max(maps[run["name"]].shape[0] for run in shown))
+    names = list(maps)
+    shown = [names[i] for i in spread(len(names), MOST_LAYERS)]
+    rows = min(MOST_HEADS, max(maps[name].shape[0] for name in shown))
     bands = math.ceil(len(shown) / MOST_COLUMNS)
     columns = math.ceil(len(shown) / bands)
-    size, gap = maps[shown[0]["name"]].shape[-1], 3
+    size, gap = maps[shown[0]].shape[-1], 3
     cell = WIDE / columns
     figure, axes = new_figure(WIDE, bands * (rows * min(cell, 1.6) + 0.3))
     height = bands * (rows * (size + gap) + 8)
     canvas = torch.zeros(height, columns * (size + gap), 4)
-    for place, run in enumerate(shown):
+    for place, name in enumerate(shown):
         band, column = divmod(place, columns)
-        mine = maps[run["name"]]
+        mine = maps[name]
         left, top = column * (size + gap), band * (rows * (size + gap) + 8) + 8
         for row, head in enumerate(spread(mine.shape[0], rows)):
             shade = torch.tensor(shades(mine[head].tolist()))
             y = top + row * (size + gap)
-            canvas[y : y + size, left : left + size] = _tinted(shade, colors[run["name"]])
-        axes.text(left + size / 2, top - 1.5, run["name"], ha="center", va="bottom", fontsize=7.5)
+            canvas[y : y + size, left : left + size] = _tinted(shade, colors[name])
+        axes.text(left + size / 2, top - 1.5, name, ha="center", va="bottom", fontsize=7.5)
     axes.imshow(canvas.numpy(), interpolation="none", aspect="equal" if cell <= 1.6 else "auto")
     axes.set_axis_off()
     return figure
@@ -196,8 +192,8 @@ def _tinted(shade: Tensor, color: str) -> Tensor:
     return out
 
 
-def _name_rows(axes: Any, runs: Sequence[Run]) -> None:
-    axes.set_yticks(range(len(runs)), [run["name"] for run in runs], fontsize=8)
+def _name_rows(axes: Any, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dsf.analysis.analyze.anatomy import EPS
+from dsf.analysis.analyze.records import Analysed, Gates, Head, LeftAlone, Run
 from dsf.analysis.report import Block, Cell, Column, count, duration, table
 
-Data = Mapping[str, Any]
 Colors = Mapping[str, str]
 
 SHOWN_CONTEXTS = (1024, 4096, 65_536, 1_048_576)
 
 
-def layers(data: Data, colors: Colors) -> Block:
+def layers(data: Analysed, colors: Colors) -> Block:
     """One line a layer (or run of a layer)."""
     columns = [
         Column("layer", "place in the model, and kind of mixer; ← reads from right to left", "ascending"),
@@ -25,29 +24,29 @@ def layers(data: Data, colors: Colors) -> Block:
         *_measured(data),
     ]
     rows = []
-    for place, run in enumerate(data["runs"]):
-        size = "KV cache" if run["kind"] == "softmax" else f"{run['N']} × {run['P']}"
+    for place, run in enumerate(data.runs):
+        size = "KV cache" if run.kind == "softmax" else f"{run.N} × {run.P}"
         rows.append([
-            Cell(run["name"], place, color=colors[run["name"]], strong=True),
-            Cell(run["structure"].partition(" (")[0].replace(" ", "\u00a0"), note=run["recurrence"]),
-            _number(len(run["heads"])),
+            Cell(run.name, place, color=colors[run.name], strong=True),
+            Cell(run.structure.partition(" (")[0].replace(" ", "\u00a0"), note=run.recurrence),
+            _number(len(run.heads)),
             Cell(size.replace(" ", "\u00a0")),
-            *_measures(run, run.get("along", {}).get("rank", [math.nan])[-1]),
+            *_measures(run, run.window, run.along.rank[-1] if run.along else None),
         ])  # fmt: skip
     return _filled(columns, rows)
 
 
-def heads(data: Data, colors: Colors) -> Block:
+def heads(data: Analysed, colors: Colors) -> Block:
     """One line a head."""
     columns = [Column("layer", "", "ascending"), Column("head"), *_measured(data)]
     rows = [
         [
-            Cell(run["name"], place, color=colors[run["name"]]),
-            _number(head["head"]),
-            *_measures({**run, **head}, head.get("state", {}).get("rank", math.nan)),
+            Cell(run.name, place, color=colors[run.name]),
+            _number(head.head),
+            *_measures(head, run.window, head.state.rank if head.state else None),
         ]
-        for place, run in enumerate(data["runs"])
-        for head in run["heads"]
+        for place, run in enumerate(data.runs)
+        for head in run.heads
     ]
     return _filled(columns, rows)
 
@@ -58,12 +57,12 @@ def _filled(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> Block:
     return table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
-def _measured(data: Data) -> list[Column]:
+def _measured(data: Analysed) -> list[Column]:
     return [
         Column("half-life", "tokens until half is forgotten: median over the state"),
         Column("slowest tenth", "90th percentile of the half-life"),
         Column("horizon", f"tokens until {EPS:.0%} is left, median"),
-        Column("looks back", f"mean distance in tokens, on the first {data['window']} tokens"),
+        Column("looks back", f"mean distance in tokens, on the first {data.window} tokens"),
         Column("effective state", "numbers of the past that the future depends on, a channel (entropy)"),
         Column("rank", "effective rank of the state at the end of the text"),
         Column("decay", "share of the state that a token lets stand, mean"),
@@ -72,25 +71,23 @@ def _measured(data: Data) -> list[Column]:
     ]
 
 
-def _measures(of: Data, rank: float) -> list[Cell]:
-    gates, size = of.get("gates", {}), of.get("effective_state_size", {})
+def _measures(of: Run | Head, window: int | None, rank: float | None) -> list[Cell]:
+    gates, size = of.gates or Gates(), of.effective_state_size
+    life = of.half_life.percentiles if of.half_life else None
     return [
-        _life(of, "half_life", "50"),
-        _life(of, "half_life", "90"),
-        _life(of, "horizon", "50"),
-        _number(of.get("distance", math.nan)),
-        _number(size.get("entropy", math.nan)),
-        _number(rank),
-        *(_number(gates.get(gate, math.nan)) for gate in ("decay", "erase", "write")),
+        _life(life.median if life else None, window),
+        _life(life.high if life else None, window),
+        _life(of.horizon.median if of.horizon else None, window),
+        *map(_number, (of.distance, size.entropy if size else None, rank, gates.decay, gates.erase, gates.write)),
     ]
 
 
-def state(data: Data, colors: Colors) -> Block:
+def state(data: Analysed, colors: Colors) -> Block:
     """Bytes kept at some contexts, by kind of layer."""
-    contexts, lines = data["contexts"], dict(data["state"]["bytes_by_kind"])
+    contexts, lines = data.contexts, dict(data.state.bytes_by_kind)
     columns = [Column("kind of layer"), *(Column(f"at {c:,} tokens") for c in SHOWN_CONTEXTS)]
-    if data["state"]["convolutions"]:
-        lines["convolutions in front"] = [data["state"]["convolutions"]] * len(contexts)
+    if data.state.convolutions:
+        lines["convolutions in front"] = [data.state.convolutions] * len(contexts)
     places = [contexts.index(c) for c in SHOWN_CONTEXTS]
     rows = [
         [Cell(kind, color=colors.get(kind)), *(Cell(nbytes(sizes[p]), sizes[p]) for p in places)]
@@ -101,7 +98,7 @@ def state(data: Data, colors: Colors) -> Block:
     return table(columns, rows)
 
 
-def costs(data: Data) -> Block:
+def costs(data: Analysed) -> Block:
     """Work per token of every form."""
     columns = [
         Column("recurrence", "and how many layers run it"),
@@ -112,38 +109,38 @@ def costs(data: Data) -> Block:
     ]
     rows = [
         [
-            Cell(f"{entry['recurrence']}, {entry['layers']} layer{'s' * (entry['layers'] > 1)}"),
-            Cell(f"{entry['heads']}, {entry['N']}, {entry['P']}"),
+            Cell(f"{entry.recurrence}, {entry.layers} layer{'s' * (entry.layers > 1)}"),
+            Cell(f"{entry.heads}, {entry.N}, {entry.P}"),
             Cell(form),
-            Cell(count(work["flops"]), work["flops"]),
-            Cell(count(work["bytes"]), work["bytes"]),
+            Cell(count(work.flops), work.flops),
+            Cell(count(work.bytes), work.bytes),
         ]
-        for entry in data["costs"]
-        for form, work in entry["forms"].items()
+        for entry in data.costs
+        for form, work in entry.forms.items()
     ]
     return table(columns, rows)
 
 
-def converted(data: Data) -> Block:
+def converted(data: Analysed) -> Block:
     """What was converted, module by module."""
     columns = [Column("module"), Column("kind"), Column("runs as"), Column("parameters", "projections included")]
     columns.append(Column("where the original is wrong", "and this library is not"))
     rows = [
         [
-            Cell(x["name"]),
-            Cell(x["kind"]),
-            Cell(f"{x['recurrence']}, {x['structure']}"),
-            Cell(count(x["parameters"]), x["parameters"]),
-            Cell("; ".join(x["notes"]) or "–"),
+            Cell(x.name),
+            Cell(x.kind),
+            Cell(f"{x.recurrence}, {x.structure}"),
+            Cell(count(x.parameters), x.parameters),
+            Cell("; ".join(x.notes) or "–"),
         ]
-        for x in data["conversion"]["layers"]
+        for x in data.conversion.layers
     ]
     return table(columns, rows)
 
 
-def left_alone(entries: Sequence[Data]) -> Block:
+def left_alone(entries: Sequence[LeftAlone]) -> Block:
     """What was not converted, and why."""
-    rows = [[Cell(x["name"]), Cell(x["type"]), Cell(x["why"])] for x in entries]
+    rows = [[Cell(x.name), Cell(x.type), Cell(x.why)] for x in entries]
     return table([Column("left alone"), Column("class"), Column("because")], rows)
 
 
@@ -156,18 +153,16 @@ def nbytes(number: float) -> str:
     return f"{number:.3g} TiB"
 
 
-def _life(run: Data, key: str, q: str) -> Cell:
+def _life(found: float | None, window: int | None) -> Cell:
     """A half-life or horizon; for what drops all at once, how much it keeps."""
-    if key not in run:
-        window = run.get("window")
-        if window is None:
-            return _number(math.nan)
+    if found is None and window is not None:
         return Cell(f"window {window}", window, note="kept whole, then dropped")
-    found = run[key]["percentiles"][q] if key == "half_life" else run[key][q]
+    if found is None:
+        return _number(None)
     return Cell("never" if math.isinf(found) else duration(found), found)
 
 
-def _number(value: float) -> Cell:
-    if math.isnan(value):
-        return Cell("–", value, note="not defined for this mixer")
+def _number(value: float | None) -> Cell:
+    if value is None or math.isnan(value):
+        return Cell("–", math.nan, note="not defined for this mixer")
     return Cell(f"{value:.3g}" if abs(value) < 1000 else count(value), value)

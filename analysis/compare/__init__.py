@@ -22,7 +22,8 @@ import dsf
 from dsf.analysis import probe
 from dsf.analysis.compare import fair, recall
 from dsf.analysis.compare.fair import Protocol
-from dsf.analysis.compare.records import Kind, Learnt, MixerRecord
+from dsf.analysis.compare.records import Kind, Learnt, Map, MixerRecord, StateNumbers
+from dsf.analysis.records import Machine
 from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.text import Text
 from dsf.analysis.training import ByteLM, Setup
@@ -53,7 +54,7 @@ class Comparison:
     mixers: list[MixerRecord]
     failed: dict[str, str]
     seconds: float
-    machine: dict[str, str] | None = None
+    machine: Machine | None = None
     version: str = dsf.__version__
 
     def worst(self) -> float:
@@ -62,7 +63,7 @@ class Comparison:
 
     def parameters_apart(self) -> float:
         """How much larger the largest model is than the smallest, as a share."""
-        sizes = [c.parameters["model"] for m in self.mixers for c in m.columns]
+        sizes = [c.parameters.model for m in self.mixers for c in m.columns]
         return max(sizes) / min(sizes) - 1 if sizes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Comparison:
         return {
             "schema": SCHEMA,
             "dsf": self.version,
-            "machine": self.machine or machine(),
+            "machine": (self.machine or machine()).plain(),
             "setup": asdict(self.setup),
             "protocol": {**asdict(self.protocol), "keep": str(self.protocol.keep) if self.protocol.keep else None},
             "parameters_apart": self.parameters_apart(),
@@ -86,7 +87,7 @@ class Comparison:
             "seconds": self.seconds,
             "worst_disagreement": self.worst(),
             "failed": self.failed,
-            "mixers": [m.model_dump() for m in self.mixers],
+            "mixers": [m.plain() for m in self.mixers],
         }
 
 
@@ -266,15 +267,15 @@ def _opened(subject: Subject, model: ByteLM, job: Job) -> tuple[dict[str, Any], 
     layers = probe.inputs_of_layers(model, window)
     letters = torch.tensor([list(job.sentence.encode())])
     laws = probe.disagreement(recurrence, probe.first(recurrence, layers[0], LAW_TOKENS))
+    shares = probe.picture_of_kernel(recurrence, probe.inputs_of_layers(model, letters)[0])
+    eigenvalues, lives = probe.spectrum(recurrence, layers)
     measured = {
-        **probe.spectrum(recurrence, layers),
-        "kernel": {
-            "sentence": job.sentence,
-            "shares": probe.picture_of_kernel(recurrence, probe.inputs_of_layers(model, letters)[0]),
-        },
+        "eigenvalues": eigenvalues,
+        "half_life": lives,
+        "kernel": Map(sentence=job.sentence, shares=shares),
         "state": _states(subject, model),
         "forms": laws,
-        "worst_disagreement": max(e for errors in laws.values() for e in errors.values()),
+        "worst_disagreement": max(errors.worst for errors in laws.values()),
     }
     return measured, probe.first(recurrence, layers[0], SPEED_TOKENS)
 
@@ -283,30 +284,30 @@ def _mixer(model: ByteLM) -> Any:
     return cast(Any, model.blocks[0]).mixer
 
 
-def _states(subject: Subject, model: ByteLM) -> dict[str, Any]:
+def _states(subject: Subject, model: ByteLM) -> StateNumbers:
     """Numbers one layer keeps: as a formula, and at every context of CONTEXTS here and at a real model's width."""
     large = paper_sizes(subject, PAPER_WIDTH, PAPER_HEADS)
     side = PAPER_WIDTH // PAPER_HEADS
     at_width = (
         (lambda t: subject.state_numbers(t, heads=PAPER_HEADS, N=side, P=side)) if large is None else large.state_size
     )
-    return {
-        "formula": subject.state_formula(),
-        "here": [_mixer(model).state_size(t) for t in CONTEXTS],
-        "at_paper_width": [at_width(t) for t in CONTEXTS],
-    }
+    return StateNumbers(
+        formula=subject.state_formula(),
+        here=[_mixer(model).state_size(t) for t in CONTEXTS],
+        at_paper_width=[at_width(t) for t in CONTEXTS],
+    )
 
 
-def machine() -> dict[str, str]:
+def machine() -> Machine:
     """What the numbers were computed on."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    return Machine(
+        cpu=_cpu_name(),
+        cores=str(os.cpu_count()),
+        threads=str(torch.get_num_threads()),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+    )
 
 
 def _cpu_name() -> str:

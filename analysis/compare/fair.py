@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsf.analysis._write import whole
 from dsf.analysis.compare import recall
-from dsf.analysis.compare.records import Kind, Learnt, Spread
+from dsf.analysis.compare.records import Kind, Learnt, Parameters, Spread
 from dsf.analysis.subjects import Subject, find
 from dsf.analysis.text import Text
 from dsf.analysis.training import ByteLM, Setup, bits_per_byte, fit, loss_on, make_model, train
@@ -133,7 +133,7 @@ def learn(
         kind=kind,
         layer=_name(make),
         has_convolution=mixer.conv1d is not None,
-        parameters={"model": _count(first), "mixer": _count(mixer)},
+        parameters=Parameters(model=_count(first), mixer=_count(mixer)),
         hidden=setup.hidden or 2 * setup.d_model,
         rates=trials,
         rate=rate,

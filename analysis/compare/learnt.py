@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsf.analysis.compare import CONTEXTS, LAW, recall
+from dsf.analysis.compare.records import Learnt, MixerRecord, Spread
 from dsf.analysis.report import Cell, Column, Page, code, count, details, duration, figure, grid, table, text
 
 if TYPE_CHECKING:
     from dsf.analysis.compare.page import Builder
-
-Record = Mapping[str, Any]
 
 
 def summary(builder: Builder) -> str:
@@ -33,32 +31,32 @@ def summary(builder: Builder) -> str:
         Column("forms differ by", "worst relative error of any form, output or gradient, in float64"),
         Column("structure", "of the transition A"),
     ]
-    ordered = sorted(builder.records, key=lambda r: r["equal"]["after"]["mean"])
-    longest = max(r["equal"]["after"]["mean"] for r in ordered)
+    ordered = sorted(builder.records, key=lambda r: r.equal.after.mean)
+    longest = max(r.equal.after.mean for r in ordered)
     return table(columns, [row(builder, r, longest) for r in ordered], builder.equal() + ".")
 
 
-def row(builder: Builder, r: Record, longest: float) -> list[Cell]:
+def row(builder: Builder, r: MixerRecord, longest: float) -> list[Cell]:
     """A mixer's line; longest: the bits of a whole bar, from zero: twice as long is twice as many."""
-    own, life, worst = r["equal"], r["half_life"], r["worst_disagreement"]
-    form, speed = max(r["tokens_per_second"].items(), key=lambda item: item[1])
-    state, sizes = r["state"]["here"][CONTEXTS.index(1024)], own["parameters"]
+    own, life, worst = r.equal, r.half_life, r.worst_disagreement
+    form, speed = max(r.tokens_per_second.items(), key=lambda item: item[1])
+    state, sizes = r.state.here[CONTEXTS.index(1024)], own.parameters
     gaps = (str(recall.GAPS[0]), str(recall.GAPS[-1]))
-    right = [_spread_cell(own["recall"][g] if own["recall"] else None, "{:.0%}") for g in gaps]
+    right = [_spread_cell(own.recall[g] if own.recall else None, "{:.0%}") for g in gaps]
     return [
-        Cell(r["name"], color=builder.colors[r["name"]], note=r["summary"], strong=True),
-        _spread_cell(own["after"], "{:.3f}", bar=own["after"]["mean"] / longest),
-        _spread_cell(r["paper"] and r["paper"]["after"], "{:.3f}"),
+        Cell(r.name, color=builder.colors[r.name], note=r.summary, strong=True),
+        _spread_cell(own.after, "{:.3f}", bar=own.after.mean / longest),
+        _spread_cell(r.paper.after if r.paper else None, "{:.3f}"),
         *right,
-        Cell(f"{own['before']:.2f}", own["before"]),
-        Cell(f"{own['rate']:g}", own["rate"], note=_tried(own)),
-        Cell(duration(life["percentiles"]["50"]), life["percentiles"]["50"]),
-        Cell(f"{life['share_never']:.0%}", life["share_never"]),
-        Cell(f"{state:,}", state, note=r["state"]["formula"]),
-        Cell(count(sizes["model"]), sizes["model"], note=f"mixer {sizes['mixer']:,}, MLP {own['hidden']} wide"),
+        Cell(f"{own.before:.2f}", own.before),
+        Cell(f"{own.rate:g}", own.rate, note=_tried(own)),
+        Cell(duration(life.percentiles.median), life.percentiles.median),
+        Cell(f"{life.share_never:.0%}", life.share_never),
+        Cell(f"{state:,}", state, note=r.state.formula),
+        Cell(count(sizes.model), sizes.model, note=f"mixer {sizes.mixer:,}, MLP {own.hidden} wide"),
         Cell(f"{count(speed)} ({form})", speed),
         Cell(f"{worst:.0e}" if worst else "0", worst, strong=worst > LAW),
-        Cell(r["structure"]),
+        Cell(r.structure),
     ]
 
 
@@ -100,7 +98,7 @@ def learning(builder: Builder, out: Page) -> None:
             "Longer than in training",
             "The same bytes predicted after more text: a line that falls makes use of it, one that rises is lost.",
         ))  # fmt: skip
-    samples = [details(f"**{r['name']}**", code(_readable(r["equal"]["sample"]))) for r in builder.records]
+    samples = [details(f"**{r.name}**", code(_readable(r.equal.sample))) for r in builder.records]
     out.section(
         "What they learn",
         "The same text, seeds and order of batches for all; only the mixer differs.",
@@ -111,22 +109,22 @@ def learning(builder: Builder, out: Page) -> None:
     )
 
 
-def _spread_cell(spread: Mapping[str, Any] | None, shown: str, bar: float | None = None) -> Cell:
+def _spread_cell(spread: Spread | None, shown: str, bar: float | None = None) -> Cell:
     """A mean and its spread; the runs when pointed at."""
     if spread is None:
         return Cell("–", math.nan)
-    each = ", ".join(shown.format(x) for x in spread["each"])
-    extra = f" ± {shown.format(spread['spread'])}" if len(spread["each"]) > 1 else ""
-    return Cell(shown.format(spread["mean"]) + extra, spread["mean"], bar=bar, note=each if extra else "")
+    each = ", ".join(shown.format(x) for x in spread.each)
+    extra = f" ± {shown.format(spread.spread)}" if len(spread.each) > 1 else ""
+    return Cell(shown.format(spread.mean) + extra, spread.mean, bar=bar, note=each if extra else "")
 
 
-def _tried(learnt: Record) -> str:
+def _tried(learnt: Learnt) -> str:
     """The rates tried, what each came to, and whether the best is the last of them."""
-    tried = learnt["rates"]
+    tried = learnt.rates
     if not tried:
         return "given"
     rates = sorted(map(float, tried))
-    edge = "; the best is at the edge of those tried" if learnt["rate"] in (rates[0], rates[-1]) else ""
+    edge = "; the best is at the edge of those tried" if learnt.rate in (rates[0], rates[-1]) else ""
     return ", ".join(f"{rate}: {bits:.2f}" for rate, bits in tried.items()) + edge
 
 

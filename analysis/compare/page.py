@@ -10,6 +10,7 @@ from typing import Any
 
 from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, machine, pictures, recall
 from dsf.analysis.compare.learnt import learning, summary
+from dsf.analysis.compare.records import MixerRecord
 from dsf.analysis.probe import MATRIX_TOKENS
 from dsf.analysis.report import (
     Cell,
@@ -29,8 +30,6 @@ from dsf.analysis.report import (
 from dsf.analysis.report.figures import colors as palette
 from dsf.analysis.report.figures import png, svg
 from dsf.call.plan import FORMS
-
-Record = Mapping[str, Any]
 
 WORDS = {
     "State": "What a mixer remembers of the text so far: a fixed number of numbers for recurrences, all "
@@ -73,10 +72,10 @@ class Builder:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        self.records: list[Record] = [m.model_dump() for m in comparison.mixers]
-        self.colors = dict(zip((r["name"] for r in self.records), palette(len(self.records)), strict=True))
+        self.records = comparison.mixers
+        self.colors = dict(zip((r.name for r in self.records), palette(len(self.records)), strict=True))
         self.yardsticks = comparison.text.yardsticks()
-        self.negative = any(r["eigenvalues"]["share_negative"] > 1e-3 for r in self.records)
+        self.negative = any(r.eigenvalues.share_negative > 1e-3 for r in self.records)
 
     def figures(self) -> dict[str, Any]:
         """All figures, name -> matplotlib figure."""
@@ -85,18 +84,19 @@ class Builder:
             "learning": pictures.learning(records, colors, self.yardsticks, self.equal()),
             "curves": pictures.curves(records, colors),
             "half_lives": pictures.half_lives(records, colors),
-            "state_here": pictures.state_sizes(records, colors, CONTEXTS, "here"),
-            "state_at_paper_width": pictures.state_sizes(records, colors, CONTEXTS, "at_paper_width"),
+            "state_here": pictures.state_sizes({r.name: r.state.here for r in records}, colors, CONTEXTS),
+            "state_at_paper_width": pictures.state_sizes(
+                {r.name: r.state.at_paper_width for r in records}, colors, CONTEXTS
+            ),
             "speeds": pictures.speeds(records, colors, FORMS),
         }
-        if any(r["equal"]["recall"] for r in records):
+        if any(r.equal.recall for r in records):
             drawn["recall"] = pictures.recalled(records, colors, recall.CHANCE, str(recall.GAP))
-        if any(r["equal"]["by_length"] for r in records):
+        if any(r.equal.by_length for r in records):
             drawn["lengths"] = pictures.lengths(records, colors)
-        for record in records:
-            name = record["name"]
-            drawn[f"eigenvalues_{name}"] = pictures.eigenvalue_histogram(record, colors[name], self.negative)
-            drawn[f"kernel_{name}"] = pictures.kernel(record, colors[name])
+        for r in records:
+            drawn[f"eigenvalues_{r.name}"] = pictures.eigenvalue_histogram(r.eigenvalues, colors[r.name], self.negative)
+            drawn[f"kernel_{r.name}"] = pictures.kernel(r, colors[r.name])
         return drawn
 
     def equal(self) -> str:
@@ -151,7 +151,7 @@ class Builder:
     def memory(self, out: Page) -> None:
         """Half-lives and eigenvalues."""
         histograms = [
-            figure(self.drawn[f"eigenvalues_{r['name']}"], r["name"], _spectrum_words(r), self.colors[r["name"]])
+            figure(self.drawn[f"eigenvalues_{r.name}"], r.name, _spectrum_words(r), self.colors[r.name])
             for r in self.records
         ]
         out.section(
@@ -174,7 +174,7 @@ class Builder:
 
     def attention(self, out: Page) -> None:
         """Kernel matrices."""
-        maps = [figure(self.drawn[f"kernel_{r['name']}"], r["name"], "", self.colors[r["name"]]) for r in self.records]
+        maps = [figure(self.drawn[f"kernel_{r.name}"], r.name, "", self.colors[r.name]) for r in self.records]
         out.section(
             "What they look at",
             f"The sentence “{self.comparison.sentence}” through the first layer: each row is one output, "
@@ -222,17 +222,17 @@ class Builder:
         for r in self.records:
             cells = []
             for form in names:
-                errors = r["forms"].get(form)
-                worst = max(errors.values()) if errors else math.nan
-                note = f"output {errors['output']:.1e}, gradient {errors['gradient']:.1e}" if errors else "no such form"
+                errors = r.forms.get(form)
+                worst = errors.worst if errors else math.nan
+                note = f"output {errors.output:.1e}, gradient {errors.gradient:.1e}" if errors else "no such form"
                 shown = "–" if errors is None else f"{worst:.1e}" if worst else "0"
                 cells.append(Cell(shown, worst, note=note, strong=worst > LAW))
-            rows.append([Cell(r["name"], color=self.colors[r["name"]]), *cells])
+            rows.append([Cell(r.name, color=self.colors[r.name]), *cells])
         speed_columns = [Column("mixer"), *(Column(f, f"tokens per second of {f}") for f in FORMS)]
         speed_rows = [
             [
-                Cell(r["name"], color=self.colors[r["name"]]),
-                *(_speed_cell(r["tokens_per_second"], form) for form in FORMS),
+                Cell(r.name, color=self.colors[r.name]),
+                *(_speed_cell(r.tokens_per_second, form) for form in FORMS),
             ]
             for r in self.records
         ]
@@ -263,11 +263,9 @@ class Builder:
         """What each mixer is."""
         blocks = [
             details(
-                f"**{r['name']}**: {r['summary']}",
-                text(
-                    f"Source: {r['source']}. Layer of its paper: `{_paper(r)}`. State: {r['state']['formula']} numbers."
-                ),
-                code(r["system"]),
+                f"**{r.name}**: {r.summary}",
+                text(f"Source: {r.source}. Layer of its paper: `{_paper(r)}`. State: {r.state.formula} numbers."),
+                code(r.system),
             )
             for r in self.records
         ]
@@ -292,8 +290,8 @@ class Builder:
             "Recall": f"{self.comparison.protocol.recall_steps} steps of {recall.ROWS} sequences of their own"
             if self.comparison.protocol.recall_steps
             else "not trained",
-            "Machine": f"{box['cpu']}, {box['cores']} cores, {box['system']}",
-            "Versions": f"dsf {self.comparison.version}, torch {box['torch']}, Python {box['python']}",
+            "Machine": f"{box.cpu}, {box.cores} cores, {box.system}",
+            "Versions": f"dsf {self.comparison.version}, torch {box.torch}, Python {box.python}",
             "Time": f"{self.comparison.seconds:.0f} s",
         }
         out.section(
@@ -304,8 +302,8 @@ class Builder:
         )
 
 
-def _paper(r: Record) -> str:
-    return r["paper"]["layer"] if r["paper"] else "none trained"
+def _paper(r: MixerRecord) -> str:
+    return r.paper.layer if r.paper else "none trained"
 
 
 def _speed_cell(speeds: Mapping[str, float], form: str) -> Cell:
@@ -315,14 +313,14 @@ def _speed_cell(speeds: Mapping[str, float], form: str) -> Cell:
     return Cell(count(speed), speed, strong=speed == max(speeds.values()))
 
 
-def _spectrum_words(record: Record) -> str:
-    values, life = record["eigenvalues"], record["half_life"]
-    median = life["percentiles"]["50"]
+def _spectrum_words(record: MixerRecord) -> str:
+    values, life = record.eigenvalues, record.half_life
+    median = life.percentiles.median
     words = [f"half-life {duration(median)} tokens" if math.isfinite(median) else "half-life: never"]
-    if values["share_one"] > 0.005:
-        words.append(f"{values['share_one']:.0%} exactly 1")
-    if values["share_negative"] > 0.001:
-        words.append(f"{values['share_negative']:.1%} negative")
-    if values["share_above_one"] > 0.001:
-        words.append(f"{values['share_above_one']:.0%} above 1")
+    if values.share_one > 0.005:
+        words.append(f"{values.share_one:.0%} exactly 1")
+    if values.share_negative > 0.001:
+        words.append(f"{values.share_negative:.1%} negative")
+    if values.share_above_one > 0.001:
+        words.append(f"{values.share_above_one:.0%} above 1")
     return "; ".join(words)

@@ -7,10 +7,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dsf.analysis.compare.records import MixerRecord, Spread
+from dsf.analysis.records import Eigenvalues, HalfLives, Plane
 from dsf.analysis.report import count
 from dsf.analysis.report.figures import INK, MONO, fade, new_figure
 
-Record = Mapping[str, Any]
 Colors = Mapping[str, str]
 
 WIDE, HALF = 10.8, 6.2  # inches of a figure that has the page's width, and of one of two side by side
@@ -18,24 +19,24 @@ CONTRAST = 0.6  # exponent of shades: below 1 shows faint entries
 LONGEST_LIFE = 1e5  # where half-lives without end are drawn, in tokens
 
 
-def learning(records: Sequence[Record], colors: Colors, yardsticks: Mapping[str, float], equal: str) -> Any:
+def learning(records: Sequence[MixerRecord], colors: Colors, yardsticks: Mapping[str, float], equal: str) -> Any:
     """Bits per byte after training: a dot at the mean of the seeds, a bar of one spread to each side.
 
     Full: the same layer for all; hollow: the paper's own. yardsticks: vertical lines. equal: what is equal, in words.
     """
-    ordered = sorted(records, key=lambda r: -r["equal"]["after"]["mean"])
+    ordered = sorted(records, key=lambda r: -r.equal.after.mean)
     figure, axes = new_figure(HALF, 0.34 * len(ordered) + 1.5)
-    means = [c["after"]["mean"] for r in ordered for c in (r["equal"], r["paper"]) if c is not None]
+    means = [c.after.mean for r in ordered for c in (r.equal, r.paper) if c is not None]
     low, high = min([*means, *yardsticks.values()]) - 0.15, max([*means, *yardsticks.values()]) + 0.3
     for place, record in enumerate(ordered):
-        color = colors[record["name"]]
-        _dot(axes, record["equal"]["after"], place, color)
-        if record["paper"] is not None:
-            _dot(axes, record["paper"]["after"], place - 0.24, color, hollow=True)
+        color = colors[record.name]
+        _dot(axes, record.equal.after, place, color)
+        if record.paper is not None:
+            _dot(axes, record.paper.after, place - 0.24, color, hollow=True)
     for name, value in yardsticks.items():
         axes.axvline(value, color=INK, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
         axes.text(value, len(ordered) - 0.35, f" {name}", va="bottom", fontsize=8, alpha=0.8)
-    _rows(axes, [r["name"] for r in ordered])
+    _rows(axes, [r.name for r in ordered])
     axes.set_ylim(-0.7, len(ordered) + 0.25)
     axes.set_xlim(low, high)
     _legend(axes, ordered)
@@ -44,18 +45,17 @@ def learning(records: Sequence[Record], colors: Colors, yardsticks: Mapping[str,
     return figure
 
 
-def recalled(records: Sequence[Record], colors: Colors, chance: float, trained: str) -> Any:
+def recalled(records: Sequence[MixerRecord], colors: Colors, chance: float, trained: str) -> Any:
     """Share of right answers in the recall task: full at the distance of training, smaller and paler beyond."""
-    ordered = sorted(
-        (r for r in records if r["equal"]["recall"] is not None), key=lambda r: r["equal"]["recall"][trained]["mean"]
-    )
+    asked = [(r.name, r.equal.recall) for r in records if r.equal.recall is not None]
+    ordered = sorted(asked, key=lambda pair: pair[1][trained].mean)
     figure, axes = new_figure(HALF, 0.34 * len(ordered) + 1.5)
-    for place, record in enumerate(ordered):
-        for number, (gap, found) in enumerate(record["equal"]["recall"].items()):
-            _dot(axes, found, place - 0.2 * number, colors[record["name"]], faint=number, label=gap)
+    for place, (name, right) in enumerate(ordered):
+        for number, (gap, found) in enumerate(right.items()):
+            _dot(axes, found, place - 0.2 * number, colors[name], faint=number, label=gap)
     axes.axvline(chance, color=INK, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
     axes.text(chance, len(ordered) - 0.35, " any value told", va="bottom", fontsize=8, alpha=0.8)
-    _rows(axes, [r["name"] for r in ordered])
+    _rows(axes, [name for name, _ in ordered])
     axes.set_ylim(-0.9, len(ordered) + 0.1)
     axes.set_xlim(-0.03, 1.03)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
@@ -64,19 +64,19 @@ def recalled(records: Sequence[Record], colors: Colors, chance: float, trained: 
     return figure
 
 
-def lengths(records: Sequence[Record], colors: Colors) -> Any:
+def lengths(records: Sequence[MixerRecord], colors: Colors) -> Any:
     """Bits per byte of the same bytes against how much text was read before them, from the training length on."""
     figure, axes = new_figure(HALF, max(3.4, 0.25 * len(records) + 1.0))
     for record in records:
-        found = record["equal"]["by_length"]
+        found = record.equal.by_length
         axes.errorbar(
-            [int(n) for n in found], [s["mean"] for s in found.values()], [s["spread"] for s in found.values()],
-            color=colors[record["name"]], lw=1.5, marker="o", ms=4, capsize=2,
+            [int(n) for n in found], [s.mean for s in found.values()], [s.spread for s in found.values()],
+            color=colors[record.name], lw=1.5, marker="o", ms=4, capsize=2,
         )  # fmt: skip
-    known = [int(n) for n in max((r["equal"]["by_length"] for r in records), key=len)]
+    known = [int(n) for n in max((r.equal.by_length for r in records), key=len)]
     axes.set_xscale("log", base=2)
     axes.set_xticks(known, [f"{n:,}" for n in known])
-    ends = [list(r["equal"]["by_length"].values())[-1]["mean"] for r in records]
+    ends = [list(r.equal.by_length.values())[-1].mean for r in records]
     _name_ends(axes, records, colors, ends, known[-1])
     axes.set_xlabel("bytes read (the first is the length of training)")
     axes.set_ylabel("bits per byte")
@@ -84,12 +84,12 @@ def lengths(records: Sequence[Record], colors: Colors) -> Any:
     return figure
 
 
-def curves(records: Sequence[Record], colors: Colors) -> Any:
+def curves(records: Sequence[MixerRecord], colors: Colors) -> Any:
     """Training loss of every mixer in the equal layer against steps, mean of the seeds, smoothed."""
     figure, axes = new_figure(HALF, max(3.4, 0.25 * len(records) + 1.0))
-    smooth = [_smooth(r["equal"]["curve"]) for r in records]
+    smooth = [_smooth(r.equal.curve) for r in records]
     for record, values in zip(records, smooth, strict=True):
-        axes.plot(range(1, len(values) + 1), values, color=colors[record["name"]], lw=1.5)
+        axes.plot(range(1, len(values) + 1), values, color=colors[record.name], lw=1.5)
     steps = max(map(len, smooth))
     axes.set_xlim(1, max(steps, 2))
     _name_ends(axes, records, colors, [values[-1] for values in smooth], steps)
@@ -101,7 +101,7 @@ def curves(records: Sequence[Record], colors: Colors) -> Any:
 
 def _dot(
     axes: Any,
-    spread: Mapping[str, Any],
+    spread: Spread,
     place: float,
     color: str,
     hollow: bool = False,
@@ -109,9 +109,9 @@ def _dot(
     label: str = "",
 ) -> None:
     """A mean, with a bar of one spread to each side where there are several runs."""
-    width = spread["spread"] if len(spread["each"]) > 1 else None
+    width = spread.spread if len(spread.each) > 1 else None
     axes.errorbar(
-        spread["mean"], place, xerr=width, fmt="s" if hollow else "o", color=color, ms=(5.5, 4.5, 4)[faint],
+        spread.mean, place, xerr=width, fmt="s" if hollow else "o", color=color, ms=(5.5, 4.5, 4)[faint],
         mfc="none" if hollow else color, capsize=2.5, lw=1.3, alpha=(1, 0.7, 0.5)[faint], gid=label or None,
     )  # fmt: skip
 
@@ -122,33 +122,33 @@ def _rows(axes: Any, names: Sequence[str]) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _legend(axes: Any, records: Sequence[Record]) -> None:
+def _legend(axes: Any, records: Sequence[MixerRecord]) -> None:
     axes.plot([], [], "o", color=INK, ms=5.5, label="the same layer for all")
-    if any(r["paper"] is not None for r in records):
+    if any(r.paper is not None for r in records):
         axes.plot([], [], "s", color=INK, ms=5.5, mfc="none", label="the paper's own layer")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=2, frameon=False, fontsize=8)
 
 
-def half_lives(records: Sequence[Record], colors: Colors, unit: str = "tokens (bytes of text)") -> Any:
+def half_lives(records: Sequence[MixerRecord], colors: Colors, unit: str = "tokens (bytes of text)") -> Any:
     """Half-lives, longest on top, on a logarithmic axis: a dot at the median, a line from the 10th to the 90th
     percentile."""
-    by_life = sorted(records, key=lambda r: tuple(r["half_life"]["percentiles"][q] for q in ("50", "90", "10")))
-    return lives(by_life, colors, unit)
+    found = [(r.name, r.half_life) for r in records]
+    found.sort(key=lambda pair: (pair[1].percentiles.median, pair[1].percentiles.high, pair[1].percentiles.low))
+    return lives(dict(found), colors, unit)
 
 
-def lives(ordered: Sequence[Record], colors: Colors, unit: str) -> Any:
-    """The same in the order given, the first at the bottom."""
+def lives(ordered: Mapping[str, HalfLives], colors: Colors, unit: str) -> Any:
+    """The same of half-lives by name, in the order given, the first at the bottom."""
     figure, axes = new_figure(WIDE, 0.25 * len(ordered) + 0.8)
-    for place, record in enumerate(ordered):
-        p10, p50, p90 = (_drawn(record["half_life"]["percentiles"][q]) for q in ("10", "50", "90"))
-        color = colors[record["name"]]
-        axes.plot([p10, p90], [place, place], color=color, lw=4.5, alpha=0.4, solid_capstyle="round")
-        axes.plot(p50, place, "o", color=color, ms=7)
+    for place, (name, life) in enumerate(ordered.items()):
+        low, middle, high = map(_drawn, (life.percentiles.low, life.percentiles.median, life.percentiles.high))
+        axes.plot([low, high], [place, place], color=colors[name], lw=4.5, alpha=0.4, solid_capstyle="round")
+        axes.plot(middle, place, "o", color=colors[name], ms=7)
     ticks = [0.1, 1, 10, 100, 1000, 10_000, LONGEST_LIFE]
     axes.set_xscale("log")
     axes.set_xlim(0.08, 1.6 * LONGEST_LIFE)
     axes.set_xticks(ticks, ["0.1", "1", "10", "100", "1,000", "10,000", "never"])
-    axes.set_yticks(range(len(ordered)), [r["name"] for r in ordered])
+    axes.set_yticks(range(len(ordered)), list(ordered))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(-0.6, len(ordered) - 0.4)
@@ -157,15 +157,14 @@ def lives(ordered: Sequence[Record], colors: Colors, unit: str) -> Any:
     return figure
 
 
-def eigenvalue_histogram(record: Record, color: str, negative: bool) -> Any:
+def eigenvalue_histogram(found: Eigenvalues, color: str, negative: bool) -> Any:
     """Shares of eigenvalues on [-1 or 0, 1.25]; heights on a square-root scale, so that rare ones stay visible.
 
     Complex ones in the plane.
     """
-    if "plane" in record["eigenvalues"]:
-        return eigenvalue_plane(record, color)
-    shape = record["eigenvalues"]["histogram"]
-    low, high, shares = shape["low"], shape["high"], shape["shares"]
+    if found.plane is not None:
+        return eigenvalue_plane(found.plane, color)
+    low, high, shares = found.histogram.low, found.histogram.high, found.histogram.shares
     step = (high - low) / len(shares)
     edges = [low + i * step for i in range(len(shares) + 1)]
     figure, axes = new_figure(2.9, 1.45)
@@ -181,10 +180,9 @@ def eigenvalue_histogram(record: Record, color: str, negative: bool) -> Any:
     return figure
 
 
-def eigenvalue_plane(record: Record, color: str) -> Any:
+def eigenvalue_plane(plane: Plane, color: str) -> Any:
     """Complex eigenvalues in the plane, darker where more of them are (square-root scale), and the unit circle."""
-    plane = record["eigenvalues"]["plane"]
-    side, shares = plane["side"], [[math.sqrt(s) for s in row] for row in plane["shares"]]
+    side, shares = plane.side, [[math.sqrt(s) for s in row] for row in plane.shares]
     figure, axes = new_figure(2.9, 2.7)
     axes.imshow(
         shares, cmap=fade(color), vmin=0, interpolation="none", origin="lower", extent=(-side, side, -side, side)
@@ -198,9 +196,9 @@ def eigenvalue_plane(record: Record, color: str) -> Any:
     return figure
 
 
-def kernel(record: Record, color: str) -> Any:
+def kernel(record: MixerRecord, color: str) -> Any:
     """|Phi| on the sentence: row = the output at a character, column = an earlier character."""
-    shares, sentence = record["kernel"]["shares"], record["kernel"]["sentence"]
+    shares, sentence = record.kernel.shares, record.kernel.sentence
     letters = list(sentence.encode().decode("latin-1")) if len(sentence) != len(shares) else list(sentence)
     return attention(shares, letters, color)
 
@@ -225,28 +223,27 @@ def attention(shares: Sequence[Sequence[float]], pieces: Sequence[str], color: s
     return figure
 
 
-def state_sizes(records: Sequence[Record], colors: Colors, contexts: Sequence[int], key: str) -> Any:
-    """Numbers that one layer keeps for one sequence, against the context, both axes logarithmic."""
+def state_sizes(kept: Mapping[str, Sequence[int]], colors: Colors, contexts: Sequence[int]) -> Any:
+    """Numbers that one layer keeps for one sequence, by mixer, against the context, both axes logarithmic."""
     figure, axes = new_figure(HALF, 4.4)
-    groups: dict[tuple[int, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(record["state"][key]), []).append(record)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, found in kept.items():
+        groups.setdefault(tuple(found), []).append(name)
     for sizes, members in groups.items():
         grows = sizes[-1] > sizes[0]
-        color = colors[members[0]["name"]]
+        color = colors[members[0]]
         axes.plot(contexts, [max(s, 1) for s in sizes], color=color, lw=2.6 if grows else 1.7)
     ends = [math.log10(max(sizes[-1], 1)) for sizes in groups]
     axes.set_xscale("log")
     axes.set_yscale("log")
-    names = [", ".join(m["name"] for m in members) for members in groups.values()]
-    labels = [_short(name, len(members)) for name, members in zip(names, groups.values(), strict=True)]
+    labels = [_short(", ".join(members), len(members)) for members in groups.values()]
     labels = [f"{x} (KV cache)" if g[-1] > g[0] else x for x, g in zip(labels, groups, strict=True)]
     low, high = axes.get_ylim()
     places = _apart(ends, (math.log10(high) - math.log10(low)) / 24)
     for place, label, members in zip(places, labels, groups.values(), strict=True):
         axes.annotate(
             label, (contexts[-1], 10**place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8,
-            color=colors[members[0]["name"]], annotation_clip=False,
+            color=colors[members[0]], annotation_clip=False,
         )  # fmt: skip
     axes.set_xlim(contexts[0], contexts[-1])
     ticks = {1: "1", 16: "16", 256: "256", 4096: "4,096", 65_536: "64k", 1_048_576: "1M"}
@@ -258,14 +255,14 @@ def state_sizes(records: Sequence[Record], colors: Colors, contexts: Sequence[in
     return figure
 
 
-def speeds(records: Sequence[Record], colors: Colors, forms: Sequence[str]) -> Any:
+def speeds(records: Sequence[MixerRecord], colors: Colors, forms: Sequence[str]) -> Any:
     """Tokens per second of every form, one panel's row a mixer; dots on a logarithmic axis, one marker a form."""
     markers = dict(zip(forms, ("x", "o", "^", "s", "D"), strict=False))
     figure, axes = new_figure(WIDE, 0.25 * len(records) + 1.1)
-    ordered = sorted(records, key=lambda r: max(r["tokens_per_second"].values()))
+    ordered = sorted(records, key=lambda r: max(r.tokens_per_second.values()))
     for place, record in enumerate(ordered):
-        speeds = record["tokens_per_second"]
-        color = colors[record["name"]]
+        speeds = record.tokens_per_second
+        color = colors[record.name]
         axes.plot([min(speeds.values()), max(speeds.values())], [place, place], color=color, lw=1, alpha=0.4)
         for form, speed in speeds.items():
             axes.plot(speed, place, markers[form], color=color, ms=6, alpha=0.95)
@@ -274,7 +271,7 @@ def speeds(records: Sequence[Record], colors: Colors, forms: Sequence[str]) -> A
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(markers), frameon=False, fontsize=8)
     axes.set_xscale("log")
     axes.set_xticks(*_count_ticks(*axes.get_xlim()))
-    axes.set_yticks(range(len(ordered)), [r["name"] for r in ordered])
+    axes.set_yticks(range(len(ordered)), [r.name for r in ordered])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(-0.6, len(ordered) - 0.4)
@@ -311,15 +308,15 @@ def _smooth(values: Sequence[float], share: float = 0.9) -> list[float]:
     return out
 
 
-def _name_ends(axes: Any, records: Sequence[Record], colors: Colors, ends: Sequence[float], at: float) -> None:
+def _name_ends(axes: Any, records: Sequence[MixerRecord], colors: Colors, ends: Sequence[float], at: float) -> None:
     """Names beside the right ends of lines, pushed apart."""
     low, high = axes.get_ylim()
     places = _apart(ends, (high - low) / 19)
     lift = max(0.0, low - min(places))
     for place, end, record in zip([p + lift for p in places], ends, records, strict=True):
-        color = colors[record["name"]]
+        color = colors[record.name]
         axes.annotate(
-            record["name"], (at, end), xytext=(1.035, place), textcoords=axes.get_yaxis_transform(), va="center",
+            record.name, (at, end), xytext=(1.035, place), textcoords=axes.get_yaxis_transform(), va="center",
             fontsize=8, color=color, annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "alpha": 0.6, "relpos": (0, 0.5)},
         )  # fmt: skip

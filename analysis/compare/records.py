@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from dsf.analysis.records import Eigenvalues, Errors, HalfLives, Number, Record
 
 Kind = Literal["equal", "paper"]
-
-
-class Record(BaseModel):
-    """Base of the records: unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 
 
 class Spread(Record):
     """One number for several seeds. spread: standard deviation of a single run, 0 where there is one seed."""
 
-    mean: float
-    spread: float
-    each: list[float]
+    mean: Number
+    spread: Number
+    each: list[Number]
 
     @classmethod
     def of(cls, each: Sequence[float]) -> Spread:
@@ -32,32 +26,53 @@ class Spread(Record):
         return cls(mean=statistics.fmean(values), spread=spread, each=values)
 
 
+class Parameters(Record):
+    """Of a model and of one mixer in it."""
+
+    model: int
+    mixer: int
+
+
 class Learnt(Record):
     """What models around one layer of a mixer learnt.
 
-    kind: "equal", a `Layer` with the same convolution, gate and norm for all, or "paper", the paper's own. parameters:
-    of the model and of one mixer in it. hidden: channels of its MLP, which make the parameters equal. rates: learning
-    rates tried -> training bits per byte at the end of the trial; rate: the one taken. before, after: bits per byte of
-    held-out text. by_length: of the last bytes of windows so long. recall: share of right answers by the noise between
-    telling and asking, None where it was not trained. curve: training bits per byte, mean of the seeds. sample: text
-    that the first seed's model wrote on.
+    kind: "equal", a `Layer` with the same convolution, gate and norm for all, or "paper", the paper's own. hidden:
+    channels of its MLP, which make the parameters equal. rates: learning rates tried -> training bits per byte at the
+    end of the trial; rate: the one taken. before, after: bits per byte of held-out text. by_length: of the last bytes
+    of windows so long. recall: share of right answers by the noise between telling and asking, None where it was not
+    trained. curve: training bits per byte, mean of the seeds. sample: text that the first seed's model wrote on.
     """
 
     kind: Kind
     layer: str
     has_convolution: bool
-    parameters: dict[str, int]
+    parameters: Parameters
     hidden: int
-    rates: dict[str, float]
+    rates: dict[str, Number]
     rate: float
-    before: float
+    before: Number
     after: Spread
     by_length: dict[str, Spread]
     recall: dict[str, Spread] | None
-    curve: list[float]
+    curve: list[Number]
     seconds: float
     sample: str
     weights: list[str]
+
+
+class Map(Record):
+    """|Phi| on a sentence: shares [T, T] of each earlier byte in each output."""
+
+    sentence: str
+    shares: list[list[Number]]
+
+
+class StateNumbers(Record):
+    """Numbers that one layer keeps: as a formula, and at each context of the comparison, here and at a real width."""
+
+    formula: str
+    here: list[int]
+    at_paper_width: list[int]
 
 
 class MixerRecord(Record):
@@ -71,12 +86,12 @@ class MixerRecord(Record):
     structure: str
     equal: Learnt
     paper: Learnt | None
-    eigenvalues: dict[str, Any]
-    half_life: dict[str, Any]
-    kernel: dict[str, Any]
-    state: dict[str, Any]
-    forms: dict[str, dict[str, float]]
-    worst_disagreement: float
+    eigenvalues: Eigenvalues
+    half_life: HalfLives
+    kernel: Map
+    state: StateNumbers
+    forms: dict[str, Errors]
+    worst_disagreement: Number
     tokens_per_second: dict[str, float]
 
     @property

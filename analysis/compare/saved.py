@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from dsf.analysis.compare import CONTEXTS, SCHEMA, Comparison
+from dsf.analysis.compare import CONTEXTS, Comparison
 from dsf.analysis.compare.fair import Protocol
 from dsf.analysis.compare.records import MixerRecord
+from dsf.analysis.records import File, Machine, Number, Record, first, read
 from dsf.analysis.training import Setup
 from dsf.language.errors import InputError
 
-# Where null stands for itself: everywhere else it is a number that JSON does not have.
-OPTIONAL = {"paper", "recall", "hidden", "keep"}
 KINDS: tuple[Any, Any] = (Setup, Protocol)
 
 
-class SavedText(BaseModel):
+class SavedText(Record):
     """What a comparison keeps of its text: all that its page says of it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     train_bytes: int
@@ -47,21 +42,30 @@ class SavedText(BaseModel):
         return self.yardsticks_bits_per_byte
 
 
-class Saved(BaseModel):
-    """The content of compare.json. Its JSON schema: `Saved.model_json_schema()`."""
+class SavedRecall(Record):
+    """What the recall task was: pairs told, bytes of noise between, share of right answers by chance."""
 
-    model_config = ConfigDict(extra="forbid")
+    pairs: int
+    gaps: list[int]
+    chance: float
 
+
+class Saved(File):
+    """The content of compare.json."""
+
+    schema_: Literal["dsf.compare/2"] = Field(
+        default="dsf.compare/2", validation_alias="schema", serialization_alias="schema"
+    )
     dsf: str
-    machine: dict[str, str]
+    machine: Machine
     setup: Setup
     protocol: Protocol
     parameters_apart: float
-    recall: dict[str, Any]
+    recall: SavedRecall
     text: SavedText
     contexts: list[int]
     seconds: float
-    worst_disagreement: float
+    worst_disagreement: Number
     failed: dict[str, str]
     mixers: list[MixerRecord]
 
@@ -75,15 +79,7 @@ class Saved(BaseModel):
 
 def load(path: Path) -> Comparison:
     """A comparison from its compare.json. Raises InputError for a file that is none, or of another schema."""
-    data = _read(path)
-    schema = data.pop("schema", None)
-    if schema != SCHEMA:
-        said = f"of the schema {schema!r}" if schema else "no compare.json: it names no schema"
-        raise InputError(f"{path} is {said}; this release of dsf draws {SCHEMA}, so run the comparison again")
-    try:
-        saved = Saved.model_validate(_numbers(data))
-    except ValidationError as error:
-        raise InputError(f"{path}: {_first(error)}") from error
+    saved = Saved.load(path)
     if saved.contexts != list(CONTEXTS):
         raise InputError(f"{path}: contexts are {saved.contexts}; expected {list(CONTEXTS)}")
     return saved.comparison()
@@ -95,7 +91,7 @@ def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     The file is JSON: {"setup": {"steps": 400, ...}, "protocol": {"seeds": 5, ...}}. Raises InputError for fields that
     are not there, and for values of another type.
     """
-    data = _read(path)
+    data = read(path)
     kept = {"setup": data.get("setup", {}), "protocol": data.get("protocol", {})}
     unknown = data.keys() - kept.keys()
     if unknown and "schema" not in data:
@@ -111,34 +107,6 @@ def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
             whole: Any = TypeAdapter(kind).validate_python(given)
         except ValidationError as error:
-            raise InputError(f"{path}: {name}.{_first(error)}") from error
+            raise InputError(f"{path}: {name}.{first(error)}") from error
         found.append({field: getattr(whole, field) for field in given})
     return found[0], found[1]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    return data
-
-
-def _numbers(data: Any, name: str = "", lives: bool = False) -> Any:
-    """Put back the numbers that JSON does not have: half-lives that are null never end, others are unknown."""
-    if isinstance(data, dict):
-        return {key: _numbers(value, key, lives or key == "half_life") for key, value in data.items()}
-    if isinstance(data, list):
-        return [_numbers(value, name, lives) for value in data]
-    if data is None and name not in OPTIONAL:
-        return math.inf if lives else math.nan
-    return data
-
-
-def _first(error: ValidationError) -> str:
-    found = error.errors()[0]
-    return f"{'.'.join(map(str, found['loc']))}: {found['msg'].lower()}"

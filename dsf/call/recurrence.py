@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -68,19 +68,29 @@ class Recurrence:
         """The forms this structure has, of naive, recurrent, scan, chunk, kernel and convolution."""
         return forms_of(self.spec)
 
+    @overload
     def __call__(
-        self,
-        /,
-        *args: Tensor,
-        initial_state: State | None = None,
-        cu_seqlens: Tensor | Packing | None = None,
-        return_state: bool = False,
-        form: str = "auto",
-        backend: str = "auto",
-        parallel: World | None = None,
-        reverse: bool = False,
-        **kwargs: Tensor,
-    ) -> Any:
+        self, /, *args: Tensor, initial_state: State | None = None, cu_seqlens: Tensor | Packing | None = None,
+        return_state: Literal[False] = False, form: str = "auto", backend: str = "auto",
+        parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, /, *args: Tensor, initial_state: State | None = None, cu_seqlens: Tensor | Packing | None = None,
+        return_state: Literal[True], form: str = "auto", backend: str = "auto",
+        parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
+    ) -> tuple[Tensor, State]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, /, *args: Tensor, initial_state: State | None = None, cu_seqlens: Tensor | Packing | None = None,
+        return_state: bool, form: str = "auto", backend: str = "auto",
+        parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
+    ) -> Tensor | tuple[Tensor, State]: ...  # fmt: skip
+    def __call__(
+        self, /, *args: Tensor, initial_state: State | None = None, cu_seqlens: Tensor | Packing | None = None,
+        return_state: bool = False, form: str = "auto", backend: str = "auto", parallel: World | None = None,
+        reverse: bool = False, **kwargs: Tensor,
+    ) -> Any:  # fmt: skip
         """Run the recurrence over T tokens.
 
         Inputs by position or name: per token [B, T, H, ·] (a divisor of H heads is shared by groups), Steps
@@ -300,21 +310,10 @@ class Recurrence:
         return true_state(self.spec, state, P)
 
     def plan(
-        self,
-        *args: Tensor,
-        B: Any = 1,
-        T: Any = 2048,
-        H: Any = 1,
-        N: Any = 64,
-        P: Any = 64,
-        dtype: torch.dtype = torch.float32,
-        form: str = "auto",
-        backend: str = "auto",
-        device: torch.device | str = "cpu",
-        parallel: World | None = None,
-        reverse: bool = False,
-        **kwargs: Tensor,
-    ) -> Plan:
+        self, *args: Tensor, B: Any = 1, T: Any = 2048, H: Any = 1, N: Any = 64, P: Any = 64,
+        dtype: torch.dtype = torch.float32, form: str = "auto", backend: str = "auto",
+        device: torch.device | str = "cpu", parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
+    ) -> Plan:  # fmt: skip
         """What the compiler chooses for these tensors or sizes, and why.
 
         B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. dtype, device: with sizes, of the

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsf.mixers.models import *  # noqa: F403
 
 _models = importlib.import_module("dsf.mixers.models")  # by name: this room is below the mixers
 __all__ = list(_models.__all__)
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module 'dsf.models' has no attribute {name!r}")
-    return getattr(_models, name)
+if not TYPE_CHECKING:  # or every name would be Any
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module 'dsf.models' has no attribute {name!r}")
+        return getattr(_models, name)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -86,10 +86,10 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Any]:
         one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
         if one and getattr(self.mixer, "parallel", None) is None:  # a decode step is one launch
-            tokens = {} if turn is None else {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
-            y, state = self.mixer.step(x[:, 0], state, **tokens)
+            now = {} if turn is None else {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
+            y, state = self.mixer.step(x[:, 0], state, **now)
             return y.unsqueeze(1), state
-        tokens = {} if turn is None else {"cos": turn[0], "sin": turn[1]}
+        tokens: dict[str, Any] = {} if turn is None else {"cos": turn[0], "sin": turn[1]}
         return self.mixer(x, state, cu_seqlens, use_cache=keep, **tokens)
 
 
@@ -220,12 +220,16 @@ class CausalLM(nn.Module):
         logits = self.lm_head(hidden)
         return CausalOutput(logits, cross_entropy(logits, targets, num_items_in_batch), state)
 
+    if TYPE_CHECKING:  # torch says Any of a module's call
+        __call__ = forward
+
     @torch.no_grad()
     def step(self, ids: Tensor, state: ModelState | None = None) -> CausalOutput:
         """One token more of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state."""
         if ids.dim() != 1:
             raise InputError(f"step takes one token a sequence, ids [B], got shape {tuple(ids.shape)}")
         found = self(ids.unsqueeze(1), state=state)
+        assert found.logits is not None  # without labels
         return CausalOutput(found.logits[:, 0], None, found.state)
 
     def generate(
