@@ -69,7 +69,7 @@ ROWS = {  # heads, N, P: of one sequence, as in papers
     "gated_deltanet": (16, 128, 128), "kda": (16, 128, 128), "ssd": (64, 128, 64), "s6": (1, 16, 4096),
     "mlstm": (16, 128, 128), "rg_lru": (1, 1, 4096),
 }  # fmt: skip
-WIDER = ("gated_deltanet", "kda", "mlstm")  # 64 heads at the shortest length
+WIDER = ("gated_deltanet", "kda", "mlstm")  # heads as wide as N and P: 64 at the shortest length, and of layers
 LENGTHS, LAYER_TOKENS, FAR_TOKENS, D_MODEL = (8192, 32768, 131072), 32768, 524288, 2048
 SHARES = 6  # processes that compile the candidates of a peer's autotuners
 PARTS = ("link", "rows", "layers", "far", "peers")
@@ -84,10 +84,11 @@ def sizes_of(name, tokens, asked):
 
 
 def layer_of(name, asked, device):
-    """A layer and its input's width."""
+    """A layer and its input's width: where it has heads of a width of their own, as many as the recurrence's row."""
     torch.manual_seed(0)
     width = 32 if asked.dry else D_MODEL
-    layer = get(name).module(d_model=width).to(device)
+    heads = {"n_heads": sizes_of(name, LAYER_TOKENS, asked)[0]} if name in WIDER else {}
+    layer = get(name).module(d_model=width, **heads).to(device)
     return (layer if asked.dry else layer.to(torch.bfloat16)), width
 
 
