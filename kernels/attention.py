@@ -118,13 +118,15 @@ def extend(
 class _Room(NamedTuple):
     """Memory behind a cache's k and v, with places to spare at the end.
 
-    begin: where the cache's first place lies; even: whether every row is known to fill all its places.
+    begin: where the cache's first place lies; even: whether every row is known to fill all its places; lengths: the
+    cache's, which its places hold.
     """
 
     k: Tensor
     v: Tensor
     begin: int = 0
     even: bool = False
+    lengths: Tensor | None = None
 
     def continues(self, cache: KVCache, new: int) -> bool:
         """Whether `new` tokens fit behind this cache, which may be written to outside of inference mode, too."""
@@ -164,10 +166,21 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
         write_behind(whole, fresh.to(whole.dtype), cache)
     gone = 0 if window is None else max(total - window, 0)
     after = KVCache(found[0][:, :, gone:], found[1][:, :, gone:], cache.lengths + new)
-    _ROOMS[after.k] = room._replace(begin=room.begin + gone, even=even)
+    _ROOMS[after.k] = room._replace(begin=room.begin + gone, even=even, lengths=after.lengths)
     if k.dtype != cache.k.dtype:  # the new tokens see themselves as they came
         found = [write_behind(x.to(y.dtype), y, cache) for x, y in zip(found, (k, v), strict=True)]
     return after, found[0], found[1]
+
+
+def is_appended(cache: KVCache) -> bool:
+    """Whether `append` made this cache, from one whose lengths were checked, and nobody has written to its lengths.
+
+    Does not wait for the device. In inference mode, whose tensors do not count writes, nobody is taken to write.
+    """
+    room = _ROOMS.get(cache.k)
+    if room is None or room.lengths is not cache.lengths:
+        return False
+    return cache.lengths.is_inference() or cache.lengths._version == 0
 
 
 def write_behind(whole: Tensor, fresh: Tensor, cache: KVCache) -> Tensor:

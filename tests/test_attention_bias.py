@@ -323,6 +323,24 @@ def test_a_decoded_token_copies_no_cache(recurrence):
     torch.testing.assert_close(torch.cat(found, 1), recurrence(**x))
 
 
+@pytest.mark.parametrize("recurrence", [forgetting, sliding], ids=lambda r: r.name)
+@torch.no_grad()
+def test_decoding_reads_lengths_on_the_host_once(recurrence, monkeypatch):
+    """On a GPU that waits for the device. What somebody has written to is read again, and refused where it is wrong."""
+    x = drawn(recurrence, 6, B=2)
+    start = {n: z[:, :3] if z.dim() > 1 else z for n, z in x.items()}
+    _, cache = recurrence(**start, return_state=True)
+    _, cache = recurrence(**token_of(recurrence, x, 3), initial_state=cache, return_state=True)
+    with monkeypatch.context() as nobody:
+        nobody.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("waits for the device"))
+        _, cache = recurrence(**token_of(recurrence, x, 4), initial_state=cache, return_state=True)
+    for wrong in (cache._replace(lengths=cache.lengths - 9), cache):
+        if wrong is cache:
+            cache.lengths.sub_(9)
+        with pytest.raises(InputError, match=r"lengths of the KV cache are \[-4, -4\]"):
+            recurrence(**token_of(recurrence, x, 5), initial_state=wrong)
+
+
 @torch.no_grad()
 def test_half_precision_and_chunks_of_tokens_are_written_in_place_too():
     x = drawn(everything, 40, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.packing import INTEGERS, Packing
-from dsf.kernels.attention import KVCache
+from dsf.kernels.attention import KVCache, is_appended
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, symbol_of
@@ -231,7 +231,8 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
     if window is not None and places > window:
         raise InputError(f"{spec.name}: the KV cache has {places} places, expected at most the window's {window}")
     most = math.inf if places == window else places
-    if bound.device.type != "meta" and not all(0 <= n <= most for n in cache.lengths.tolist()):
+    known = bound.device.type == "meta" or is_appended(cache)
+    if not known and not all(0 <= n <= most for n in cache.lengths.tolist()):
         raise InputError(
             f"{spec.name}: lengths of the KV cache are {cache.lengths.tolist()}, expected from 0 to {places}, "
             "the places of its k and v"
