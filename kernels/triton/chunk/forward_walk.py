@@ -19,17 +19,24 @@ from dsf.kernels.triton.chunk.tiles import (
     between,
     first_term,
     load_rows,
-    load_terms,
     product,
     read_scale,
     split,
     store_rows,
-    store_terms,
     total_of,
     written_scale,
 )
 from dsf.kernels.triton.chunk.triangle import load_lower
-from dsf.kernels.triton.chunk.walk import Walk, load_pairs, load_wide, of_lane, part_of
+from dsf.kernels.triton.chunk.walk import (
+    Walk,
+    first_state,
+    load_pairs,
+    load_scores,
+    load_wide,
+    of_lane,
+    part_of,
+    store_entries,
+)
 from dsf.kernels.triton.functions import rest_of
 from dsf.kernels.triton.packed import place_of_segment
 from dsf.kernels.triton.structs import derived, of_head
@@ -121,7 +128,8 @@ def forward_walk(
     x = of_lane(q, k, operands, part, sizes, False, C)
     v = of_head(v, lane // sizes.heads, lane % sizes.heads)
     kept = lane * (limit - base) - base  # chunks kept before the first one of all
-    state = _first_state(start, segment, base, part, C)
+    at_start = (segment * C.START * tl.num_programs(1) + lane) * C.N * C.P
+    state = first_state(start, at_start, base > 0, part, C)
     decayed = tl.full([C.BN], 1.0, tl.float32)
     if SUMMARY and C.DELTA:
         state = tl.where((part.keys[:, None] == part.columns[None, :]) & carries, 1.0, 0.0)
@@ -165,19 +173,6 @@ def forward_walk(
         rows = (stop - 1) * C.L + part.local + shift
         _store_y(to, rows, tl.where(stop > first, end, NOWHERE), held, part, sizes, C)
     _store_ends(state, decayed, carries, to, table, segment, segments, part, C)
-
-
-@triton.jit
-def _first_state(start, segment, base, part, C: tl.constexpr):
-    """A segment's first state [BN, BP]."""
-    if start is None:
-        return tl.zeros([C.BN, C.BP], tl.float32)
-    else:
-        at = (segment * C.START * tl.num_programs(1) + part.lane) * C.N * C.P
-        if C.START < 0:
-            return tl.load(start + at + part.place, mask=part.inside & (base > 0), other=0.0)
-        else:
-            return tl.load(start + at + part.place, mask=part.inside, other=0.0)
 
 
 @triton.jit
@@ -233,13 +228,7 @@ def _entries(write, rows_k, rows_of_k, rows, seen, chunk, kept, x, to, part, siz
     ALONE: tl.constexpr = C.STATE_TERMS == 1 and (to.states is not None or not C.DECAY)
     written = split(entry, C.READ_TERMS if FINER else C.ROW_TERMS, C.KIND, ALONE)
     if to.states is not None:
-        wide = C.P * C.ROW_TERMS
-        if C.KEYWISE:
-            at = to.entries + part.row * wide
-            store_terms(at, sizes.heads * wide, rows, part.end, part.columns, C.P, C.BP, written, C.ROW_TERMS)
-        else:
-            at = to.entries + (kept + chunk) * C.L * wide
-            store_terms(at, wide, part.local, None, part.columns, C.P, C.BP, written, C.ROW_TERMS)
+        store_entries(to.entries, part.row, kept + chunk, written, rows, part, sizes, C.ROW_TERMS, C)
     return entry, written
 
 
@@ -253,11 +242,7 @@ def _read(
         tl.static_assert(C.AHEAD and C.KEYWISE)
         weights, scores = pairs, pairs[0]
     elif C.SCORED:
-        if C.KEYWISE:
-            at, step = x.scores, sizes.heads * C.L
-            weights = load_terms(at, step, rows, part.end, part.local, C.L, C.L, C.KIND, C.SCORE_TERMS)
-        else:
-            weights = load_lower(x.scores + chunk * C.PITCH, part.local, C.L, C.KIND, C.SCORE_TERMS)
+        weights = load_scores(x, rows, chunk, part, sizes, C.SCORE_TERMS, C)
         scores = weights[0]
     else:
         scores = tl.dot(rows_q, tl.trans(rows_k), input_precision=C.PRECISION)

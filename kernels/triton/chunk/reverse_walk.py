@@ -18,19 +18,26 @@ from dsf.kernels.triton.chunk.tiles import (
     SOURCE,
     first_term,
     load_rows,
-    load_terms,
     product,
     read_scale,
     split,
     store_rows,
-    store_terms,
     suffix_of,
     total_of,
     turn,
     turned,
 )
 from dsf.kernels.triton.chunk.triangle import load_lower
-from dsf.kernels.triton.chunk.walk import Walk, load_pairs, load_wide, of_lane, part_of
+from dsf.kernels.triton.chunk.walk import (
+    Walk,
+    first_state,
+    load_pairs,
+    load_scores,
+    load_wide,
+    of_lane,
+    part_of,
+    store_entries,
+)
 from dsf.kernels.triton.packed import place_of_segment
 from dsf.kernels.triton.structs import derived, of_head
 
@@ -86,13 +93,7 @@ def reverse_walk(
     dy += part.row * C.P
     kept = lane * (limit - base) - base  # chunks kept before the first one of all
     ends = (segment * tl.num_programs(1) + lane) * C.N * C.P
-    if start is None:
-        state = tl.zeros([C.BN, C.BP], tl.float32)
-    else:
-        there = part.inside
-        if C.START < 0:
-            there &= limit < sizes.length // C.L
-        state = tl.load(start + ends + part.place, mask=there, other=0.0)
+    state = first_state(start, ends, limit < sizes.length // C.L, part, C)
     within = None if C.WHOLE else end
     if C.AHEAD:
         next_rows = tl.maximum((stop - 1) * C.L + part.local + shift, 0)
@@ -135,12 +136,7 @@ def _adjoint(state, given, scores, rows_q, rows_k, rows, chunk, x, part, sizes, 
         weights = turn((scores, load_pairs(x.rest.at, rows, part, sizes, C)))
         scores = weights[0]
     elif C.SCORED:
-        if C.KEYWISE:
-            at, step = x.scores, sizes.heads * C.L
-            weights = load_terms(at, step, rows, part.end, part.local, C.L, C.L, C.KIND, C.ROW_TERMS)
-        else:
-            weights = load_lower(x.scores + chunk * C.PITCH, part.local, C.L, C.KIND, C.ROW_TERMS)
-        weights = turn(weights)
+        weights = turn(load_scores(x, rows, chunk, part, sizes, C.ROW_TERMS, C))
         scores = weights[0]
     else:
         scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=C.PRECISION)
@@ -182,16 +178,10 @@ def _store_values(v, values, adjoint, rows, x, part, sizes, C: tl.constexpr):
 @triton.jit
 def _keep(to, adjoint, rows, chunk, kept, base, limit, part, sizes, C: tl.constexpr):
     """Keep the gradient of a chunk's entries."""
-    terms, wide = split(adjoint, C.KEPT_TERMS, C.KIND, C.STATE_TERMS == 1), C.P * C.KEPT_TERMS
-    if C.KEYWISE:
-        batch, head = part.lane // sizes.heads, part.lane % sizes.heads
-        at = to.entries + (((batch * (limit - base) - base) * C.L - part.shift) * sizes.heads + head) * wide
-        store_terms(
-            at, sizes.heads * wide, rows, part.end, part.columns, C.P, C.BP, terms, C.KEPT_TERMS
-        )  # fmt: skip
-    else:
-        at = to.entries + (kept + chunk) * C.L * wide
-        store_terms(at, wide, part.local, None, part.columns, C.P, C.BP, terms, C.KEPT_TERMS)
+    entries = split(adjoint, C.KEPT_TERMS, C.KIND, C.STATE_TERMS == 1)
+    batch, head = part.lane // sizes.heads, part.lane % sizes.heads
+    row = ((batch * (limit - base) - base) * C.L - part.shift) * sizes.heads + head
+    store_entries(to.entries, row, kept + chunk, entries, rows, part, sizes, C.KEPT_TERMS, C)
 
 
 @triton.jit

@@ -32,11 +32,12 @@ class Tiles:
     """One row of the table: sizes of tiles, precision, and Triton's options (warps, pipeline stages, registers).
 
     chunk: tokens L of a chunk; keys: N padded; precision: dsf.kernels.triton.chunk.precision.
-    Walks. piece: channels of a program; saved_stages: the most stages where states and entries are stored;
-    walk_registers: of a thread, at most, where both walks share a launch (with 168 three programs fit a processor);
-    ahead: values are loaded into registers a chunk early, where shared memory has no room for a third stage; late: a
-    chunk's y is stored while the next chunk's rows are loaded, so that a walk of two stages does not wait for both in
-    turn. It pays where two programs share a processor.
+    transform_registers, walk_registers: the most of a thread in a delta rule's transform, and, of decays alone, in the
+    sums of pieces of T and where both walks share a launch; with 168 three programs fit a processor.
+    Walks. piece: channels of a program; saved_stages: the most stages where states and entries are stored; ahead:
+    values are loaded into registers a chunk early, where shared memory has no room for a third stage; late: a chunk's y
+    is stored while the next chunk's rows are loaded, so that a walk of two stages does not wait for both in turn. It
+    pays where two programs share a processor.
     sum_stages: of the sums of pieces of T. prepare_warps: of the preparation where decays differ by key.
     Gradients. gradient_piece: channels of a program; gradient_keys: its keys, where decays differ by key;
     gradient_roles: programs for a chunk (2: one for reads, one for writes); gradient_heads: the most heads with the

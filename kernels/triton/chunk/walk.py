@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import Chunked, load_rows
+from dsf.kernels.triton.chunk.tiles import Chunked, load_rows, load_terms, store_terms
+from dsf.kernels.triton.chunk.triangle import load_lower
 from dsf.kernels.triton.structs import alike, of_head
 
 
@@ -144,3 +145,36 @@ def load_wide(x, rows, part, sizes, C: tl.constexpr):
 def load_pairs(x, rows, part, sizes, C: tl.constexpr):
     """Of KEYWISE ones the scores of a chunk's rows [L, L], or what rounding left of them."""
     return load_rows(x, sizes.heads * C.L, rows, part.end, part.local, C.L, C.L, C.KIND)
+
+
+@triton.jit
+def load_scores(x, rows, chunk, part, sizes, TERMS: tl.constexpr, C: tl.constexpr):
+    """The scores of a chunk's rows [L, L] in TERMS terms, where SCORED."""
+    if C.KEYWISE:
+        return load_terms(x.scores, sizes.heads * C.L, rows, part.end, part.local, C.L, C.L, C.KIND, TERMS)
+    else:
+        return load_lower(x.scores + chunk * C.PITCH, part.local, C.L, C.KIND, TERMS)
+
+
+@triton.jit
+def store_entries(to, by_token, by_chunk, entries, rows, part, sizes, TERMS: tl.constexpr, C: tl.constexpr):
+    """Store a chunk's entries, or their gradients, in TERMS terms: where KEYWISE in rows of T, the first of them
+    number by_token, else in chunks, of which this is number by_chunk."""
+    wide = C.P * TERMS
+    if C.KEYWISE:
+        at = to + by_token * wide
+        store_terms(at, sizes.heads * wide, rows, part.end, part.columns, C.P, C.BP, entries, TERMS)
+    else:
+        at = to + by_chunk * C.L * wide
+        store_terms(at, wide, part.local, None, part.columns, C.P, C.BP, entries, TERMS)
+
+
+@triton.jit
+def first_state(start, at, within, part, C: tl.constexpr):
+    """A walk's first state [BN, BP]: that of `start` at `at`, or zeros; START -1: zeros unless `within`."""
+    if start is None:
+        return tl.zeros([C.BN, C.BP], tl.float32)
+    elif C.START < 0:
+        return tl.load(start + at + part.place, mask=part.inside & within, other=0.0)
+    else:
+        return tl.load(start + at + part.place, mask=part.inside, other=0.0)
