@@ -357,6 +357,14 @@ def test_ranges_follow_from_the_expressions():
 
     assert words(two_corrections)["b"] == words(two_corrections)["c"] == "in [0, 1]"
 
+    @dsf.recurrence
+    def sunk(q: Key, k: Key, v: Value, g: Scalar, s: Param[Scalar], t: Param[Scalar]) -> System:
+        features = [dsf.exp_features(x) for x in (k, q)]
+        rule = lambda num, den, one: num / (den + (s + exp(t)) * one)  # noqa: E731
+        return System(A=exp(g), B=features[0] * v, C=features[1], normalize=rule)
+
+    assert words(sunk) == {"q": "real", "k": "real", "v": "real", "g": "≤ 0", "s": "≥ 0", "t": "real"}
+
 
 @given(testing.inputs_for(gated_delta))
 @settings(max_examples=40)

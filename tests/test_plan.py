@@ -1,13 +1,14 @@
 """The plan: one ladder from structure to form, its costs, and what Spec and Plan print."""
 
 import dataclasses
+import re
 
 import pytest
 import structures
 import torch
 
 import dsf
-from dsf import FormError, mixers
+from dsf import FormError, Key, Scalar, Value, mixers
 from dsf.call.plan import FORMS, SHORT
 
 STRUCTURES = {
@@ -27,7 +28,7 @@ STRUCTURES = {
     "gated_delta": ("scalar decay + delta", "WY chunks"),
     "key_delta": ("key-diagonal decay + delta", "WY chunks"),
     "rank_one": ("key-diagonal decay + rank-one", "WY chunks"),
-    "channel_delta": ("identity + delta", "WY chunks"),
+    "channel_delta": ("identity + delta", "WY chunks of every channel"),
     "product": ("scalar decay + product", "WY chunks"),
     "normalised": ("identity", "decay chunks"),
     "stabilised": ("scalar decay", "decay chunks"),
@@ -55,6 +56,88 @@ def test_the_ladder(recurrence):
     short = recurrence.plan(T=SHORT, N=64, P=64)
     assert short.form == ("chunk" if recurrence is structures.softmax else "recurrent")
     assert plan.reason and short.reason
+
+
+def test_chunks_of_corrections_beside_values_are_named_and_counted_as_they_run():
+    """On the Key axis one triangular system a channel, P times the work; on the Value axis the transposed state."""
+
+    @dsf.recurrence
+    def channels(q: Key, k: Key, v: Value, g: Value, b: Scalar):
+        return dsf.System(A=dsf.sigmoid(g) * (dsf.I - b * dsf.outer(k, k)), B=b * k * v, C=q)
+
+    @dsf.recurrence
+    def columns(q: Key, k: Key, v: Value, g: Value, b: Scalar):
+        return dsf.System(A=dsf.sigmoid(g) * dsf.I - b * dsf.outer(v, v), B=b * k * v, C=q)
+
+    plans = [channels.plan(T=2048, N=16, P=p) for p in (1, 32)]
+    assert {p.kernel for p in plans} == {"WY chunks of every channel"} and plans[1].flops == 32 * plans[0].flops
+    assert columns.plan(T=2048, N=16, P=32).kernel == "WY chunks of the transposed state"
+
+
+def declared(a, b="k * v", c="q", **options):
+    """A recurrence of these expressions."""
+    kinds = {"q": Key, "k": Key, "l": Key, "ak": Key, "v": Value, "av": Value, "a": Scalar, "b": Scalar, "t": Scalar}
+    text = " ".join(map(str, (a, b, c, *options.values())))
+    names = [n for n in kinds if re.search(rf"\b{n}\b", text)]
+    scope = {**vars(dsf), "options": {n: eval(x, vars(dsf) | {"ratio": dsf.ratio}) for n, x in options.items()}}
+    exec(f"def made({', '.join(names)}): return System(A={a}, B={b}, C={c}, **options)", scope)
+    scope["made"].__annotations__ = {n: kinds[n] for n in names}
+    return dsf.recurrence(scope["made"])
+
+
+DELTA = "(I - sigmoid(b) * outer(k, k))"
+SOFTMAX = {"b": "exp_features(k) * v", "c": "exp_features(q)", "normalize": "ratio"}
+ON_KERNELS = [  # docs/forms.md, "Where it runs": what a call of 256 tokens on a GPU takes, or why it takes torch
+    (declared("I"), "chunk walk"),
+    (declared("sigmoid(a)", "k * v - l * v"), "chunk walk"),
+    (declared("diag(exp(ak)) @ " + DELTA), "generalised WY transform"),
+    (declared(DELTA + " @ diag(exp(ak))", "sigmoid(b) * k * v", "q + sigmoid(av) * l"), "WY transform"),
+    (declared(DELTA + " @ turn(t)", "prev(k * v)"), "generalised WY transform"),
+    (declared("diag(sigmoid(ak)) + outer(k, l)"), "generalised WY transform"),
+    (declared("diag(tanh(ak))"), "made of exp and sigmoid, whose logarithm is derived"),
+    (declared("sigmoid(a)", "exp(b) * k * v", normalize="ratio"), "chunk walk"),
+    (declared("sigmoid(a)", "exp(k) * v", normalize="ratio"), "exponential gains of one number a head"),
+    (declared("I - 0.5 * outer(v, v)"), "WY transform and chunk walk .* of the transposed state"),
+    (declared("I", "taylor_features(k, 2) * v", "taylor_features(q, 2)"), "chunk walk"),
+    (declared("sigmoid(av)"), "fused scan.*value decay: .* one fused scan walks them all"),
+    (declared("sigmoid(ak + av)"), "fused scan"),
+    (declared("sigmoid(av)", "v", "1"), "fused scan"),
+    (declared("sigmoid(av) * " + DELTA), "WY chunks of every channel.*not on triton: .* value-diagonal decay"),
+    (declared("I - sigmoid(av) * outer(k, k)"), "not on triton: the matrix kernels erase alike in all channels"),
+    (declared("I - 0.5 * outer(k, k) - 0.5 * outer(l, l)"), "not on triton: A sums several corrections in one step"),
+    (declared("diag(sigmoid(ak)) @ turn(t)"), "not on triton: turns beside a decay that differs within a pair"),
+    (declared("sigmoid(a)", window="7"), "not on triton: .* a window of a finite state runs on torch"),
+    (declared("sigmoid(a)", **SOFTMAX), "attention by tiles"),
+    (declared("I", **SOFTMAX, window="7"), "attention by tiles"),
+    (declared("I", **SOFTMAX), "not on triton: plain softmax attention is torch's fused attention"),
+    (mixers.mesanet, "conjugate gradients, .* on chunk walk"),
+]
+
+
+@pytest.mark.parametrize("r, words", ON_KERNELS, ids=lambda x: x.spec.structure if hasattr(x, "spec") else "")
+def test_gpu_calls_run_where_the_page_of_forms_says(r, words):
+    """And what backend="triton" refuses is why a call is left to torch."""
+    sizes = {"T": 256, "N": 16, "P": 16, "dtype": torch.bfloat16, "device": "cuda"}
+    plan = r.plan(**sizes)
+    assert re.search(words, f"{plan.kernel} {plan.reason}"), plan
+    reason = plan.reason.partition("not on triton: ")[2]
+    assert (plan.backend == "torch") == bool(reason)
+    if reason:
+        with pytest.raises(FormError, match=re.escape(reason.removesuffix("; turned inputs are made by torch first"))):
+            r.plan(**sizes, backend="triton")
+    else:
+        assert r.plan(**sizes, backend="triton").kernel == plan.kernel
+
+
+@pytest.mark.parametrize("tokens", [1, SHORT, 300])
+def test_attention_and_windows_take_blocks_of_queries_at_every_length(tokens):
+    @dsf.recurrence
+    def windowed(q: Key, k: Key, v: Value):
+        return dsf.System(A=0.9, B=k * v, C=q, window=5)
+
+    for r in (windowed, mixers.fox, mixers.sink_attention):
+        plan = r.plan(T=tokens, N=16, P=16)
+        assert (plan.form, plan.kernel) == ("chunk", "blocks of queries")
 
 
 @ALL

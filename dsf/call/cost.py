@@ -20,11 +20,21 @@ def cache_shape(spec: Spec, sizes: Sizes) -> tuple[int, ...]:
     return sizes.batch, kept, k_heads * key_width(spec, sizes) + v_heads * sizes.p + b_heads
 
 
+def by_channel(spec: Spec) -> bool:
+    """True where corrections on the Key axis stand beside what differs by channel: torch runs one system a channel."""
+    if not spec.rank or spec.acts_on_values:
+        return False
+    seen = [spec.gated_read[1], *(r.normal.decay for r in spec.rows)]
+    seen += [x for r in spec.rows for c in r.normal.corrections for x in (c.scale, c.left, c.right)]
+    return any(VALUE in x.axes for x in seen)
+
+
 def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
     """Multiplications and additions of one forward call, gates and feature maps left out.
 
     recurrent and scan: decay NP, write 2NP, read 2NP, 4NP a correction for every row (a scan combines each row twice).
-    chunk: scores and outputs 2(N + P) for every pair inside a chunk, 4NP a token to write and read states.
+    chunk: scores and outputs 2(N + P) for every pair inside a chunk, 4NP a token to write and read states; with
+    corrections beside what differs by channel, P times that of one channel.
     """
     b, t, h, n, p = sizes.batch, sizes.tokens, sizes.heads, sizes.n, sizes.p
     rows = t * spec.micro
@@ -32,6 +42,8 @@ def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
         window = t if spec.system.window is None else min(t, spec.system.window)
         return b * h * window * (2 * t + 1 - window) * (key_width(spec, sizes) + p)
     step = (3 + 4 * spec.rank) * n * p
+    if form in ("chunk", "scan") and by_channel(spec):
+        h, p = h * p, 1
     if form in ("chunk", "scan") and not spec.is_elementwise and not (form == "scan" and not spec.rank):
         pairs = rows * chunk * spec.micro * (1 + spec.rank)
         return b * h * (pairs * (n + p) + 4 * rows * n * p * (1 + spec.rank))

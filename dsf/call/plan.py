@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsf.call.bind import Sizes
-from dsf.call.cost import CONVOLUTION, cache_shape, flops, io_bytes
+from dsf.call.cost import CONVOLUTION, by_channel, cache_shape, flops, io_bytes
 from dsf.call.launches import Planned
 from dsf.language.errors import FormError, InputError
+from dsf.language.expr import VALUE
 from dsf.language.invariant import invariant, is_invariant
 from dsf.language.places import takers
 from dsf.language.reads import apart
@@ -179,6 +180,8 @@ def make_plan(
         chosen, reason = "recurrent", "one token without gradients: the state is read and written once, in one launch"
     elif on_gpu:
         chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
+        if gpu.is_scan(spec) and not spec.is_elementwise:
+            reason = "value decay: every channel forgets by itself, and one fused scan walks them all"
     else:
         chosen, reason = _choose(spec, sizes)
     if refused:
@@ -363,6 +366,7 @@ def _kernel(spec: Spec, sizes: Sizes, form: str) -> tuple[str, int]:
     if spec.is_elementwise:
         numbers = sizes.batch * sizes.heads * sizes.n * sizes.p
         return "segments of the scan", max(16, min(512, SEGMENT_NUMBERS // numbers))
-    if "value" in spec.decay_axes:
-        return "value-decay chunks", MATRIX_CHUNK
-    return ("WY chunks" if spec.rank else "decay chunks"), MATRIX_CHUNK
+    if spec.rank:
+        of = " of the transposed state" if spec.acts_on_values else " of every channel" * by_channel(spec)
+        return f"WY chunks{of}", MATRIX_CHUNK
+    return ("value-decay chunks" if VALUE in spec.decay_axes else "decay chunks"), MATRIX_CHUNK

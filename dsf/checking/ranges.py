@@ -18,9 +18,10 @@ from torch import Tensor
 from dsf.call.bind import bind, environment
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
-from dsf.language.expr import KEY, VALUE, Expr, children_first
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, substitute
 from dsf.language.operator import Correction
 from dsf.language.spec import Spec
+from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.evaluate import Evaluator
 
 INF = math.inf
@@ -69,7 +70,8 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
     * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
       that is a factor of scale (DeltaNet's β) in [0, 2/R];
     * solves: weights of squares not negative, the ridge positive;
-    * quotients that nothing guards: den stays away from 0, so readout, key and the factors beside it are positive.
+    * quotients: what is added to den is not negative (a sink's weight); where nothing guards them, den stays away from
+      0, so readout, key and the factors beside it are positive.
 
     Raises InputError for a name the recurrence does not have or a range that is empty.
     """
@@ -172,10 +174,14 @@ class _Inference:
             self.demand(x, self.apart, INF)
 
     def quotient(self) -> None:
-        """Positive readout and keys where y is a quotient with nothing that keeps den from 0."""
+        """Positive readout and keys where nothing keeps den from 0; what is added to den is not negative."""
         rule = self.spec.rule
         if rule is None or not any(n.op == "div" for n in children_first(rule)):
             return
+        for node in children_first(rule):
+            if node.op == "add" and DEN in node.args:
+                for added in node.args:
+                    self.demand(substitute(added, dict.fromkeys((NUM, DEN, ONE), const(1))), 0.0, INF)
         if any(n.op in ("maximum", "minimum", "add", "sqrt") for n in children_first(rule)):
             return  # guarded
         if self.spec.features is not None:
