@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +45,7 @@ def train(
     run = engine.Run(
         mixer, out, text, size, steps, tokenizer, device, lr, batch, seq, bf16, compile, seed, cp=cp, tp=tp
     )
-    with _quiet_transformers(), Bar() as bar:
+    with _stopped_in_words(out), _quiet_transformers(), Bar() as bar:
         bar.step("read and tokenize", 0, 1)
         _quiet()
         prepared = engine.prepare(run, resume)
@@ -56,6 +59,30 @@ def train(
         return
     for line in lines(record, out):
         typer.echo(line)
+
+
+@contextmanager
+def _stopped_in_words(out: Path) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the command alike: one line says what is left, the exit code is 128 + the signal's."""
+    number = signal.SIGINT
+
+    def stop(given: int, frame: Any) -> None:
+        nonlocal number
+        number = signal.Signals(given)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, stop) if main else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        from dsf.analysis.checkpoints import kept
+
+        typer.echo(f"dsf: stopped; {kept(out)}", err=True)
+        raise typer.Exit(128 + number) from None
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def lines(record: dict[str, Any], out: Path) -> list[str]:

@@ -20,14 +20,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dsf
-from dsf.analysis.ranks import STATE, Ranks, whole_state
+from dsf.analysis.checkpoints import RECORD, kept, last_checkpoint
+from dsf.analysis.ranks import Ranks, whole_state
 from dsf.analysis.text import HELD_OUT, read_text
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers.models.causal_lm import CausalLM
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
 
 SCHEMA = "dsf.train/1"
-RECORD, WHOLE = "train.json", "whole"  # WHOLE: a file that a checkpoint gets last
+FULL = "No space left", "Disk quota", "File too large", "inline_container"  # the last is torch's archive, cut short
 RATES = {"tiny": 3e-3, "20m": 1e-3, "100m": 6e-4, "340m": 3e-4}
 EVALUATED = 64  # held-out windows at most
 Progress = Callable[[int, float], None]  # (steps done, loss in nats)
@@ -105,8 +106,14 @@ def prepare(run: Run, resume: bool) -> Prepared:
     mixers = [name.strip() for name in run.mixer.split(",") if name.strip()]
     if run.size not in SIZES:
         sized(run.size, mixers)  # says which there are
-    if run.device.startswith("cuda") and not torch.cuda.is_available():
+    if run.device not in ("cpu", "cuda"):
+        raise InputError(
+            f"--device {run.device}: expected cpu or cuda (of several GPUs, CUDA_VISIBLE_DEVICES picks one)"
+        )
+    if run.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA GPU that torch can use")
+    if run.lr is not None and not 0 < run.lr < math.inf:
+        raise InputError(f"--lr {run.lr}: expected a number above 0")
     sized(run.size, mixers)  # unknown mixers, before the text is read
     ranks = run.ranks
     name, data = read_text(run.text)
@@ -119,59 +126,27 @@ def prepare(run: Run, resume: bool) -> Prepared:
             f"{math.ceil((run.seq + 1) / HELD_OUT):,}: a tenth is held out"
         )
     config = sized(run.size, mixers, len(tokenizer), fused_loss=True)
+    with torch.device("meta"):
+        model = CausalLM(config)  # what its layers refuse
     if ranks.tp > 1:
         from dsf.parallel.heads import check_heads
 
-        with torch.device("meta"):
-            check_heads(CausalLM(config), ranks.tp)
+        check_heads(model, ranks.tp)
     identity = {
         "model": config.model_dump(mode="json"), "text": hashlib.sha256(data).hexdigest(), "steps": run.steps,
         "batch": run.batch, "seq": run.seq, "seed": run.seed, "lr": run.lr or RATES[run.size], "bf16": run.bf16,
         "tokenizer": run.tokenizer,
     }  # fmt: skip
+    if files := {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in _sources(config)}:
+        identity["sources"] = files
     generator = torch.Generator().manual_seed(run.seed)
     split = len(tokens) - held
     starts = torch.randint(0, split - run.seq, (run.steps * run.batch,), generator=generator)
     spread = torch.linspace(split, len(tokens) - run.seq - 1, min(EVALUATED, held // run.seq)).long()
     return Prepared(
         run, config, tokenizer, Windows(tokens, starts, run.seq), Windows(tokens, spread, run.seq), name, identity,
-        _last_checkpoint(run.out, identity, resume),
+        last_checkpoint(run.out, identity, resume),
     )  # fmt: skip
-
-
-def _last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path | None:
-    """The last whole checkpoint to go on from, None to begin. Raises InputError where folder and wish do not fit."""
-    record = out / RECORD
-    if not record.is_file():
-        if resume:
-            raise InputError(f"--resume: {out} holds no training run ({RECORD} is not there)")
-        if out.exists() and any(out.iterdir()):
-            raise InputError(f"--out {out} is not empty and holds no training run; give another folder")
-        return None
-    if not resume:
-        raise InputError(f"{out} holds a training run; --resume goes on with it, or give another --out")
-    try:
-        before = json.loads(record.read_text(encoding="utf-8"))["identity"]
-    except (ValueError, KeyError) as error:
-        raise InputError(f"{record} cannot be read: {error}") from error
-    for field, value in identity.items():
-        if before.get(field) != value:
-            old, new = _difference(before.get(field), value)
-            raise InputError(
-                f"--resume: the run in {out} has another {field}{old}, and not{new}; its checkpoint does not fit"
-            )
-    whole = [p for p in (out / "checkpoints").glob("checkpoint-*") if (p / WHOLE).is_file()]
-    last = max(whole, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
-    if last is not None and not (last / STATE).is_dir():
-        raise InputError(f"--resume: {last} is of an earlier dsf, whose checkpoints are not read; give another --out")
-    return last
-
-
-def _difference(before: Any, now: Any) -> tuple[str, str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        key = next(k for k in now if before.get(k) != now[k])
-        return f" ({key} = {before.get(key)})", f" {key} = {now[key]}"
-    return (" text", " this one") if isinstance(now, str) and len(now) == 64 else (f" ({before})", f" {now}")
 
 
 def byte_tokenizer() -> Any:
@@ -257,6 +232,10 @@ def _begin(prepared: Prepared) -> None:
 def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:
     run, log = prepared.run, trainer.state.log_history
     done = run.steps - (0 if prepared.checkpoint is None else int(prepared.checkpoint.name.rpartition("-")[2]))
+    speed = {"seconds": seconds, "tokens_per_second": done * run.batch * run.seq / seconds}
+    if not done:  # the run was complete: its speed is that of its training
+        before = json.loads((run.out / RECORD).read_text(encoding="utf-8"))
+        speed = {name: before.get(name, value) for name, value in speed.items()}
     held = [[e["step"], e["eval_loss"]] for e in log if "eval_loss" in e]
     return {
         "schema": SCHEMA,
@@ -267,18 +246,21 @@ def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:
         "loss": [[e["step"], e["loss"]] for e in log if "loss" in e],
         "held_out": held,
         "bits_per_token": held[-1][1] / math.log(2) if held else None,
-        "seconds": seconds,
-        "tokens_per_second": done * run.batch * run.seq / seconds,
+        **speed,
         "versions": {"dsf": dsf.__version__, "torch": torch.__version__},
     }
 
 
 def _keep_sources(prepared: Prepared) -> None:
     """Copies of the files with the user's recurrences, for the record: what was trained stays readable."""
-    for mixer in prepared.config.mixers:
-        path, colon, _ = mixer.rpartition(":")
-        if colon:
-            _write(prepared.run.out / Path(path).name, Path(path).read_text(encoding="utf-8"))
+    for file in _sources(prepared.config):
+        _write(prepared.run.out / file.name, file.read_text(encoding="utf-8"))
+
+
+def _sources(config: ModelConfig) -> list[Path]:
+    """The files of the user's recurrences."""
+    named = (mixer.rpartition(":") for mixer in dict.fromkeys(config.mixers))
+    return list(dict.fromkeys(Path(path) for path, colon, _ in named if colon))
 
 
 def _write(path: Path, text: str) -> None:
@@ -307,15 +289,17 @@ def _save_whole(out: Path, *parts: Any) -> None:
 
 @contextmanager
 def _disk_errors(out: Path) -> Iterator[None]:
-    """A full disk in one sentence, whichever library met it."""
+    """A disk that is full or refuses in one sentence, whichever library met it."""
     try:
         yield
+    except DsfError:
+        raise
     except Exception as error:  # safetensors has an error of its own
-        if not any(words in str(error) for words in ("No space left", "Disk quota", "File too large")):
+        if any(words in str(error) for words in FULL):
+            raise DsfError(f"the disk of {out} is full; {kept(out)}") from error
+        if not isinstance(error, OSError):
             raise
-        raise DsfError(
-            f"the disk of {out} is full; its last whole checkpoint is kept, --resume goes on from it"
-        ) from error
+        raise DsfError(f"cannot write into {out} ({error.strerror or error}); {kept(out)}") from error
 
 
 def _curve(path: Path, record: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from dsf.analysis.checkpoints import WHOLE, unreadable
 from dsf.analysis.ranks import STATE
 from dsf.language.errors import DsfError
 from dsf.mixers.models.hf import DsfConfig, DsfForCausalLM
@@ -76,7 +77,7 @@ class _Trainer(Trainer):
             super()._save_checkpoint(*args, **kwargs)
             ranks.wait()
             if ranks.rank == 0:
-                (folder / "whole").touch()
+                (folder / WHOLE).touch()
             ranks.wait()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -97,9 +98,12 @@ class _Trainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with _checkpointing():
-            dcp.load({"training": self._checkpoint()}, checkpoint_id=str(Path(checkpoint) / STATE))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        try:
+            with _checkpointing():
+                dcp.load({"training": self._checkpoint()}, checkpoint_id=str(Path(checkpoint) / STATE))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        except Exception as error:  # each of the libraries has errors of its own
+            raise unreadable(checkpoint, str(error).strip().partition("\n")[0] or type(error).__name__) from error
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
@@ -160,6 +164,9 @@ def _checkpointing() -> Iterator[None]:
         try:
             yield
         except dcp.CheckpointException as error:  # a BaseException, with what went wrong on each rank
+            first, *_ = error.failures.values()
+            if isinstance(first[0], OSError):
+                raise first[0] from error
             raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
 
 

@@ -371,6 +371,18 @@ def test_tied_embeddings_are_one_parameter_and_untied_ones_two():
     assert tied.state_size() == sum(b.mixer.state_size() for b in tied.model.layers)
 
 
+def test_layers_of_both_directions_and_without_state_are_refused_where_they_cannot_work():
+    for mixer in ("hydra", "vision_mamba", "VisionLSTM"):
+        with pytest.raises(dsf.InputError, match=r"both directions.* cannot be made of it"):
+            tiny([mixer])
+    model, ids = CausalLM(tiny(["hyena"])), ids_of()
+    out = model(ids, labels=ids)
+    assert torch.isfinite(out.loss) and out.logits.shape[:2] == ids.shape
+    for go_on in (lambda: model(ids, state=out.state), lambda: model.generate(ids, 2)):
+        with pytest.raises(dsf.InputError, match="layer 0, Hyena, keeps no state"):
+            go_on()
+
+
 def test_weights_that_do_not_fit_are_refused():
     model = CausalLM(tiny(["mingru"]))
     before = {name: value.clone() for name, value in model.state_dict().items()}

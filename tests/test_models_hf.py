@@ -386,6 +386,17 @@ def test_what_changes_nothing_and_what_is_someone_elses_is_let_through(tmp_path)
     assert again.my_note == "kept" and again.pad_token_id == 0 and again.model_config == config.model_config
 
 
+@pytest.mark.parametrize("mixers", [["hyena"], ["hyena", "gla"]], ids="+".join)
+def test_layers_without_a_state_generate_from_whole_sequences_alone(mixers):
+    model, ids = tiny(mixers, tie_embeddings=False), prompt()
+    with pytest.raises(dsf.InputError, match=r"layer 0, Hyena, keeps no state.*use_cache=False"):
+        generated(model, ids)
+    found = ids
+    for _ in range(6):
+        found = torch.cat([found, model(found, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generated(model, ids, use_cache=False), found)
+
+
 def test_folders_of_models_of_other_sizes_are_refused(tmp_path):
     tiny(["mingru"]).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="mismatch"):

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import signal
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from ranks import spawned  # noqa: E402
 from ranks_train import SMALLEST, trained  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from dsf.analysis import checkpoints  # noqa: E402
 from dsf.analysis import train as engine  # noqa: E402
 from dsf.analysis._cli_app import app  # noqa: E402
 
@@ -82,10 +84,12 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
         save(self, *args, **kwargs)
         seen.append(self.state.global_step)
         if self.state.global_step == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(trainer._Trainer, "_save_checkpoint", stopping)
-    command(folder, out="parts")
+    before, stopped = signal.getsignal(signal.SIGTERM), command(folder, out="parts")
+    assert stopped.exit_code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
+    assert stopped.stderr == "dsf: stopped; the checkpoint of step 2 is kept, --resume goes on from it\n"
     assert seen == [1, 2] and not (folder / "parts/model.safetensors").exists()
     monkeypatch.setattr(trainer._Trainer, "_save_checkpoint", save)
     torch.manual_seed(99)
@@ -94,6 +98,23 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     records = [json.loads((folder / name / "train.json").read_text()) for name in ("whole", "parts")]
     assert records[0]["loss"] == records[1]["loss"] and records[0]["held_out"] == records[1]["held_out"]
+    assert command(folder, "--resume", out="parts").exit_code == 0  # of a run that is complete: its record stays
+    again = json.loads((folder / "parts/train.json").read_text())
+    assert again["tokens_per_second"] == records[1]["tokens_per_second"] > 0 and again["loss"] == records[1]["loss"]
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_so(folder, monkeypatch):
+    from dsf.analysis import trainer
+
+    def stopping(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "make_trainer", stopping)
+    stopped = command(folder)
+    assert stopped.exit_code == 130
+    assert stopped.stderr == "dsf: stopped; there is no checkpoint yet, --resume begins again\n"
+    monkeypatch.setattr(engine, "prepare", stopping)
+    assert command(folder, out="other").stderr == "dsf: stopped; nothing was written\n"
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
@@ -106,13 +127,24 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
     def full(self, *args, **kwargs):
         if "checkpoint-3" in str(self.path):
             (engine.Path(self.path) / "half").write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise full.error
         return write(self, *args, **kwargs)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    done = command(folder)
-    assert done.exit_code == 2 and "the disk of run is full" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not (folder / "run/checkpoints/checkpoint-3").exists()
+    # what a small tmpfs makes torch say, then what others do
+    for error, words in (
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+            "the disk of run is full",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk of run is full"),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot write into run (Read-only file system)"),
+    ):
+        full.error = error
+        done = command(folder, *(["--resume"] if (folder / "run").exists() else []))
+        assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1
+        assert done.stderr == f"dsf: {words}; the checkpoint of step 2 is kept, --resume goes on from it\n"
+        assert not (folder / "run/checkpoints/checkpoint-3").exists()
     monkeypatch.setattr(FileSystemWriter, "write_data", write)
     assert command(folder, "--resume").exit_code == 0
     before = (folder / "run/model.safetensors").read_bytes()
@@ -138,6 +170,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
         (["--tokenizer", "nowhere"], "expected the folder of a tokenizer, or bytes"),
         (["--resume"], "holds no training run"),
         (["--device", "cuda"], "no CUDA GPU"),
+        (["--device", "cuda:1"], "--device cuda:1: expected cpu or cuda"),
+        (["--lr", "0"], "--lr 0.0: expected a number above 0"),
+        (["--mixer", "hydra"], "hydra reads its sequences in both directions"),
+        (["--mixer", "own.py:forgetful,hyena,s6"], "mixers has 3 entries, which do not divide n_layers"),
     ],
 )
 def test_bad_input_is_refused_before_work(folder, more, words):
@@ -156,6 +192,11 @@ def test_a_folder_with_another_run_is_refused(folder):
     assert "another steps (1), and not 2" in command(folder, "--resume", steps=2).stderr
     (folder / "text.txt").write_text(TEXT + "more")
     assert "another text" in command(folder, "--resume", steps=1).stderr
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "own.py").write_text(OWN.replace("sigmoid(a) *", "sigmoid(a + 1) *"))
+    assert "own.py is not what it was when the run in run began" in command(folder, "--resume", steps=1).stderr
+    (folder / "own.py").write_text(OWN)
+    assert "text.txt is a file; expected a folder" in command(folder, out="text.txt").stderr
     (folder / "full").mkdir()
     (folder / "full/thing").touch()
     assert "is not empty and holds no training run" in command(folder, out="full").stderr
@@ -215,9 +256,31 @@ def test_runs_that_processes_cannot_share_are_refused(folder, monkeypatch):
 
 
 def test_checkpoints_of_an_earlier_version_are_refused_in_words(tmp_path):
-    (tmp_path / engine.RECORD).write_text(json.dumps({"identity": {}}))
+    (tmp_path / checkpoints.RECORD).write_text(json.dumps({"identity": {}}))
     old = tmp_path / "checkpoints" / "checkpoint-3"
     old.mkdir(parents=True)
-    (old / engine.WHOLE).touch()
+    (old / checkpoints.WHOLE).touch()
     with pytest.raises(dsf.InputError, match="checkpoint-3 is of an earlier dsf"):
-        engine._last_checkpoint(tmp_path, {}, True)
+        checkpoints.last_checkpoint(tmp_path, {}, True)
+
+
+def test_damaged_runs_are_refused_in_words(folder):
+    assert command(folder, steps=2).exit_code == 0
+    last, record = folder / "run/checkpoints/checkpoint-2", folder / "run/train.json"
+    before = (folder / "run/model.safetensors").read_bytes()
+    for path, content, words in (
+        (record, b"[]", "cannot be read as the record of a run"),
+        (record, b"{", "cannot be read as the record of a run"),
+        (last / "scheduler.pt", None, "scheduler.pt is not there"),
+        (last / "scheduler.pt", b"half", "checkpoint-2 cannot be read ("),
+        (last / "state/__0_0.distcp", b"half", "checkpoint-2 cannot be read ("),
+    ):
+        whole = path.read_bytes()
+        path.unlink() if content is None else path.write_bytes(content)
+        done = command(folder, "--resume", steps=2)
+        assert done.exit_code == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        path.write_bytes(whole)
+    assert (folder / "run/model.safetensors").read_bytes() == before
+    shutil.rmtree(last)
+    assert command(folder, "--resume", steps=2).exit_code == 0  # from the one before, to the same weights
+    assert (folder / "run/model.safetensors").read_bytes() == before

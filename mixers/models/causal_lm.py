@@ -116,7 +116,7 @@ class Backbone(nn.Module):
         after = []
         for i, block in enumerate(self._blocks()):
             before = None if state is None else state.layers[i]
-            if before is not None:
+            if state is not None:
                 check_fit(before, block.mixer, i)
             turn = None
             if isinstance(block.mixer, RotaryAttention):  # layers of the same width share one

@@ -229,7 +229,8 @@ def _states_of(cache: Any, layers: int) -> ModelState | None:
     states = tuple(state_layer(cache, i).state for i in range(layers))
     if len(cache.layers) != layers:
         raise InputError(f"the cache is of a model of {len(cache.layers)} layers, this one has {layers}")
-    return None if all(s is None for s in states) else ModelState(states)
+    begins = all(s is None for s in states) and not any(state_layer(cache, i).seen for i in range(layers))
+    return None if begins else ModelState(states)
 
 
 class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):

@@ -117,6 +117,11 @@ def check_state(state: Any, layers: int, sequences: int) -> None:
 
 def check_fit(state: Any, mixer: Any, index: int) -> None:
     """Refuse a state that another layer made, where the mixer can tell; recurrences check theirs. Raises InputError."""
+    if not hasattr(mixer, "check_state"):
+        raise InputError(
+            f"layer {index}, {type(mixer).__name__}, keeps no state, so that nothing goes on from earlier tokens: run "
+            "whole sequences, in transformers with use_cache=False"
+        )
     try:
         mixer.check_state(state)
     except InputError as error:
