@@ -1,4 +1,4 @@
-"""Attention on the Triton kernels: which calls, and handing them over."""
+"""Attention on the Triton kernels: which calls they can run, and the call itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
 
 
 def kernel_of(sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
-    """Name of the kernel with its tiles, and tokens a block."""
+    """Name of the kernel with its tiles, and queries a tile."""
     from dsf.kernels.triton.attention.operator import tiles
 
     found = tiles(sizes.keys, sizes.p, dtype, False)
@@ -38,8 +38,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """y [B, H, T, P] in v's dtype and lse [B, H, T].
 
-    a: [B, H, T, N], k, v: [B, ·, T, ·]. late: [B, Hb, T] in float64, sums of log decays, or None. They go to the kernel
-    as two float32 numbers each, so that differences of near tokens keep their digits.
+    a: [B, H, T, N], the queries; k, v: [B, ·, T, ·], as many heads as they have. late: [B, Hb, T] in float64, running
+    sums of log decays, or None. The kernel takes each as the sum of two float32 numbers, so that differences between
+    near tokens keep their digits.
     """
     from dsf.kernels.triton.attention.operator import attention
 
