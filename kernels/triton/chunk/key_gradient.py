@@ -50,7 +50,7 @@ from dsf.kernels.triton.structs import Rows, of_head
 
 
 class Gradients(NamedTuple):
-    """What both kernels write, in slices of P. pairs: dy_i·x_j and (DELTA) f_i·x_j for j < i
+    """Outputs of both kernels, in slices of P. pairs: dy_i·x_j and (DELTA) f_i·x_j for j < i
     [slices, B, T, H, L or 2L].
 
     alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq, dk, dg [slices, B, T, H, N], to be summed over slices; and
@@ -84,7 +84,7 @@ class KeyGradient(Keyed):
 
     @property
     def PITCH(self) -> Any:
-        """Entries of a row of `pairs`."""
+        """Width of a row of `pairs`."""
         return 2 * self.L if self.DELTA else self.L
 
     @property
@@ -94,13 +94,13 @@ class KeyGradient(Keyed):
 
     @property
     def BETWEEN(self) -> Any:
-        """What the products between rows are made of."""
+        """The dtype of operands of products between rows."""
         return tl.float32 if self.TERMS == 2 else self.KIND
 
 
 @triton.jit(do_not_specialize=["base", "count"])
 def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes, base, count, C: tl.constexpr):
-    """dv of a slice of P, `pairs` and `alone`; of `count` chunks from `base` on. DELTA: also ds, of that slice."""
+    """dv of a slice of P, `pairs` and `alone`, for `count` chunks from `base` on. DELTA: also ds, of that slice."""
     N: tl.constexpr = C.N
     P: tl.constexpr = C.P
     BN: tl.constexpr = C.BN
@@ -115,7 +115,7 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
     batch, head = lane // heads, lane % heads
     v = of_head(v, batch, head)
     begin, end = place_of_chunk(table, chunk, tokens, L)
-    behind = chunk * L - begin  # rows of slots less rows of tokens
+    behind = chunk * L - begin  # row number in slots minus row number in tokens
     scalars += lane * length + behind
     flat = batch * tokens * heads + head
     part = flat + piece * tl.num_programs(1).to(tl.int64) * tokens
@@ -158,7 +158,7 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
 
 @triton.jit(do_not_specialize=["base", "count"])
 def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes, base, count, C: tl.constexpr):
-    """A slice of P's part of the gradients, to be summed, BK keys a program; of `count` chunks from `base` on."""
+    """One slice's part of the gradients, to be summed; BK keys a program; for `count` chunks from `base` on."""
     N: tl.constexpr = C.N
     P: tl.constexpr = C.P
     heads: tl.constexpr = sizes.heads
@@ -209,7 +209,7 @@ def _of_keys(
     q, k, x, dy, scalars, running, state_of, first, adjoint_entries, adjoint_of, to, chunk, lane, base, count, table,
     sizes, keys, columns, C: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg and the scalars' gradients of one chunk, in parts that load what they need again."""
+    """dq, dk, dg and the scalars' gradients of one chunk. Each part loads its operands again, to save registers."""
     N: tl.constexpr = C.N
     P: tl.constexpr = C.P
     BK: tl.constexpr = C.BK
@@ -240,8 +240,8 @@ def _of_keys(
     last = load_row(running.at, L - 1, keys, N)
     adjoint = _load_state(adjoint_of, keys, columns, N, P, tl.float32)
     of_end = tl.exp2(last) * tl.sum(_load_state(state_of, keys, columns, N, P, tl.float32) * adjoint, axis=1)
-    tl.debug_barrier()  # or loads move up, and registers run out
-    # what the rows read
+    tl.debug_barrier()  # keeps loads from moving up, which takes too many registers
+    # reads of the rows
     rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
     if SCALED and not DELTA:
         rows_k *= tl.load(scalars + SOURCE * plane + rows)[:, None]
@@ -260,7 +260,7 @@ def _of_keys(
         read *= tl.load(scalars + READ * plane + rows)[:, None]
     store_rows(to.dq, heads * N, rows, end, keys, N, BK, read)
     z = tl.zeros([L, BK], tl.float32)
-    if DELTA:  # what their erasing reads
+    if DELTA:  # reads of their erasing
         tl.debug_barrier()
         rows_k = load_rows(k.at, k.token, rows, end, keys, N, BK, tl.float32)
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
@@ -330,7 +330,7 @@ def _reads(
     field, field_t, pairs, pairs_t, state_of, mine, rows_k, running, first, rows, end, keys, columns, local,
     C: tl.constexpr,
 ):  # fmt: skip
-    """What rows read of the first state (by its products with `field`) and of earlier rows; and that times mine."""
+    """Gradients of rows that read the first state (its products with `field`) and earlier rows; and times `mine`."""
     N: tl.constexpr = C.N
     P: tl.constexpr = C.P
     L: tl.constexpr = C.L

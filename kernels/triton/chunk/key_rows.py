@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def room(
     like: Tensor, heads: int, p: int, chunks: int, found: Tiles, delta: bool, keep: bool, fine: bool, segments: int = 0
 ) -> KeyRows:
-    """Uninitialised memory for queries like `like` [B, T, ·, N]; keep: also for what the backward pass uses.
+    """Uninitialised KeyRows for queries like `like` [B, T, ·, N]; keep: also those for the backward pass.
 
-    fine: G is in two numbers. segments: into which sequences are cut, if they are.
+    fine: G is in two numbers. segments: number of segments that sequences are cut into, 0 for none.
     """
     batch, tokens, _, n = like.shape
     stored = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
@@ -55,9 +55,10 @@ def room(
 
 
 def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
-    """Prepare the chunks of log decays g [B, T, Hg, N]; keep: for the backward pass, too.
+    """Prepare the chunks of log decays g [B, T, Hg, N]; keep: also for the backward pass.
 
-    Beside the rows what the transform inverts [B, T, H, L] (delta rules), or what rounding left of the written keys.
+    Returns the KeyRows, and the matrices that the transform inverts [B, T, H, L] (delta rules) or the rounding errors
+    of the written keys.
     """
     made = room(call.q, call.heads, call.p, call.chunks, call.tiles, call.delta, keep, call.fine)
     left = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.writes
@@ -78,7 +79,7 @@ def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
 def key_scalars(
     call: _Call, pieces: int, source: Tensor | None, erase: Tensor | None, read: Tensor | None
 ) -> list[Tensor]:
-    """Room for the gradients of the scalars, in parts that are to be added."""
+    """Uninitialised memory for partial sums of the gradients of s, b and c."""
     lead = (call.batch, call.tokens, call.heads)
     blocks = pieces * -(-call.n // call.key_block)
     parts = (pieces if call.delta else blocks, blocks, blocks)
@@ -90,7 +91,7 @@ def key_gradients(
     call: _Call, dy: Tensor, found: Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor],
     scalars: Sequence[Tensor], source_wanted: bool, read_wanted: bool,
 ) -> None:  # fmt: skip
-    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found."""
+    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) for the chunks in `found`."""
     t, (dq, dk, dv), (dg, ds, db, dc) = call.tiles, rows, scalars
     pieces, blocks = dq.shape[0], -(-call.n // call.key_block)
     lead = (pieces, call.batch, call.tokens, call.heads)
