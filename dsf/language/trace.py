@@ -49,7 +49,7 @@ def _symbol(name: str, kind: Kind) -> Expr | tuple[Expr, ...]:
 
 
 def _user_line(function: Function, error: BaseException) -> str:
-    """Where in the user's function the error arose; the function itself when only the whole System could tell."""
+    """The user's line where the error arose; the function's first line for errors of the whole System."""
     code = function.__code__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
     if not frames:
@@ -58,7 +58,7 @@ def _user_line(function: Function, error: BaseException) -> str:
 
 
 def _check(spec: Spec) -> None:
-    """What only the whole System can tell. Raises TraceError."""
+    """Check the whole System. Raises TraceError."""
     if spec.system.C is None:
         raise TraceError("System needs a readout C")
     used = {n.attrs[0] for n in inputs_of(*_roots(spec))}
@@ -85,7 +85,7 @@ def _check(spec: Spec) -> None:
 
 
 def _check_frame(spec: Spec) -> None:
-    """What turns and previous values need. Raises TraceError."""
+    """Check turns and previous values. Raises TraceError."""
     timed = {i.name for i in spec.inputs if i.kind.time}
     for node in children_first(*_roots(spec)):
         if node.op == "prev" and not any(i.attrs[0] in timed for i in inputs_of(node)):
@@ -117,7 +117,7 @@ def _check_frame(spec: Spec) -> None:
 
 
 def _check_values(spec: Spec) -> None:
-    """What an operator on the Value axis stands beside. Raises TraceError."""
+    """Check a System with an operator on the Value axis. Raises TraceError."""
     corrections = [c for r in spec.rows for c in r.normal.corrections]
     own = next(c for c in corrections if c.axis == VALUE)
     here = f"outer({own.left}, {own.right}) acts on the Value axis"
@@ -159,7 +159,7 @@ def _check_features(spec: Spec) -> None:
     kinds = {spec.readout.features}
     for row in spec.rows:
         kinds |= {t.key.features for t in row.terms if KEY in t.key.axes}
-        decayed = KEY in row.normal.decay.axes and not spec.is_softmax  # which has a message of its own
+        decayed = KEY in row.normal.decay.axes and not spec.is_softmax  # which raises its own error
         kinds |= {row.normal.decay.features} if decayed else set()
         kinds |= {c.left.features for c in row.normal.corrections}
     if len(kinds) > 1:
@@ -185,7 +185,7 @@ def _check_rule(spec: Spec, rule: Expr) -> None:
 
 
 def _is_homogeneous(spec: Spec, rule: Expr) -> bool:
-    """rule(c num, c den, c one) == rule(num, den, one), tried on numbers."""
+    """Whether rule(c num, c den, c one) == rule(num, den, one), tested on random numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(node: Expr) -> torch.Tensor:
