@@ -1,10 +1,9 @@
 """Shards of a sequence as affine maps of the state: S -> M S + F. Composing them, applying them, and their transposes.
 
-What a shard does to the state that it is entered with is linear, whatever the recurrence: M is the product of its
-transitions, F what it leaves behind when entered with zero. States that a running maximum keeps in range are stored as
-pairs (e^{-m} S, m), S and the normaliser's columns first, then m; m is a choice of scale (a gauge), so that two ways of
-computing one state may store it differently. Here m = max(m_F, m_in + log |M|) for diagonal M, which is what the forms
-make of it, and max(m_F, m_in) for dense M, whose norm is about one.
+For every recurrence the effect of a shard on its entering state is affine: M is the product of its transitions, F the
+final state from a zero state. States with a running maximum are stored as pairs (e^{-m} S, m): the columns of S and of
+the normaliser, then m. m is only a scale (a gauge), so one state may be stored in different ways. Here
+m = max(m_F, m_in + log |M|) for diagonal M, as in the forms, and max(m_F, m_in) for dense M, whose norm is about one.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class Frame:
     """Shapes of one head's state and of its maps.
 
     n: rows of the state; plain: columns of S and of the normaliser; gain: columns of the running maximum after them.
-    kind: "identity" (M = I); "scale": M multiplies entries, [rows, columns] with 1 where they are alike (scalar decay
-    1 x 1, key N x 1, value 1 x P, Hadamard N x P, vector 1 x P); "dense": one [N, N] a head; "channel": an [N, N] for
-    every channel, which is never stored. With a running maximum, a "scale" is log |M|, and where signed the sign of M
-    behind it: [2, rows, columns].
+    kind: "identity" (M = I); "scale": M multiplies entries, [rows, columns], 1 along axes where it is constant (scalar
+    decay 1 x 1, key N x 1, value 1 x P, Hadamard N x P, vector 1 x P); "dense": one [N, N] a head; "channel": an [N, N]
+    for every channel, which is never stored. With a running maximum, a "scale" is stored as log |M| and, if signed, the
+    sign of M after it: [2, rows, columns].
     """
 
     n: int
@@ -40,12 +39,12 @@ class Frame:
 
     @property
     def total(self) -> int:
-        """Columns of a stored state."""
+        """The number of columns of a stored state."""
         return self.plain + self.gain
 
     @property
     def move_shape(self) -> tuple[int, ...]:
-        """Shape of one head's M as it is stored; (0,) where nothing is."""
+        """Shape of one head's stored M; (0,) where M is not stored."""
         if self.kind == "scale":
             return (2, self.rows, self.columns) if self.gain and self.signed else (self.rows, self.columns)
         return (self.n, self.n) if self.kind == "dense" else (0,)
@@ -61,13 +60,13 @@ class Frame:
         return int(torch.Size(self.move_shape).numel())
 
     def without_moves(self) -> Frame:
-        """The same states, with maps of which only F is sent."""
+        """The Frame for maps of which only F is sent."""
         return replace(self, kind="identity")
 
     # -- states
 
     def empty(self, like: Tensor, *lead: int) -> Tensor:
-        """The state before anything was written: [*lead, N, columns]."""
+        """The state before the first token: [*lead, N, columns]."""
         state = like.new_zeros(*lead, self.n, self.total)
         if self.gain:
             state[..., self.plain :] = EMPTY
@@ -79,7 +78,7 @@ class Frame:
         return plain, gain
 
     def _even(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """A stored state as pairs whose rows share m where M mixes rows."""
+        """A stored state rescaled so that its rows share m, where M mixes rows."""
         plain, gain = self.split(state)
         if self.kind != "dense":
             return plain, gain
@@ -91,7 +90,7 @@ class Frame:
         return state[..., self.plain :]
 
     def wide(self, x: Tensor) -> Tensor:
-        """What m's columns, or M's, are for num and den side by side."""
+        """Columns of m, or of M, repeated for num and den."""
         return torch.cat([x, x], dim=-1) if 1 < x.shape[-1] < self.plain else x
 
     # -- maps
@@ -108,7 +107,7 @@ class Frame:
         return torch.stack([log, torch.ones_like(log)], dim=-3) if self.signed else log
 
     def logarithm(self, move: Tensor) -> tuple[Tensor, Tensor | float]:
-        """(log |M|, sign) of a stored "scale" beside a running maximum."""
+        """(log |M|, sign) of a stored "scale" of a system with a running maximum."""
         if not self.signed:
             return move, 1.0
         log, sign = move.unbind(-3)
@@ -119,7 +118,7 @@ class Frame:
         if not self.gain:
             return self.act(move, state) + written
         (plain, gain), (added, own) = self._even(state), self._even(written)
-        if self.kind == "scale":  # exponents first: M alone may underflow
+        if self.kind == "scale":  # exponents are added first, since M alone may underflow
             assert move is not None
             log, sign = self.logarithm(move)
             carried = gain + log
@@ -195,10 +194,10 @@ Moves = Sequence[Tensor | None]
 def entered(
     frame: Frame, written: Sequence[Tensor], moves: Moves, fresh: Sequence[bool], first: Tensor
 ) -> list[Tensor]:
-    """The state that every shard is entered with, and after these the one that the last leaves.
+    """The entering state of every shard, and then the final state of the last one.
 
-    first: what the first one is entered with. fresh: shards in which the sequence that leaves them began, so that
-    nothing of what they are entered with is left.
+    first: the entering state of the first shard. fresh: shards whose last sequence also begins in them, so that their
+    final states do not depend on the entering ones.
     """
     states = [first]
     for f, m, new in zip(written, moves, fresh, strict=True):
@@ -209,10 +208,10 @@ def entered(
 def left(
     frame: Frame, own: Sequence[Tensor], moves: Moves, fresh: Sequence[bool], gains: Sequence[Tensor], last: Tensor
 ) -> list[Tensor]:
-    """The gradient of the state that every shard leaves, and before these that of the one the first is entered with.
+    """The gradient of the first shard's entering state, and then those of every shard's final state.
 
-    own: what a shard's own outputs add to the gradient of the state it is entered with. gains: m of the states between
-    (as many as shards and one more). last: the gradient of the state that the last one leaves. Plain columns.
+    own: the gradient of each shard's entering state through its own outputs. gains: m of the states between shards,
+    first and last included. last: the gradient of the last shard's final state. Plain columns.
     """
     found = [last]
     for j in range(len(own) - 1, -1, -1):
@@ -224,7 +223,7 @@ def left(
 def composed(
     frame: Frame, written: Sequence[Tensor], moves: Moves, fresh: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None]:
-    """Neighbouring shards as one: (F, M). M is of no use where one of them is fresh."""
+    """(F, M) of two neighbouring shards together. M is meaningless where one of them is fresh."""
     f, m = written[0], moves[0]
     for f_1, m_1, new in zip(written[1:], moves[1:], fresh[1:], strict=True):
         f = f_1 if new else frame.into(m_1, f_1, f)

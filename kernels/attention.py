@@ -19,13 +19,13 @@ LEAST_ROOM = 64  # places of a cache that tokens are appended to
 
 
 class KVCache(NamedTuple):
-    """The state of attention: what the tokens have written, of a window the last W of them.
+    """The state of attention: keys and values of all tokens or, with a window, of the last W.
 
-    k: [B, Hk, S, N], v: [B, Hv, S, P] in the inputs' dtype. lengths: [B] int64, tokens so far; the first S of them, or
-    all if there are fewer, are places in use, and the rest of a row is padding at its end (a window's S is at most W,
-    and the places hold its last tokens). Where scores have a bias (decays), bias: [B, Hb, S] in the state's dtype, the
-    logarithm of what is left of each token. Where turns turn keys, angle: [B, Ha, N/2 or 1] in the state's dtype, the
-    sum of all angles without its whole turns; k is turned back by the sums of its own tokens.
+    k: [B, Hk, S, N], v: [B, Hv, S, P] in the inputs' dtype. lengths: [B] int64, tokens so far; a row uses its first
+    min(lengths, S) places, the rest is padding (with a window S is at most W, and the places hold the last tokens).
+    bias: with decays, [B, Hb, S] in the state's dtype, the logarithm of each token's decay since. angle: with turns,
+    [B, Ha, N/2 or 1] in the state's dtype, the sum of all angles modulo whole turns; each k is stored turned by minus
+    the sum of the angles up to its token.
     """
 
     k: Tensor
@@ -35,11 +35,11 @@ class KVCache(NamedTuple):
     angle: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> KVCache:
-        """The same keys and values in another type."""
+        """The cache with another dtype."""
         return self._replace(k=self.k.to(dtype), v=self.v.to(dtype))
 
     def numel(self) -> int:
-        """Numbers stored."""
+        """How many numbers are stored."""
         return sum(x.numel() for x in (self.k, self.v, self.bias, self.angle) if x is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVCache:
@@ -53,11 +53,11 @@ class KVCache(NamedTuple):
         return found._replace(lengths=self.lengths.index_select(0, chosen))
 
     def in_use(self) -> Tensor:
-        """Which places hold tokens: bool [B, S]."""
+        """Whether each place holds a token: bool [B, S]."""
         return torch.arange(self.k.shape[2], device=self.k.device) < self.lengths[:, None]
 
     def turned(self) -> Tensor:
-        """k as the last token's turn leaves it: the keys of the declaration's own state."""
+        """k turned by the last token's angle: the keys in the declaration's state."""
         if self.angle is None:
             return self.k
         angle = spread_heads(self.angle, self.k.shape[1])[:, :, None, :, None]
@@ -65,7 +65,7 @@ class KVCache(NamedTuple):
 
 
 def padded(x: Tensor, places: int) -> Tensor:
-    """A cache's k, v or bias with padding up to so many places."""
+    """A cache's k, v or bias padded to `places` places."""
     extra = places - x.shape[2]
     return F.pad(x, (0, 0, 0, extra) if x.dim() == 4 else (0, extra))
 
@@ -90,8 +90,8 @@ def extend(
 ) -> KVCache:  # fmt: skip
     """The cache after `counts` [B] of the new keys k [B, Hk, T, N] and values v [B, Hv, T, P].
 
-    bias: [B, Hb, T] of the new tokens; left: [B, Hb], what they add to the biases of the cache; angle: [B, Ha, ·] after
-    them. window: only the last tokens that a window holds.
+    bias: [B, Hb, T] of the new tokens; left: [B, Hb], what they add to the biases in the cache; angle: [B, Ha, ·] after
+    them. window: W, the number of tokens that are kept, or None.
     """
     before = 0 if cache is None else cache.k.shape[2]
     if cache is None and (window is None or k.shape[2] <= window):
@@ -129,7 +129,7 @@ class _Room(NamedTuple):
     lengths: Tensor | None = None
 
     def continues(self, cache: KVCache, new: int) -> bool:
-        """Whether `new` tokens fit behind this cache, which may be written to outside of inference mode, too."""
+        """Whether `new` tokens fit after this cache, and its memory may be written to in the present inference mode."""
         end = self.begin + cache.k.shape[2]
         v = self.v[:, :, self.begin : end]
         stale = self.k.is_inference() and not torch.is_inference_mode_enabled()

@@ -21,7 +21,7 @@ from dsf.kernels.problem import Problem, fold_state, unfold_output, unfold_state
 from dsf.kernels.scan import associative_scan, combine_dense
 from dsf.kernels.walk import UnitLowerSolve, Walk, add_product
 
-SUB_ROWS = 16  # rows over which key-diagonal decays are multiplied pair by pair
+SUB_ROWS = 16  # rows of a sub-chunk, in which key-diagonal decays are multiplied pair by pair
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _run(problem: Problem, state: Tensor | None, length: int, carry: Carry) -> t
 
 
 def _differs_by_channel(problem: Problem) -> bool:
-    """Corrections that see a Value axis anywhere need one triangular system a channel."""
+    """True where corrections depend on a Value axis, so that every channel has its own triangular system."""
     if not problem.rank or problem.p == 1 or problem.across:
         return False
     wide = (problem.decay, problem.readout, problem.left, problem.right)
@@ -95,20 +95,20 @@ def _read_one_later(problem: Problem) -> Problem:
 
 
 def _blocks(x: Tensor, rows: int, length: int, pad: float = 0.0) -> Tensor:
-    """Chunks [B, H, C, L, ...] of x [B, rows, H, ...], the last one filled up with `pad`."""
+    """Chunks [B, H, C, L, ...] of x [B, rows, H, ...], the last one padded with `pad`."""
     missing = -rows % length
     if x.shape[1] == 1 and rows > 1:
-        if not missing:  # constant in time: one chunk stands for all
+        if not missing:  # constant in time: one chunk for all
             return rearrange(x.expand(-1, length, *x.shape[2:]), "b l h ... -> b h 1 l ...")
         x = x.expand(-1, rows, *x.shape[2:])
     if missing:
         x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), pad)], dim=1)
     x = rearrange(x, "b (c l) h ... -> b h c l ...", l=length)
-    return x.contiguous()  # once here, or at every product below
+    return x.contiguous()  # once here, instead of at every product below
 
 
 def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, int]:
-    """The chunk's decay products, and the number of rows a chunk really has."""
+    """The chunk's decay products, and the number of rows of a chunk with its padding."""
     rows, micro = problem.tokens * problem.micro, problem.micro
     one = 0.0 if problem.log else 1.0
     if problem.decay.shape[-2] == 1:
@@ -122,7 +122,7 @@ def _decay_of(problem: Problem, length: int) -> tuple[ScalarDecay | KeyDecay, in
 def _across(problem: Problem, initial: Tensor, length: int, carry: Carry) -> tuple[Tensor, Tensor]:
     """Outputs [B, H, C, Lq, N] read along the other axis, y[n] = Σ_p C[p] S[n, p], and the final state.
 
-    Of what row j wrote, x_j e_jᵀ, the readout takes e_j · C_i; what it weighs, D[i, j] x_j, is summed (decayed_sum).
+    Row j wrote x_j e_jᵀ, so y_i is the sum of D[i, j] x_j with weights e_j · C_i (decayed_sum).
     """
     decay, size = _decay_of(problem, length)
     sources, chunks = _written(problem, decay, size)
@@ -140,7 +140,7 @@ def _summarise(problem: Problem, length: int) -> Chunks:
 
 
 def _written(problem: Problem, decay: ScalarDecay | KeyDecay, size: int) -> tuple[Tensor, Chunks]:
-    """The sources [.., L, G, N] of a chunk, and all of it but how it is read."""
+    """The sources [.., L, G, N] of a chunk, and its Chunks without the readout."""
     assert problem.key is not None and problem.value is not None
     rows = problem.tokens * problem.micro
     sources = _blocks(problem.key, rows, size)
@@ -176,7 +176,7 @@ def _solve(
 
 
 def _beside(a: Tensor, b: Tensor, rank: int, groups: int) -> Tensor:
-    """Per row the R entries of a, then the G entries of b: [.., L·R, x], [.., L·G, x] -> [.., L·(R+G), x]."""
+    """For each row the R entries of a, then the G entries of b: [.., L·R, x], [.., L·G, x] -> [.., L·(R+G), x]."""
     a, b = (rearrange(x, "... (l k) x -> ... l k x", k=k) for x, k in ((a, rank), (b, groups)))
     return rearrange(torch.cat([a, b], dim=-2), "... l k x -> ... (l k) x")
 
@@ -187,7 +187,7 @@ def _in_order(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _as_scan(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by an associative scan over dense block transitions."""
+    """`_in_order` by an associative scan over dense block transitions."""
     ends = chunks.ends.transpose(-1, -2)
     n, count = ends.shape[-2], ends.shape[2]
     moves = torch.diag_embed(chunks.total.squeeze(-1).expand(*ends.shape[:3], n))

@@ -1,10 +1,10 @@
 """The causal short convolution, depthwise: y_t = act(bias + Σ_j w_{K-1-j} x_{t-j}), with its state.
 
-As a dynamical system it keeps the last K - 1 inputs of each channel, and its transition shifts them: A is nilpotent,
-A^(K-1) = 0. So it obeys the laws of every recurrence: a sequence whole, in pieces, token by token or packed with others
-gives the same, and its state goes in and out.
+As a dynamical system its state is the last K - 1 inputs of each channel, and its transition shifts them: A is
+nilpotent, A^(K-1) = 0. It obeys the laws of every recurrence: a whole sequence, pieces, single tokens and packed
+sequences give the same results, with initial and final states.
 
-On a GPU one launch forwards and two backwards (dsf.kernels.triton.layer), which read x where it lies; elsewhere torch.
+On a GPU it takes one launch forward and two backward (dsf.kernels.triton.layer), without copies of x; elsewhere torch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST = 8  # taps that the GPU kernels hold
+LARGEST = 8  # most taps of the GPU kernels
 TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of the channels, side by side: they come out as a tensor of their own.
+    """Consecutive channels that are returned as a separate tensor.
 
-    width: channels. head: of how many channels each head is brought to Euclidean length `scale` (x · scale /
-    sqrt(sum x² + 1e-6)) after the activation; 0: they stay as they are.
+    width: channels. head: channels of a head, each of which is scaled to Euclidean length `scale` after the activation
+    (x · scale / sqrt(sum x² + 1e-6)); 0 for no scaling.
     """
 
     width: int
@@ -80,10 +80,10 @@ def short_convolution_step(
     in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """One token a sequence, x [B, 1, C]: as `short_convolution`, in one small launch where no gradient is asked for.
+    """`short_convolution` for one token a sequence, x [B, 1, C]; one small launch where no gradient is needed.
 
-    in_place: the state is overwritten, and returned. Raises ValueError where it cannot be: no state, not contiguous, of
-    another dtype than x, or part of a graph of gradients.
+    in_place: the state is overwritten and returned. Raises ValueError where that is impossible: no state, not
+    contiguous, of another dtype than x, or part of an autograd graph.
     """
     pieces = (Piece(x.shape[-1]),) if pieces is None else tuple(pieces)
     _check(x, activation, pieces)
@@ -116,7 +116,7 @@ def l2norm(x: Tensor, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
 
 
 def _columns(pieces: tuple[Piece, ...]) -> tuple[list[int], list[int], list[float]]:
-    """Pieces as the operator takes them: widths, heads and scales."""
+    """The pieces' (widths, heads, scales), as the operator takes them."""
     return [p.width for p in pieces], [p.head for p in pieces], [float(p.scale) for p in pieces]
 
 
@@ -129,7 +129,7 @@ def _check(x: Tensor, activation: str | None, pieces: tuple[Piece, ...]) -> None
 
 
 def _chosen(x: Tensor, weight: Tensor, backend: str, pieces: tuple[Piece, ...]) -> bool:
-    """True for the Triton kernels. Asked for by name they are refused where they cannot run."""
+    """True for the Triton kernels. Raises where backend='triton' was asked for and they cannot run."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
     if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
@@ -163,7 +163,7 @@ def _torch(
 
 
 def _packed(x: Tensor, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each sequence with K-1 columns of past of its own, [1, C, T + S(K-1)]; columns of tokens; states after them."""
+    """(each sequence after its K-1 columns of state, [1, C, T + S(K-1)]; the columns of tokens; final states)."""
     tokens, (sequences, channels, past) = x.shape[2], state.shape
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     column = torch.arange(tokens, device=x.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from dsf.kernels.lagged import LaggedRead, LaggedWeights
 from dsf.kernels.operators import reduce_to
 
-LOG2_E = math.log2(math.e)  # powers of two are made in half the time of powers of e
+LOG2_E = math.log2(math.e)  # powers of two take half the time of powers of e
 
 
 class PairProducts(torch.autograd.Function):
@@ -69,7 +69,7 @@ class LogPairProducts(torch.autograd.Function):
 
 
 class LogWeighed(torch.autograd.Function):
-    """products ⊙ pair, and pair, from the logarithms of the decays: one step, for its adjoint shares a product."""
+    """products ⊙ pair, and pair, from the logarithms of the decays; together, since the adjoints share a product."""
 
     @staticmethod
     def forward(ctx: Any, products: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class LogWeighed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """As LogPairProducts; pair has a cotangent of its own in second derivatives."""
+        """As in LogPairProducts; in second derivatives pair also has a cotangent."""
         products, pair = ctx.saved_tensors
         weighed, direct = cotangents
         dd = None if direct is None else _spanning(pair * direct)
@@ -138,13 +138,13 @@ def running_products(decay: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift_down(x: Tensor, first: Tensor | float, dim: int) -> Tensor:
-    """x moved one place up along dim, `first` put at place 0 (what row i-1 had, seen from row i)."""
+    """x moved by one along dim, with `first` at place 0: row i gets the value of row i-1."""
     head = torch.full_like(x.narrow(dim, 0, 1), first) if isinstance(first, float) else first
     return torch.cat([head, x.narrow(dim, 0, x.shape[dim] - 1)], dim=dim)
 
 
 class ScalarDecay:
-    """Decays shared by all of a head's state: one multiplication of the score matrix by `pair`."""
+    """One decay for all of a head's state: the score matrix is multiplied by `pair`."""
 
     def __init__(self, decay: Tensor, log: bool, stride: int) -> None:
         """decay: [B, H, C, L, 1, 1]. stride: rows a token; queries sit on every stride-th row."""
@@ -164,12 +164,12 @@ class ScalarDecay:
     def scores(self, queries: Tensor, sources: Tensor) -> Tensor:
         """Σ_n q_i[n] pair[i, j] x_j[n]: [.., Lq, N] x [.., L, G, N] -> [.., Lq, L·G]; Lq rows, or one a token."""
         whole = queries.shape[-2] == sources.shape[-3] and sources.shape[-2] == 1
-        if self.log and whole and "pair" not in self.__dict__:  # nothing else has needed it
+        if self.log and whole and "pair" not in self.__dict__:  # pair is not computed yet
             return LogWeighed.apply(queries @ sources.squeeze(-2).transpose(-1, -2), self.decay)[0]
         return self._weigh(queries, sources, self._query_rows(self.pair, queries.shape[-2]))
 
     def read_scores(self, reads: Tensor, sources: Tensor) -> Tensor:
-        """The same for corrections, which read S_{i-1}: reads [.., L, R, N] -> [.., L·R, L·G], strictly lower."""
+        """`scores` for corrections, which read S_{i-1}: reads [.., L, R, N] -> [.., L·R, L·G], strictly lower."""
         earlier = shift_down(self.pair, 0.0, -2)
         return self._weigh(reads.flatten(-3, -2), sources, earlier.repeat_interleave(reads.shape[-2], -2))
 
@@ -178,7 +178,7 @@ class ScalarDecay:
         return queries * self._query_rows(self.prefix, queries.shape[-2])
 
     def reads_from_start(self, reads: Tensor) -> Tensor:
-        """The same for corrections (they see S_{i-1}): [.., L, R, N]."""
+        """`from_start` for corrections, which read S_{i-1}: [.., L, R, N]."""
         return reads * shift_down(self.prefix, 1.0, -2).unsqueeze(-2)
 
     def decayed_sum(self, weights: Tensor, sources: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class KeyDecay:
         return self._scores(blocks, sources, blocks * shift_down(self.prefix, 1.0, -2).unsqueeze(-2), 1)
 
     def _scores(self, blocks: Tensor, sources: Tensor, starts: Tensor, late: int) -> Tensor:
-        """blocks: [.., S, sub, R, N] queries, which see the state `late` rows before; starts: them decayed back."""
+        """blocks: [.., S, sub, R, N] queries, which read the state `late` rows before; starts: `from_start` of them."""
         xs = sources.unflatten(-3, (-1, self.sub))  # [.., S, sub, G, N]
         count = xs.shape[-4]
         seen = blocks[..., late:, :, :]

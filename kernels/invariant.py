@@ -2,10 +2,10 @@
 
 The output is the input convolved with the impulse response h_l = cᵀ A^l b, by FFT (S4, arXiv 2111.00396, Section 2.3).
 h itself is one product of two small tables, with l = i m + j: h_l = ((Aᵀ)^{i m} c)ᵀ (A^j b), each of about √T powers;
-states go in and out by the same tables. So all of it is O(T log T) beside matrix products of T N.
+initial and final states use the same tables. The total is O(T log T) plus matrix products of T N.
 
-An FFT mixes the roundings of all tokens: an output errs by a rounding of the largest numbers of its sequence, also of
-later ones. The other forms err by roundings of what came before.
+An FFT mixes the rounding errors of all tokens: an output's error is relative to the largest numbers of its sequence,
+later ones included. In the other forms it is relative to earlier tokens only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsf.kernels.turns import turn_pairs
 
-LOWEST = -1e4  # logarithms below it: e^LOWEST is 0 in every type, and 0 · LOWEST is a number
+LOWEST = -1e4  # lower bound of logarithms: e^LOWEST is 0 in every dtype, and 0 · LOWEST is not NaN
 
 
 class Step(Protocol):
@@ -33,7 +33,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Diagonal:
-    """A that scales entries, and turns pairs of them before.
+    """A that turns pairs of entries and then scales entries.
 
     decay: [H, n, p], its logarithm when `log` is true, n in {1, N}, p in {1, P}; equal within pairs where there is an
     angle. angle: [H, 1 or N / 2, 1], float64, or None.
@@ -57,7 +57,7 @@ class Diagonal:
         return decay.to(x.dtype) * x
 
     def table(self, x: Tensor, count: int, stride: int, adjoint: bool) -> Tensor:
-        """x, A^stride x, A^{2 stride} x, … of x [H, N, p]: [count, H, N, P or p], by few operations."""
+        """x, A^stride x, A^{2 stride} x, … for x [H, N, p]: [count, H, N, P or p], at once."""
         power = stride * torch.arange(count, device=x.device, dtype=torch.float64)[:, None, None, None]
         decay = self.decay.double()
         decay = (power * decay.clamp(min=LOWEST)).exp() if self.log else decay**power
@@ -68,7 +68,7 @@ class Diagonal:
 
 
 class Dense:
-    """A as matrices, [H, p, N, N] with p in {1, P}. Its squares are kept: powers take about log2 of them."""
+    """A as matrices [H, p, N, N] with p in {1, P}. squares: A, A², A⁴, …; a power needs about log2 of them."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.squares = [matrix]
@@ -131,7 +131,7 @@ class Invariant:
 
 
 def _fine(length: int) -> int:
-    """Powers in the finer table: about the square root."""
+    """Number of powers in the finer table: about the square root of length."""
     return 1 << math.ceil(math.log2(max(length, 1)) / 2)
 
 
@@ -168,7 +168,7 @@ def _causal(x: Tensor, h: Tensor) -> Tensor:
 
 
 class _Causal(torch.autograd.Function):
-    """`causal` whose gradient, a correlation, takes real FFTs and the spectra at hand; torch's takes complex ones."""
+    """`causal` with a gradient by real FFTs, which reuses the spectra; torch's own gradient takes complex FFTs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, h: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, h, *spectra = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again: the same convolution, backwards in time
+        if torch.is_grad_enabled():  # for second derivatives: the same convolution in reverse time
             late = given[0].flip(-1)
             return causal(late, h).flip(-1).sum_to_size(x.shape), causal(late, x).flip(-1).sum_to_size(h.shape)
         tokens = x.shape[-1]
@@ -222,7 +222,7 @@ def convolution(
 
 
 def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
-    """What an initial state adds to y, cᵀ A^{t+1} S_0: [B, T, H, P]."""
+    """The part of y from an initial state, cᵀ A^{t+1} S_0: [B, T, H, P]."""
     fine = _fine(tokens)
     rows = system.columns(system.read, -(-tokens // fine), fine, adjoint=True).to(state.dtype)
     first = state if system.before else system.step.power(state, 1)
@@ -232,7 +232,7 @@ def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
 
 
 def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """A^T S_0 + Σ_t A^{T-1-t} b x_t, T being each row's own: [B, H, N, P]."""
+    """A^T S_0 + Σ_t A^{T-1-t} b x_t with each row's own T: [B, H, N, P]."""
     tokens = drives[0].shape[1]
     fine = _fine(tokens)
     pad = -tokens % fine
@@ -260,7 +260,7 @@ def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, le
 
 
 def _at_the_end(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Rows moved such that each ends with its last token, zeros before it."""
+    """Rows shifted so that each ends with its last token, with zeros before the first."""
     if lengths is None:
         return x
     tokens = x.shape[1]

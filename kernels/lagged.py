@@ -1,4 +1,4 @@
-"""Products with decays by key between all rows of a chunk, one lag at a time: nothing of [L, L, N] is made."""
+"""Products with decays by key between all rows of a chunk, one lag at a time, without a tensor [L, L, N]."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _lagged(decay: Tensor) -> list[Tensor]:
 class _Lagged:
     """The form Σ w[i, r, j, g] y[i, r] · (D[i, j] ⊙ x[j, g]) over i ≥ j, D[i, j] = a_i … a_{j+1}, one lag at a time.
 
-    decay a: [..., L, N]; w: [..., L, R, L, G]; y: [..., L, R, N]; x: [..., L, G, N]. Nothing of [L, L, N] is made.
+    decay a: [..., L, N]; w: [..., L, R, L, G]; y: [..., L, R, N]; x: [..., L, G, N].
     """
 
     def __init__(self, decay: Tensor) -> None:
         self.decay, self.products, self.length = decay, _lagged(decay), decay.shape[-2]
 
     def _lead(self, *shapes: torch.Size) -> torch.Size:
-        """The leading axes of these and of the decays, any of which may be shared by heads."""
+        """The broadcast leading axes of these and of the decays."""
         return torch.broadcast_shapes(*shapes, self.decay.shape[:-2])
 
     def read(self, w: Tensor, x: Tensor) -> Tensor:
-        """Its gradient in y: Σ_j w[i, r, j, g] D[i, j] ⊙ x[j, g]."""
+        """The gradient by y: Σ_j w[i, r, j, g] D[i, j] ⊙ x[j, g]."""
         out = torch.zeros(*self._lead(w.shape[:-4], x.shape[:-3]), *w.shape[-4:-2], x.shape[-1]).to(x)
         for d, product in enumerate(self.products):
             whole = _combine(_lag(w, d), x.narrow(-3, 0, self.length - d))
@@ -41,7 +41,7 @@ class _Lagged:
         return out
 
     def weigh(self, y: Tensor, x: Tensor) -> Tensor:
-        """Its gradient in w, lower triangular: y[i, r] · (D[i, j] ⊙ x[j, g])."""
+        """The gradient by w, lower triangular: y[i, r] · (D[i, j] ⊙ x[j, g])."""
         lead, length = self._lead(y.shape[:-3], x.shape[:-3]), self.length
         out = torch.zeros(*lead, length, y.shape[-2], length, x.shape[-2]).to(x)
         for d, product in enumerate(self.products):
@@ -50,7 +50,7 @@ class _Lagged:
         return out
 
     def gradients(self, w: Tensor, y: Tensor, x: Tensor, in_w: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Of decay, of w (in_w) or y, and of x."""
+        """The gradients by decay, by w (in_w) or y, and by x."""
         length, dx = self.length, torch.zeros_like(x)
         other = torch.zeros_like(w) if in_w else torch.zeros_like(y)
         da, carried = torch.zeros_like(self.decay), None
@@ -68,7 +68,7 @@ class _Lagged:
                 break
             direct = late * whole
             direct = direct.squeeze(-2) if direct.shape[-2] == 1 else direct.sum(-2)
-            if carried is not None:  # of the next lag's product, which this one is a factor of
+            if carried is not None:  # the gradient of the next lag's product, of which this one is a factor
                 direct.narrow(-2, 1, length - d - 1).addcmul_(carried, self.decay.narrow(-2, 1, length - d - 1))
             before = self.products[d - 1].narrow(-2, 1, length - d)
             _add_product(da.narrow(-2, 1, length - d), direct, before)
@@ -77,7 +77,7 @@ class _Lagged:
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a b, summed over what out does not have."""
+    """out += a b, summed over axes that out lacks."""
     if torch.broadcast_shapes(a.shape, b.shape) == out.shape:
         out.addcmul_(a, b)
     else:
@@ -85,7 +85,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _add(out: Tensor, w: Tensor, x: Tensor) -> None:
-    """out += Σ_g w[..., r, g] x[..., g, n], likewise."""
+    """out += Σ_g w[..., r, g] x[..., g, n], summed over axes that out lacks."""
     if w.shape[-1] == 1:
         _add_product(out, w, x)
     else:
@@ -108,14 +108,14 @@ def _contract(y: Tensor, x: Tensor) -> Tensor:
 
 
 class _Half(torch.autograd.Function):
-    """A gradient of the form, whose own gradients are the others.
+    """A gradient of the form; its own gradients are the other ones.
 
-    Forwards keep (decay, w, x) or (decay, y, x), and say in_w where it is w.
+    forward saves (decay, w, x) or (decay, y, x), and sets in_w for w.
     """
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of what forward was given."""
+        """Gradients of the arguments of forward."""
         refuse_second_order()
         decay, given, x = ctx.saved_tensors
         w, y = (given, cotangents[0]) if ctx.in_w else (cotangents[0], given)

@@ -1,6 +1,6 @@
 """RMS norm and gate: y = norm(x) · weight · act(gate), or norm(x · act(gate)) · weight, or the gate alone.
 
-On a GPU one launch forwards and two backwards (dsf.kernels.triton.layer), which read x and gate where they lie;
+On a GPU it takes one launch forward and two backward (dsf.kernels.triton.layer), without copies of x and gate;
 elsewhere torch. Both compute in float32 at least and round once, to x's dtype.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsf.kernels.convolution import TRITON
 
-LARGEST = 16384  # numbers that the GPU kernels take the norm of
+LARGEST = 16384  # most numbers of a group in the GPU kernels
 
 
 def gated_rms_norm(
@@ -67,7 +67,7 @@ def activated(gate: Tensor, activation: str) -> Tensor:
 
 
 def _chosen(x: Tensor, gate: Tensor | None, activation: str, backend: str, size: int) -> bool:
-    """True for the Triton kernels. Asked for by name they are refused where they cannot run."""
+    """True for the Triton kernels. Raises where backend='triton' was asked for and they cannot run."""
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"activation is {activation!r}; gates have 'silu' or 'sigmoid'")
     if backend not in ("auto", "torch", "triton"):

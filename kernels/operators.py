@@ -1,7 +1,7 @@
 """The operator algebra on tensors: A = decay ⊙ · + Σ_r left_r right_rᵀ.
 
 Every transition of the library is one `Transition`: a decay that scales the state, plus R rank-one corrections.
-Which mixer it belongs to is told by its shapes alone (n, p are the sizes along the Key and the Value axis):
+Its kind is known from its shapes alone (n, p are the sizes along the Key and the Value axis):
 
     decay [..., 1, 1]  identity, constant or scalar      decay [..., N, 1]  key-diagonal
     decay [..., 1, P]  value-diagonal                    decay [..., N, P]  Hadamard
@@ -31,9 +31,9 @@ RECURRENT = "this form; ask for form='recurrent', backend='torch', which has the
 
 
 def refuse_second_order(where: str = RECURRENT) -> None:
-    """For backward passes that cannot be differentiated again: RuntimeError when create_graph=True asks for it.
+    """Raise RuntimeError in a backward pass with create_graph=True that has no second derivatives.
 
-    where: what second derivatives do not pass through, and what has them instead.
+    where: for the message, what lacks second derivatives, and what has them.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(f"second derivatives (create_graph=True) do not pass through {where}")
@@ -71,16 +71,16 @@ class Transition:
         return any(x is not None and x.shape[-1] > 1 for x in parts)
 
     def rows(self, begin: int, count: int) -> Transition:
-        """The operators of `count` rows, of those with leading axes [B, rows, H]; a single row stands for all."""
+        """The operators of `count` rows from `begin` on, for leading axes [B, rows, H]; a single row serves all."""
         return self._each(lambda x: x[:, begin : begin + count] if x.shape[1] > 1 else x)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Transition:
-        """The operator of these tensors changed alike."""
+        """The operator with `change` applied to every tensor."""
         left, right, cross = (None if x is None else change(x) for x in (self.left, self.right, self.cross))
         return Transition(change(self.decay), left, right, cross)
 
     def row(self, row: int) -> Transition:
-        """The operator of one row, of those with leading axes [B, rows, H]; a single row stands for all."""
+        """The operator of one row, for leading axes [B, rows, H]; a single row serves all."""
 
         def at(x: Tensor) -> Tensor:
             return x[:, row if x.shape[1] > 1 else 0]
@@ -114,7 +114,7 @@ class Transition:
         return Transition(decay, _stack(self._moved(earlier.left), self.left), _stack(earlier.right, pushed), cross)
 
     def _moved(self, left: Tensor) -> Tensor:
-        """The operator without its corrections on each of the vectors [..., R, N, p]."""
+        """The operator without its corrections applied to each of the vectors [..., R, N, p]."""
         out = self.decay.unsqueeze(-3) * left
         return out if self.cross is None else out + self.cross.unsqueeze(-3) * swap_pairs(left)
 
@@ -156,7 +156,7 @@ class Transition:
 
 
 def swap_pairs(x: Tensor) -> Tensor:
-    """Entries 2i and 2i + 1 of axis -2 exchanged. x: [..., N, p]; one entry that stands for all stays."""
+    """x [..., N, p] with entries 2i and 2i + 1 of axis -2 exchanged; unchanged if that axis has size one."""
     return x if x.shape[-2] == 1 else x.unflatten(-2, (-1, 2)).flip(-2).flatten(-3, -2)
 
 
@@ -191,7 +191,7 @@ def _spread(vectors: Tensor, values: Tensor) -> Tensor:
 
 
 def _columns(operator: Transition, vectors: Tensor) -> Tensor:
-    """Aᵀ right_r for each r: the vectors [..., R, N, p] are put where states have their channels."""
+    """Aᵀ right_r for each r; the vectors [..., R, N, p] take the place of a state's channels."""
     columns = vectors.movedim(-3, -1)  # [..., N, p, R]
     wide = [1 if x is None else x.shape[-1] for x in (operator.left, operator.cross)]
     channels = max(columns.shape[-2], operator.decay.shape[-1], *wide)

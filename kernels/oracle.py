@@ -1,4 +1,4 @@
-"""The naive form, the living definition: dense A_t, one token after another, float64. All is compared with it."""
+"""The naive form: dense A_t, token after token, in float64. It defines the result; all forms are compared with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-# What it computes in. dsf.fuzz asks for float32, too: what the definition itself loses there, no form need keep.
+# The computing dtype. dsf.fuzz also sets float32, to see which error the definition itself has in that dtype.
 oracle_dtype: ContextVar[torch.dtype] = ContextVar("oracle_dtype", default=torch.float64)
 
 

@@ -11,7 +11,7 @@ from dsf.kernels.problem import Problem
 
 
 def weights(problem: Problem) -> tuple[Tensor, Tensor]:
-    """What every row's write is worth in every output.
+    """The weight of every row's write in every output.
 
     Returns Phi [B, H, T, rows·G, p] (p = 1 when channels agree; DSF eq. 12, without D) such that
     y[i] = Σ_j Phi[i, j] value_j, and the final weights [B, H, N, rows·G, p] of the writes in the last state.
@@ -127,8 +127,7 @@ def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _kernel_across(problem: Problem, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where the readout takes values, and what is left of the keys is read: y_i = Σ_j (A_i … A_{j+1} key_j)
-    (value_j · C_i)."""
+    """`kernel_matrix` where the readout is along the value axis: y_i = Σ_j (A_i … A_{j+1} key_j) (value_j · C_i)."""
     assert problem.key is not None and problem.value is not None
     whole, out = problem.transition(), []
     values = rearrange(problem.value, "b rows h g p -> b h (rows g) p")
@@ -159,7 +158,7 @@ def _initial_part(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _advance(a: Transition, live: Tensor) -> Tensor:
-    """A applied to the columns live [B, H, N, J, p]: columns take the place of a batch axis, p of the channels."""
+    """A applied to the columns live [B, H, N, J, p]; J takes the place of a batch axis, p that of the channels."""
     if live.shape[-2] == 0:
         return live
 

@@ -1,4 +1,4 @@
-"""`Problem`: one linear recurrence as tensors, the only thing the numerics know.
+"""`Problem`: one linear recurrence as tensors, the input of every form in torch.
 
 S_r = A_r S_{r-1} + Σ_g key_g value_gᵀ over rows r = 0 … T·M-1, where row t·M + m is micro-step m of token t, and
 y_t = C_tᵀ S + D_t read after the last (or before the first) micro-step of token t. Leading axes are [B, rows, H].
@@ -21,10 +21,10 @@ class Problem:
 
     decay: [B, rows, H, n, p]; its logarithm when `log` is true. n in {1, N}, p in {1, P}.
     The scan and the chunks without corrections also take a key or a readout with one head for all.
-    factor: what the logarithm has still to be multiplied by, for the scan alone, which does so a segment at a time.
+    factor: a factor of the logarithm, for the scan alone, which multiplies by it one segment at a time.
     left, right: [B, rows, H, R, N, p] corrections, or None.
     tie: [B, rows, H, R]: the delta family, where left_r = tie_r · key_r is not stored; right is None if it is key too.
-    cross: [B, rows, H, N, p] what the other entry of each pair of places adds (dsf.kernels.operators), or None.
+    cross: [B, rows, H, N, p], the factor of the other entry of each pair (dsf.kernels.operators), or None.
     key, value: [B, rows, H, G, n], [B, rows, H, G, P]: injection Σ_g key_g value_gᵀ (n = N, or 1 without a Key axis).
     dense: [B, rows, H, N, P] instead of key and value when the injection does not factor.
     readout: [B, T, H, n, p]: y[p] = Σ_n C[n, p] S[n, p]; [B, T, H, 1, P] where `across`: y[n] = Σ_p C[p] S[n, p].
@@ -100,7 +100,7 @@ class Problem:
         return self.key.transpose(-1, -2) @ self.value
 
     def factored(self) -> Problem:
-        """The same with key and value always there: a dense injection is N unit keys with its rows as values."""
+        """The Problem with key and value: a dense injection becomes N unit keys with its rows as values."""
         if self.dense is None:
             return self
         eye = torch.eye(self.n, dtype=self.dense.dtype, device=self.dense.device)
@@ -116,7 +116,7 @@ class Problem:
         return self.add_skip(self.seen(self.readout, states))
 
     def seen(self, readout: Tensor, states: Tensor) -> Tensor:
-        """What a readout [..., n, p] takes of states [..., N, P]: [..., P], or N where it is read across."""
+        """The product of a readout [..., n, p] with states [..., N, P]: [..., P], or [..., N] if `across`."""
         return (states @ readout.transpose(-1, -2)).squeeze(-1) if self.across else read(readout, states)
 
     def add_skip(self, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What was used last, up to a number of things."""
+"""A cache that keeps the most recently used entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Known = TypeVar("Known")
 
 
 class Recent(Generic[Known]):
-    """Values by key, from any thread; of more than `most` the one that was asked for longest ago is forgotten first."""
+    """A thread-safe cache of at most `most` entries; the least recently used one is dropped first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -18,7 +18,7 @@ class Recent(Generic[Known]):
         self._changing = threading.Lock()
 
     def get(self, key: Any) -> Known | None:
-        """What was put there, or None."""
+        """The value of a key, or None."""
         with self._changing:
             found = self.kept.get(key)
             if found is not None:
@@ -26,7 +26,7 @@ class Recent(Generic[Known]):
             return found
 
     def put(self, key: Any, value: Known) -> None:
-        """Keep value under key."""
+        """Store a value."""
         with self._changing:
             self.kept[key] = value
             self.kept.move_to_end(key)
@@ -34,6 +34,6 @@ class Recent(Generic[Known]):
                 self.kept.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all entries."""
         with self._changing:
             self.kept.clear()

@@ -1,9 +1,9 @@
 """Attention with biases, turns, windows and any quotient: outputs by scores of queries and the keys that they see.
 
 w_ij = exp(⟨a_i, k_j⟩ + late_i + early_j), or, without exponential features, ⟨a_i, k_j⟩ e^(late_i + early_j);
-num_i = Σ_j w_ij v_j and total_i = Σ_j w_ij over the keys j ≤ i of the last W tokens. The weights of a row are kept in
-the scale e^(-m_i), m_i the largest exponent (arXiv 1805.02867); m is a choice and has no gradient, so what is made of
-num, total and e^(-m) must not depend on it.
+num_i = Σ_j w_ij v_j and total_i = Σ_j w_ij over the keys j ≤ i of the last W tokens. The weights of a row are divided
+by e^(m_i), m_i the largest exponent (arXiv 1805.02867). m is only a scale and has no gradient, so functions of num,
+total and e^(-m) must not depend on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsf.kernels.attention import KVCache, spread_heads
 from dsf.kernels.turns import turn_pairs
 
 NUMBERS = 1 << 20  # scores that a block of queries may have (4 MiB): caches hold them, and blocks stay large
-FLOOR = -60.0  # least m where a rule looks at e^{-m}, which float32 holds together with an e^{sink} of 10^12
+FLOOR = -60.0  # least m where a rule uses e^{-m}, so that float32 can hold e^{-m} e^{sink} with e^{sink} up to 10^12
 AWAY = 1 << 60  # position of an unused place: later than any token
 
 
@@ -35,11 +35,10 @@ class Read(NamedTuple):
 class Scores:
     """One call's operands.
 
-    a: [B, H, T, N], k: [B, Hk, S, N], v: [B, Hv, S, P], the cache's places before the new tokens. place: [B or 1, S]
-    int64, positions of keys, the first query's being 0. late: [B, Hb, T], early: [B, Hb, S] in float64 (their
-    difference loses what they have in common), or None. exponential: whether weights are exponentials of scores.
-    floor: least m. at: [T] int64, positions of the queries (those of a rank's tokens), None for 0 … T - 1; all S places
-    are looked at then.
+    a: [B, H, T, N], k: [B, Hk, S, N], v: [B, Hv, S, P], with the cache's places before the new tokens. place: [B or 1,
+    S] int64, positions of keys relative to the first query. late: [B, Hb, T], early: [B, Hb, S] in float64 (their sums
+    cancel), or None. exponential: whether weights are exponentials of scores. floor: least m. at: [T] int64, positions
+    of the queries (of a rank's tokens), for which all S places are visited; None for 0 … T - 1.
     """
 
     a: Tensor
@@ -81,7 +80,7 @@ class Scores:
         return slice(self.before + max(begin - self.window + 1, 0), self.before + end)
 
     def block(self) -> int:
-        """Queries that are worked on at once."""
+        """The number of queries of a block."""
         batch, heads, tokens, _ = self.a.shape
         keys = self.k.shape[2] if self.window is None or self.at is not None else min(self.k.shape[2], 2 * self.window)
         most = max(16, NUMBERS // (batch * heads * keys))
@@ -100,7 +99,7 @@ def place_of(cache: KVCache | None, tokens: int, window: int | None, device: tor
 
 
 def place_behind(cache: KVCache, tokens: int) -> Tensor:
-    """`place_of` where each row's new tokens lie behind its own, not behind all of the cache's places: [B, S]."""
+    """`place_of` where each row's new tokens follow its last used place, not the cache's last place: [B, S]."""
     held = cache.lengths.clamp(max=cache.k.shape[2])[:, None]
     index = torch.arange(cache.k.shape[2] + tokens, device=held.device)
     return torch.where(index < held + tokens, index - held, AWAY)
@@ -115,7 +114,7 @@ def weights(x: Scores, begin: int, end: int, keys: slice) -> tuple[Tensor, Tenso
 def _weights(
     x: Scores, begin: int, end: int, keys: slice, m: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """w, its derivative in the scores where that is another number, and m."""
+    """w, its derivative by the scores if that differs from w, and m."""
     scores = grouped_product(x.a[:, :, begin:end], x.k[:, :, keys].transpose(-1, -2))
     bias, seen = x.bias(begin, end, keys), x.seen(begin, end, keys)
     if x.exponential:
@@ -150,7 +149,7 @@ def dense(x: Scores) -> Read:
 
 
 def stepwise(x: Scores) -> Read:
-    """The recurrent form: token after token against the places that it sees."""
+    """The recurrent form: one token after the other with the places that it sees."""
     found = []
     for t in range(x.a.shape[2]):
         keys = x.span(t, t + 1)
@@ -166,7 +165,7 @@ def blocks(x: Scores) -> Read:
 
 
 class _Blocks(torch.autograd.Function):
-    """num, total, m, with memory for a block of weights at a time."""
+    """num, total, m, with memory for the weights of one block at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Scores, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,7 +215,7 @@ def _gather_heads(x: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Definition:
-    """What the oracle takes, in float64: nothing summed or turned ahead.
+    """The oracle's operands, in float64, before any sums over tokens or turns.
 
     a: [B, H, T, N], k: [B, Hk, T, N], v: [B, Hv, T, P]. decay: [B, Hb, T]. gain: [B, Hb, T], a factor of what is
     written. angle: [B, Ha, T, N/2 or 1] or None.

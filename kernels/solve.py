@@ -14,13 +14,13 @@ Product = Callable[[Tensor], Tensor]
 
 
 def by_elimination(matrices: Tensor, x: Tensor) -> Tensor:
-    """matrices⁻¹ x, of any regular matrices [..., N, N]; x [..., N]."""
+    """matrices⁻¹ x for invertible matrices [..., N, N] and x [..., N]."""
     found: Tensor = torch.linalg.solve(matrices, x.unsqueeze(-1)).squeeze(-1)
     return found
 
 
 def by_cholesky(matrices: Tensor, x: Tensor) -> Tensor:
-    """The same of symmetric positive ones; NaN where they are not, without waiting for a GPU to say so."""
+    """matrices⁻¹ x for symmetric positive matrices; NaN for others, without a check that waits for the GPU."""
     factor, wrong = torch.linalg.cholesky_ex(matrices)
     factor = torch.where(wrong[..., None, None] == 0, factor, torch.nan)
     return torch.cholesky_solve(x.unsqueeze(-1), factor).squeeze(-1)
@@ -46,8 +46,8 @@ def solved_in_turn(
 def conjugate_gradients(product: Product, diagonal: Tensor, query: Tensor, steps: int, exactly: bool = False) -> Tensor:
     """x of product(x) = query, of a symmetric positive product, from query / diagonal on (arXiv 2506.05233, section 3).
 
-    diagonal: the product's. exactly: on until nothing is left to the last digit, at most 10 N steps or `steps`. What is
-    that far stays as it is, so that no token's solution depends on how many steps others need.
+    diagonal: the product's. exactly: iterates to convergence in the last digit, at most 10 N steps or `steps`. A token
+    that has converged is not changed further, so that its solution does not depend on the steps that others need.
     """
     x = query / diagonal
     rest = query - product(x)
@@ -71,21 +71,21 @@ def _square(x: Tensor) -> Tensor:
 
 
 class Implicit(torch.autograd.Function):
-    """0, with the gradient that the solution of a symmetric system has in what is left of its right side.
+    """Zero, with the gradient of the solution of a symmetric system by `rest`.
 
-    rest: right side minus product(x), of an x that has no gradient. solve: right side, tensors -> solution.
+    rest: right side minus product(x), for an x without gradient. solve: (right side, *tensors) -> solution.
     """
 
     @staticmethod
     def forward(ctx: Any, rest: Tensor, solve: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """tensors: what `solve` is given besides, which must not change until backward."""
+        """tensors: further arguments of `solve`, which must not change until backward."""
         ctx.solve = solve
         ctx.save_for_backward(*tensors)
         return torch.zeros_like(rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """The same solve, of the gradient."""
+        """The same solve, with the gradient as the right side."""
         refuse_second_order()
         (grad,) = grads
         tensors = ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""Pairs of neighbouring places of the Key axis, (2i, 2i + 1): turning them, and transitions that mix them.
+"""Pairs of neighbouring key entries, (2i, 2i + 1): rotations, and transitions that mix the entries of a pair.
 
 A turn by θ takes (x, y) to (x cos θ - y sin θ, x sin θ + y cos θ). Where decays are equal within a pair it is a gauge:
 with Θ_t the sum of the angles up to t, Ŝ_t = R(-Θ_t) S_t obeys the same recurrence without turns, its keys, readouts
@@ -36,8 +36,8 @@ def turn_pairs(x: Tensor, angle: Tensor) -> Tensor:
 
 
 class _TurnedAndRounded(torch.autograd.Function):
-    """turn_pairs in x's dtype, rounded to `kind`. The angle's gradient is that of what was rounded: a sum over tokens
-    of what kernels give for these numbers, in which most cancels."""
+    """turn_pairs in x's dtype, rounded to `kind`. The angle's gradient is computed from the rounded result, since it is
+    a sum over tokens of kernels' gradients for these numbers, in which most cancels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, angle: Tensor, kind: torch.dtype) -> Tensor:
@@ -53,13 +53,13 @@ class _TurnedAndRounded(torch.autograd.Function):
 
 
 def turned_and_rounded(x: Tensor, angle: Tensor, kind: torch.dtype) -> Tensor:
-    """turn_pairs of float32, with numbers of `kind`. x: [..., N, p], angle: as x, N/2 or 1 for N, 1 for p."""
+    """turn_pairs in float32, rounded to `kind`. x: [..., N, p]; angle: [..., N/2 or 1, 1]."""
     found: Tensor = _TurnedAndRounded.apply(x, angle, kind)
     return found
 
 
 def whole_turns_left_out(angle: Tensor, dtype: torch.dtype) -> Tensor:
-    """Angles summed in float64, without their whole turns, in a dtype: float32 sums of 10^5 radians lose 10^-2."""
+    """float64 angles modulo whole turns, in another dtype; float32 sums of 10^5 radians would lose 10^-2."""
     return torch.remainder(angle, 2 * math.pi).to(dtype)
 
 
@@ -104,7 +104,7 @@ def _states(problem: Problem, state: Tensor, begin: int, count: int) -> Tensor:
 
 
 def _combined(moves: Tensor, columns: Tensor, start: Tensor) -> Tensor:
-    """S_r of every row: columns and start [.., x, y] are moved by moves [.., x, x]."""
+    """S_r of every row, from moves [.., x, x], columns and start [.., x, y]."""
     count = columns.shape[1]
     moves = moves.expand(columns.shape[0], count, columns.shape[2], *moves.shape[3:])
     first = moves[:, :1] @ start.unsqueeze(1) + columns[:, :1]

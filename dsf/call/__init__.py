@@ -1,1 +1,1 @@
-"""One call: its tensors bound to the declaration, the plan, packed sequences, and what runs."""
+"""One call: input checks, plan, packed sequences, and the run itself."""

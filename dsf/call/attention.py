@@ -57,14 +57,14 @@ def run_attention(
 
 
 def _untouched(spec: Spec, bound: Bound, cache: KVCache | None, rows: Tensor | None) -> KVCache | None:
-    """The caches of sequences without tokens."""
+    """The caches `rows` of sequences without tokens."""
     if rows is None:
         return None
     return empty_cache(spec, bound, len(rows)) if cache is None else cache.rows(rows)
 
 
 def empty_cache(spec: Spec, bound: Bound, rows: int) -> KVCache:
-    """The state before a first token."""
+    """The cache before the first token."""
     layout = cache_layout(spec, bound, rows, 0).values()
     k, v, lengths, bias, angle = (
         None if shape is None else torch.zeros(shape, dtype=dtype, device=bound.device) for shape, dtype in layout
@@ -75,11 +75,11 @@ def empty_cache(spec: Spec, bound: Bound, rows: int) -> KVCache:
 
 @dataclass(frozen=True)
 class Operands:
-    """A call's tensors as every form takes them, heads as few as the inputs have, in the computing dtype.
+    """A call's tensors as every form takes them, in the computing dtype, with only as many heads as differ.
 
-    a: [B, H, T, N], k: [B, Hk, T, N], v: [B, Hv, T, P] of C = φ(a), B = φ(k) v; without exponential features what reads
-    and writes itself. log: [B, Hb, T] of the decay and gain: [B, Hb, T], or None, in float64. angle: [B, Ha, T, N/2 or
-    1], or None. gate: [B, T, H, P or 1], which y is multiplied by, and skip: added to it, or None.
+    a: [B, H, T, N], k: [B, Hk, T, N], v: [B, Hv, T, P] of C = φ(a), B = φ(k) v (φ: exponential features, or nothing).
+    log: of the decay, and gain: both [B, Hb, T] in float64, or None. angle: [B, Ha, T, N/2 or 1], or None. gate:
+    [B, T, H, P or 1], a factor of y, and skip: added to y, or None. values: the evaluator that made them.
     """
 
     a: Tensor
@@ -94,7 +94,7 @@ class Operands:
 
 
 def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
-    """What one call's expressions come to."""
+    """The values of one call's expressions."""
     first = next(iter(timed.values()))
     batch, tokens, heads, sizes = first.shape[0], first.shape[1], bound.sizes.heads, bound.sizes
     values = Evaluator(environment(spec, bound, timed), sizes.keys, sizes.p)
@@ -145,8 +145,8 @@ def rates(
 
 @dataclass(frozen=True)
 class Summed:
-    """Sums over tokens: late [B, Hb, T], of log decays, and early [B, Hb, T], gain - late, in float64; turned a and k;
-    the angle after every token [B, Ha, T, ·] in float64."""
+    """a and k after their turns, and sums over tokens in float64: late [B, Hb, T], of log decays; early [B, Hb, T],
+    gain - late; angle [B, Ha, T, ·], after every token. A score's bias is late of its query plus early of its key."""
 
     a: Tensor
     k: Tensor
@@ -156,7 +156,7 @@ class Summed:
 
 
 def summed(x: Operands, cache: KVCache | None, kind: torch.dtype = torch.float32) -> Summed:
-    """The bias of scores and the turn of queries and keys, whose numbers fit into `kind`."""
+    """The bias of scores, and turned queries and keys, rounded to `kind` if that is a half precision."""
     late = early = angle = None
     a, k = x.a, x.k
     if x.log is not None:
@@ -183,14 +183,14 @@ def _run(
         return _on_triton(spec, bound, timed, counts)
     decoded = form == "recurrent" and cache is not None and counts is None and bound.sizes.tokens == 1
     if decoded and spec.is_plain_softmax and not torch.is_grad_enabled():
-        form = "chunk"  # of one token the same sums, and torch's attention reads the cache once
+        form = "chunk"  # the same sums for one token; torch's attention reads the cache once
     if form == "chunk" and bound.device.type == "cuda" and spec.is_plain_softmax and not spec.turns:
         a, k, v, scale = fused_operands(spec, bound, timed)
         return _fused(a, k, v, scale, cache, counts, bound.dtype)
     x = operands(spec, bound, timed)
     s = summed(x, cache)
     if form == "chunk" and spec.is_plain_softmax:
-        if bound.device.type == "cuda":  # turned: half precisions reach torch's fused attention as they came
+        if bound.device.type == "cuda":  # torch's fused attention takes turned queries and keys in the inputs' dtype
             a, k, v = (y.to(bound.dtype) for y in (s.a, s.k, x.v))
             return _fused(a, k, v, 1.0, cache, counts, bound.dtype, s)
         return _fused(s.a, s.k, x.v, 1.0, cache, counts, bound.dtype, s)
@@ -207,9 +207,9 @@ def _run(
 
 
 def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None) -> tuple[Tensor, KVCache]:
-    """Exponential features with a bias, a window or a rule of its own, from no state: the attention kernels.
+    """The attention kernels: exponential features with a bias, a window or another rule than num / den, no cache.
 
-    Only what is no bare input is evaluated: queries, keys and values of half precision reach the kernel as they came.
+    Bare inputs are not evaluated: queries, keys and values of half precision reach the kernel unchanged.
     """
     a, k, v, scale = fused_operands(spec, bound, timed)
     (row,), wide = spec.rows, bound.compute
@@ -234,13 +234,13 @@ def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None) ->
 
 
 def _counts(counts: Tensor | None, a: Tensor) -> Tensor:
-    """Tokens of each row, all of them unless some are padding."""
+    """Tokens of each row: `counts`, or T where there is no padding."""
     whole = torch.full((a.shape[0],), a.shape[2], dtype=torch.int64, device=a.device)
     return whole if counts is None else counts
 
 
 def scores_of(spec: Spec, x: Operands, s: Summed, cache: KVCache | None) -> Scores:
-    """The forms' operands, the cache's places first."""
+    """The forms' operands; keys and values of the cache come first."""
     window = spec.system.window
     place = place_of(cache, s.a.shape[2], window, s.a.device)
     k, v, early = s.k, x.v, s.early
@@ -255,7 +255,7 @@ def scores_of(spec: Spec, x: Operands, s: Summed, cache: KVCache | None) -> Scor
 def _behind(
     spec: Spec, x: Operands, s: Summed, cache: KVCache, found: tuple[KVCache, Tensor, Tensor], form: str
 ) -> tuple[Tensor, KVCache]:
-    """y and the final cache where new tokens were written behind the cache's: what `append` found."""
+    """y and the final cache where `append` wrote the new tokens into the cache's spare memory; found: its result."""
     after, k, v = found
     left, bias, angle = _ends(s, _counts(None, s.a))
     early = s.early
@@ -269,12 +269,12 @@ def _behind(
 
 
 def scores_options(spec: Spec) -> tuple[bool, float]:
-    """Whether weights are exponentials of scores, and the least scale of a row."""
+    """Whether weights are exponentials of scores, and the lower bound of a row's maximum."""
     return spec.is_softmax, FLOOR if divides_by_one(spec) else -float("inf")
 
 
 def _definition(spec: Spec, x: Operands) -> Definition:
-    """The oracle's operands: the decay itself, not its logarithm."""
+    """The oracle's operands, with the decay itself, not its logarithm."""
     batch, _, tokens, _ = x.k.shape
     ones = x.a.new_ones(batch, 1, tokens)
     decay = gain = ones
@@ -287,7 +287,7 @@ def _definition(spec: Spec, x: Operands) -> Definition:
 
 
 def finish(spec: Spec, x: Operands, read: Read) -> Tensor:
-    """y [B, T, H, P]: the rule of num, den and one, or num with C's gate and D."""
+    """y [B, T, H, P]: the rule applied to num, den and one, or num times C's gate plus D."""
     num = read.num.transpose(1, 2)
     if spec.rule is None:
         y = num if x.gate is None else num * x.gate
@@ -297,13 +297,13 @@ def finish(spec: Spec, x: Operands, read: Read) -> Tensor:
 
 
 def _extended(cache: KVCache | None, s: Summed, v: Tensor, counts: Tensor, window: int | None) -> KVCache:
-    """The cache after these tokens, biases seen from the last one."""
+    """The cache after these tokens, with biases relative to the last one."""
     left, bias, angle = _ends(s, counts)
     return extend(cache, s.k, v, counts, bias, left, angle, window)
 
 
 def _ends(s: Summed, counts: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Each row's sum of log decays [B, Hb], its tokens' biases seen from the last one, and the angle there."""
+    """Each row's sum of log decays [B, Hb], its tokens' biases relative to the last one, and the last angle."""
     left = bias = angle = None
     last = (counts - 1).clamp(min=0)
     if s.late is not None and s.early is not None:
@@ -319,7 +319,7 @@ def _fused(
     a: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache | None, counts: Tensor | None, dtype: torch.dtype,
     s: Summed | None = None,
 ) -> tuple[Tensor, KVCache]:  # fmt: skip
-    """A quotient that nothing decays: torch's fused attention."""
+    """Softmax attention without decay: torch's fused attention."""
     even, counts = counts is None, _counts(counts, a)
     whole, seen = KVCache(k, v, counts), visible(cache, a.shape[2], a.device)
     if cache is not None and seen is not None:
@@ -337,17 +337,16 @@ def _fused(
 
 
 def _may_append(cache: KVCache, k: Tensor, v: Tensor) -> bool:
-    """Whether new tokens may be written behind a cache's own: nothing is traced, mapped or differentiated."""
+    """Whether new tokens may be written into a cache's memory: no tracing, torch.func or gradients."""
     plain = all(type(x) is Tensor and not x.requires_grad for x in (cache.k, cache.v, k, v))
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return plain and not traced and not torch.is_grad_enabled()
 
 
 def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor, float]:
-    """a / scale, k, v as `operands` has them, in the inputs' dtype, and scale.
+    """a / scale, k, v as in `operands` but in the inputs' dtype, and scale.
 
-    Inputs that stand bare, but for a constant factor of a, stay where they are: half precision reaches torch's fused
-    attention as it came.
+    Bare inputs, a also with a constant factor, are not copied: half precisions reach torch's fused attention unchanged.
     """
     term, kinds = spec.rows[0].terms[0], {i.name: i.kind for i in spec.inputs}
     factor, query = split_scale(spec.readout.args[0])
@@ -374,7 +373,7 @@ def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tens
 
 
 def attention_of(spec: Spec, bound: Bound, timed: Timed) -> dict[str, Any]:
-    """A trajectory's operands, by the names of dsf.trajectory.Attention."""
+    """The fields of dsf.trajectory.Attention, by name. Raises FormError where C has a factor of single channels."""
     x = operands(spec, bound, timed)
     s = summed(x, None)
     if spec.is_plain_softmax:

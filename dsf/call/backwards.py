@@ -1,8 +1,8 @@
 """Calls with reverse=True: every sequence from its last token to its first.
 
-Turned round here, once for all forms and kernels: per-token inputs are flipped, and with them the row of packed
-sequences, whose boundaries and states then come in the other order; what runs is the usual call, and its outputs are
-flipped back. It costs one copy of every per-token input and of y, and as many of their gradients.
+Done here once for all forms and kernels: per-token inputs are flipped along time, the boundaries and states of packed
+sequences are put in reverse order, the usual call runs, and its outputs are flipped back. This costs one copy of every
+per-token input and of y, and as many of their gradients.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Rows = TypeVar("Rows", bound="Tensor | KVCache | None")
 
 
 def flipped(spec: Spec, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs by name, the tokens of those that have any in the other order."""
+    """Inputs by name, per-token ones flipped along time."""
     timed = {i.name for i in spec.inputs if i.kind.time}
     return {name: x.flip(1) if name in timed else x for name, x in tensors.items()}
 
 
 def flipped_call(spec: Spec, bound: Bound) -> Bound:
-    """A call's inputs, from the last token to the first."""
+    """A call with its inputs flipped along time."""
     return replace(bound, tensors=flipped(spec, bound.tensors))
 
 
@@ -40,16 +40,16 @@ def flipped_bounds(bounds: list[int]) -> list[int]: ...
 @overload
 def flipped_bounds(bounds: Tensor) -> Tensor: ...
 def flipped_bounds(bounds: list[int] | Tensor) -> list[int] | Tensor:
-    """Boundaries [S + 1] of packed sequences as they lie in the flipped row: those of the last one first."""
+    """Boundaries [S + 1] of packed sequences in the flipped row, where the last sequence comes first."""
     if isinstance(bounds, Tensor):
         return (bounds[-1] - bounds).flip(0)
     return [bounds[-1] - place for place in reversed(bounds)]
 
 
 def flipped_packing(name: str, cu_seqlens: Tensor | Packing, tokens: int | None) -> Tensor | Packing:
-    """The same, as layers are given them. tokens: of the row, which they must end with; None: it is not known here.
+    """`flipped_bounds` for layers, also of a Packing. tokens: length of the row, None if it is not known here.
 
-    Raises InputError for boundaries that do not fit, as they were given.
+    Raises InputError for boundaries that do not end with it or decrease.
     """
     if tokens is not None and isinstance(cu_seqlens, Packing):
         check_bounds(name, cu_seqlens.bounds, tokens)
@@ -59,7 +59,7 @@ def flipped_packing(name: str, cu_seqlens: Tensor | Packing, tokens: int | None)
 
 
 def flipped_rows(state: Rows, packed: bool) -> Rows:
-    """States [S, ...], those of the last packed sequence first; of calls that are not packed as they are."""
+    """States [S, ...] in reverse order for packed sequences; unchanged for other calls."""
     if packed and isinstance(state, KVCache):
         other = state.map(lambda x: x.flip(0))
         return cast(Rows, other._replace(lengths=state.lengths.flip(0)))
@@ -67,7 +67,7 @@ def flipped_rows(state: Rows, packed: bool) -> Rows:
 
 
 def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: Any) -> Plan:
-    """The plan of a call with reverse=True: what is flipped is read and written once more on either side."""
+    """The plan of a call with reverse=True: flipping reads and writes per-token inputs and y once more."""
     timed = replace(spec, inputs=tuple(i for i in spec.inputs if i.kind.time))
     return replace(
         plan,

@@ -1,4 +1,4 @@
-"""Binding: the tensors of one call against the declaration. All input errors are raised here, at the public edge."""
+"""Binding the tensors of one call to the declaration's inputs. All errors about inputs are raised here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Sizes:
-    """B, T, H; keys: entries of Key inputs; n: entries of the state's Key axis (features count); p: channels.
-
-    groups: the heads of every input that has fewer than H.
+    """batch B, tokens T, heads H; keys: entries of Key inputs; n: entries of the state's Key axis (the number of
+    features, where there are any); p: channels. groups: {input: heads} of every input with fewer heads than H.
     """
 
     batch: int
@@ -37,13 +36,13 @@ class Sizes:
     groups: Mapping[str, int] = field(default_factory=dict)
 
     def heads_of(self, *exprs: Expr) -> int:
-        """How many heads differ in expressions: the fewest of which each serves H / heads consecutive ones."""
+        """The number of heads that differ in expressions; each is shared by H / that number of consecutive heads."""
         return math.lcm(*(self.groups.get(i.attrs[0], self.heads) for i in inputs_of(*exprs)))
 
 
 @dataclass(frozen=True)
 class Bound:
-    """One call's inputs, checked: tensors by name as given, the sizes, the input and the computing dtype."""
+    """One call's checked inputs: tensors by name, sizes, the inputs' dtype, the computing dtype, the device."""
 
     tensors: Mapping[str, Tensor]
     sizes: Sizes
@@ -53,16 +52,16 @@ class Bound:
 
 
 def unrounded(bound: Bound) -> Bound:
-    """The call in float32, for kernels, which round what they multiply as matrices to the inputs' dtype."""
+    """The call with half-precision inputs in float32, since kernels round matrix operands to the inputs' dtype."""
     if bound.dtype.itemsize != 2:
         return bound
     return replace(bound, tensors={n: x.float() for n, x in bound.tensors.items()}, dtype=torch.float32)
 
 
 def bind(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], one_token: bool = False) -> Bound:
-    """Check one call's inputs. Raises InputError naming recurrence, argument, expected and given.
+    """Check one call's inputs. Raises InputError with recurrence, argument, expected and given value.
 
-    one_token: the inputs have no token axis (Recurrence.step); it is put in.
+    one_token: the inputs have no token axis (Recurrence.step); one of size 1 is inserted.
     """
     given = _match(spec, args, kwargs)
     for entry in spec.inputs:
@@ -113,7 +112,7 @@ def _check_tensor(spec: Spec, name: str, kind: Kind, x: Any, one_token: bool) ->
 
 
 def _sizes(spec: Spec, given: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Sizes:
-    """Every size, each fixed by the first input that has it; the others must agree. shapes: as the user gave them."""
+    """All sizes. The first input with an axis fixes its size, the others must agree. shapes: as the user gave them."""
     found: dict[str, tuple[int, str]] = {}
 
     def agree(axis: str, size: int, name: str) -> None:
@@ -191,7 +190,7 @@ def _device(spec: Spec, given: Mapping[str, Tensor]) -> torch.device:
 
 
 def check_state(spec: Spec, state: Any, expected: tuple[int, ...], bound: Bound) -> None:
-    """Raise InputError unless state is a tensor of the expected shape, the state dtype and the inputs' device."""
+    """Raise InputError unless state is a tensor of the expected shape, of dtype compute, on the inputs' device."""
     if not isinstance(state, Tensor):
         raise InputError(f"{spec.name}: initial_state must be a tensor {list(expected)}, got {type(state).__name__}")
     if tuple(state.shape) != expected:
@@ -209,7 +208,7 @@ def check_state(spec: Spec, state: Any, expected: tuple[int, ...], bound: Bound)
 
 
 def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
-    """Raise InputError unless cache is a KVCache of `rows` rows that continues these inputs."""
+    """Raise InputError unless cache is a KVCache of `rows` rows that fits this recurrence and its inputs."""
     if not isinstance(cache, KVCache):
         raise InputError(
             f"{spec.name}: initial_state must be a KVCache (keys and values so far), got {type(cache).__name__}"
@@ -242,7 +241,7 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
 def cache_layout(
     spec: Spec, bound: Bound, rows: int, places: int
 ) -> dict[str, tuple[tuple[int, ...] | None, torch.dtype]]:
-    """Shapes (None: not there) and dtypes of a cache's tensors."""
+    """Shapes (None for no tensor) and dtypes of a cache's tensors."""
     sizes = bound.sizes
     (k_heads, v_heads), (b_heads, a_heads) = cached_heads(spec, sizes)
     return {
@@ -255,17 +254,17 @@ def cache_layout(
 
 
 def key_width(spec: Spec, sizes: Sizes) -> int:
-    """Entries of a key that attention's cache keeps."""
+    """Width of a key in attention's cache."""
     return sizes.keys if spec.is_softmax else sizes.n
 
 
 def angle_width(spec: Spec, sizes: Sizes) -> int:
-    """Angles that attention's cache keeps: one for all pairs of places, or one a pair."""
+    """Angles a head in attention's cache: one for all pairs of key entries, or one a pair."""
     return sizes.keys // 2 if KEY in spec.rows[0].normal.angle.axes else 1
 
 
 def cached_heads(spec: Spec, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Heads of attention's keys and values, as few as the inputs have; of its biases and angles, 0 for none."""
+    """((heads of keys, of values), (of biases, of angles)) in attention's cache: as many as differ, 0 for no tensor."""
     (row,) = spec.rows
     (term,) = row.terms
     angle, decay = row.normal.angle, row.normal.decay
@@ -276,7 +275,7 @@ def cached_heads(spec: Spec, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, 
 
 
 def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:
-    """What can be said of cu_seqlens without waiting for the GPU. Raises InputError."""
+    """Check of cu_seqlens that need not wait for the GPU. Raises InputError."""
     tensor = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype in INTEGERS
     if not tensor and not isinstance(cu_seqlens, Packing):
         raise InputError(
@@ -291,8 +290,8 @@ def environment(
 ) -> dict[Expr, Tensor]:
     """Input nodes -> tensors [B, T, H, n, p] in the computing dtype (size one where an axis is absent).
 
-    timed: replaces the per-token tensors (a slice or a repacking of them); the sizes B, T then follow from it.
-    compact: an input with one head for all keeps it.
+    timed: replaces the per-token tensors (a slice or a repacking of them), and so B and T. compact: an input with one
+    head keeps one.
     """
     env: dict[Expr, Tensor] = {}
     for entry in spec.inputs:
@@ -309,7 +308,7 @@ def environment(
 
 
 def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
-    """An input as the forms see it: [B|1, T|1, H, n, p], size one where it lacks an axis, shared heads spread."""
+    """An input as [B|1, T|1, H, n, p], of size one along axes that it lacks, with shared heads repeated."""
     if not kind.time:
         x = x[None, None]
     if KEY not in kind.axes:

@@ -1,8 +1,8 @@
-"""Calls of a recurrence: their checks and plans, kept for calls of the same shapes, and calls inside torch.compile.
+"""Calls of a recurrence: checks and plans, kept for later calls of the same shapes, and calls under torch.compile.
 
-What a call's tensors must be and what runs depends on shapes, dtypes and devices alone, so both are worked out once for
-each combination. Under torch.compile a whole call is one node of the graph: dynamo does not look into it, and what it
-launches is traced through it (torch.compiler.allow_in_graph), expressions evaluated by torch and kernels alike.
+Checks and plan depend on shapes, dtypes and devices alone, so they are made once for each combination. Under
+torch.compile a whole call is one node of the graph (torch.compiler.allow_in_graph): dynamo does not look into it, and
+its torch operations and kernels are traced by the later stages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dsf.language.spec import Spec
 from dsf.triton.choose import interpreted, packs_hidden
 from dsf.triton.names import declared
 
-LARGEST = 2048  # combinations a recurrence remembers
+LARGEST = 2048  # combinations that a recurrence keeps
 
 
 def is_transformed(tensors: Iterable[Any]) -> bool:
-    """True within a transformation of torch.func, and where one of the tensors has a forward-mode tangent."""
+    """True inside a transformation of torch.func, and where a tensor has a forward-mode tangent."""
     if torch._C._are_functorch_transforms_active():
         return True
     if forward_ad._current_level < 0:
@@ -38,9 +38,9 @@ def is_transformed(tensors: Iterable[Any]) -> bool:
 
 
 class Calls:
-    """The bound sizes and plans of a recurrence's calls so far, by shapes, dtypes, devices and options.
+    """Sizes and plans of a recurrence's calls so far, by shapes, dtypes, devices and options.
 
-    recurrence: makes what runs a declaration; dsf.call.recurrence says so.
+    recurrence: the class Recurrence, which dsf.call.recurrence sets here.
     """
 
     recurrence: ClassVar[Callable[[Spec], Any]]
@@ -54,7 +54,7 @@ class Calls:
         self, spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, form: str, backend: str,
         one_token: bool = False,
     ) -> tuple[Bound, Plan]:  # fmt: skip
-        """The checked inputs and what runs. Raises InputError and FormError."""
+        """The checked inputs and the plan. Raises InputError and FormError."""
         names = self.names
         tensors = self._ordered(names, args, kwargs)
         transformed = is_transformed((*args, *kwargs.values(), state))
@@ -65,7 +65,7 @@ class Calls:
             key = (*how, *((x.shape, x.dtype, x.device) for x in tensors))
             try:
                 found = self.kept.get(key)
-            except TypeError:  # sizes that torch.compile leaves open
+            except TypeError:  # symbolic sizes under torch.compile
                 key = found = None
             if found is not None:
                 sizes, dtype, compute, device, plan = found
@@ -84,7 +84,7 @@ class Calls:
 
     @staticmethod
     def _ordered(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """The inputs in the declaration's order, or None where something is amiss."""
+        """The inputs in the declaration's order, or None where they do not fit."""
         if len(args) + len(kwargs) != len(names):
             return None
         try:
@@ -96,12 +96,12 @@ class Calls:
 
 @derived
 def calls_of(spec: Spec) -> Calls:
-    """A declaration's calls, whatever copies of its recurrence make them."""
+    """The Calls of a declaration, shared by all copies of its recurrence."""
     return Calls(spec)
 
 
 def key_of(spec: Spec) -> str:
-    """A name for a recurrence that a graph can hold: the same in every process that declares the same."""
+    """A name of a recurrence for graphs, the same in every process with the same declaration."""
     return f"{spec.name}-{digest(spec)}"
 
 
@@ -114,10 +114,10 @@ def call_in_graph(
     name: str, method: str, options: tuple[Any, ...], names: tuple[str, ...], state: Tensor | None,
     cu_seqlens: Tensor | None, *tensors: Tensor,
 ) -> Any:  # fmt: skip
-    """A call (or step) of the recurrence of that name, as one node of a compiled graph."""
+    """A call or step of the recurrence of that name, as one node of a compiled graph."""
     found: tuple[Any, ...] = tensors
     proxy = next((x for x in found if isinstance(x, torch.fx.Proxy)), None)
-    if proxy is not None:  # torch.fx reads a saved graph: this stays one node of it
+    if proxy is not None:  # torch.fx traces a saved graph: keep the call as one node
         given = (name, method, options, names, state, cu_seqlens, *tensors)
         return proxy.tracer.create_proxy("call_function", call_in_graph, given, {})
     count = len(tensors) - len(names)
@@ -127,9 +127,9 @@ def call_in_graph(
 
 
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
-    """True where a packed call can be a node of a graph: its kernels need no lengths on the host. wide: of float64."""
+    """True where a packed call can be one node: its kernels need no lengths on the host. wide: inputs are float64."""
     if form == CONVOLUTION or (form == "auto" and backend == "auto" and is_invariant(_declared(name))):
-        return False  # the FFT takes sequences side by side
+        return False  # the FFT needs sequences as batches, so lengths on the host
     runs = on_gpu or (interpreted() and backend == "triton")
     return runs and backend != "torch" and not wide and packs_hidden(_declared(name).inner, form)
 
@@ -138,7 +138,7 @@ packs_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a
 
 
 def allow() -> bool:
-    """Let dynamo take call_in_graph as one node. It runs this itself, so that importing dsf does not import dynamo."""
+    """Let dynamo take call_in_graph as one node. Dynamo calls this, so that importing dsf does not import dynamo."""
     torch.compiler.allow_in_graph(call_in_graph)
     return True
 

@@ -1,4 +1,4 @@
-"""The convolution form of one call: Params evaluated in float64 into an impulse response, tokens convolved with it."""
+"""The convolution form of one call: an impulse response computed from Params in float64, convolved with the tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def convolve(
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] in the computing dtype and the final state [B, H, N, P].
 
-    timed: the inputs with a token axis. valid: [B, T] bool, False for padding behind a sequence's tokens. final:
-    whether the state is wanted; if not, an empty tensor stands for it.
+    timed: the inputs with a token axis. valid: [B, T] bool, False for padding after a sequence's tokens. final: whether
+    the final state is wanted; if not, it is an empty tensor.
     """
     sizes = bound.sizes
     values = Evaluator(environment(still.of, bound, timed), sizes.keys, sizes.p)
@@ -45,9 +45,9 @@ def convolve(
                 drives.append(x.squeeze(-2))
                 continue
             each = torch.eye(sizes.n, dtype=fixed.dtype, device=fixed.device)[:, None, :, None] * fixed
-            writes += [params.after(place, one) for one in each]  # every entry drives the state by itself
+            writes += [params.after(place, one) for one in each]  # one input for every entry of the state
             drives += x.unbind(-2)
-    if not writes:  # the system without its input
+    if not writes:  # B = 0
         writes.append(params(const(0)).expand(-1, sizes.n, -1))
         drives.append(values.full(0.0).squeeze(-2).expand(batch, tokens, sizes.heads, -1))
     read = params(still.read).expand(-1, sizes.n, -1)
@@ -63,7 +63,7 @@ def convolve(
 
 
 class _Params:
-    """What is fixed: expressions of Params, in float64."""
+    """Evaluates expressions of Params in float64, and the transition of one token."""
 
     def __init__(self, still: Still, bound: Bound) -> None:
         self.still, self.sizes = still, bound.sizes
@@ -79,11 +79,11 @@ class _Params:
         self.step = functools.reduce(_then, self.parts)
 
     def __call__(self, x: Expr) -> Tensor:
-        """[H, 1 or N, 1 or P]."""
+        """The value of x: [H, 1 or N, 1 or P]."""
         return self.values(x)[0, 0].expand(self.sizes.heads, -1, -1)
 
     def after(self, place: int, write: Tensor) -> Tensor:
-        """What is written in a micro-step, at the end of its token."""
+        """The write of micro-step `place`, multiplied by the transitions of the later micro-steps of its token."""
         for part in self.parts[place + 1 :]:
             write = part.power(write, 1)
         return write
@@ -116,7 +116,7 @@ class _Params:
 
     @staticmethod
     def _turn(angle: Tensor, keys: int) -> Tensor:
-        """The matrix of a turn: [H, 1, N, N]."""
+        """The matrix of a turn, [H, 1, N, N]."""
         same, cross = turned_decay(torch.ones_like(angle[..., :1, :]), angle, keys)
         swap = torch.arange(keys, device=angle.device) ^ 1
         turn = torch.diag_embed(same.squeeze(-1)) + torch.diag_embed(cross.squeeze(-1))[..., swap]
@@ -124,7 +124,7 @@ class _Params:
 
 
 def _then(first: Step, later: Step) -> Step:
-    """`later` after `first`."""
+    """The transition `first`, then `later`."""
     if isinstance(first, Dense) and isinstance(later, Dense):
         return Dense(later.squares[0] @ first.squares[0])
     assert isinstance(first, Diagonal) and isinstance(later, Diagonal)

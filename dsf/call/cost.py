@@ -10,11 +10,11 @@ from dsf.call.bind import Sizes, cached_heads, key_width
 from dsf.language.expr import KEY, VALUE
 from dsf.language.spec import Spec
 
-CONVOLUTION = "convolution"  # of time-invariant ones besides
+CONVOLUTION = "convolution"  # the form that only time-invariant systems have
 
 
 def cache_shape(spec: Spec, sizes: Sizes) -> tuple[int, ...]:
-    """[B, tokens that are kept, numbers a token] of attention's cache; a bias counts as one number."""
+    """[B, tokens in the cache, numbers a token] of attention's cache; a bias is one number."""
     (k_heads, v_heads), (b_heads, _) = cached_heads(spec, sizes)
     kept = sizes.tokens if spec.system.window is None else min(sizes.tokens, spec.system.window)
     return sizes.batch, kept, k_heads * key_width(spec, sizes) + v_heads * sizes.p + b_heads
@@ -30,7 +30,7 @@ def by_channel(spec: Spec) -> bool:
 
 
 def flops(spec: Spec, sizes: Sizes, form: str, chunk: int) -> int:
-    """Multiplications and additions of one forward call, gates and feature maps left out.
+    """Multiplications and additions of one forward call, without gates and feature maps.
 
     recurrent and scan: decay NP, write 2NP, read 2NP, 4NP a correction for every row (a scan combines each row twice).
     chunk: scores and outputs 2(N + P) for every pair inside a chunk, 4NP a token to write and read states; with

@@ -1,4 +1,4 @@
-"""The one rule for the dtype of a call where what it adds up cancels, of plain calls and of calls over ranks."""
+"""The dtype of calls whose sums cancel: one rule for plain calls and calls over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsf.language.spec import Spec
 
 
 def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False) -> Bound:
-    """The call in the dtype that it takes; the same object where that is the inputs' own.
+    """The call in the dtype that it needs; `bound` itself where that is the inputs' dtype.
 
     Float64 where torch has to find the gradient of Params in an angle; float32 on kernels, which
     round what they multiply as matrices, where keys and queries are Params, or a gradient of an angle's inputs is
@@ -30,7 +30,7 @@ def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False)
 
 
 def widened(bound: Bound, dtype: torch.dtype) -> Bound:
-    """The call in a wide dtype, inputs and states."""
+    """The call with inputs and states in a wider dtype."""
     tensors = {name: x.to(dtype) for name, x in bound.tensors.items()}
     return replace(bound, tensors=tensors, dtype=dtype, compute=dtype)
 
@@ -49,17 +49,17 @@ def _sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
 
 
 def _learns(bound: Bound, names: frozenset[str]) -> bool:
-    """True where a gradient of one of these inputs is wanted.
+    """True where one of these inputs needs a gradient.
 
-    Of inputs of angles it is what is left where the gradients of turned keys and queries cancel: half precisions have
-    too few digits for it, wherever they round, so kernels are then given float32.
+    The gradient of an angle's input is a small difference between gradients of turned keys and queries. Half precisions
+    have too few digits for it, wherever they round, so kernels then get float32.
     """
     return torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in names)
 
 
 @derived
 def _in_angles(spec: Spec) -> tuple[frozenset[str], ...]:
-    """The inputs of every angle that is a gauge."""
+    """The names of the inputs of every angle that is a gauge."""
     frame = spec.frame
     if frame is None or frame.angles is None:
         return ()

@@ -1,8 +1,8 @@
-"""Calls of declarations with `turn`, `prev` and Pair inputs: inputs made for the plain system, states carried over.
+"""Calls of declarations with `turn`, `prev` and Pair inputs: computes the plain system's inputs and its state.
 
-Packed sequences are handled as they lie, by the places of their first and last tokens, so that every form and kernel
-takes what is made as it takes any input. A state has the plain system's columns, in the declaration's own frame, and
-behind them those of the leaves (dsf.language.frame): every leaf's last values, newest first, filled into columns.
+Packed sequences stay in place; only the positions of their first and last tokens are used, so every form and kernel can
+run the plain system. A state has the plain system's columns, with turns undone, and after them the columns of the
+leaves (dsf.language.frame): every leaf's last values, newest first, filled into columns of N.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from dsf.torch.lower import true_state
 
 @dataclass(frozen=True)
 class Places:
-    """Where sequences lie in a row of T tokens; of unpacked calls, nothing.
+    """The positions of S packed sequences in a row of T tokens.
 
-    first: [T] bool; which: [T] the sequence of a token; starts, ends: [S] first and last token; filled: [S] bool.
+    first: [T] bool, first tokens; which: [T], the sequence of a token; starts, ends: [S], first and last tokens;
+    filled: [S] bool, sequences with tokens.
     """
 
     first: Tensor
@@ -43,7 +44,7 @@ class Places:
 
     @classmethod
     def of(cls, bounds: list[int] | Tensor, tokens: int, device: torch.device) -> Places:
-        """bounds: [S + 1], on the device or as numbers."""
+        """The positions from boundaries [S + 1], a tensor on the device or numbers."""
         at = bounds.long() if isinstance(bounds, Tensor) else torch.tensor(bounds, device=device)
         numbers = torch.arange(tokens, device=device)
         which = torch.searchsorted(at, numbers, right=True) - 1
@@ -52,7 +53,7 @@ class Places:
 
 
 def shifted(x: Tensor, first: Tensor | None, places: Places | None) -> Tensor:
-    """x one token later. x: [B, T, ...]; first: [B or sequences, ...] what precedes first tokens, None for 0."""
+    """x [B, T, ...] of the token before. first: [B or sequences, ...], the value before first tokens; None for 0."""
     if places is None:
         start = torch.zeros_like(x[:, :1]) if first is None else first.unsqueeze(1)
         return torch.cat([start.to(x.dtype), x[:, :-1]], dim=1)
@@ -69,19 +70,19 @@ def last_of(x: Tensor, places: Places | None) -> Tensor:
 
 
 class Framed:
-    """One call: the values of a frame's inputs."""
+    """One call: computes the values of a frame's inputs."""
 
     def __init__(self, spec: Spec, frame: Frame, bound: Bound, places: Places | None, state: Tensor | None) -> None:
         self.spec, self.frame, self.bound, self.places = spec, frame, bound, places
         self.kinds = {i.name: i.kind for i in spec.inputs}
-        self.values: dict[Expr, Tensor] = {}  # made inputs as [B|1, T|1, heads, n, p]
+        self.values: dict[Expr, Tensor] = {}  # computed inputs, [B|1, T|1, heads, n, p]
         self.plain = columns(spec.inner, bound.sizes.p).total
         self.rest = None if state is None else state[..., self.plain :]
         self.remembered: list[Tensor] = []
         self.final: Tensor | None = None
 
     def make(self) -> None:
-        """Every input of the frame, and what a state remembers after the last token."""
+        """Compute every input of the frame, and the leaves' columns of the final state."""
         for source, node in self.frame.pairs:
             self.values[node] = self._input(source).repeat_interleave(2, dim=-2)
         place, last = 0, []
@@ -106,11 +107,11 @@ class Framed:
             self.values[node] = self.evaluate(source)
 
     def delayed(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x of the token before, and of every sequence's last token. start: what precedes first tokens, None for 0."""
+        """x of the token before, and x of every sequence's last token. start: value before first tokens, None for 0."""
         return shifted(x, start, self.places), last_of(x, self.places)
 
     def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of x up to each token of a sequence, and of the whole of every sequence, 0 of empty ones."""
+        """The running sum of x within each sequence, and its value at the end of every sequence (0 for empty ones)."""
         whole = x.cumsum(1)
         if self.places is None:
             return whole, last_of(whole, None)
@@ -123,7 +124,7 @@ class Framed:
         return leaf_columns(leaf, sizes.n, sizes.keys, sizes.p)
 
     def _recalled(self, leaf: Leaf, place: int) -> Tensor:
-        """A leaf's value from the columns of a state: [S, H, n, p]."""
+        """A leaf's value [S, H, n, p] from the columns of the initial state."""
         assert self.rest is not None
         sizes, source = self.bound.sizes, leaf.source
         flat = self.rest[..., place : place + self._width(leaf)].transpose(-1, -2).flatten(-2)
@@ -131,7 +132,7 @@ class Framed:
         return flat.unflatten(-1, (sizes.keys if KEY in source.axes else 1, sizes.p if VALUE in source.axes else 1))
 
     def _stored(self, leaf: Leaf, x: Tensor, place: int) -> Tensor:
-        """The columns [S, H, N, width] of a value [S, heads, n, p]; sequences without tokens keep those they had."""
+        """The state's columns [S, H, N, width] for a value [S, heads, n, p]; empty sequences keep theirs."""
         sizes, width = self.bound.sizes, self._width(leaf)
         shape = (sizes.keys if KEY in leaf.source.axes else 1, sizes.p if VALUE in leaf.source.axes else 1)
         x = _spread_heads(x, sizes.heads, 1).expand(-1, -1, *shape).flatten(-2)
@@ -143,7 +144,7 @@ class Framed:
         return torch.where(self.places.filled.view(-1, 1, 1, 1), found, before)
 
     def _first(self, x: Expr) -> Tensor:
-        """An expression of leaves and Params at the last token before the call: [S, H, n, p]."""
+        """An expression of leaves and Params [S, H, n, p] at the last token before the call."""
         place, env = 0, dict[Expr, Tensor]()
         for leaf in self.frame.leaves:
             for node in leaf.nodes:
@@ -156,7 +157,7 @@ class Framed:
         return Evaluator(env, sizes.keys, sizes.p)(x).squeeze(1)
 
     def _input(self, node: Expr) -> Tensor:
-        """An input of the declaration, [B|1, T|1, heads, n, p], its own heads."""
+        """An input of the declaration, [B|1, T|1, heads, n, p], with its own number of heads."""
         name, step = node.attrs
         kind, x = self.kinds[name], self.bound.tensors[name]
         if step is not None:
@@ -170,7 +171,7 @@ class Framed:
         return _spread_heads(x, self.bound.sizes.heads, 2)
 
     def evaluate(self, x: Expr) -> Tensor:
-        """An expression [B|1, T|1, heads, n, p], in as few heads as it has, of all tokens; a bare input as it is."""
+        """An expression [B, T, heads, n, p] with as many heads as differ; a bare input in its own dtype."""
         sizes = self.bound.sizes
         if x.op == "input":
             found = self._value(x)
@@ -183,12 +184,12 @@ class Framed:
         return found.expand(sizes.batch, sizes.tokens, -1, sizes.keys if KEY in x.axes else 1, -1)
 
     def _turn(self) -> None:
-        """The inputs that are turned into the gauge, and the angle of the last state."""
+        """Compute the turned inputs, and the angle of the final state."""
         assert self.frame.angles is not None
         parts = [self._angle(x) for x in self.frame.angles]
         shared = math.lcm(*(x.shape[2] for x in parts))
         parts = [_spread_heads(x, shared, 2) for x in parts]
-        inside = [parts[0]]  # up to a row of its token
+        inside = [parts[0]]  # sums over the rows of one token
         for part in parts[1:]:
             inside.append(inside[-1] + part)
         whole, last = self.summed(inside[-1])
@@ -206,14 +207,14 @@ class Framed:
             self.values[t.node] = turn_pairs(_spread_heads(x, heads, 2), -_spread_heads(angle, heads, 2))
 
     def _angle(self, x: Expr) -> Tensor:
-        """Angles of all tokens in float64, an entry a pair: [B, T, heads, 1 or N/2, 1]."""
+        """An angle of all tokens in float64, one a pair: [B, T, heads, 1 or N/2, 1]."""
         found = self.evaluate(x)
         return (found[..., ::2, :] if KEY in x.axes else found).double()
 
     def inner(self, rounded: bool = False) -> Bound:
-        """The call as the plain system takes it, made inputs in the computing dtype.
+        """The call of the plain system, with computed inputs in the computing dtype.
 
-        rounded: made vectors in the inputs' own dtype, as kernels take them.
+        rounded: computed vectors are in the inputs' dtype, as kernels take them.
         """
         tensors, counts = dict[str, Tensor](), dict[str, int]()
         sizes = self.bound.sizes
@@ -235,7 +236,7 @@ class Framed:
         return replace(self.bound, tensors=tensors, sizes=replace(sizes, groups=counts))
 
     def finish(self, final: Tensor) -> Tensor:
-        """The plain system's final state as the declaration's."""
+        """The declaration's final state from the plain system's: turns undone, leaves' columns added."""
         if self.final is not None:
             layout = columns(self.frame.spec, self.bound.sizes.p)
             own, gain = final.split([layout.p + layout.den, layout.gain], dim=-1)
@@ -244,7 +245,7 @@ class Framed:
 
 
 def _spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
-    """x with each of its heads repeated, so that there are `heads`."""
+    """x with each head repeated along `axis`, so that there are `heads`."""
     count = x.shape[axis]
     if count == heads:
         return x
@@ -256,7 +257,7 @@ def _spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
 def run_framed(
     spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan, wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] in the computing dtype and the final state with all its columns. wanted: whether that is."""
+    """y [B, T, H, P] in the computing dtype and the final state. wanted: whether that needs all its columns."""
     frame = {"naive": spec.oracle, CONVOLUTION: spec.turning}.get(plan.form, spec.frame)
     assert frame is not None
     wide = widened(bound, oracle_dtype.get()) if plan.form == "naive" else of_enough_digits(spec, bound, plan)
@@ -282,7 +283,7 @@ def run_framed(
 
 
 def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:
-    """A state of the plain system as the oracle's, which may have no running maximum where the plain one has one."""
+    """A state of the plain system for the oracle, which may have no running maximum where the plain system has one."""
     if state is None:
         return None
     layout = columns(spec.inner, p)
@@ -293,7 +294,7 @@ def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> 
 def materialised(
     spec: Spec, frame: Frame, bound: Bound, state: Tensor | None, bounds: list[int] | Tensor | None = None
 ) -> Bound:
-    """One call of a frame's plain system. bounds: [S + 1], of packed sequences."""
+    """The call of a frame's plain system. bounds: [S + 1] of packed sequences, or None."""
     places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
     framed = Framed(spec, frame, bound, places, state)
     framed.make()

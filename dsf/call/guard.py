@@ -1,8 +1,7 @@
-"""What watches calls: the switch of `dsf.validate`, and a word about tensors whose tokens and heads look swapped.
+"""The switch of `dsf.validate`, and a warning for tensors whose tokens and heads look swapped.
 
-`ON` is False until DSF_VALIDATE=1 or a `with dsf.validate()` says otherwise, so that a call that nobody watches reads
-one module variable. The guard itself (dsf.checking.validate) belongs to a context, a thread or a task, as a `with`
-block does.
+`ON` is False unless DSF_VALIDATE=1 is set or a `with dsf.validate()` is open, so an unchecked call only reads one
+module variable. The guard itself (dsf.checking.validate) belongs to the context (thread or task) of its `with` block.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ VARIABLE = "DSF_VALIDATE"
 
 
 def asked_for(value: str | None) -> bool:
-    """What a value of the environment variable means: nothing, 0, false, no and off are no."""
+    """The meaning of a value of DSF_VALIDATE: False for none, empty, 0, false, no and off."""
     return (value or "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -37,27 +36,27 @@ EVERYWHERE = asked_for(os.environ.get(VARIABLE))  # read once, when dsf is impor
 ON = EVERYWHERE
 _chosen: ContextVar[Guard | Off | None] = ContextVar("dsf_guard")
 _lock = threading.Lock()
-_open = 0  # blocks that are open in any thread
-everywhere: Guard | None = None  # made by dsf/__init__.py where EVERYWHERE says so
+_open = 0  # open blocks in all threads
+everywhere: Guard | None = None  # set by dsf/__init__.py if EVERYWHERE
 
 
 class Off:
-    """A guard that lets everything pass."""
+    """A guard that checks nothing."""
 
     def end(self) -> None:
-        """Nothing was held."""
+        """Does nothing."""
 
     def inputs(self, *_: object) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     def outputs(self, *_: object) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 def current() -> Guard | Off | None:
     """The guard of the innermost `with dsf.validate()`, else the environment variable's, else None.
 
-    None while torch.compile traces, which would stop at what a guard does.
+    None while torch.compile traces, since a guard would break the graph.
     """
     if torch.compiler.is_dynamo_compiling():
         return None
@@ -78,7 +77,7 @@ def leave(token: Token[Guard | Off | None]) -> None:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """No guard looks into the calls of this block, which are dsf's own and hold to nothing that a user declared."""
+    """Switches the guard off in a block, for dsf's internal calls, whose inputs no user declared."""
     if not ON or torch.compiler.is_dynamo_compiling():
         yield
         return
@@ -97,10 +96,10 @@ def _count(change: int) -> None:
 
 
 def looks_swapped(spec: Spec, sizes: Sizes) -> bool:
-    """Warn, naming the user's line, where there are more heads than tokens: [B, H, T, ·] may have been given.
+    """Warn at the user's line where there are more heads than tokens: the inputs may be [B, H, T, ·].
 
-    Called for the first call of a shape only. Calls from within dsf (layers, dsf.check and what it is given) are left
-    alone. Returns whether it warned.
+    Runs for the first call of a shape only. Calls from within dsf (layers, dsf.check and functions that it calls) never
+    warn. Returns whether it warned.
     """
     if sizes.heads <= sizes.tokens:
         return False

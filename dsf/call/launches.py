@@ -1,4 +1,4 @@
-"""What a planned call on the Triton backend allocates and launches, found without a GPU and without running it."""
+"""What a planned call on the Triton backend allocates and launches, without a GPU and without running it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """A call of a recurrence: its inputs by name, each (sizes, strides, dtype), their device, the form asked for."""
+    """A call of a recurrence. inputs: (name, sizes, strides, dtype) each; form: the one that was asked for."""
 
     recurrence: Callable[..., Tensor]
     inputs: tuple[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
@@ -33,13 +33,13 @@ class Planned:
         return cls(recurrence, inputs, device, form)
 
     def schedules(self, gradients: bool) -> tuple[Schedule, ...]:
-        """Of every operator that the call runs, in order; gradients: and of those of its backward pass."""
+        """The schedules of all operators of the call, in order; gradients: of the forward and the backward pass."""
         from dsf.kernels.triton.operators import noted
         from dsf.triton.choose import elsewhere
 
         device = self.device
         mode: Any = FakeTensorMode()
-        if device.type == "cuda" and not torch.cuda.is_available():  # torch knows too little of a GPU that is not there
+        if device.type == "cuda" and not torch.cuda.is_available():  # torch has no fake tensors on an absent GPU
             device, mode = torch.device("meta"), nullcontext()
         with mode, noted() as found, elsewhere(), torch.set_grad_enabled(gradients):
             given: dict[str, Any] = {

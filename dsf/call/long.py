@@ -1,4 +1,4 @@
-"""`long_convolution`: a filter of any length, which is time-invariant and has no state of fixed size (Hyena)."""
+"""`long_convolution`: a time-invariant filter of any length, without a state of fixed size (Hyena)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def long_convolution(
 ) -> Tensor:
     """y_t = gate_t (Σ_{s ≤ t} h_{t-s} x_s + D x_t), a gated convolution along time.
 
-    x: [B, T, H, P]. h: [H, L, P], the filter at lags 0 … L-1, the newest first; longer lags are 0, and L may exceed T.
+    x: [B, T, H, P]. h: [H, L, P], the filter at lags 0 … L-1; the filter is 0 at longer lags, and L may exceed T.
     gate: [B, T, H, P] or None for 1. D: [H, P] or None for 0. cu_seqlens: [S + 1] boundaries of sequences packed along
-    T, or a dsf.Packing; then B is 1. x and gate have one dtype, h and D that or float32. form: "convolution" (FFT),
-    "naive" (the definition, in float64) or "auto". Returns y [B, T, H, P] in x's dtype.
+    T, or a dsf.Packing; then B is 1. gate has the dtype of x. form: "convolution" (FFT), "naive" (the definition, in
+    float64) or "auto". Returns y [B, T, H, P] in x's dtype.
 
-    Source: Hyena (arXiv 2302.10866), Section 3. Raises InputError for tensors that do not fit, FormError for forms and
-    states that no filter has.
+    Source: Hyena (arXiv 2302.10866), Section 3. Raises InputError for tensors that do not fit, FormError for other
+    forms and for return_state, since a filter has no state.
     """
     _check(x, h, gate, D)
     if return_state or form in ("recurrent", "scan", "chunk", "kernel"):
@@ -63,13 +63,13 @@ def long_convolution(
 
 
 def _fft(x: Tensor, h: Tensor) -> Tensor:
-    """x [B, T, H, P], h [H, L, P] -> [B, T, H, P]. Padding behind a sequence changes nothing before it."""
+    """By FFT: x [B, T, H, P], h [H, L, P] -> [B, T, H, P]. Padding after a sequence does not change it."""
     y = causal(rearrange(x, "b t h p -> b h p t"), rearrange(_taps(h, x.shape[1]), "h l p -> h p l"))
     return rearrange(y, "b h p t -> b t h p")
 
 
 def _direct(x: Tensor, h: Tensor) -> Tensor:
-    """The same, lag by lag of a triangular matrix."""
+    """The convolution by its triangular matrix."""
     tokens = x.shape[1]
     place = torch.arange(tokens, device=x.device)
     lag = place[:, None] - place
@@ -78,7 +78,7 @@ def _direct(x: Tensor, h: Tensor) -> Tensor:
 
 
 def _taps(h: Tensor, tokens: int) -> Tensor:
-    """h at the lags 0 … T-1."""
+    """The filter at lags 0 … T-1: [H, T, P]."""
     return torch.nn.functional.pad(h[:, :tokens], (0, 0, 0, max(0, tokens - h.shape[1])))
 
 

@@ -1,4 +1,4 @@
-"""Packed sequences: cu_seqlens as the kernels take them, or cut into batches of similar length for every other form."""
+"""Packed sequences: boundaries for the kernels that take them, batches of similar length for all other forms."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch import Tensor
 from dsf.language.errors import InputError
 
 Made = TypeVar("Made")
-_KEPT = 16  # ways of packing whose places are remembered
+_KEPT = 16  # packings that are kept in each cache
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Bounds = tuple[int, ...]
 _checked: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
 _places: dict[tuple[Callable[..., Any], Bounds, torch.device, int], Any] = {}
-_replayed: dict[tuple[Callable[..., Any], Bounds, torch.device], Any] = {}  # those that CUDA graphs read, for good
+_replayed: dict[tuple[Callable[..., Any], Bounds, torch.device], Any] = {}  # for CUDA graphs; never dropped
 
 
 class Packing:
-    """Where S packed sequences begin and end, read once and fixed: what the calls of a whole model share.
+    """The boundaries of S packed sequences, read once, to be shared by all calls of a model.
 
-    cu_seqlens: [S + 1] integers from 0 to T that never decrease, a tensor or numbers; a sequence may be empty. Calls
-    and layers take a Packing in place of cu_seqlens. A tensor that lies on a GPU has to be waited for wherever its
-    numbers are needed on the host: of a Packing once, when it is made, of a bare tensor in every such call. It holds
-    copies, so that nothing written to cu_seqlens later changes it; a CUDA graph replays the boundaries that it had.
+    cu_seqlens: [S + 1] integers from 0 to T that never decrease, a tensor or numbers; sequences may be empty. Calls and
+    layers take a Packing in place of cu_seqlens. Where the host needs the numbers of a tensor on a GPU it has to wait
+    for the GPU: with a Packing once, when it is made; with a bare tensor in every such call. A Packing holds a copy, so
+    later writes to cu_seqlens do not change it, and a CUDA graph replays the boundaries that it was captured with.
 
     Raises InputError for anything but a one-dimensional integer tensor or numbers that begin with 0 and never decrease.
     """
@@ -55,7 +55,7 @@ class Packing:
         return Packing, (self.bounds,)
 
     def __len__(self) -> int:
-        """S."""
+        """S, the number of sequences."""
         return len(self.bounds) - 1
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class Packing:
 
     @property
     def backwards(self) -> Packing:
-        """The same sequences in a row that runs from its end, on the same devices: made once."""
+        """The boundaries of the flipped row, on the same devices; made once."""
         if self._backwards is None:
             found = Packing(self.bounds[-1] - place for place in reversed(self.bounds))
             for device in self._placed:
@@ -72,7 +72,10 @@ class Packing:
         return self._backwards
 
     def on(self, device: torch.device) -> Tensor:
-        """The boundaries as int32 [S + 1] on a device; not to be written to. Any stream may read them."""
+        """The boundaries as int32 [S + 1] on a device, for any stream; do not write to it.
+
+        Raises InputError where they would have to be copied while a CUDA graph is captured.
+        """
         found = self._placed.get(device)
         if found is None and is_captured(device):
             raise InputError(
@@ -83,13 +86,13 @@ class Packing:
             with torch.inference_mode(False):
                 found = torch.tensor(self.bounds, dtype=torch.int32).to(device)
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # once: whatever stream reads it finds it written
+                torch.cuda.current_stream(device).synchronize()  # once: any stream may read it then
             found = self._placed.setdefault(device, found)
         return found
 
 
 def check_bounds(name: str, bounds: Sequence[int], tokens: int) -> None:
-    """Raises InputError unless boundaries go from 0 to T and never decrease."""
+    """Raise InputError unless the boundaries go from 0 to `tokens` and never decrease."""
     shown = list(bounds)
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens:
         raise InputError(f"{name}: cu_seqlens must begin with 0 and end with T = {tokens}, got {shown}")
@@ -99,12 +102,12 @@ def check_bounds(name: str, bounds: Sequence[int], tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of similar length side by side.
+    """Sequences of similar length as a padded batch.
 
-    rows: which sequences, also as a tensor `chosen`; index: [S, T] place of each token in the packed row (padding
-    repeats the last one); valid: [S, T] bool, or None when no token is padding; lengths, also as a tensor `counts`.
-    order: where every sequence is among the rows of all batches and `without`, the sequences that have no tokens and
-    are in no batch (None: there are none).
+    rows: numbers of its sequences, also as a tensor `chosen`; index: [S, T], position of each token in the packed row
+    (padding repeats the last one); valid: [S, T] bool, None without padding; lengths, also as a tensor `counts`.
+    without: the sequences that have no tokens and are in no batch, or None. order: the position of every sequence among
+    the rows of all batches followed by `without`.
     """
 
     rows: list[int]
@@ -122,28 +125,28 @@ class Batch:
 
 
 def is_hidden(cu_seqlens: Tensor) -> bool:
-    """True where no values are there to be read: in a compiled graph, or while a CUDA graph is captured, whose
-    boundaries may differ from replay to replay."""
+    """True where the values cannot be read: under torch.compile, for tensor subclasses, and while a CUDA graph is
+    captured, whose replays may have other boundaries."""
     if type(cu_seqlens) is not Tensor or torch.compiler.is_compiling():
         return True
     return is_captured(cu_seqlens.device)
 
 
 def is_captured(device: torch.device) -> bool:
-    """True while a CUDA graph is captured: nothing may be copied from the host then."""
+    """True while a CUDA graph is captured; nothing can be copied from the host then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def values(cu_seqlens: Tensor | Packing) -> list[int]:
-    """What it holds now. Of a tensor on a GPU that is waited for: nothing that was known of it earlier may be used,
-    because not every write to a tensor can be seen on the host."""
+    """The boundaries now. For a tensor on a GPU this waits for the GPU every time: earlier values cannot be reused,
+    because the host does not see every write to a tensor."""
     return list(cu_seqlens.bounds) if isinstance(cu_seqlens, Packing) else cast(list[int], cu_seqlens.tolist())
 
 
 def check_once(name: str, cu_seqlens: Tensor, tokens: int) -> None:
-    """check_bounds of a tensor on a GPU that kernels read there: again only after a write that torch knows of.
+    """check_bounds for a tensor that kernels read on the GPU; repeated only after a write that torch has recorded.
 
-    Nothing but the error depends on what was read.
+    Only the error depends on the values that were read, no result does.
     """
     if is_hidden(cu_seqlens):
         return
@@ -159,7 +162,7 @@ def check_once(name: str, cu_seqlens: Tensor, tokens: int) -> None:
 
 
 def on_device(cu_seqlens: Tensor | Packing, bounds: Sequence[int], device: torch.device) -> Tensor:
-    """The boundaries, whose values are `bounds`, where the kernels read them."""
+    """The boundaries as a tensor on a device; bounds: their values."""
     if isinstance(cu_seqlens, Packing):
         return cu_seqlens.on(device)
     if cu_seqlens.device == device:
@@ -168,7 +171,7 @@ def on_device(cu_seqlens: Tensor | Packing, bounds: Sequence[int], device: torch
 
 
 def tensor_of(cu_seqlens: Tensor | Packing | None, device: torch.device) -> Tensor | None:
-    """The boundaries as a tensor, for what looks for nothing else."""
+    """The boundaries as a tensor, or None."""
     return cu_seqlens.on(device) if isinstance(cu_seqlens, Packing) else cu_seqlens
 
 
@@ -177,24 +180,25 @@ def _placed(bounds: Bounds, device: torch.device) -> Tensor:
 
 
 def batches(bounds: list[int], device: torch.device) -> list[Batch]:
-    """Sequences grouped by ⌈log2 length⌉: at most log2 T batches, and padding never doubles the tokens."""
+    """Sequences grouped by ⌈log2 length⌉: about log2 T batches at most, and padding less than doubles the tokens."""
     return _remembered(_batches, tuple(bounds), device, lambda found: [x for b in found for x in (b.index, b.order)])
 
 
 def marks(bounds: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Numbers of sequences, from 1, at their first tokens [1, T, 1] and at their last [T], 0 elsewhere; int32.
+    """(starts [1, T, 1], ends [T], filled [S] or None).
 
-    And which sequences have tokens [S], None for all.
+    starts, ends: int32, the number of a sequence, from 1, at its first and last token, 0 elsewhere. filled: bool, which
+    sequences have tokens; None if all have.
     """
     return _remembered(_marks, tuple(bounds), device, lambda found: [x for x in found if x is not None])
 
 
 def hidden_marks(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of boundaries that nobody reads, made on their device; and which sequences have tokens [S]."""
+    """`marks`, computed on the device without reading the boundaries; filled is never None."""
     bounds = bounds.long()
     filled = bounds[1:] > bounds[:-1]
     numbers = torch.arange(1, bounds.shape[0], dtype=torch.int32, device=bounds.device)
-    none = torch.zeros(tokens + 1, dtype=torch.int32, device=bounds.device)  # one spare place for those without
+    none = torch.zeros(tokens + 1, dtype=torch.int32, device=bounds.device)  # one more, for sequences without tokens
     starts = none.index_copy(0, torch.where(filled, bounds[:-1], tokens), numbers)[:tokens]
     ends = none.index_copy(0, torch.where(filled, bounds[1:] - 1, tokens), numbers)[:tokens]
     return starts[None, :, None], ends, filled
@@ -203,10 +207,10 @@ def hidden_marks(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def _remembered(
     make: Callable[..., Made], bounds: Bounds, device: torch.device, tensors: Callable[[Made], list[Tensor]]
 ) -> Made:
-    """make(bounds, device), once for each way of packing and stream: no other stream waits for what is made on one.
+    """make(bounds, device), cached for each packing and stream, since streams do not wait for each other's tensors.
 
-    Nothing can be copied from the host while a CUDA graph is captured. What any stream made before is there then, since
-    the device was waited for; and as replays read it later, it is kept.
+    Nothing can be copied from the host while a CUDA graph is captured. Then the result of any stream is used (the
+    capture waited for the device) and kept for good, because replays read it. Raises InputError where there is none.
     """
     if torch.compiler.is_compiling():
         return make(bounds, device)
@@ -234,7 +238,7 @@ def _remembered(
 
 
 def _drop_oldest(kept: dict[Any, Any]) -> None:
-    """Make room for one more."""
+    """Drop the oldest entries, to make room for one more."""
     for oldest in list(kept)[: len(kept) + 1 - _KEPT]:
         kept.pop(oldest, None)
 
@@ -276,7 +280,7 @@ def _batch(bounds: Bounds, rows: list[int], order: Tensor, without: Tensor | Non
 
 
 def unpack(parts: list[tuple[Batch, Tensor]]) -> Tensor:
-    """Outputs [S, T', ...] of every batch back into one packed row [1, T, ...]."""
+    """The packed row [1, T, ...] of outputs [S, T', ...] of every batch."""
     pieces: dict[int, Tensor] = {}
     for batch, y in parts:
         for place, row in enumerate(batch.rows):

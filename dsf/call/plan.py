@@ -1,4 +1,4 @@
-"""`Plan`: what the compiler chose for one call and why. Immutable; the compiler's second stage."""
+"""`Plan`: what runs for one call, and why. Immutable; the second stage of the compiler."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from dsf.triton import choose as gpu
 if TYPE_CHECKING:
     from dsf.kernels.triton.schedule import Schedule
 
-FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")  # of every finite state
+FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")  # of every system with a finite state
 BACKENDS = ("torch", "triton")
-SHORT = 8  # tokens up to which walking the recurrence beats setting up chunks
-LONG = 64  # tokens from which an impulse response pays
+SHORT = 8  # tokens up to which the recurrent form is faster than chunks
+LONG = 64  # tokens from which the convolution may be faster
 MATRIX_CHUNK = 64
 SCAN_BLOCK = 16
 SEGMENT_NUMBERS = (
     1 << 20
-)  # state numbers a segment may hold (4 MiB a tensor): small beside a sequence, large beside a call
+)  # numbers of a segment's states (4 MiB a tensor): small against a sequence, large against a call's overhead
 
-KEEP_NUMBERS = 1 << 23  # states of a whole sequence up to which segments keep what the backward pass needs (64 MiB)
+KEEP_NUMBERS = 1 << 23  # numbers of a sequence's states up to which segments keep them for the backward pass
 
 
 @dataclass(frozen=True)
 class Plan:
     """The choice for one recurrence on one set of shapes.
 
-    structure: row of the compiler's table. forms: all forms it has. form, backend, kernel: what runs; chunk: tokens a
-    chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T, numbers a token] of
-    a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one forward call. bytes:
-    inputs read and outputs written once. reason: the choice in a sentence. source: the code generated for it, or empty.
-    one_step: whether that is the decode kernel. exchange: what ranks that share the tokens tell each other, or empty.
-    call: on the Triton backend, what `schedules` are of.
+    structure: row of the table in `make_plan`. forms: all forms of the structure. form, backend, kernel: what runs;
+    chunk: tokens a chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T,
+    numbers a token] of a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one
+    forward call. bytes: inputs read once and y written once. reason: why, in a sentence. source: the printed code, or
+    empty. one_step: whether the decode kernel runs. exchange: what ranks that share the tokens send each other, or
+    empty. call: on the Triton backend, the call of `schedules`.
     """
 
     recurrence: str
@@ -67,10 +67,10 @@ class Plan:
     call: Planned | None = field(default=None, repr=False, compare=False)
 
     def schedules(self, gradients: bool = False) -> tuple[Schedule, ...]:
-        """What the call allocates, asks of torch and launches, one printable schedule for each operator that it runs.
+        """Allocations, torch operations and launches of the call: one printable schedule for each of its operators.
 
-        gradients: of the call whose gradients are taken, and of its backward pass. Empty where the torch backend runs,
-        for decode steps, and with reverse or parallel. Of a GPU that is not there: as on an H200.
+        gradients: of the call with gradients, and of its backward pass. Empty for the torch backend, for decode steps,
+        and with reverse or parallel. For a GPU that this machine lacks, those of an H200.
         """
         return () if self.call is None else self.call.schedules(gradients)
 
@@ -96,7 +96,7 @@ class Plan:
 
 
 def forms_of(spec: Spec) -> tuple[str, ...]:
-    """The forms a structure has; all but the scan for attention, whose combine would grow without bound."""
+    """The forms of a structure. Attention has no scan, since what it combines would grow without bound."""
     if spec.is_attention:
         return tuple(f for f in FORMS if f != "scan")
     return (*FORMS, CONVOLUTION) if is_invariant(spec) else FORMS
@@ -109,32 +109,34 @@ def make_plan(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device = CPU,
     grad: bool = False, transformed: bool = False,
 ) -> Plan:  # fmt: skip
-    """Choose form, backend and kernel. grad: whether a gradient is to be taken; transformed: within a transformation of
-    torch.func or a forward-mode derivative, which custom operators and functions do not go through.
+    """Choose form, backend and kernel. grad: whether gradients are needed; transformed: inside a transformation of
+    torch.func or a forward-mode derivative, which custom operators and functions do not support.
 
-    The ladder, first match wins; explicit `form` and `backend` are honoured or refused:
+    The first matching row decides; an explicit `form` or `backend` is used, or refused with an error:
 
     | structure | up to 8 tokens | longer |
     |---|---|---|
     | exponential features, A = I or a turn, a quotient | chunk: torch's fused attention | the same |
-    | exponential features else; any system with a window | chunk: blocks of queries | the same |
+    | other exponential features; any system with a window | chunk: blocks of queries | the same |
     | elementwise (Hadamard, vector, B that does not factor) | recurrent | chunk: segments of the scan |
     | value-diagonal decay | recurrent | chunk of 64: masked matrix products, decays on the channels |
     | identity, constant, scalar, key-diagonal decay | recurrent | chunk of 64: masked matrix products |
     | any decay + corrections | recurrent | chunk of 64: WY / UT transform |
-    | a readout that is a solve | recurrent: a Cholesky factor a token | chunk: conjugate gradients on its system's |
-    | sums of gated readouts in C | recurrent | the row of the system, once for each |
+    | a readout that is a solve | recurrent: a Cholesky factor a token | chunk: conjugate gradients on chunks |
+    | a sum of gated readouts in C | recurrent | the row of its system, once for each readout |
     | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
 
-    Turns that are a gauge, previous values and Pair inputs are made by torch before all that; what runs is the row of
-    the plain system that is left (Spec.inner).
+    Turns that are a gauge, previous values and Pair inputs are first computed by torch; the row is that of the plain
+    system which remains (Spec.inner).
 
-    On CUDA tensors the chunk form of identity, constant, scalar and key-diagonal decays, alone, with a delta rule or
-    with a rank-one correction, runs on the triton backend, and so do the recurrent, scan and chunk forms of elementwise
-    systems and value-diagonal decays (one fused scan) and one token of any finite state without gradients (the decode
-    step); everything else, and everything on a CPU, on torch.
+    On CUDA tensors the triton backend runs: the chunk form of identity, constant, scalar and key-diagonal decays,
+    alone, with a delta rule or with a rank-one correction; the recurrent, scan and chunk forms of elementwise systems
+    and value-diagonal decays (one fused scan); exponential features with a bias, a window or another quotient; one
+    token of any finite state without gradients (the decode step). Everything else, and everything on a CPU, runs on
+    torch.
 
-    Raises FormError for a form the structure does not have, or a backend that does not exist or cannot run the call.
+    Raises FormError for a form that the structure does not have, or a backend that does not exist or cannot run the
+    call; InputError for an odd N where key entries are taken in pairs.
     """
     if spec.in_pairs and sizes.keys % 2:
         line = f"\n  {takers[spec]}" if spec in takers else ""
@@ -145,7 +147,7 @@ def make_plan(
         return _of_convolution(spec, sizes, dtype, form, backend)
     wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
     if wanted and spec.has_still_keys and dtype.itemsize == 2 and sizes.tokens > 1:
-        dtype = torch.float32  # of dsf.call.bind.unrounded
+        dtype = torch.float32  # as dsf.call.bind.unrounded widens the inputs
     if spec.system.solve is not None:
         return _of_solve(spec, sizes, dtype, form, backend, device, grad, transformed)
     if spec.is_framed:
@@ -163,7 +165,7 @@ def make_plan(
         raise FormError(f"{spec.name}: {spec.structure} has no {form} form; it has {', '.join(forms)}")
     if backend not in ("auto", *BACKENDS):
         raise FormError(f"{spec.name}: there is no backend {backend!r}; backends are {', '.join(BACKENDS)} and auto")
-    written_out = transformed and not spec.is_plain_softmax  # torch's attention has all of it
+    written_out = transformed and not spec.is_plain_softmax  # torch's attention supports these
     if written_out and form in ("scan", "chunk"):
         raise FormError(
             f"{spec.name}: the {form} form does not go through torch.func (vmap, grad, jvp, ...) or forward-mode "
@@ -202,8 +204,8 @@ def make_plan(
 def _convolves(spec: Spec, sizes: Sizes) -> bool:
     """True where the convolution is the fastest form (benchmarks/lti.py).
 
-    It costs about eight of a scan's steps of one number, and the set-up of some dozens of tokens; chunks of matrix
-    products cost less than a scan, transitions that turn or mix entries more.
+    It costs about as much as a scan of eight state entries, plus the time of some dozens of tokens for its set-up.
+    Chunks of matrix products are faster than a scan, transitions that turn or mix entries slower.
     """
     if sizes.tokens < LONG or not is_invariant(spec):
         return False
@@ -212,7 +214,7 @@ def _convolves(spec: Spec, sizes: Sizes) -> bool:
 
 
 def _of_convolution(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str) -> Plan:
-    """The plan of the convolution form, or why there is none."""
+    """The plan of the convolution form. Raises FormError where the spec or the backend has none."""
     found = invariant(spec)
     if isinstance(found, str):
         raise FormError(
@@ -232,7 +234,7 @@ def _of_convolution(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, bac
 
 
 def _of_frame(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
-    """The plan of a declaration whose plain system has `plan`."""
+    """The plan of a declaration from that of its plain system."""
     frame = spec.frame
     assert frame is not None
     total = state_columns(spec, sizes.n, sizes.keys, sizes.p)
@@ -251,7 +253,7 @@ def _of_solve(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
 ) -> Plan:  # fmt: skip
-    """The plan of a readout that is a solve, around that of the system which is read by the solutions."""
+    """The plan of a readout that is a solve, from that of the system that its solutions read."""
     assert spec.system.solve is not None
     short = form == "auto" and backend != "triton" and (transformed or sizes.tokens <= SHORT)
     chosen = ("recurrent" if short else "chunk") if form == "auto" else form
@@ -261,7 +263,7 @@ def _of_solve(
             f"{spec.name}: backend='triton' was asked for, but the {form} form solves token by token, on torch"
         )
     plain = replace(spec, system=replace(spec.system, solve=None))
-    squares = replace(sizes, p=sizes.n)  # of the second system
+    squares = replace(sizes, p=sizes.n)  # of the system of H
     if not alone and _refusal(plain, squares, torch.float32, chosen, backend, device, grad, transformed) is not None:
         backend = "torch"
     plan = make_plan(plain, sizes, dtype, chosen, "torch" if alone else backend, device, grad, transformed)
@@ -281,7 +283,7 @@ def _of_solve(
 
 
 def reads_apart(spec: Spec, plan: Plan) -> bool:
-    """Whether a call with this plan, of a system read in several ways, is as many calls, each read in one."""
+    """Whether a call with this plan runs once for each of several readouts in C."""
     if not apart(spec) or plan.one_step or (plan.backend == "triton" and gpu.is_scan(spec)):
         return False
     if spec.acts_on_values:
@@ -290,7 +292,7 @@ def reads_apart(spec: Spec, plan: Plan) -> bool:
 
 
 def _of_reads(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
-    """The plan of a system read in several ways, each of which has `plan`."""
+    """The plan of a system with several readouts, each of which has `plan`."""
     count = len(apart(spec))
     return replace(
         plan, flops=count * plan.flops, bytes=io_bytes(spec, sizes, dtype),
@@ -302,7 +304,7 @@ def _refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
 ) -> str | None:  # fmt: skip
-    """Why the call does not run on the triton backend (empty where that goes without saying), or None when it does."""
+    """Why the call does not run on the triton backend (empty where it was not asked for); None when it does."""
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return ""
     refused = gpu.refusal(spec, sizes, dtype, form, device, grad)

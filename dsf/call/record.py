@@ -1,4 +1,4 @@
-"""The trajectory of one call: the recurrence's tensors on its inputs."""
+"""The trajectory of one call: A_t, B_t, C_t and D_t as tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from dsf.trajectory import Attention, Trajectory
 
 
 def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Trajectory:
-    """The trajectory of `spec` on one call's inputs. initial_state: [B, H, N, columns] as a call takes it.
+    """The trajectory of `spec` on one call's inputs. initial_state: [B, H, N, columns], as in a call.
 
-    A readout that is a solve is the solutions, so that it depends on all tokens so far.
-    Turns stay in A, so that its matrices and the states are the declaration's own; previous values are inputs.
+    Where the readout is a solve, C_t is its solution, which depends on all tokens so far. Turns stay in A, so that
+    matrices and states are the declaration's; previous values are inputs. Raises FormError where A acts on values.
     """
     if spec.turning is not None:
         plain = materialised(spec, spec.turning, bound, initial_state)
@@ -67,7 +67,7 @@ def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Tra
 
 
 def _driving(found: Drive, values: Evaluator, shape: tuple[int, int, int, int]) -> Tensor:
-    """u [B, rows, H, P]; zero in rows that write nothing."""
+    """The driving input u [B, rows, H, P]; zero in rows that write nothing."""
     rows = [values.full(0.0) if node is None else values(node) for node in found.inputs]
     spread = [x.squeeze(-2).expand(*shape[:3], values.p) for x in rows]
     return torch.stack(spread, dim=2).flatten(1, 2)
@@ -98,7 +98,7 @@ def _unit(found: Drive, values: Evaluator, problem: Problem, shape: tuple[int, i
 
 
 def _gain(gains: tuple[Expr, ...], group: int, values: Evaluator, shape: tuple[int, int, int, int]) -> Tensor:
-    """A term's value with u = 1, [B, T, H, P or 1]; zero for a term the row does not have."""
+    """A term's value [B, T, H, P or 1] with u = 1; zero for a term that the row lacks."""
     x = values(gains[group]) if group < len(gains) else values.full(0.0)
     x = x.squeeze(-2)
     return x.expand(*shape[:3], x.shape[-1])
@@ -108,7 +108,7 @@ PARTS = ("decay", "readout", "left", "right", "dense", "cross")
 
 
 def _quotient_unit(lowered: Lowered) -> Problem:
-    """The normaliser's columns of the lowered system: num with u = 1 in the gauge of the running maximum."""
+    """The normaliser's columns of the lowered system: num with u = 1, divided by e^m of the running maximum."""
     problem = lowered.problem
     skip = problem.skip if lowered.skip is None else lowered.skip
     changes = {name: _den(getattr(problem, name), lowered) for name in PARTS}
@@ -118,7 +118,7 @@ def _quotient_unit(lowered: Lowered) -> Problem:
 
 
 def _den(x: Tensor | None, lowered: Lowered) -> Tensor | None:
-    """The normaliser's columns of a tensor that has those of num and den side by side, or one for both."""
+    """The normaliser's columns of a tensor with columns of num and den, or with one column for both."""
     if x is None or x.shape[-1] == 1:
         return x
     return x[..., lowered.columns.p :]

@@ -1,4 +1,4 @@
-"""`@recurrence`: a declared recurrence, callable."""
+"""`@recurrence`, and the Recurrence that it makes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ State = Tensor | KVCache
 class Recurrence:
     """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
 
-    ranks: ClassVar[Any]  # dsf.parallel.call, once dsf.parallel is imported: what a call over ranks is
+    ranks: ClassVar[Any]  # the module dsf.parallel.call, set when dsf.parallel is imported
 
     def __init__(self, spec: Spec) -> None:
         self.spec = interned(spec)
@@ -51,7 +51,7 @@ class Recurrence:
         self.__doc__ = spec.doc
         self._calls = calls_of(self.spec)
         self._key = key_of(self.spec)
-        _ = self.spec.inner  # made now: saved graphs look for its programs by its digest
+        _ = self.spec.inner  # derived now, so that saved graphs find its programs by its digest
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recurrence, (self.spec,)
@@ -60,12 +60,12 @@ class Recurrence:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recurrence:
-        """It is immutable: copies of a model share what was planned and printed for it."""
+        """Itself: it is immutable, and copies of a model share its plans and printed programs."""
         return self
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms this structure has, of naive, recurrent, scan, chunk, kernel and convolution."""
+        """The forms of this structure, of naive, recurrent, scan, chunk, kernel and convolution."""
         return forms_of(self.spec)
 
     @overload
@@ -93,20 +93,20 @@ class Recurrence:
     ) -> Any:  # fmt: skip
         """Run the recurrence over T tokens.
 
-        Inputs by position or name: per token [B, T, H, ·] (a divisor of H heads is shared by groups), Steps
-        [B, T, n, H, ·], Param [H, ·]. One dtype for all per-token inputs, Params that or float32.
+        Inputs by position or name: per token [B, T, H, ·] (fewer heads, a divisor of H, are shared by groups), Steps
+        [B, T, n, H, ·], Param [H, ·]. All per-token inputs have one dtype, Params that or float32.
         initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention and
           systems with a window.
-        cu_seqlens: [S + 1] integers from 0 to T, B = 1: S packed sequences, empty ones among them; states then have S
-          rows, those of empty sequences as they were. Or a dsf.Packing, which many calls share.
+        cu_seqlens: [S + 1] integers from 0 to T, with B = 1: the boundaries of S packed sequences, which may be empty.
+          States then have S rows; an empty sequence keeps its state. Or a dsf.Packing, to be shared by many calls.
         form: naive, recurrent, scan, chunk, kernel, convolution or auto. backend: torch, triton or auto.
-        parallel: a dsf.parallel.Sequence, whose ranks hold the tokens between them: T is then this rank's, the states
-        and cu_seqlens are those of the global sequences (docs/parallel.md).
-        reverse: from every sequence's last token to its first, S_t = A_t S_{t+1} + B_t: initial_state is that behind
-        the last token, the final state that before the first.
+        parallel: a dsf.parallel.Sequence whose ranks share the tokens: T is then this rank's, states and cu_seqlens are
+          those of the global sequences (docs/parallel.md).
+        reverse: from every sequence's last token to its first, S_t = A_t S_{t+1} + B_t: the initial state comes after
+          the last token, the final state before the first.
 
-        Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. Second derivatives pass
-        through the naive, recurrent and kernel forms of everything; scan and chunk refuse them where they lack them.
+        Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. The naive, recurrent and
+        kernel forms have second derivatives; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
         if any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in (*args, *kwargs.values())):
@@ -128,7 +128,7 @@ class Recurrence:
         return self._call(args, kwargs, initial_state, return_state, form, backend, reverse, cu_seqlens)
 
     def _call_placed(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, options: dict[str, Any]) -> Any:
-        """A call on DTensors: the same on every rank's part of them."""
+        """A call on DTensors: the call on every rank's local part of them."""
         from dsf.parallel import placements
 
         given = dict(zip([i.name for i in self.spec.inputs], args, strict=False)) | kwargs
@@ -151,7 +151,7 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         world: str, reverse: bool = False,
     ) -> Any:  # fmt: skip
-        """One node of a compiled graph, which knows the ranks by name."""
+        """A call over ranks as one node of a compiled graph; world: the key of the ranks."""
         found = self.ranks.world_of(world)
         return self.ranks.call(self, found, args, kwargs, state, return_state, form, backend, None, reverse)
 
@@ -183,7 +183,7 @@ class Recurrence:
         return y.flip(1), backwards.flipped_rows(final, packed) if wanted else final
 
     def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
-        """Checked boundaries: a tensor beside the inputs for kernels that read them there."""
+        """Checked boundaries: a tensor on the inputs' device for kernels that read them there, else numbers."""
         check_packing(self.spec, cu_seqlens, bound.sizes)
         inner, tokens = self.spec.inner, bound.sizes.tokens
         on_device = plan.backend == "triton" and gpu.packs_on_device(inner, bound.sizes, bound.dtype)
@@ -201,10 +201,7 @@ class Recurrence:
     def _run(
         self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan, wanted: bool = True
     ) -> tuple[Tensor, State]:
-        """The checked state and the form that was chosen, in the computing dtype whatever autocast is on outside.
-
-        wanted: whether the final state is.
-        """
+        """Check the state and run the plan, with autocast switched off. wanted: whether the final state is wanted."""
         device = bound.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
@@ -240,7 +237,7 @@ class Recurrence:
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
 
         in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient.
-        backend: torch, triton or auto. reverse: refused, but for False.
+        backend: torch, triton or auto. reverse: True is refused.
 
         Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does.
         """
@@ -272,7 +269,7 @@ class Recurrence:
         return y[:, 0], final
 
     def _overwrite(self, bound: Bound, state: Any, plan: Plan) -> Tensor:
-        """One step that leaves the new state where the old one was."""
+        """One step that overwrites the state."""
         if not isinstance(state, Tensor):
             raise InputError(f"{self.name}: in_place overwrites a state tensor, got {type(state).__name__}")
         self._check_state(state, bound.sizes.batch, bound)
@@ -290,8 +287,8 @@ class Recurrence:
     def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
         """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns.
 
-        Behind them are the N columns that a readout is solved with, and those of what `prev` remembers: each factor's
-        last value, filled into columns of N.
+        Then come N columns for a readout that is a solve, and those for `prev`: the last value of each expression whose
+        previous value is used, filled into columns of N.
 
         Raises FormError for softmax attention, whose KV cache grows with the tokens, and for systems with a window.
         """
@@ -301,8 +298,8 @@ class Recurrence:
         return rows, state_columns(self.spec, rows, N if self.spec.has_key else 1, P)
 
     def true_state(self, state: Tensor, P: int) -> Tensor:
-        """The state in the declaration's scale: columns of S and of the normaliser, the running maximum taken out, and
-        what `prev` remembers and readouts are solved with left out."""
+        """The state in the declaration's scale, without division by e^m of the running maximum m: the columns of S and
+        of the normaliser only. Raises InputError for a state with another number of columns."""
         expected = columns(self.spec.inner, P).total
         exact = self.spec.frame is None and self.spec.system.solve is None
         if state.shape[-1] != expected if exact else state.shape[-1] < expected:
@@ -316,9 +313,9 @@ class Recurrence:
     ) -> Plan:  # fmt: skip
         """What the compiler chooses for these tensors or sizes, and why.
 
-        B, T, H, N, P: sizes; an input of that name is meant when a tensor is given. dtype, device: with sizes, of the
-        inputs that would be given; the device need not be there. parallel: ranks that share the tokens; tensors and T
-        are one rank's, and the plan says what is exchanged. reverse: of a call from the last token to the first.
+        B, T, H, N, P: sizes; a tensor under one of these names is the input of that name. dtype, device: of the inputs,
+        where sizes are given; the machine need not have the device. parallel: ranks that share the tokens; tensors and
+        T are one rank's, and the plan says what is exchanged. reverse: of a call with reverse=True.
         Raises InputError and FormError as a call does.
         """
         numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
@@ -347,7 +344,8 @@ class Recurrence:
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.
 
-        initial_state: as a call takes it; only the trajectory's states depend on it, and softmax attention has none.
+        initial_state: as in a call; only the trajectory's states depend on it. Softmax attention refuses one.
+        Raises InputError as a call does, FormError where A acts on the Value axis.
         """
         if kwargs.pop("reverse", False):
             backwards.refuse(
@@ -365,8 +363,8 @@ class Recurrence:
     def taylor(self, order: int) -> Recurrence:
         """Softmax attention with its exponential features cut after degree `order`: a finite state.
 
-        Raises TraceError for a recurrence without exponential features or with turns, whose features have no pairs of
-        places, and for an order that is no integer of at least 0.
+        Raises TraceError for a recurrence without exponential features or with turns (features have no pairs of
+        entries to turn), and for an order that is not an integer of at least 0.
         """
         return Recurrence(truncated(self.spec, order))
 
@@ -382,9 +380,9 @@ def recurrence(function: Callable[..., Any]) -> Recurrence: ...
 @overload
 def recurrence(*, name: str) -> Callable[[Callable[..., Any]], Recurrence]: ...
 def recurrence(function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
-    """Declare a recurrence: a function of annotated inputs that returns a System, traced once.
+    """Declare a recurrence by a function of annotated inputs that returns a System. The function is traced once.
 
-    `@recurrence(name="…")` gives it another name than the function's. Raises TraceError naming the user's line.
+    `@recurrence(name="…")` gives it another name than the function's. Raises TraceError with the user's line.
     """
 
     def wrap(f: Callable[..., Any]) -> Recurrence:

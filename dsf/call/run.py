@@ -1,4 +1,4 @@
-"""Running one call: evaluate the spec's expressions, hand the Problem to the chosen form, finish."""
+"""Running one call: evaluate the spec's expressions, solve the Problem by the chosen form, finish."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """One batch of sequences: y [B, T, H, P] in the computing dtype and the final state.
 
-    final: whether that is wanted; where it would cost something, an empty tensor stands for it if not. declared: the
-    declaration, of whose frame this is the plain system.
+    final: whether the final state is wanted; if not, forms that would have to compute it return an empty tensor.
+    declared: the declaration, where `spec` is the plain system of its frame.
     """
     if reads_apart(spec, plan):
         found = [run(part, bound_of(part, bound), state, plan, final) for part in apart(spec)]
@@ -58,13 +58,13 @@ def run(
 
 
 def bound_of(part: Spec, bound: Bound) -> Bound:
-    """The inputs that a system read in one way takes of a call."""
+    """The call with only the inputs of `part`, a system with one of several readouts."""
     names = {i.name for i in part.inputs}
     return replace(bound, tensors={name: x for name, x in bound.tensors.items() if name in names})
 
 
 def sum_reads(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The sum of outputs, and the state that all of them leave."""
+    """The sum of outputs, and the final state, which all readouts share."""
     total, last = found[0]
     for y, _ in found[1:]:
         total = total + y
@@ -75,7 +75,7 @@ def run_packed(
     spec: Spec, bound: Bound, bounds: list[int] | Tensor, state: Tensor | None, plan: Plan,
     declared: Spec | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor where the kernels take one."""
+    """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor for kernels that take one."""
     if reads_apart(spec, plan):
         return sum_reads([run_packed(part, bound_of(part, bound), bounds, state, plan) for part in apart(spec)])
     timed, outputs, finals = timed_inputs(spec, bound), [], []
@@ -93,7 +93,7 @@ def run_packed(
 
 
 def _untouched(spec: Spec, bound: Bound, state: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    """States of sequences without tokens: as they were, or those before a first token."""
+    """States of the sequences `rows`, which have no tokens: their initial states; None where there are none."""
     if rows is None or state is not None:
         return None if rows is None or state is None else state.index_select(0, rows)
     layout, sizes = columns(spec, bound.sizes.p), bound.sizes
@@ -157,7 +157,7 @@ def _solve(problem: Problem, state: Tensor | None, plan: Plan) -> tuple[Tensor, 
 def _segments(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """Elementwise systems, a segment at a time."""
+    """Elementwise systems, one segment of tokens at a time."""
     names = list(timed)
     first = next(iter(timed.values()))
     sizes, layout = bound.sizes, columns(spec, bound.sizes.p)
@@ -177,12 +177,12 @@ def _segments(
 
 
 def _keeps(numbers: int, tokens: int) -> bool:
-    """True for short sequences, whose states the backward pass had better not compute again."""
+    """True for short sequences, whose states are kept for the backward pass instead of computed again."""
     return numbers * tokens <= KEEP_NUMBERS
 
 
 def _naive(spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The oracle, in float64 whatever the inputs (dsf.kernels.oracle)."""
+    """The oracle (dsf.kernels.oracle), in float64 for every dtype of inputs."""
     wide = oracle_dtype.get()
     values, shape = _evaluator(spec, replace(bound, compute=wide), timed)
     layout = columns(spec, bound.sizes.p)

@@ -1,6 +1,6 @@
-"""Calls of declarations whose readout is a solve (dsf.language.solve): x = (H + Λ)⁻¹ C, then y = Gᵀ x as any readout.
+"""Calls of declarations whose readout is a solve (dsf.language.solve): x = (H + Λ)⁻¹ C, then y = Gᵀ x.
 
-A state has G's columns and behind them those of H, of which its symmetric part is taken.
+A state has the columns of G and then those of H, of which only the symmetric part is used.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Bounds = list[int] | Tensor | None
 
 @dataclass(frozen=True)
 class Parts:
-    """What H is made of, in the computing dtype.
+    """The operands of H_t = a_t H_{t-1} + Σ weighted keysᵀ and of the solve, in the computing dtype.
 
-    decay: [B, T, H], its logarithm where kind is "log"; keys, weighted: [B, T, H, N] each; ridge, query: [B, T, H, N];
-    state: [B or sequences, H, N, N] or None.
+    decay: a_t [B, T, H], its logarithm where kind is "log"; keys, weighted: [B, T, H, N] each; ridge (the diagonal of
+    Λ), query: [B, T, H, N]; state: H before the first token [B or sequences, H, N, N], or None for 0.
     """
 
     kind: Decay
@@ -44,7 +44,7 @@ class Parts:
 def run_solved(
     spec: Spec, bound: Bound, bounds: Bounds, state: Tensor | None, plan: Plan, wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] in the computing dtype and the final state, P columns of G and N of H. wanted: whether that is."""
+    """y [B, T, H, P] in the computing dtype and the final state, P columns of G and, if `wanted`, N of H."""
     if plan.form == "naive" and bound.compute != torch.float64:
         tensors = {name: x.double() for name, x in bound.tensors.items()}
         wide = replace(bound, tensors=tensors, dtype=torch.float64, compute=torch.float64)
@@ -56,14 +56,14 @@ def run_solved(
     y, final = _run(plain, given, bounds, own, plan)
     if not wanted:
         return y, final
-    if bounds is not None and state is not None:  # sequences without tokens keep what they had
+    if bounds is not None and state is not None:  # sequences without tokens keep their H
         at = bounds if isinstance(bounds, Tensor) else torch.tensor(bounds, device=bound.device)
         last = torch.where((at[1:] > at[:-1]).view(-1, 1, 1, 1), last, state[..., bound.sizes.p :])
     return y, torch.cat([final, last], dim=-1)
 
 
 def reading(spec: Spec, bound: Bound, query: Tensor) -> tuple[Spec, Bound]:
-    """The System that the solutions read, and its call."""
+    """The system of G, with the solutions as an input that reads it, and its call."""
     plain, name = reads_of(spec)
     tensors = {i.name: query if i.name == name else bound.tensors[i.name] for i in plain.inputs}
     groups = {name: count for name, count in bound.sizes.groups.items() if name in tensors}
@@ -71,7 +71,7 @@ def reading(spec: Spec, bound: Bound, query: Tensor) -> tuple[Spec, Bound]:
 
 
 def solutions(spec: Spec, bound: Bound, bounds: Bounds, state: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
-    """x [B, T, H, N] of every token, and the last H of every sequence."""
+    """The solution x [B, T, H, N] of every token, and the last H of every sequence."""
     solve = spec.system.solve
     assert solve is not None
     parts = _parts(spec, solve, bound, plan, state)
@@ -123,7 +123,7 @@ def _parts(spec: Spec, solve: Solve, bound: Bound, plan: Plan, state: Tensor | N
 
 
 class _Products:
-    """Solves by conjugate gradients: H x of all tokens is a call of a plain system."""
+    """Solves by conjugate gradients for all tokens at once; H x of all tokens is a call of a plain system."""
 
     def __init__(self, spec: Spec, solve: Solve, bound: Bound, bounds: Bounds, plan: Plan, parts: Parts) -> None:
         self.solve, self.bound, self.bounds, self.plan, self.parts = solve, bound, bounds, plan, parts
@@ -133,7 +133,7 @@ class _Products:
         self.tensors = [parts.ridge, parts.state, *tensors, *([parts.decay] if parts.kind != "one" else [])]
 
     def solutions(self) -> tuple[Tensor, Tensor]:
-        """Without gradients first; they are those of the system that the solution solves."""
+        """x and the last H. x is solved without gradients, which then follow from the equation that it solves."""
         query, fixed = self.parts.query, [None if x is None else x.detach() for x in self.tensors]
         with torch.no_grad():
             across = self._diagonal()
@@ -147,7 +147,7 @@ class _Products:
     def _solved(self, query: Tensor, across: Tensor, *tensors: Tensor | None) -> Tensor:
         steps, hidden = self.solve.steps, type(query) is not Tensor or torch.compiler.is_compiling()
         exactly = query.dtype == torch.float64
-        if exactly and hidden:  # nobody can look whether it is there
+        if exactly and hidden:  # convergence cannot be checked under tracing
             steps = max(steps, 2 * query.shape[-1])
         with torch.no_grad():
             return conjugate_gradients(
@@ -157,7 +157,7 @@ class _Products:
     def _product(
         self, x: Tensor, ridge: Tensor | None, state: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(H + Λ) x and the last H."""
+        """(H + Λ) x, and the last H."""
         assert ridge is not None
         spec = products(len(self.parts.keys), self.parts.kind, self.read)
         given = {name: t for name, t in zip(self.names, tensors, strict=True) if t is not None}

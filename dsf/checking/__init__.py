@@ -1,1 +1,1 @@
-"""`dsf.check`: the laws of a recurrence, the examples they are tried on, and the report."""
+"""`dsf.check`: the laws of a recurrence, the examples on which they are tested, and the report."""

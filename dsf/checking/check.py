@@ -1,4 +1,4 @@
-"""`dsf.check`: the laws of dsf.checking.laws, tried on drawn examples of any recurrence; failures are made small."""
+"""`dsf.check`: tests the laws of dsf.checking.laws on random examples of any recurrence, and shrinks failures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dsf.checking.ranges import Given, ranges_of
 from dsf.checking.report import Failure, Report, Row
 from dsf.language.errors import FormError, InputError
 
-MATRIX_LONGEST = 70  # tokens up to which the kernel-matrix form, quadratic in T, is run
-STABLE = 256  # tokens over which states must stay finite
-SHRINK_SECONDS, SHRINK_TRIES, SHRUNK = 6.0, 400, 8  # seconds of the processor, which others may share
-SHRINK_WALL = 20.0  # seconds in all: compilers of GPU kernels run in processes of their own
-ALIKE = {"float32": (6, 2), "float16": (6, 2), "bfloat16": (5, 3)}  # N, P that GPU kernels are compiled for
+MATRIX_LONGEST = 70  # the most tokens for the kernel-matrix form, which is quadratic in T
+STABLE = 256  # tokens of the examples for the law `finite`
+SHRINK_SECONDS, SHRINK_TRIES, SHRUNK = 6.0, 400, 8  # SHRINK_SECONDS of CPU time; failures that are shrunk
+SHRINK_WALL = 20.0  # seconds of wall time, as compilers of GPU kernels run in other processes
+ALIKE = {"float32": (6, 2), "float16": (6, 2), "bfloat16": (5, 3)}  # N, P of all examples for compiled GPU kernels
 
 Cells = dict[tuple[str, str, str, str], Row]
 
@@ -46,30 +46,30 @@ def check(
     backend: str = "auto",
     seed: int = 0,
 ) -> Report:
-    """Try every law (dsf.checking.laws) on every form of a recurrence, forward and backward; report the worst errors.
+    """Test every law (dsf.checking.laws) on every form of a recurrence, forward and backward; report the worst errors.
 
     against: a fast implementation of your own, called as against(*inputs) or, if it has that parameter,
       against(*inputs, initial_state=None), returning y or (y, state); it is then checked instead of the library's
       forms, under the same laws but those of packed sequences, decoding and grouped heads (all inputs have H).
-    ranges: for inputs whose values the expressions do not tell (dsf.checking.ranges): {"alpha": (0, 1)},
-      or dsf.testing.Range.
-    examples: drawn for each law and dtype (shapes, regimes, cuts; dsf.testing.examples); tokens: the longest sequence.
-    forms, laws, dtypes: what is tried; all unless named (laws without a dtype of their own take the first one, and
-      gradcheck only float64). device: where. seed: of what is drawn.
-    backend: "auto" tries the torch forms and, on a CUDA device, what the triton backend makes of a call as one more
-      form, "triton", in the dtypes that it has (not float64); "triton" tries that alone, "torch" the others alone.
+    ranges: of inputs whose range does not follow from the expressions (dsf.checking.ranges): {"alpha": (0, 1)}, or
+      dsf.testing.Range.
+    examples: their number for each law and dtype (shapes, regimes, cuts; dsf.testing.examples); tokens: the longest
+      sequence.
+    forms, laws, dtypes: those to test, by default all (laws that do not depend on the dtype take the first one, and
+      gradcheck only float64). device: of the tensors. seed: of the random examples.
+    backend: "auto" tests the torch forms and, on a CUDA device, the triton backend as one more form, "triton", in its
+      dtypes (not float64); "triton" tests that form alone, "torch" only the others.
 
     Each error is relative and the worst over all heads and blocks of 16 tokens (dsf.checking.measure.distance); float64
     must reach 1e-9, float32 1e-4, half precisions 2e-2, each against the float64 oracle on the same rounded inputs; in
-    half precisions errors of Params' gradients are relative to what all tokens add, before that cancels
+    half precisions errors of Params' gradients are relative to the root of the sum of squares of all tokens' parts
     (Subject.terms).
-    Kernels are compiled for shapes: their examples share one N, P and number of heads for each dtype.
+    Kernels are compiled for each shape, so their examples share one N, P and number of heads for each dtype.
     backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
 
     Returns a Report: `.ok`, `print(report)`, `.brief()`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown
-    form or backend, and for a recurrence that the triton backend refuses where it was asked for; InputError for an
-    unknown law or input name, and for a device that this machine does not have; without hypothesis, one DsfError says
-    what to install.
+    form or backend, and for backend="triton" where it cannot run the recurrence; InputError for an unknown law or input
+    name, and for a device that this machine does not have; DsfError, saying what to install, without hypothesis.
     """
     import dsf.testing  # noqa: F401, needs hypothesis: fail before any work
 
@@ -98,7 +98,7 @@ def check(
 
 
 def check_device(owner: str, device: torch.device | str) -> None:
-    """Raise InputError, in one line, for a device that torch does not know or this machine does not have."""
+    """Raise InputError for a device that torch does not know or this machine does not have."""
     try:
         kind = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -113,7 +113,7 @@ def check_device(owner: str, device: torch.device | str) -> None:
         raise InputError(f"{owner}: tensors on the meta device have no numbers to check")
     try:
         torch.zeros(1, device=kind)
-    except Exception as error:  # whatever a backend that is not there raises
+    except Exception as error:  # a missing backend may raise anything
         why = " ".join(str(error).split())[:200]
         raise InputError(f"{owner}: device {str(kind)!r} was asked for, but torch cannot use it: {why}") from error
 
@@ -157,7 +157,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> list[str]:
 
 @dataclass
 class _Run:
-    """One check under way: the worst row of every law, dtype, form and quantity so far."""
+    """One running check, with the worst row so far of every law, dtype, form and quantity."""
 
     subject: Subject
     forms: list[str]
@@ -170,7 +170,7 @@ class _Run:
     drawn: int = 0
 
     def try_laws(self, laws: list[Law]) -> None:
-        """Measure every law on its examples; what is found about `finite` comes with `forms`, from the same runs."""
+        """Measure every law on its examples; `finite` is measured from the runs of `forms`, too."""
         for law in laws:
             together = [law, LAWS["finite"]] if law.name == "forms" and LAWS["finite"] in laws else [law]
             for example in self.examples_of(law):
@@ -189,35 +189,35 @@ class _Run:
                 self.keep(Row(law.name, example.dtype, form, m.quantity, m.error, m.tolerance, example, m.detail))
 
     def forms_of(self, law: Law) -> list[str]:
-        """The forms a law is about."""
+        """The forms on which a law is tested."""
         if law.forms == "step":
             return [f for f in self.forms if f in ("recurrent", KERNELS)]
         return [f for f in self.forms if law.forms == "all" or f != ORACLE]
 
     def dtypes_of(self, law: Law, form: str) -> list[str]:
-        """The dtypes in which a law is tried on a form."""
+        """The dtypes in which a law is tested on a form."""
         able = [d for d in self.dtypes if d != "float64" or form != KERNELS]
-        if law.name == "gradcheck":  # finite differences need its digits
+        if law.name == "gradcheck":  # finite differences need float64's digits
             return [d for d in able if d == "float64"]
         return able if law.every_dtype else able[:1]
 
     def measure(self, law: Law, form: str, example: Example) -> list[Measure]:
-        """A law's measures; an exception is the worst of errors."""
+        """A law's measures; an exception counts as an infinite error."""
         try:
             return list(law.measure(self.subject, form, self.subject.supports(form, example)))
-        except Exception as error:  # whatever a form or a user's function raises on valid inputs is a finding
+        except Exception as error:  # any exception on valid inputs is a failure
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return [Measure("exception", math.inf, 0.0, text)]
 
     def keep(self, row: Row) -> None:
-        """Remember a row if it is the worst of its kind."""
+        """Keep a row if it is the worst of its law, dtype, quantity and form."""
         key = (row.law, row.dtype, row.quantity, row.form)
         if key not in self.cells or not row.error <= self.cells[key].error:
             self.cells[key] = row
 
     def examples_of(self, law: Law) -> Iterator[Example]:
-        """What a law is tried on: one typical sequence, then drawn ones, short, medium and long in turn."""
-        if law.name == "finite":  # `forms` measures it on all of its examples
+        """The examples for a law: one typical sequence, then random short, medium and long ones."""
+        if law.name == "finite":  # it is also measured on all examples of `forms`
             yield from self.extremes()
             return
         seed = self.seed + zlib.crc32(law.name.encode())
@@ -227,13 +227,13 @@ class _Run:
             bands = [(low, min(high, self.tokens, law.longest)) for low, high in ((1, 9), (10, 40), (41, self.tokens))]
             bands = [b for b in bands if b[0] <= b[1]]
             count = self.examples if law.name == "forms" and dtype == self.dtypes[0] else -(-self.examples // 2)
-            count = -(-count // 3) if law.name == "gradcheck" else count  # its finite differences are many calls
+            count = -(-count // 3) if law.name == "gradcheck" else count  # finite differences need many calls
             for place, band in enumerate(bands):
                 share = (count + place) // len(bands)
                 yield from self.draw(band, share, dtype, law.name == "gradcheck", seed + place)
 
     def typical(self, longest: int, dtype: str) -> Example:
-        """Plain numbers, several heads in groups, an initial state, two cuts, one of them past the first chunk."""
+        """The typical example: normal numbers, grouped heads, an initial state, two cuts, one after the first chunk."""
         tokens = min(70, longest)
         timed = [i.name for i in self.subject.recurrence.spec.inputs if i.kind.time]
         cuts = tuple(sorted({c for c in (tokens // 3, tokens - 3) if 0 < c < tokens}))
@@ -250,15 +250,15 @@ class _Run:
         return KERNELS in self.forms and torch.device(self.subject.device).type == "cuda"
 
     def alike(self, example: Example) -> Example:
-        """The example with the typical one's shape but for T, which is odd in all of its pieces.
+        """The example with the typical one's shape except T; all pieces between cuts get odd lengths.
 
-        Triton compiles anew for every stride and address that is or is not a multiple of 16, and for strides of 1.
+        Triton compiles separate kernels for strides and addresses divisible by 16, and for strides of 1.
         """
         if not self.compiled or example.dtype not in ALIKE:
             return example
         same = self.typical(example.tokens, example.dtype)
         pieces = [max(3, piece | 1) for piece in lengths(example.bounds)]
-        cuts = tuple(itertools.accumulate(pieces if len(pieces) % 2 else [*pieces, 3]))  # T, their sum, is odd too
+        cuts = tuple(itertools.accumulate(pieces if len(pieces) % 2 else [*pieces, 3]))  # so T, their sum, is odd
         return replace(example, batch=same.batch, heads=same.heads, groups=same.groups, n=same.n, p=same.p,
                        tokens=cuts[-1], cuts=cuts[:-1])  # fmt: skip
 
@@ -275,10 +275,10 @@ class _Run:
 
         if count:
             _find(strategy, see, 3 * count, seed)
-        return found[-count:] if count else []  # the first that Hypothesis tries are the trivial ones
+        return found[-count:] if count else []  # the first ones of Hypothesis are trivial
 
     def extremes(self) -> Iterator[Example]:
-        """Long sequences of plain numbers and of those at the ends of their ranges, in float32 where it is tried."""
+        """Long sequences of normal numbers and of numbers at the ends of their ranges, in float32 if it is tested."""
         spec, ranges = self.subject.recurrence.spec, self.subject.ranges
         dtype = "float32" if "float32" in self.dtypes else self.dtypes[0]
         base = self.alike(Example(tokens=STABLE, n=3, p=2, dtype=dtype))
@@ -308,7 +308,7 @@ class _Run:
 
         law, deadline = LAWS[row.law], time.process_time() + SHRINK_SECONDS
         last = time.perf_counter() + SHRINK_WALL
-        tried: dict[str, Row | None] = {}  # past the deadline what is known is repeated: Hypothesis sees no change
+        tried: dict[str, Row | None] = {}  # after the deadline only known results are returned, so Hypothesis stops
 
         def breaks(example: Example) -> bool:
             name = repr(example)
@@ -327,7 +327,7 @@ class _Run:
         return tried.get(repr(_find(testing.simpler(row.example), breaks, SHRINK_TRIES, self.seed)))
 
     def snippet(self, row: Row) -> str:
-        """Code that measures the same again."""
+        """Code that repeats the measurement."""
         name = self.subject.recurrence.name
         more = "" if not self.ranges else f", ranges={dict(self.ranges)!r}"
         more += ", against=your_function" if row.form == AGAINST else ""
@@ -341,12 +341,12 @@ class _Run:
 
 
 def _excess(row: Row) -> float:
-    """How far beyond its tolerance a row is, an exact law's by its error."""
+    """A row's error divided by its tolerance; for an exact law the error."""
     return row.error / row.tolerance if row.tolerance else row.error
 
 
 def _find(strategy: Any, condition: Callable[[Example], bool], tries: int, seed: int) -> Example | None:
-    """The simplest example Hypothesis finds with which a condition holds, or None."""
+    """The simplest example that Hypothesis finds for a condition, or None."""
     from hypothesis import HealthCheck, Phase, find, settings
     from hypothesis.errors import NoSuchExample, Unsatisfiable
 

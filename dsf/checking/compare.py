@@ -1,4 +1,4 @@
-"""How far a form's outputs, states and gradients are from others: what laws yield."""
+"""Comparison of a form's outputs, states and gradients with expected ones: the measures that laws yield."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUT = Kind(frozenset({VALUE}))
 
 @dataclass(frozen=True)
 class Measure:
-    """How far one quantity of a form is from where a law puts it. detail: what a reader needs to know if it fails."""
+    """The error of one quantity of a form under a law. detail: an explanation for a failure."""
 
     quantity: str
     error: float
@@ -37,7 +37,8 @@ Measures = Iterator[Measure]
 def compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str) -> Measures:
     """One measure for y, the state, the gradient in each input, and all gradients through the final state.
 
-    Where one fails, what the declaration's own roundings make of these inputs is found, and allowed for (`distance`).
+    Where one fails, the error that rounding the declaration's expressions causes for these inputs is estimated, and the
+    quantities are compared again relative to it (`distance`).
     """
     found = list(_compare(subject, got, expected, dtype, None))
     if expected.condition is not None and dtype not in HALF and not all(m.ok for m in found):
@@ -90,7 +91,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def same(quantity: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Measure:
-    """0 where a tensor has this shape and dtype, else infinite."""
+    """A measure of 0 where a tensor has this shape and dtype, else infinite."""
     held = tuple(x.shape) == shape and x.dtype == dtype
     detail = f"expected {list(shape)} {dtype}, got {list(x.shape)} {x.dtype}"
     return Measure(quantity, 0.0 if held else math.inf, 0.0, detail)

@@ -1,7 +1,7 @@
 """`Example`: one set of inputs for any recurrence, as a few numbers and words that can be printed and read back.
 
-The tensors follow from the example alone (shapes, a regime for every input, a seed), so a failure is reproduced by
-its example, and Hypothesis makes failures small by making examples simple.
+The tensors depend only on the example (shapes, a regime for every input, a seed), so an example reproduces a failure,
+and Hypothesis shrinks failures by simplifying examples.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dsf.language.annotations import Kind
 from dsf.language.expr import KEY, VALUE, inputs_of
 from dsf.language.spec import Spec
 
-FAR = {"low": 10.0, "high": 70.0}  # how far a half-bounded input goes; e^-70 is 4e-31, the smallest decay tried
+FAR = {"low": 10.0, "high": 70.0}  # the farthest half-bounded inputs; e^-70 = 4e-31 is the smallest decay
 SATURATED = 12.0  # pre-activations of decays: sigmoid(12) = 1 - 6e-6, exp(-exp(12)) = 0
-PREFIX = 3  # tokens that make an initial state
+PREFIX = 3  # tokens whose final state is the initial state
 
 REAL_REGIMES = ("normal", "wide", "zero", "repeated")
 BOUNDED_REGIMES = ("uniform", "corners", "low", "high", "mixed", "repeated")
@@ -32,12 +32,12 @@ UNIT_REGIMES = ("random", "repeated", "alternating", "one-hot")
 
 
 def regimes_of(spec: Spec, name: str, allowed: Range) -> tuple[str, ...]:
-    """The ways in which an input can be drawn, the plainest first.
+    """The distributions (regimes) of an input's random numbers, the plainest first.
 
     Real inputs: normal (standard), wide (three times that), zero, repeated (one token's numbers at every token), and
     for pre-activations of a decay saturated (±12). Bounded inputs: uniform, corners (exactly the bounds and the middle:
-    a gate of 0 and 1, a β of 0, 1 and 2; where there is no bound, far away), low and high (next to a bound, down to
-    1e-30 from it), mixed (all of these, entry by entry), repeated. Unit vectors: random, repeated (the same key at
+    a gate of 0 and 1, a β of 0, 1 and 2; where there is no bound, a large number), low and high (next to a bound, down
+    to 1e-30 from it), mixed (all of these, entry by entry), repeated. Unit vectors: random, repeated (the same key at
     every token), alternating (two keys in turn), one-hot.
     """
     kind = next(i.kind for i in spec.inputs if i.name == name)
@@ -48,14 +48,14 @@ def regimes_of(spec: Spec, name: str, allowed: Range) -> tuple[str, ...]:
 
 
 def tensor_regimes(allowed: Range) -> tuple[str, ...]:
-    """The regimes of a range, whatever the input is for."""
+    """The regimes of a range, without those that depend on the input's use."""
     if allowed.unit:
         return UNIT_REGIMES
     return REAL_REGIMES if allowed.is_real else BOUNDED_REGIMES
 
 
 def draw_tensor(allowed: Range, regime: str, shape: list[int], kind: Kind, seed: int) -> Tensor:
-    """float64 numbers of a range in one regime."""
+    """Random float64 numbers of a range in one regime."""
     return _draw(allowed, regime, shape, kind, torch.Generator().manual_seed(seed))
 
 
@@ -65,10 +65,10 @@ class Example:
 
     batch, tokens, heads, n, p: B, T, H, N (+ 1 where it must be even), P. dtype: of the per-token inputs, "float64" and
     so on (Params are float32 when it is a half precision). groups: heads of the inputs that have fewer than H.
-    regimes: how each input is drawn (regimes_of), the plainest way unless named. initial: whether there is an initial
-    state. cuts: increasing places between 0 and T where the sequence is cut, the future begins or packed sequences
-    meet. empties: where among those boundaries (0 and T included, counted round and round) packed sequences without
-    tokens lie. seed: of the numbers.
+    regimes: of each input (regimes_of), by default the plainest. initial: whether there is an initial state. cuts:
+    increasing places between 0 and T at which a law cuts the sequence, begins the future or separates packed sequences.
+    empties: numbers of boundaries (0, the cuts and T; modulo their count) at which packed sequences without tokens lie.
+    seed: of the numbers.
     """
 
     batch: int = 1
@@ -85,7 +85,7 @@ class Example:
     empties: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        """Only what differs from the smallest example, as source text."""
+        """Source text with only the fields that differ from the smallest example."""
         smallest = Example()
         parts = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return f"Example({', '.join(f'{k}={v!r}' for k, v in parts if v != getattr(smallest, k))})"
@@ -99,7 +99,7 @@ class Example:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """dtype as torch's."""
+        """The torch dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -110,7 +110,7 @@ class Example:
 
     @property
     def packed_bounds(self) -> list[int]:
-        """The same with the sequences that have no tokens."""
+        """The bounds with the empty sequences, as cu_seqlens."""
         return sorted([*self.bounds, *(self.bounds[place % len(self.bounds)] for place in self.empties)])
 
     def inputs(
@@ -131,7 +131,7 @@ class Example:
     def state(
         self, recurrence: Recurrence, ranges: Mapping[str, Range], device: torch.device | str = "cpu", rows: int = 0
     ) -> State | None:
-        """The initial state, what a few tokens before leave; None unless `initial`. rows: instead of B."""
+        """The initial state, the final state of a few other tokens; None unless `initial`. rows: instead of B."""
         if not self.initial:
             return None
         before = replace(self, batch=rows or self.batch, tokens=PREFIX, regimes={}, seed=self.seed + 1)
@@ -149,17 +149,17 @@ class Example:
         return [self.batch, self.tokens, *steps, self.groups.get(name, self.heads), *axes]
 
     def _generator(self, name: str) -> torch.Generator:
-        """Numbers of an input depend on its name and the seed, not on the other inputs."""
+        """An input's generator, seeded by its name and the seed only, not by other inputs."""
         return torch.Generator().manual_seed(zlib.crc32(name.encode()) + 7919 * self.seed)
 
 
 def lengths(bounds: list[int]) -> list[int]:
-    """Tokens between boundaries."""
+    """The numbers of tokens between boundaries."""
     return [b - a for a, b in pairwise(bounds)]
 
 
 def _draw(allowed: Range, regime: str, shape: list[int], kind: Kind, generator: torch.Generator) -> Tensor:
-    """float64 numbers of one input."""
+    """Random float64 numbers of one input."""
     if regime == "repeated":
         once = _draw(allowed, "normal", [shape[0], 1, *shape[2:]], kind, generator)
         return once.expand(shape).clone()
@@ -186,7 +186,7 @@ def _unit(allowed: Range, regime: str, normal: Tensor, key_dim: int) -> Tensor:
 
 
 def _bounded(allowed: Range, regime: str, normal: Tensor, generator: torch.Generator) -> Tensor:
-    """Gates and rates. Distances from a bound are 10^-u with u up to 30 next to 0, up to 16 elsewhere."""
+    """Numbers of a bounded range (gates, rates), at distances 10^-u from a bound: u up to 30 at 0, else up to 16."""
     low, high = allowed.low, allowed.high
     if low == -INF:
         low = high - FAR["high"]

@@ -1,4 +1,4 @@
-"""What laws are measured with: one run with all its gradients, and the distance of two tensors, head by head."""
+"""The measurement of laws: a run with all its gradients, and the distance of two tensors, head by head."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from dsf.language.errors import FormError
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import DISTURBANCE, disturbed
 
-BLOCK = 16  # tokens whose error is weighed together
-DISTURBED = 4  # draws by which a condition is found
-ORACLE, AGAINST, KERNELS = "naive", "against", "triton"  # KERNELS: the form that the triton backend chooses
+BLOCK = 16  # tokens whose error is measured together
+DISTURBED = 4  # random disturbances for a condition estimate
+ORACLE, AGAINST, KERNELS = "naive", "against", "triton"  # KERNELS: any form of the triton backend
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 
-# A block of a head is compared relative to its own norm, unless that is below this share of the typical block of its
-# head, or (second number) of the largest block of what it was computed from: then relative to that share. Below it the
-# sum that made the block cancelled, and the digits a comparison would look at were lost by any order of summation:
-# tolerance times share is 5,000 (second number: 500) roundings in float64, 170 (500) in float32 and half a rounding of
-# the output in half precisions. It shows where a chunk's triangular system erases what it has: the digits are absolute.
-# An output and a final state are computed from states, so from what the initial state, outputs and final state show of
-# them; gradients from each other; gradients through the final state also from its cotangent, whose entries are near 1.
+# The error of a head's block is relative to the block's norm, but at least to this share of the head's typical block
+# and (second number) of the largest block of the tensors that it is computed from. In a smaller block the terms of its
+# sum cancelled, and any order of summation loses the digits that a comparison would need: tolerance times share
+# is 5,000 (second number: 500) roundings in float64, 170 (500) in float32 and half a rounding of the output in half
+# precisions. This happens where a chunk's triangular system erases the state. Outputs and final states are computed
+# from states, whose size the initial state, outputs and final state show; gradients from each other; gradients through
+# the final state also from its cotangent, whose entries are near 1.
 RESOLUTION = {
     "float64": (1e-3, 1e-4),
     "float32": (1e-1, 3e-1),
     "bfloat16": (1e-1, 1e-1),
     "float16": (1e-1, 1e-1),
 }
-HALF = ("bfloat16", "float16")  # what rounds the terms of a sum more than the sum itself
+HALF = ("bfloat16", "float16")  # dtypes in which the terms of a sum are rounded more than the sum
 LARGEST = {"float64": 1e300, "float32": 1e37, "bfloat16": 1e37, "float16": 6e4}
 
 
@@ -49,9 +49,9 @@ class Outcome:
     """One run and its gradients. state: tensors of the final state in the true scale, () if there is none.
 
     start: the largest typical entry of the initial state. grads: of ⟨y, dy⟩; state_grads: of ⟨final state, dS⟩; by
-    input name, "initial_state" included. terms, state_terms: of their Params, where half precisions are compared, the
-    root of the sum of squares of what every token adds (`Subject.terms`). condition: how far each of these numbers goes
-    off for each share by which the values of the declaration's expressions do (`Subject.condition`).
+    input name, "initial_state" included. terms, state_terms: in half precisions, for the Params' gradients the root of
+    the sum of squares of all tokens' parts (`Subject.terms`). condition: computes these tensors' errors per relative
+    error of the declaration's expressions (`Subject.condition`).
     """
 
     y: Tensor
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: a recurrence, or a user's function against it, on inputs of the given ranges."""
+    """The subject of a check: a recurrence, or a user's function against it, on inputs of the given ranges."""
 
     recurrence: Recurrence
     ranges: Mapping[str, Range]
@@ -95,7 +95,7 @@ class Subject:
         return True
 
     def supports(self, form: str, example: Example) -> Example:
-        """The example without what a user's function need not take: grouped heads, maybe an initial state."""
+        """The example; for a user's function without grouped heads and, if it takes none, without initial state."""
         if form != AGAINST:
             return example
         return replace(example, groups={}, initial=example.initial and self.against_takes_state)
@@ -130,7 +130,7 @@ class Subject:
         return result if isinstance(result, tuple) else (result, None)
 
     def truth(self, state: State | None, p: int) -> tuple[Tensor, ...]:
-        """A state as float64 tensors that may be compared: the true scale, a cache cut to what is in use."""
+        """A state as comparable float64 tensors: in the true scale, a cache cut to its used entries."""
         if state is None:
             return ()
         if isinstance(state, KVCache):
@@ -164,9 +164,9 @@ class Subject:
     def terms(
         self, inputs: Mapping[str, Tensor], state: State | None, dy: Tensor, seed: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """How large a Param's gradients are before tokens cancel: √Σ_t g_t², of ⟨y, dy⟩ and of ⟨final state, dS⟩.
+        """The size of Params' gradients without cancellation: √Σ_t g_t², of ⟨y, dy⟩ and of ⟨final state, dS⟩.
 
-        g_t: what token t adds, found by the oracle with a Param of its own for every token. Each has the Param's shape.
+        g_t: token t's part, by the oracle with a separate Param for every token. Each has the Param's shape.
         """
         params = [name for name, kind in self.kinds.items() if not kind.time]
         if not params:
@@ -223,10 +223,10 @@ class Subject:
         seed: int,
         run: Callable[..., tuple[Tensor, State | None]] | None,
     ) -> Outcome:
-        """How far the oracle's numbers go off, divided by how far every expression was made to.
+        """The oracle's errors under small random relative errors of every expression, divided by their size.
 
-        A gradient through l2norm(u) with u near 0, say, is a small difference of large numbers: what rounding leaves of
-        it is the recurrence's affair, and no form's.
+        A gradient through l2norm(u) with u near 0, for example, is a small difference of large numbers: any form loses
+        digits there, because the recurrence is ill-conditioned.
         """
         wide = {name: x.double() for name, x in inputs.items()}
         start = same_state(state, Tensor.double)
@@ -256,12 +256,12 @@ class Subject:
         return {"initial_state": state}
 
     def without_gain(self, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
-        """The running maximum of a stabilised state is a choice of scale, so its columns have no gradient."""
+        """The gradients without those of the running maximum of an initial state, which is a free choice of scale."""
         return without_gain(self.recurrence, grads, p)
 
 
 def without_gain(recurrence: Recurrence, grads: dict[str, Tensor], p: int) -> dict[str, Tensor]:
-    """`Subject.without_gain`, of a recurrence."""
+    """`Subject.without_gain` for a recurrence."""
     layout = columns(recurrence.spec.inner, p)
     if layout.gain and "initial_state" in grads:
         whole = grads["initial_state"]
@@ -270,7 +270,7 @@ def without_gain(recurrence: Recurrence, grads: dict[str, Tensor], p: int) -> di
 
 
 def _farther(known: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """How far apart a and b are, in units of the disturbance, and what is known of other draws: any one may cancel."""
+    """|a - b| in units of the disturbance, plus that of other draws, as a single one may vanish by chance."""
     off = (a - b).abs() / DISTURBANCE
     return off if known is None else known + off
 
@@ -290,7 +290,7 @@ def cotangent(example: Example, sizes: Sizes) -> Tensor:
 
 
 def by_head(x: Tensor, kind: Kind | None) -> Tensor:
-    """[heads (of every batch row), blocks of tokens, numbers]; kind None: a state [B, H, ...]."""
+    """x as [B · heads, blocks of tokens, numbers]; kind None: a state [B, H, ...]."""
     if kind is not None and not kind.time:
         return x.reshape(x.shape[0], 1, -1)
     if kind is None:
@@ -306,10 +306,9 @@ def distance(
 ) -> float:  # fmt: skip
     """Worst relative error over heads and token blocks; see RESOLUTION.
 
-    scale: typical_entry of what it was computed from. terms: of a sum, what it would be if its terms did not cancel, to
-    which errors of half precisions are relative. condition: how far it goes off for each share by which what it was
-    computed from does, which stands beside that scale. Infinite for a wrong shape or a number that is not finite; 0
-    where the expected number itself does not fit.
+    scale: typical_entry of the tensors that it is computed from. terms: for a sum its size without cancellation, to
+    which errors of half precisions are relative. condition: its error per relative error of the expressions, one more
+    scale. Infinite for a wrong shape or a number that is not finite; 0 where an expected number exceeds the dtype.
     """
     if got.shape != expected.shape:
         return math.inf
@@ -324,7 +323,7 @@ def misfits(
     got: Tensor, expected: Tensor, kind: Kind | None, dtype: str, scale: float = 0.0, terms: Tensor | None = None,
     condition: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Relative errors [heads of every batch row, blocks of tokens], of which `distance` is the worst."""
+    """Relative errors [B · heads, blocks of tokens], of which `distance` is the largest."""
     ref = by_head(expected.double(), kind)
     difference = by_head(got.double(), kind) - ref
     share, floor = RESOLUTION[dtype]
@@ -332,7 +331,7 @@ def misfits(
     typical = own.norm(dim=-1, keepdim=True) / math.sqrt(own.shape[-1])
     least = max(scale, typical_entry(expected, kind)) * floor * math.sqrt(ref.shape[-1])
     limits = torch.finfo(torch.float64 if dtype == "float64" else torch.float32)
-    least = max(least, limits.tiny / limits.eps)  # below it numbers have no more digits to compare
+    least = max(least, limits.tiny / limits.eps)  # smaller numbers lose digits (subnormal)
     size = torch.maximum(own, share * typical).clamp(min=least)
     if condition is not None and condition.dim():
         size = torch.maximum(size, floor * by_head(condition.double(), kind).norm(dim=-1))
@@ -359,7 +358,7 @@ def row_of(state: State | None, row: int) -> State | None:
 
 
 def stacked(states: list[State | None]) -> State | None:
-    """Final states of single sequences as the rows of one state; None: of one that began with nothing and is empty."""
+    """Final states of single sequences as the rows of one state; None for an empty sequence without initial state."""
     some = next(s for s in states if s is not None)
     if isinstance(some, KVCache):
         blank: State = some.map(torch.zeros_like)._replace(lengths=torch.zeros_like(some.lengths))

@@ -1,7 +1,7 @@
-"""What range each input lives in, inferred from the traced expressions, so that checks draw inputs that make sense.
+"""The range of each input, inferred from the traced expressions, so that checks draw sensible inputs.
 
-The rule: states stay bounded and every expression stays inside its domain. Wherever random real inputs already give
-that (a decay exp(-softplus(x)), a key l2norm(k)), nothing is demanded; otherwise the demand is pushed down to inputs.
+The rule: states stay bounded and every expression stays inside its domain. Where random real inputs already
+satisfy this (a decay exp(-softplus(x)), a key l2norm(k)), nothing is demanded; else the inputs' ranges are narrowed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.evaluate import Evaluator
 
 INF = math.inf
-APART = 0.1  # how far denominators and logarithms stay from 0 in what is drawn
-TINY = sys.float_info.min  # how far they must stay from it: "> 0"
+APART = 0.1  # the least distance from 0 of random denominators and arguments of log
+TINY = sys.float_info.min  # the least legal distance: "> 0"
 PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
 
 
@@ -61,7 +61,7 @@ Given = Mapping[str, "Range | tuple[float, float]"]
 
 
 def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
-    """A range for every input: what the user gave, else what the expressions demand.
+    """A range for every input: the user's, else the one that the expressions demand.
 
     The demands, in this order:
 
@@ -79,11 +79,11 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
 
 
 def legal_ranges(spec: Spec, given: Given | None = None) -> tuple[dict[str, Range], frozenset[str]]:
-    """The ranges that inputs of a call are held to, and the names of those that are sufficient only.
+    """The legal ranges of a call's inputs, and the names of those that are sufficient but not necessary.
 
-    As `ranges_of`, but what must be positive may be as near to 0 as it likes. A range is sufficient only where the
-    demand on an expression was shared out among several inputs (a + b ≤ 1: either may be larger when the other is
-    smaller), so that an input outside it need not be wrong.
+    As `ranges_of`, but positive inputs may be arbitrarily near 0. A range is not necessary where the demand on an
+    expression was divided among several inputs (a + b ≤ 1: either may be larger when the other is smaller), so that an
+    input outside it need not be wrong.
     """
     return _infer(spec, given, TINY)
 
@@ -104,7 +104,7 @@ def _of_input(spec: Spec, name: str, value: Range | tuple[float, float]) -> Rang
 
 
 def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range:
-    """What a user gave as the range of an input. Raises InputError, naming the owner, unless it is one."""
+    """A user's range of an input as a Range. Raises InputError, naming the owner, unless it is one."""
     try:
         low, high = (value.low, value.high) if isinstance(value, Range) else value
         found = value if isinstance(value, Range) else Range(float(low), float(high))
@@ -116,13 +116,13 @@ def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range
 
 
 class _Inference:
-    """Pushes demands on expressions down to inputs; `probe` tells whether they already hold."""
+    """The narrowing of inputs' ranges by demands on expressions; `probe` tests whether these already hold."""
 
     def __init__(self, spec: Spec, ranges: dict[str, Range], fixed: frozenset[str], apart: float = APART) -> None:
         self.spec, self.ranges, self.fixed, self.apart = spec, ranges, fixed, apart
         self.evaluator: Evaluator | None = None
-        self.sharing = 0  # demands under way of which another share would do as well
-        self.loose: set[str] = set()  # inputs narrowed by such a share
+        self.sharing = 0  # nested demands that could be divided among inputs in another way
+        self.loose: set[str] = set()  # inputs narrowed by such demands
 
     def run(self, out: dict[str, Range]) -> None:
         """Make every demand; write the ranges found into `out`."""
@@ -169,7 +169,7 @@ class _Inference:
                 self.demand(node.args[0], -INF, 0.0)
 
     def positive(self, x: Expr) -> None:
-        """Demand x well above 0, unless it is above 0 as it is."""
+        """Demand x above 0 by a margin, unless it already is positive."""
         if self.probe(x).min() <= 0:
             self.demand(x, self.apart, INF)
 
@@ -183,9 +183,9 @@ class _Inference:
                 for added in node.args:
                     self.demand(substitute(added, dict.fromkeys((NUM, DEN, ONE), const(1))), 0.0, INF)
         if any(n.op in ("maximum", "minimum", "add", "sqrt") for n in children_first(rule)):
-            return  # guarded
+            return  # the rule keeps den from 0
         if self.spec.features is not None:
-            return  # Taylor features: no entry need be positive for their dot product to be
+            return  # Taylor features can have a positive dot product without positive entries
         assert self.spec.ones is not None
         factors = [e for row in self.spec.ones.rows for t in row.terms for e in (t.key, t.value)]
         with self.shared():
@@ -199,7 +199,7 @@ class _Inference:
         if (size * self.probe(c.right).norm(dim=along, keepdim=True)).max() > bound:
             self.short(c.left, c.axis)
             self.short(c.right, c.axis)
-            with self.shared(bound < 2):  # several corrections share what one may be
+            with self.shared(bound < 2):  # several corrections divide the bound of one
                 self.demand(c.scale, -bound, bound)
 
     def short(self, x: Expr, axis: str = KEY) -> None:
@@ -227,7 +227,7 @@ class _Inference:
 
     def _narrow(self, name: str, low: float, high: float) -> None:
         if low < 0 and (high == INF or high == -low):
-            low = 0.0  # a gate or a rate: of the two signs, the papers' one
+            low = 0.0  # a gate or a rate: positive, as in the papers
         old = self.ranges[name]
         new = Range(max(low, old.low) + 0.0, min(high, old.high) + 0.0)  # + 0.0: no -0
         if not old.unit and new.low < new.high:
@@ -242,14 +242,14 @@ class _Inference:
 
     @contextmanager
     def shared(self, really: bool = True) -> Iterator[None]:
-        """Demands made in here are one way of several to meet the one above them."""
+        """Demands made in this context are sufficient, not necessary."""
         self.sharing += really
         yield
         self.sharing -= really
 
 
 def _scaled(self: _Inference, x: Expr, factor: float, low: float, high: float) -> None:
-    """factor · x between low and high."""
+    """Demand low ≤ factor · x ≤ high."""
     if factor:
         bounds = sorted((low / factor, high / factor))
         self.demand(x, *bounds)
@@ -354,7 +354,7 @@ _RULES: dict[str, Callable[[_Inference, Expr, float, float], None]] = {
 
 
 def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
-    """Plain draws of every input, on which demands are tried."""
+    """Random values of every input, on which demands are tested."""
     generator = torch.Generator().manual_seed(0)
     keys = spec.keys_of(PROBE_KEYS)
     inputs = {}
@@ -368,12 +368,12 @@ def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
 
 
 def key_axis(kind: Kind) -> int:
-    """Place of the Key axis from the end."""
+    """The Key axis, counted from the last axis."""
     return -2 if VALUE in kind.axes else -1
 
 
 def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:
-    """Standard normal numbers mapped into a range: themselves, their squashed values, distances or directions."""
+    """Standard normal numbers mapped into a range: unchanged, squashed, as distances from a bound, or normalised."""
     if allowed.unit:
         return normal / normal.norm(dim=key_dim, keepdim=True).clamp(min=1e-12)
     if allowed.is_real:

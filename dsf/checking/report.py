@@ -1,4 +1,4 @@
-"""`Report`: what dsf.check found, as data and as a table recurrence x form x quantity."""
+"""`Report`: the result of dsf.check, as data and as a table quantity x form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from dsf.checking.examples import Example
 from dsf.language.errors import LawError
 
-SHOWN, MOST = 3, 12  # failures told in full, lines of the table, in the brief report
+SHOWN, MOST = 3, 12  # of the brief report: failures in full, lines of the table
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Failure:
-    """A broken law: the worst row of one form, its example made as simple as Hypothesis could, code to repeat it."""
+    """A broken law: the worst row of one form, its example as simplified by Hypothesis, and code to repeat it."""
 
     row: Row
     statement: str
@@ -56,10 +56,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """What dsf.check found about one recurrence.
+    """The result of dsf.check for one recurrence.
 
-    ranges: the values inputs were drawn from, in words. rows: worst errors. failures: one for each broken law and
-    form. examples: how many were drawn; seconds: what it took.
+    ranges: the inputs' ranges, as text. rows: worst errors. failures: one for each broken law and form. examples: their
+    number; seconds: the duration.
     """
 
     recurrence: str
@@ -78,13 +78,13 @@ class Report:
 
     @property
     def worst(self) -> Row | None:
-        """The row nearest to (or furthest beyond) its tolerance, exact laws left out."""
+        """The row with the largest ratio of error to tolerance, without exact laws."""
         graded = [r for r in self.rows if r.tolerance]
         return max(graded, key=lambda r: r.error / r.tolerance, default=None)
 
     @property
     def verdict(self) -> str:
-        """One line: what holds, or how much is broken, on how many examples, and how near the worst error came."""
+        """One line: whether all laws hold or how many fail, the number of examples, and the worst error."""
         words = "all laws hold" if self.ok else f"{len(self.failures)} broken"
         line = (
             f"{self.recurrence}: {words} ({self.structure}; {self.examples} examples, {self.seconds:.1f} s on "
@@ -98,7 +98,7 @@ class Report:
         )
 
     def brief(self) -> str:
-        """The verdict; of what is broken the table, and what breaks it, but no more than SHOWN times in full."""
+        """The verdict, the table of broken laws, and at most SHOWN failures in full."""
         if self.ok:
             return self.verdict
         few, rest = self._apart()
@@ -109,7 +109,7 @@ class Report:
         return "\n".join([self.verdict, self._inputs(), "", *self._table(broken=True), *shown])
 
     def _apart(self) -> tuple[list[Failure], list[Failure]]:
-        """Failures to show in full, one for each message of an exception, and the rest."""
+        """(Failures to show in full, one for each exception message; the others)."""
         few: list[Failure] = []
         for failure in self.failures:
             told = {f.row.detail for f in few if f.row.detail}
@@ -127,7 +127,7 @@ class Report:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data for JSON; an error that is not finite is the string "inf"."""
+        """As plain data for JSON; an error that is not finite becomes the string "inf"."""
         return {
             "recurrence": self.recurrence,
             "structure": self.structure,
@@ -148,9 +148,9 @@ class Report:
         return "\n".join([*head, "", *self._table(), *(f"\n{f}" for f in self.failures)])
 
     def _table(self, broken: bool = False) -> list[str]:
-        """A line for every quantity of the law of forms and every broken one; one line for all others of a law.
+        """A line for every quantity of the law `forms` and every broken one; one line for all others of a law.
 
-        One column a form; the last says what is allowed. broken: nothing but what is broken, at most MOST lines.
+        A column for every form; the last is the tolerance. broken: only broken quantities, at most MOST lines.
         """
         rows = [r for r in self.rows if not (broken and r.ok)]
         names = list(dict.fromkeys(r.form for r in rows))

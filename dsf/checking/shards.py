@@ -1,4 +1,4 @@
-"""The law `parallel`: sequences cut over simulated ranks (dsf.parallel.Simulated); cuts, layouts, exchanges drawn."""
+"""The law `parallel`: sequences over simulated ranks (dsf.parallel.Simulated) with random layouts and exchanges."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dsf.language.spec import Spec
 from dsf.parallel import Simulated
 from dsf.parallel.derive import kind_of_map
 
-WORTH = 1e-6  # what earlier ranks must at least add to an output, or the law says nothing
+WORTH = 1e-6  # the least relative effect of earlier ranks on an output, or the law tests nothing
 
-BACKWARDS = 0.3  # share of examples that run in reverse
+BACKWARDS = 0.3  # the share of examples that run in reverse
 
 
 def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
     """The measures of the law.
 
-    The example's seed draws layout, exchange, an empty shard, packed sequences, and whether it runs in reverse.
+    The example's seed chooses layout, exchange, an empty shard, packed sequences, and whether it runs in reverse.
     """
     if form == AGAINST or example.tokens < 2:
         return
@@ -70,7 +70,7 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
 
 
 def _exchange(subject: Subject, chance: random.Random, ranks: int, nodes: int) -> str:
-    """One of those that the recurrence can take."""
+    """A random exchange that the recurrence supports."""
     spec = subject.recurrence.spec
     if spec.is_attention or kind_of_map(spec) == "channel":
         return "auto"
@@ -87,7 +87,7 @@ def _remembers(spec: Spec) -> bool:
 
 
 def _worth(subject: Subject, form: str, example: Example, inputs: Mapping[str, Tensor], y: Tensor) -> Measure:
-    """Whether the first output after some cut is another one without what came before the cut."""
+    """Whether the first output after some cut changes without the tokens before the cut."""
     timed, most = {name for name, kind in subject.kinds.items() if kind.time}, 0.0
     for cut in example.cuts:
         alone = {name: x[:, cut : cut + 1] if name in timed else x for name, x in inputs.items()}

@@ -1,6 +1,6 @@
-"""`dsf.validate`: calls held to the ranges that their declaration knows, to finite numbers in, and to finite ones out.
+"""`dsf.validate`: checks that calls get inputs in their declared ranges, and finite inputs, states and outputs.
 
-Every check is one reduction a tensor and one wait for the device a call; what is wrong is looked for only then.
+A call costs one reduction for each tensor and one wait for the device; a wrong entry is searched only after a failure.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ GivenRanges = Mapping[str, "Range | tuple[float, float] | None"]
 Bounds = list[int] | Tensor | None
 Known = tuple[dict[str, Range], frozenset[str]]
 PLACES = {"B": "batch row", "T": "token", "n": "micro-step", "H": "head", "N": "entry", "N/2": "pair", "P": "channel"}
-ROUNDINGS = 8  # units in the last place by which a number may pass the end of its range
+ROUNDINGS = 8  # units in the last place by which a number may exceed its range
 
 
 class validate(ContextDecorator):
-    """Within `with dsf.validate():` every call and step of this thread is held to what the declaration knows.
+    """Within `with dsf.validate():` every call and step of this thread is checked.
 
     * Inputs are finite and in their ranges, those that `dsf zoo NAME` prints: factors of decays in [0, 1], keys of
       delta rules of unit length (a shorter one, such as a padded token's, is let through), arguments of logarithms and
-      denominators above 0. Where the declaration bounds a sum or product of several inputs, its value is what is held.
-      Rounding is allowed for, 8 units in the last place (of float32, for float64).
+      denominators above 0. Where the declaration bounds a sum or product of several inputs, its value is checked.
+      Rounding by 8 units in the last place (of float32, for float64) is allowed.
     * Initial states are finite, and so are outputs and final states.
 
-    ranges: in place of what is inferred, by input ("alpha") or by recurrence and input ("gated_deltanet.alpha"): (low,
-    high), a dsf.testing.Range, or None for any finite number. Names that no call had are warned of at the end.
-    enabled: False switches off, for a while, what DSF_VALIDATE=1 or a `with` around it switched on.
+    ranges: instead of inferred ones, by input ("alpha") or by recurrence and input ("gated_deltanet.alpha"): (low,
+    high), a dsf.testing.Range, or None for any finite number. A warning at the end lists names that no call had.
+    enabled: False switches validation by DSF_VALIDATE=1 or an outer `with` off within this one.
 
-    DSF_VALIDATE=1 in the environment, read when dsf is imported, does the same for the whole process. It costs a pass
-    over every tensor and a wait for the GPU a call; switched off, a look at one module variable. Not looked into, with
-    one warning that says so: compiled graphs (torch.compile), CUDA graphs under capture, torch.func's transformations,
-    the meta device and subclasses of Tensor. Gradients are not looked into either: torch.autograd.detect_anomaly is for
-    those.
+    DSF_VALIDATE=1 in the environment, read when dsf is imported, does the same for the whole process. A call costs
+    a pass over every tensor and a wait for the GPU; switched off, a test of one module variable. Not checked, with one
+    warning: compiled graphs (torch.compile), CUDA graphs under capture, torch.func's transformations, the meta device
+    and subclasses of Tensor. Gradients are not checked: use torch.autograd.detect_anomaly.
 
     Raises InputError that names the recurrence, the input, batch row (or packed sequence), token and head, the value
     and the range; and InputError for a range that is empty, or a "recurrence.input" that the recurrence does not have.
@@ -63,10 +62,10 @@ class validate(ContextDecorator):
         self.tokens: list[Token[Any]] = []
 
     def _recreate_cm(self) -> validate:
-        return self  # as a decorator, entered as often as its function is called
+        return self  # a decorator enters it again for every call of its function
 
     def __enter__(self) -> validate:
-        if not torch.compiler.is_dynamo_compiling():  # within a compiled function: not looked into
+        if not torch.compiler.is_dynamo_compiling():  # nothing is checked inside a compiled function
             self.tokens.append(guard.enter(self.guard))
         return self
 
@@ -77,25 +76,25 @@ class validate(ContextDecorator):
 
 
 class Guard:
-    """What calls are held to. given: the user's ranges."""
+    """The checks of calls. given: the user's ranges."""
 
     def __init__(self, given: GivenRanges | None = None) -> None:
         self.given = {
             name: as_range("dsf.validate", name, REAL if x is None else x) for name, x in (given or {}).items()
         }
         self.known: weakref.WeakKeyDictionary[Spec, Known] = weakref.WeakKeyDictionary()
-        self.passed: set[str] = set()  # reasons for looking away that were given
+        self.passed: set[str] = set()  # reasons already warned of
         self.unused = set(self.given)  # names that no call had
 
     def end(self) -> None:
-        """Warn, once, of ranges that were given for nothing."""
+        """Warn once of ranges whose names no call had."""
         if self.unused and len(self.known):
             names = ", ".join(f"`{name}`" for name in sorted(self.unused))
             warnings.warn(f"dsf.validate: no call had an input {names}, for which ranges holds one", stacklevel=3)
             self.unused = set()
 
     def inputs(self, spec: Spec, bound: Bound, bounds: Bounds, state: Any) -> None:
-        """Raise InputError for inputs or an initial state that are not what they should be."""
+        """Raise InputError for inputs out of range, or inputs or an initial state that are not finite."""
         if not self._looks(spec, (*bound.tensors.values(), *_parts(state))):
             return
         with torch.no_grad():
@@ -117,7 +116,7 @@ class Guard:
                 _bad_state(spec, "initial_state", state)
 
     def outputs(self, spec: Spec, bound: Bound, bounds: Bounds, y: Tensor, final: Any) -> None:
-        """Raise InputError for outputs that are not finite though every input was as it should be."""
+        """Raise InputError for outputs or a final state that are not finite though the inputs passed."""
         if not self._looks(spec, (y, *_parts(final))):
             return
         with torch.no_grad():
@@ -132,7 +131,7 @@ class Guard:
                 _bad_state(spec, "the final state", final)
 
     def _looks(self, spec: Spec, tensors: Sequence[Tensor]) -> bool:
-        """False, with one warning for each reason, where no numbers are there to be read."""
+        """Whether the numbers can be read; if not, warn once for each reason."""
         reason = _hidden(tensors)
         if reason and reason not in self.passed:
             self.passed.add(reason)
@@ -156,14 +155,14 @@ class Guard:
 
 
 class Where:
-    """Where an index of an input is, in words."""
+    """The place of an index of an input, in words."""
 
     def __init__(self, bound: Bound, bounds: Bounds) -> None:
         self.one_token = bound.sizes.tokens == 1
         self.bounds = bounds.tolist() if isinstance(bounds, Tensor) else bounds
 
     def __call__(self, layout: Sequence[str], index: Sequence[int]) -> str:
-        """batch row 0, token 17, head 2; of packed ones the sequence in place of the row."""
+        """As in: batch row 0, token 17, head 2; packed with the sequence instead of the row."""
         at = dict(zip(layout, index, strict=True))
         if "T" in at and self.bounds is not None:
             sequence = bisect.bisect_right(self.bounds, at["T"]) - 1
@@ -176,12 +175,12 @@ class Where:
 
 
 def _slack(dtype: torch.dtype) -> float:
-    """Relative; of float64, which often was float32 before, that of float32."""
+    """The relative tolerance; for float64, often converted from float32, that of float32."""
     return ROUNDINGS * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _hidden(tensors: Sequence[Tensor]) -> str:
-    """Why the numbers of a call cannot be read, or nothing."""
+    """The reason why the numbers of a call cannot be read, or ""."""
     if torch.compiler.is_compiling():
         return "in a compiled graph"
     if is_transformed(tensors):
@@ -197,7 +196,7 @@ def _hidden(tensors: Sequence[Tensor]) -> str:
 
 
 def _fine(x: Tensor, allowed: Range, kind: Kind) -> Tensor:
-    """Where x is finite and in its range: bool, its Key axis of size 1 where lengths are held."""
+    """Where x is finite and in its range: bool; for unit vectors with a Key axis of size 1."""
     if allowed.is_real:
         return x.isfinite()
     slack = _slack(x.dtype)
@@ -221,7 +220,7 @@ def _parts(state: Any) -> tuple[Tensor, ...]:
 
 
 def _state_fine(state: Any) -> list[Tensor]:
-    """Where a state is finite; of a cache, where it holds tokens."""
+    """Where a state is finite; for a cache unused entries count as finite."""
     if isinstance(state, KVCache):
         free = ~state.in_use()[:, None]
         return [x.isfinite() | (free if x.dim() == 3 else free[..., None]) for x in _parts(state)]
@@ -229,7 +228,7 @@ def _state_fine(state: Any) -> list[Tensor]:
 
 
 def _first(wrong: Tensor, layout: Sequence[str]) -> tuple[int, ...]:
-    """The index, in the layout's order, of the earliest token where something is wrong."""
+    """The index, in the layout's order, of a wrong entry at the earliest token."""
     found = wrong.nonzero()
     if "T" in layout:
         found = found[found[:, layout.index("T")].argmin()].unsqueeze(0)
@@ -266,7 +265,7 @@ def _out_of_range(
 
 
 def _hint(name: str, allowed: Range) -> str:
-    """What was probably forgotten."""
+    """A suggestion for the error message."""
     if allowed.unit:
         return f"normalise it, l2norm({name}) in the declaration or torch.nn.functional.normalize({name}, dim=-1)"
     if allowed.low == 0 and allowed.high < INF:
@@ -278,9 +277,9 @@ def _hint(name: str, allowed: Range) -> str:
 
 
 def _demands(declared: Spec, bound: Bound, bounds: Bounds, state: Any) -> None:
-    """Raise where several inputs together break what the declaration demands of an expression."""
+    """Raise InputError where several inputs together violate the declaration's demand on an expression."""
     where, spec, words = Where(bound, bounds), declared, dict[Expr, Expr]()
-    if declared.turning is not None:  # previous values are inputs there
+    if declared.turning is not None:  # whose previous values are inputs
         spec, bound = declared.turning.spec, materialised(declared, declared.turning, bound, state, bounds)
         words = declared.turning.words
     values = Evaluator(environment(spec, bound), bound.sizes.keys, bound.sizes.p)

@@ -1,1 +1,1 @@
-"""The language: what a recurrence is written in, traced, and brought to its normal form."""
+"""The language of declarations: annotations, expressions and operators, tracing, and the normal form."""

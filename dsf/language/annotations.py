@@ -1,4 +1,4 @@
-"""What a recurrence's parameters are annotated with: the axes an input varies over."""
+"""The annotations of a recurrence's parameters: the axes that an input varies over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Axes, Expr
 
-# Names that Recurrence.__call__ keeps for itself.
+# Names of Recurrence.__call__'s own options.
 RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "backend", "parallel", "reverse"})
 
 
@@ -18,7 +18,7 @@ RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "ba
 class Kind:
     """An input's axes; time is False for Param (no token axis), steps is the number of micro-steps of Steps[...].
 
-    pair: one entry for two neighbouring places of the Key axis, N / 2 of them.
+    pair: one entry for every two neighbouring places of the Key axis, N / 2 in all.
     """
 
     axes: Axes
@@ -34,7 +34,7 @@ class Kind:
         return names if self.time else f"Param[{names}]"
 
     def layout(self, one_token: bool = False) -> tuple[str, ...]:
-        """The names of the tensor's axes; one_token: as Recurrence.step takes it, without T."""
+        """The names of the tensor's axes; one_token: without T, as in Recurrence.step."""
         lead = ("B", "T") if self.time else ()
         steps = ("n",) if self.steps is not None else ()
         last = tuple({KEY: "N/2" if self.pair else "N", VALUE: "P"}[a] for a in (KEY, VALUE) if a in self.axes)

@@ -1,6 +1,6 @@
-"""What attention needs of a declaration: exponential features, whose state is infinite, and systems with a window.
+"""Declarations that run as attention: exponential features, whose state is infinite, and systems with a window.
 
-Their state is the keys and values of tokens, which a decay and a turn reach as follows. With c_t the sum of log A up to
+Their state is the keys and values of tokens; decays and turns act on scores and keys. With c_t the sum of log A up to
 t and Θ_t that of the angles, token j weighs exp(⟨R(-Θ_t) q_t, R(-Θ_j) k_j⟩ + c_t - c_j) in output t, or, without
 exponential features, ⟨·, ·⟩ e^(c_t - c_j): a bias of scores and a turn of keys. A turn R takes φ(x) to φ(R x).
 """
@@ -23,7 +23,7 @@ TRICK = (
 
 
 def check_attention(spec: Spec, roots: list[Expr]) -> None:
-    """Raises TraceError where exponential features or a window stand beside what keys and values cannot hold.
+    """Raises TraceError where exponential features or a window are combined with what attention cannot compute.
 
     roots: every expression of the System as written.
     """
@@ -43,7 +43,7 @@ def check_attention(spec: Spec, roots: list[Expr]) -> None:
 
 
 def truncated(spec: Spec, order: int) -> Spec:
-    """Softmax attention with its exponential features cut after degree `order`. Raises TraceError where none can be."""
+    """Softmax attention with its exponential features truncated after degree `order`. Raises TraceError."""
     if not spec.is_softmax:
         raise TraceError(f"{spec.name}: only exponential features have a Taylor truncation")
     if spec.turns:
@@ -54,7 +54,7 @@ def truncated(spec: Spec, order: int) -> Spec:
 
 
 def divides_by_one(spec: Spec) -> bool:
-    """True where the rule looks at the 1 of num's and den's scale, as sinks and softmax-one do."""
+    """True where the rule uses its argument `one` (1 in the scale of num and den), as sinks and softmax-one do."""
     return spec.rule is not None and ONE in children_first(spec.rule)
 
 
@@ -63,7 +63,7 @@ def _name(spec: Spec) -> str:
 
 
 def _is_bare(spec: Spec) -> bool:
-    """True for one bare pair of exponential features and a quotient."""
+    """True for exponential features of one key and one query, divided by their sum, and nothing else."""
     terms = spec.rows[0].terms
     bare = [spec.readout, *(t.key for t in terms)]
     inside = [x for node in bare for x in node.args] + [t.value for t in terms]

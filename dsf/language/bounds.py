@@ -1,4 +1,4 @@
-"""Between which numbers an expression stays, whatever its inputs are."""
+"""The range of an expression over all possible inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANGES = {
 
 
 def bounds(x: Expr) -> tuple[float, float]:
-    """(low, high) with low ≤ x ≤ high, from the ranges of its functions; infinite where nothing is known."""
+    """(low, high) with low ≤ x ≤ high, by interval arithmetic on its functions; infinite where unknown."""
     if x.is_constant:
         return x.value, x.value
     if x.op in RANGES:

@@ -1,7 +1,7 @@
-"""What follows from a Spec, kept on the Spec itself: worked out once, shared by copies, gone when the Spec goes.
+"""Results derived from a Spec, cached on the Spec itself: computed once, shared by copies, freed with the Spec.
 
-Specs are known by their content, too: `digest` is the same in every process that declares the same recurrence, and
-`interned` makes equal declarations, copies and pickles share one Spec and all that was worked out for it.
+Specs are also identified by content: `digest` is the same in every process that declares the same recurrence, and
+`interned` makes equal declarations, copies and pickles share one Spec and its cached results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def derived(
         if results is None:
             results = spec.__dict__.setdefault("_derived", {})
         key = (function, args)
-        if key not in results:  # of threads that race, the first one's result is everybody's
+        if key not in results:  # of racing threads, all return the first one's result
             results.setdefault(key, function(spec, *args, **kwargs))
         found: Found = results[key]
         return found
@@ -49,23 +49,23 @@ def derived(
 
 @derived
 def digest(spec: Spec) -> str:
-    """Names a declaration by its content: name, inputs and system, not its docstring. 16 hexadecimal digits."""
+    """The hash of a declaration's name, inputs and system, without its docstring: 16 hexadecimal digits."""
     return hashlib.sha256(_content(spec).encode()).hexdigest()[:16]
 
 
 def interned(spec: Spec) -> Spec:
-    """The Spec of this content that is in use, or this one from now on."""
+    """The living Spec with this content; if there is none, this one becomes it."""
     with _lock:
         return _specs.setdefault(digest(spec), spec)
 
 
 def by_digest(name: str) -> Spec | None:
-    """The Spec in use of that digest."""
+    """The living Spec with that digest, or None."""
     return _specs.get(name)
 
 
 def _content(spec: Spec) -> str:
-    """All that a declaration says, as text that depends on nothing else: every node by the numbers of its operands."""
+    """A declaration as text that depends only on its content: every node by the numbers of its operands."""
     numbers: dict[Expr, int] = {}
     lines = [spec.name, *(["made"] if spec.made else []), *(f"{i.name}: {i.kind}" for i in spec.inputs)]
 

@@ -1,8 +1,8 @@
-"""Discretisations: S' = a S + b x in continuous time, its input held or joined for a step, as A and B of a System.
+"""Discretisations: S' = a S + b x in continuous time as A and B of a System, by a rule for the input within a step.
 
-A rate a is an expression, which acts entry by entry, or a pair (re, im) of them: complex rates, of states whose real
-and imaginary parts are the places 2i and 2i + 1 of the Key axis. Then A turns, and b is multiplied as such numbers.
-The step is any expression: a Param where time is even (S4D), one of tokens where data decide (S6, Mamba-3).
+A rate a is an expression, which acts entry by entry, or a pair (re, im) of expressions: a complex rate, of states whose
+real and imaginary parts are the places 2i and 2i + 1 of the Key axis. Then A turns pairs, and b is a complex factor.
+The step is any expression: of Params for even time steps (S4D), of tokens for data-dependent ones (S6, Mamba-3).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dsf.language.expr import KEY, Expr, Like, as_expr, const
 from dsf.language.functions import atan2, cos, dot, exp, expm1, pair, quarter_turn, sin, sqrt
 from dsf.language.operator import diag, outer, turn
 
-Rate = Any  # an expression, or a pair (re, im) of them
+Rate = Any  # an expression, or a pair (re, im) of expressions
 
 
 class Discrete(NamedTuple):
@@ -28,7 +28,7 @@ def zoh(a: Rate, b: Like, step: Like) -> Discrete:
     """Zero-order hold: the exact solution for an input that is constant during a step.
 
     A = e^{a δ}, B = (e^{a δ} - 1) / a · b, with e^x - 1 computed without cancellation. a: the rate, negative where the
-    state decays (`-exp(A_log)`), or (re, im); not 0; b: what the input is multiplied by; step: δ, positive. Of complex
+    state decays (`-exp(A_log)`), or (re, im); not 0; b: the factor of the input; step: δ, positive. For complex
     rates, b is a Key vector of complex numbers in pairs, or a number. Source: S4D (arXiv 2206.11893), equation 4; Mamba
     (arXiv 2312.00752), equation 4. Raises TraceError for complex rates that differ within a pair.
     """
@@ -44,7 +44,7 @@ def zoh(a: Rate, b: Like, step: Like) -> Discrete:
 
 
 def bilinear(a: Rate, b: Like, step: Like, minus: tuple[Like, Like] | None = None) -> Discrete:
-    """The bilinear transform (Tustin, the trapezoid on a): A = (1 + a δ/2) / (1 - a δ/2), B = δ / (1 - a δ/2) · b.
+    """The bilinear transform (Tustin, the trapezoidal rule): A = (1 + a δ/2) / (1 - a δ/2), B = δ / (1 - a δ/2) · b.
 
     It maps the left half plane into the unit circle: |A| < 1 for every negative a, and A < 0 where a δ < -2.
     minus: Key vectors (p, q), for the rate diag(a) - p qᵀ, whose inverse is exact by Woodbury's identity (S4's diagonal
@@ -87,7 +87,7 @@ def euler(a: Rate, b: Like, step: Like) -> Discrete:
 
 @dataclass(frozen=True)
 class Complex:
-    """A complex number of two expressions that are equal within a pair; im None: a real one, of any expression."""
+    """A complex number of two expressions, equal within a pair; with im None a real number, any expression."""
 
     re: Expr
     im: Expr | None = None
@@ -112,7 +112,7 @@ class Complex:
         return Complex(re / other.square, (self.im * other.re - self.re * other.im) / other.square)
 
     def times(self, x: Like) -> Expr:
-        """z · x; of a complex z, x holds complex numbers in pairs, or is a real number without a Key axis."""
+        """z · x. For a complex z, x holds complex numbers in pairs, or is a real number without a Key axis."""
         x = as_expr(x)
         if self.im is None:
             return _times(self.re, x)
@@ -130,7 +130,7 @@ def _turned(radius: Expr, angle: Expr) -> Any:
 
 
 def _minus(x: Expr) -> Expr:
-    """-x, or what is behind a minus: denominators that are positive are written so."""
+    """-x; where x is itself a negation, its operand, so that positive denominators print without signs."""
     if x.op == "mul" and x.args[0] is const(-1):
         return x.args[1]
     if x.op == "mul" and x.args[0].op == "mul" and x.args[0].args[0] is const(-1):

@@ -1,4 +1,4 @@
-"""The errors users see. Each says what was expected and what was given, in the user's words."""
+"""The errors users see. Each says what was expected and what was given, by the user's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class InputError(DsfError):
 
 
 class FormError(DsfError):
-    """A form or backend was asked for that the structure does not have."""
+    """The structure does not have the wanted form or backend."""
 
 
 class LawError(DsfError, AssertionError):

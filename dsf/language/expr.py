@@ -1,7 +1,7 @@
-"""Expressions: what a recurrence is made of, traced once.
+"""Expressions: the nodes of a traced recurrence.
 
 An `Expr` is an immutable, hash-consed node: building the same expression twice gives the same object, so identity is
-equality and a directed acyclic graph costs what it prints. It carries the set of axes it varies over, a subset of
+equality, and an expression used twice is stored once. It carries the set of axes it varies over, a subset of
 {"key", "value"}; products broadcast by axis name, never by position.
 """
 
@@ -20,19 +20,19 @@ from dsf.language.errors import TraceError
 from dsf.language.instead import OF_NUMPY, counted, foreign, instead_of, no_number
 
 KEY, VALUE = "key", "value"
-PAIR = "pair"  # features of an input with one entry for two places of the Key axis, before it is spread
+PAIR = "pair"  # the `features` of a Pair input, one entry for two places of the Key axis, before it is spread
 Axes: TypeAlias = frozenset[str]
 Number: TypeAlias = int | float
 Like: TypeAlias = "Expr | int | float"
 
 
 class OperatorBase:
-    """Base of dsf.operator.Operator: what expressions must know to leave arithmetic with operators to it."""
+    """Base of dsf.operator.Operator, by which expressions recognise operators and leave the arithmetic to them."""
 
     __slots__ = ()
 
     def misplaced(self) -> str:
-        """What is said where it stands in an expression's place."""
+        """The error message where it is used as an expression."""
         return (
             f"an operator on the Key axis (`{self}`) stands where an expression is needed; operators add, scale and "
             "multiply with @, and are the A of a System"
@@ -40,7 +40,7 @@ class OperatorBase:
 
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
-_lock = threading.RLock()  # of _interned: a garbage collection while it is held may build expressions in this thread
+_lock = threading.RLock()  # of _interned; reentrant, as a garbage collection may build expressions
 
 
 def _new_lock() -> None:
@@ -49,27 +49,27 @@ def _new_lock() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)  # another thread's hold on it does not end in the child
+    os.register_at_fork(after_in_child=_new_lock)  # nobody in the child releases a lock that was held
 
 # Operations that are not elementwise in their arguments' axes.
 REDUCTIONS = {"sum_key": KEY, "sum_value": VALUE}
 COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
-IN_PAIRS = frozenset({"pair", "quarter_turn"})  # whose two entries of a pair differ
-BY_TORCH = frozenset({"sin", "cos", "atan2", *IN_PAIRS})  # made by torch before a kernel runs
+IN_PAIRS = frozenset({"pair", "quarter_turn"})  # operations whose two entries of a pair differ
+BY_TORCH = frozenset({"sin", "cos", "atan2", *IN_PAIRS})  # computed by torch before a kernel runs
 
 
 def _sides(op: str) -> tuple[Callable[[Any, Like], Any], Callable[[Any, Like], Any]]:
-    """The methods of an operation, with the expression on its left and on its right."""
+    """The methods of a binary operation, with the expression as the left and as the right operand."""
     return lambda self, other: _binary(op, self, other), lambda self, other: _binary(op, other, self)
 
 
 class Expr:
     """One node of a traced expression.
 
-    op: the primitive's name ("exp", "mul", …), or "const", "size", "input", "output" (what normalize sees). args: its
-    operands. attrs: static facts (an input's name and micro-step, a constant's value, an order). axes: what it varies
-    over. features: None, or what its Key axis holds ("exp" for infinite features, "taylor2" …) instead of the
-    recurrence's own N entries.
+    op: the primitive's name ("exp", "mul", …), or "const", "size", "input", "output" (an argument of normalize). args:
+    its operands. attrs: static data (an input's name and micro-step, a constant's value, an order). axes: those that it
+    varies over. features: None for the recurrence's own N entries on the Key axis, else the name of the features there
+    ("exp" for infinite ones, "taylor2" …).
     """
 
     __slots__ = ("__weakref__", "args", "attrs", "axes", "features", "op")
@@ -98,7 +98,7 @@ class Expr:
             return found
         self = object.__new__(cls)
         self.op, self.args, self.attrs, self.axes, self.features = op, args, attrs, axes, features
-        with _lock:  # whoever comes second takes the first one's node
+        with _lock:  # a second thread gets the first one's node
             found = _interned.get(identity)
             if found is None:
                 _interned[identity] = found = self
@@ -188,7 +188,7 @@ class Expr:
 
 def _no_matmul(a: Any, b: Any) -> Any:
     if isinstance(a, OperatorBase) or isinstance(b, OperatorBase):
-        return NotImplemented  # the operator's own affair
+        return NotImplemented  # left to the operator's method
     raise TraceError(
         f"({a}) @ ({b}): @ multiplies operators; of expressions, dot(a, b) is the inner product over the Key axis and "
         "k * v of a Key and a Value the outer one"
@@ -201,7 +201,7 @@ def const(number: Number) -> Expr:
 
 
 def as_expr(x: Any) -> Expr:
-    """Numbers become constants; everything that is not an expression with a number as its value is refused."""
+    """An expression, or a number as a constant. Raises TraceError for anything else."""
     if isinstance(x, Expr):
         if x.op in COMPARISONS:
             raise TraceError(f"the comparison `{x}` has no number as its value; use where({x}, a, b)")
@@ -221,7 +221,7 @@ def _common_features(args: tuple[Expr, ...]) -> str | None:
     return kinds.pop() if kinds else None
 
 
-ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {  # numbers and tensors alike
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {  # for numbers and for tensors
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -231,7 +231,7 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {  # numbers and tensors alik
 
 
 def _binary(op: str, a: Any, b: Any) -> Any:
-    """Arithmetic and comparisons, with the constant folding that keeps printed expressions readable."""
+    """A node of arithmetic or comparison, with constant folding so that printed expressions stay readable."""
     if isinstance(a, OperatorBase) or isinstance(b, OperatorBase):
         return NotImplemented  # an operator on either side takes over
     a, b = as_expr(a), as_expr(b)
@@ -288,7 +288,7 @@ def substitute(root: Expr, replacements: dict[Expr, Expr]) -> Expr:
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operation on other operands."""
+    """The node's operation on other operands."""
     if args == node.args:
         return node
     if node.op in ARITHMETIC or node.op in COMPARISONS:
@@ -302,7 +302,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def symbol_of(name: str, step: int | None, axes: Axes, pair: bool = False) -> Expr:
-    """The input as expressions hold it; one entry a pair of places is spread over both."""
+    """An input's node; a Pair input is spread, its one entry a pair repeated for both places."""
     if not pair:
         return Expr("input", (), (name, step), axes)
     return Expr("spread", (Expr("input", (), (name, step), axes, PAIR),))
@@ -318,7 +318,7 @@ def is_paired(x: Expr) -> bool:
 
 
 def reduction(op: str, x: Expr) -> Expr:
-    """sum over one axis; a Key read where none exists is an error."""
+    """The sum over one axis. Raises TraceError where x does not have it."""
     axis = REDUCTIONS[op]
     if axis not in x.axes:
         other = "; it varies over the Value axis: annotate it Key, or take sum_value" if VALUE in x.axes else ""
@@ -332,7 +332,7 @@ def inputs_of(*roots: Expr) -> list[Expr]:
 
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-# How tightly Python binds, and the least tight operands that need no parentheses: op -> (own, left, right).
+# Python's precedences: op -> (own, the least that a left and a right operand needs without parentheses).
 _UNARY = 3
 _PRECEDENCE = {
     **dict.fromkeys(COMPARISONS, (0, 1, 1)),
@@ -345,9 +345,9 @@ _PRECEDENCE = {
 
 
 def show(node: Expr, outer: int = 0) -> str:
-    """The expression as the user would write it: evaluating the text gives the node back.
+    """The expression as Python source: evaluating the text gives the node back.
 
-    outer: what surrounds it binds this tightly (0 for nothing), so parentheses are put around looser expressions.
+    outer: the precedence of the surrounding operation (0 for none); expressions that bind less get parentheses.
     """
     if node.op in ("input", "output"):
         name, step = node.attrs
@@ -374,13 +374,13 @@ def show(node: Expr, outer: int = 0) -> str:
 
 
 def _is_dot(node: Expr) -> bool:
-    """True for what `dot` makes."""
+    """True for a node made by `dot`."""
     inside = node.args[0] if node.op == "sum_key" else None
     return inside is not None and inside.op == "mul" and all(KEY in a.axes for a in inside.args)
 
 
 def _is_unit(node: Expr) -> bool:
-    """True for what `l2norm` makes: x * rsqrt(dot(x, x) + eps)."""
+    """True for a node made by `l2norm`: x * rsqrt(dot(x, x) + eps)."""
     if node.op != "mul" or node.args[1].op != "rsqrt":
         return False
     inside = node.args[1].args[0]

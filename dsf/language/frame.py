@@ -1,13 +1,14 @@
-"""Declarations with `turn`, `prev` and Pair inputs, rewritten as plain ones on inputs made before the forms run.
+"""Declarations with `turn`, `prev` and Pair inputs, rewritten as plain ones with inputs computed before the forms run.
 
 * A product's previous value is the product of its factors' previous values, zero where a sequence begins: `prev(k * v)`
-  becomes a product of two inputs, k and v of the token before. The state holds these *leaves*, not their products.
-* Where the decay is equal within a pair a turn is a gauge: with Θ_r the sum of the angles up to row r of a sequence,
-  Ŝ_r = R(-Θ_r) S_r obeys S's recurrence without the turns, with keys, corrections and readouts turned by -Θ_r:
-  R(-Θ_r) (D + l r') R(θ_r) R(Θ_{r-1}) = D + (R(-Θ_r) l) (R(-Θ_r) r)'. Delta rules stay delta rules, S_0 stays.
-* One entry a pair is repeated for both places; sines, cosines, angles and complex numbers in pairs are made by torch.
+  becomes a product of two inputs, k and v of the token before. The state keeps these *leaves*, not their products.
+* Where the decay is equal within each pair, turns are removed by a change of variables (a gauge): with Θ_r the sum of
+  the angles up to row r of a sequence, Ŝ_r = R(-Θ_r) S_r obeys S's recurrence without the turns, with keys, corrections
+  and readouts turned by -Θ_r: R(-Θ_r) (D + l r') R(θ_r) R(Θ_{r-1}) = D + (R(-Θ_r) l) (R(-Θ_r) r)'. Delta rules stay
+  delta rules, and S_0 is unchanged.
+* A Pair input's entries are repeated for both places; torch computes sines, cosines, angles and complex pairs.
 
-So no form and no kernel knows of any of this. Where a decay differs within a pair the turns stay (`Spec.mixes_pairs`).
+So forms and kernels need no case for these. Where a decay differs within a pair the turns stay (`Spec.mixes_pairs`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Way = Literal["gauge", "turning", "oracle"]
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a state remembers: the last len(nodes) values of `source`; nodes[d - 1] is the input for d tokens ago."""
+    """A delayed expression: the state keeps the last len(nodes) values of `source`; nodes[d - 1] is d tokens ago."""
 
     source: Expr
     nodes: tuple[Expr, ...]
@@ -61,11 +62,12 @@ class Turned:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A plain Spec, and how the inputs are made that it has besides those of the declaration.
+    """A plain Spec, and the recipe of the inputs that it has besides those of the declaration.
 
-    leaves: in an order in which each needs earlier ones alone. whole: for the oracle, inputs that are an expression's
-    previous value as it stands, with what its first value is in the leaves' nodes. pairs: inputs that are repeated.
-    angles: of every row, in the gauge; None elsewhere. torch: what kernels do not print, and the inputs that are it.
+    leaves: each depends only on earlier ones. whole: for the oracle, (input, the whole expression whose previous value
+    it is, its first value in leaves' nodes). pairs: (a Pair input, the input of its repeated
+    entries). turned: the inputs turned into the gauge. angles: every row's turn in the gauge, None without one. torch:
+    (an expression that kernels cannot compute, its input).
     """
 
     spec: Spec
@@ -78,7 +80,7 @@ class Frame:
 
     @property
     def words(self) -> dict[Expr, Expr]:
-        """What the inputs stand for that are previous values or repeated, as the declaration has it."""
+        """For every leaf's node, repeated input and torch input, its expression in terms of the declaration."""
         found = {node: source for source, node in (*self.pairs, *self.torch)}
         for leaf in self.leaves:
             before = substitute(leaf.source, found)
@@ -88,17 +90,17 @@ class Frame:
 
 
 class NoGaugeError(Exception):
-    """The turns do not commute with what they would have to pass."""
+    """There is no gauge: a decay differs within a pair, or a key cannot be turned."""
 
 
 def needs_frame(spec: Spec) -> bool:
-    """True for declarations with a turn, a previous value, a Pair input or what torch makes before kernels run."""
+    """True for declarations with a turn, a previous value, a Pair input or an operation that only torch computes."""
     made = {"prev", "spread", *BY_TORCH}
     return any(x.op in made for x in children_first(*roots_of(spec.system))) or turns(spec.system)
 
 
 def turns(system: System) -> bool:
-    """True where some A has a turn in it."""
+    """True where some A contains a turn."""
 
     def found(a: Operator) -> bool:
         return a.kind == "turn" or any(map(found, a.parts))
@@ -107,7 +109,7 @@ def turns(system: System) -> bool:
 
 
 def roots_of(system: System) -> list[Expr]:
-    """Every expression of a System, normalize left out."""
+    """Every expression of a System, without normalize."""
     roots = [x for x in (system.C, system.D, system.gauge) if x is not None]
     for step in system.micro_steps:
         roots += [step.B, *operator_exprs(step.A)]
@@ -120,12 +122,12 @@ def operator_exprs(a: Operator) -> list[Expr]:
 
 
 def map_operator(a: Operator, change: Callable[[Expr], Expr]) -> Operator:
-    """The operator with every expression changed."""
+    """The operator with `change` applied to every expression."""
     return Operator(a.kind, tuple(map_operator(p, change) for p in a.parts), tuple(map(change, a.exprs)))
 
 
 def map_system(system: System, change: Callable[[Expr], Expr]) -> System:
-    """The system with every expression changed, normalize left as it is."""
+    """The system with `change` applied to every expression; normalize, drive and window unchanged."""
     steps = [
         System(
             A=map_operator(s.A, change),
@@ -144,8 +146,8 @@ def map_system(system: System, change: Callable[[Expr], Expr]) -> System:
 
 
 def frame_of(spec: Spec, way: Way) -> Frame:
-    """The plain system: in the gauge where there is one, with the turns left, or for the oracle,
-    which turns densely and shifts whole expressions."""
+    """The plain system: "gauge": without turns where possible; "turning": turns left in A; "oracle": turns left, and
+    whole expressions delayed instead of their factors. Raises TraceError."""
     made = _Made(spec)
     whole: list[tuple[Expr, Expr, Expr]] = []
     if way == "oracle":
@@ -170,7 +172,7 @@ def frame_of(spec: Spec, way: Way) -> Frame:
 
 @dataclass
 class _Made:
-    """Inputs on their way into a frame."""
+    """The added inputs of a frame, collected while expressions are rewritten."""
 
     of: Spec
     kinds: dict[str, Kind] = field(default_factory=dict)
@@ -194,7 +196,7 @@ class _Made:
         return Expr("input", (), (name, None), axes)
 
     def spec(self, system: System) -> Spec:
-        """The declaration with another system, and the inputs that it uses."""
+        """The declaration with another system, and only the inputs that it uses."""
         rule = [] if self.of.rule is None else [self.of.rule]
         used = {n.attrs[0] for n in inputs_of(*roots_of(system), *rule)}
         if rule:
@@ -204,11 +206,11 @@ class _Made:
         return replace(self.of, inputs=inputs, system=system, made=True)
 
     def moves(self, x: Expr) -> bool:
-        """True where x may differ from token to token."""
+        """True where x depends on an input with a time axis."""
         return any(i.attrs[0] in self.timed for i in inputs_of(x))
 
     def without_prev(self, x: Expr) -> Expr:
-        """x of leaves instead of previous values."""
+        """x with every previous value replaced by leaves."""
         done: dict[Expr, Expr] = {}
         for node in children_first(x):
             if node.op == "prev":
@@ -218,7 +220,7 @@ class _Made:
         return done[x]
 
     def keep_whole(self, x: Expr, whole: list[tuple[Expr, Expr, Expr]]) -> Expr:
-        """x with an input for every previous value: (input, what was delayed, its first value in leaves)."""
+        """x with one input for every whole previous value. Appends to `whole` as in `Frame`."""
         done: dict[Expr, Expr] = {}
         for node in children_first(x):
             if node.op != "prev":
@@ -233,7 +235,7 @@ class _Made:
         return done[x]
 
     def lagged(self, x: Expr, delay: int) -> Expr:
-        """x of `delay` tokens ago, in leaves; zero before a sequence begins."""
+        """x of `delay` tokens ago, in leaves; zero before a sequence begins. Raises TraceError for a fixed x."""
         if x.op == "prev":
             return self.lagged(x.args[0], delay + 1)
         if x.op in ("add", "sub") and all(map(self.moves, x.args)):
@@ -266,7 +268,7 @@ class _Made:
         return nodes[delay - 1]
 
     def without_pairs(self, x: Expr) -> Expr:
-        """x with inputs of the Key axis instead of those of pairs."""
+        """x with Pair inputs replaced by inputs of the Key axis."""
         done: dict[Expr, Expr] = {}
         for node in children_first(x):
             if node.op == "spread":
@@ -288,7 +290,7 @@ class _Made:
         return bool(x.args) and x.features is None and all(self.is_paired(a) for a in x.args)
 
     def by_torch(self, x: Expr) -> Expr:
-        """x with inputs for what kernels do not print."""
+        """x with operations that only torch computes replaced by inputs."""
         if not any(node.op in BY_TORCH for node in children_first(x)):
             return x
         if x.op in BY_TORCH:
@@ -298,7 +300,7 @@ class _Made:
         return rebuild(x, tuple(map(self.by_torch, x.args)))
 
     def turn(self, x: Expr, row: int) -> Expr:
-        """An input that is x turned into the gauge of a row."""
+        """The input that is x turned into the gauge of a row. Raises NoGaugeError for an x with a Value axis."""
         if VALUE in x.axes:
             raise NoGaugeError
         if (x, row) not in self.turned:
@@ -309,7 +311,7 @@ class _Made:
 
 @dataclass
 class _Gauge:
-    """A system with turns, on its way into the gauge."""
+    """The rewriting of a system with turns into the gauge."""
 
     made: _Made
     spec: Spec
@@ -335,7 +337,7 @@ class _Gauge:
         )  # fmt: skip
 
     def _ends(self) -> set[int]:
-        """Rows that are the last of their micro-step, and write."""
+        """The last rows of the micro-steps, which carry B."""
         from dsf.language.operator import normal_form
 
         place, found = -1, set()
@@ -355,7 +357,7 @@ class _Gauge:
         return total
 
     def readout(self, c: Expr, row: int) -> Expr:
-        """C turned: as it stands, or, where it differs by channel, each of the products that it is a sum of."""
+        """C turned as one vector, or, where it differs by channel, summand by summand."""
         turned = dict(self.made.turned)
         try:
             return self.vector(c, row)
@@ -366,10 +368,10 @@ class _Gauge:
             return self.injection(c, row)
 
     def vector(self, x: Expr, row: int) -> Expr:
-        """A product with its Key factors turned, those left that are equal within a pair or have no Key axis."""
+        """A product with its Key factors turned, except those equal within a pair. Raises NoGaugeError."""
         loose = [(f, inverse) for f, inverse in factors_of(x) if not self.made.is_paired(f)]
         if self.spec.system.normalize is not None and any(f.op == "exp" for f, _ in loose):
-            raise NoGaugeError  # an exponent of a running maximum
+            raise NoGaugeError  # an exponential that the running maximum has to scale
         if len(loose) == 1 and not loose[0][1]:
             return _exchange(x, loose[0][0], self.made.turn(loose[0][0], row))
         rest, others = split_factors(x, lambda f: not self.made.is_paired(f))
@@ -377,7 +379,7 @@ class _Gauge:
 
 
 def _exchange(x: Expr, factor: Expr, by: Expr) -> Expr:
-    """A product with one of its factors exchanged."""
+    """A product with one of its factors replaced."""
     if x is factor:
         return by
     if x.op == "mul":

@@ -1,7 +1,7 @@
-"""Time-invariant declarations: which are, and what of them is fixed and what moves with the tokens.
+"""Time-invariant declarations, and their split into parts of Params (fixed) and parts of tokens (moving).
 
-A and what C reads along the Key axis are made of Params; B is a sum of products, each a fixed part and a moving one. So
-y is a sum of moving parts, each convolved with an impulse response that Params alone decide.
+A and C's part along the Key axis depend on Params only; B is a sum of products of a fixed and a moving part. So y is a
+sum of moving parts, each convolved with an impulse response that depends on Params only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dsf.language.spec import Spec
 
 @dataclass(frozen=True)
 class Drive:
-    """One product of an injection: fixed, of Params, times moving, of tokens."""
+    """One summand of an injection: fixed (of Params) times moving (of tokens)."""
 
     fixed: Expr
     moving: Expr
@@ -24,10 +24,10 @@ class Drive:
 
 @dataclass(frozen=True)
 class Still:
-    """A time-invariant declaration, of inputs as the spec `of` has them.
+    """A time-invariant declaration; its expressions use the inputs of the spec `of`.
 
-    steps: of every micro-step the factors of A, first to act first, and what it writes. gate: what y is multiplied by.
-    read: what C reads the state with, fixed. diagonal: whether A acts on entries, or on pairs as complex numbers.
+    steps: for every micro-step the factors of A, the first to act first, and its injections. C = gate · read: a moving
+    factor of y, and the fixed readout. diagonal: whether A acts entry by entry, or on pairs as complex numbers.
     """
 
     of: Spec
@@ -44,7 +44,7 @@ def is_invariant(spec: Spec) -> bool:
 
 @derived
 def invariant(spec: Spec) -> Still | str:
-    """What is fixed and what moves; or, of a declaration that is not time-invariant, why not, in words."""
+    """The split of a time-invariant declaration; for any other the reason, in words."""
     if spec.is_softmax:
         return "exponential features have no state of fixed size"
     if spec.system.window is not None:

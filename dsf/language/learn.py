@@ -1,4 +1,4 @@
-"""`dsf.learn`: a System from a loss in its state and a rule that lowers it."""
+"""`dsf.learn`: a System from a loss in its state and a rule that minimises it step by step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dsf.language.operator import I, Operator, as_operator, diag, outer, times
 from dsf.language.solve import Solve
 from dsf.language.system import Rule, System
 
-STEPS = 30  # of conjugate gradients, the paper's (arXiv 2506.05233)
+STEPS = 30  # of conjugate gradients, as in arXiv 2506.05233
 RULES = ("hebb", "gradient", "implicit", "flow", "exact")
 By = Literal["hebb", "gradient", "implicit", "flow", "exact"]
-Squares = list[tuple[Expr, Expr, list[Product]]]  # key, weight times the rate, the weight's products
+Squares = list[tuple[Expr, Expr, list[Product]]]  # (key, rate · weight, the weight's products)
 
 
 def learn(
@@ -33,21 +33,21 @@ def learn(
     drive: Any = None,
     gauge: Any = None,
 ) -> System:
-    """The System whose every token lowers a loss once, from the last state decayed: S' = decay S.
+    """The System that takes one step on a loss for every token, from the decayed last state S' = decay S.
 
-    loss: a quadratic in a `Memory` S, with the gradient H S - R (docs/objective.md). by: how it is lowered,
+    loss: a quadratic in a `Memory` S, with the gradient H S - R (docs/objective.md). by: the step,
 
-        hebb      S = S' + rate R, the gradient at S = 0
+        hebb      S = S' + rate R, with the gradient at S = 0
         gradient  S = S' - rate (H S' - R)
-        implicit  the S of least loss + |S - S'|² / (2 rate): (1 + rate H)⁻¹ (S' + rate R), by Sherman-Morrison
-        flow      dS/ds = R - H S followed from S' for s from 0 to rate
+        implicit  the S that minimises loss + |S - S'|² / (2 rate): (1 + rate H)⁻¹ (S' + rate R), by Sherman-Morrison
+        flow      the solution of dS/ds = R - H S from S' at s = 0, at s = rate
 
-        exact     the S of least Σ (decays since) rate · loss + ½⟨ridge S, S⟩ over all tokens so far, at every read-out:
-                  y = Gᵀ (H + ridge)⁻¹ C with two states, G of what is written and H of the squares' keys
+        exact     at every read-out the S that minimises Σ (decays since) rate · loss + ½⟨ridge S, S⟩ over all tokens so
+                  far: y = Gᵀ (H + ridge)⁻¹ C with two states, G the sum of writes and H that of the squares' key keyᵀ
 
-    rate: a number or an expression without a Key axis. decay: what A may be, of "exact" a Scalar. ridge: of "exact"
-    alone, positive, a Key or a Scalar. steps: of its conjugate gradients in float32, in the forms that solve for all
-    tokens at once (docs/objective.md). C, D, read, normalize, drive, gauge: as in System.
+    rate: a number or an expression without a Key axis. decay: any A; for "exact" a Scalar. ridge: for "exact" only,
+    positive, a Key or a Scalar. steps: the conjugate gradient steps of "exact" in float32, in the forms that solve for
+    all tokens at once (docs/objective.md). C, D, read, normalize, drive, gauge: as in System.
 
     Raises TraceError for a loss that is not a quadratic in S, with the term, and for a step that has no closed form.
     """
@@ -83,7 +83,7 @@ def _check(loss: Any, by: Any) -> None:
 
 
 class _Step:
-    """One step's A, before the decay, and B."""
+    """A (without the decay) and B of one step on a loss."""
 
     def __init__(self, loss: Loss, rate: Expr) -> None:
         self.loss, self.rate = loss, rate
@@ -103,10 +103,10 @@ class _Step:
         return times(self.rate, self.ridge)
 
     def writes(self, strength: Expr, along: Expr | None = None, weights: list[Product] | None = None) -> Expr:
-        """rate R as an expression.
+        """rate · R, the injection, as an expression.
 
-        along, weights: of the loss's one square; what is written at that key has the square's own strength in place of
-        the rate times its weight, so that a correction is seen to erase what is written.
+        along, weights: key and weight of the loss's only square. Writes at that key get `strength`, the correction's
+        factor, so that the compiler recognises a delta rule.
         """
         whole = const(0)
         for key, products in self._by_key().items():
@@ -126,11 +126,11 @@ class _Step:
         return found
 
     def hebb(self) -> tuple[Operator, Expr]:
-        """The gradient at S = 0."""
+        """A step along the gradient at S = 0."""
         return I, self.writes(self.rate)
 
     def gradient(self) -> tuple[Operator, Expr]:
-        """One explicit step."""
+        """One explicit gradient step."""
         a = I if self.ridge is const(0) else diag(1 - self.shrink)
         for key, strength, _ in self.squares:
             a = a - _scaled(strength, outer(key, key))
@@ -140,7 +140,7 @@ class _Step:
         return a, self.writes(self.rate)
 
     def implicit(self) -> tuple[Operator, Expr]:
-        """(m + Σ g k kᵀ)⁻¹ with m = 1 + rate · ridge, one square after the other by Sherman and Morrison."""
+        """(m + Σ g k kᵀ)⁻¹ with m = 1 + rate · ridge, one square after the other by Sherman-Morrison."""
         m = 1 + self.shrink
         if self.squares and m.axes >= {KEY, VALUE}:
             raise TraceError(
@@ -163,7 +163,7 @@ class _Step:
         return inverse.operator, b
 
     def flow(self) -> tuple[Operator, Expr]:
-        """exp(-rate H), and its integral over the way there."""
+        """A = exp(-rate H) and B = ∫ exp(-s H) R ds for s from 0 to rate. Raises TraceError without a closed form."""
         shrink = self.shrink
         if not self.squares:
             if self.ridge is const(0):
@@ -187,7 +187,7 @@ class _Step:
         return _scaled(exp(-shrink), a), self._by_flow(key, phi1(-(shrink + turned)))
 
     def exact(self, C: Any, D: Any, decay: Any, read: Literal["after", "before"], ridge: Any, steps: Any) -> System:
-        """The whole System: two states, of which the squares' one is solved with."""
+        """The whole System with its two states, G and the H that a readout solves with. Raises TraceError."""
         transition = I if decay is None else as_operator(decay)
         if transition is not I and (transition.kind != "diag" or transition.exprs[0].axes):
             raise TraceError(f"by='exact': decay = {transition} has to weight whole losses of earlier tokens: a Scalar")
@@ -224,7 +224,7 @@ class _Inverse:
         return found
 
     def add(self, key: Expr, g: Expr) -> None:
-        """One more square."""
+        """Add g key keyᵀ inside the inverse."""
         if VALUE in self.m.axes or any(VALUE in s.axes for s, _ in self.terms):
             raise TraceError(
                 f"by='implicit': channels of S differ, so that {key} would be solved for with a vector a channel; give "
@@ -235,7 +235,7 @@ class _Inverse:
 
     @property
     def operator(self) -> Operator:
-        """As A holds it."""
+        """The inverse as an operator for A."""
         found = I if self.m is const(1) else diag(1 / self.m)
         for s, u in self.terms:
             found = found - _scaled(s, outer(u, u))
@@ -243,7 +243,7 @@ class _Inverse:
 
 
 def _merged(weights: list[Product]) -> list[Product]:
-    """Products of the same factors as one."""
+    """The products, those with the same factors added up."""
     found: dict[tuple[Expr, ...], float] = {}
     for w in weights:
         found[w.factors] = found.get(w.factors, 0.0) + w.number
@@ -251,7 +251,7 @@ def _merged(weights: list[Product]) -> list[Product]:
 
 
 def _at(key: Expr, value: Expr) -> Expr:
-    """What is written: key ⊗ value."""
+    """key ⊗ value, where key 1 leaves the value."""
     return value if key is const(1) else key * value
 
 
@@ -260,7 +260,7 @@ def _scaled(factor: Expr, a: Operator) -> Operator:
 
 
 def _after(a: Operator, decay: Operator) -> Operator:
-    """a of the decayed state, as a user would write it."""
+    """a after the decay, as a user would write it."""
     if a is I:
         return decay
     if decay.kind == "diag" and KEY not in decay.exprs[0].axes:

@@ -1,8 +1,8 @@
-"""A loss in the memory S: what it is made of, kept as the polynomial that it is.
+"""A loss in the memory S, stored as a polynomial in S.
 
-S is no expression: it has no value while a token is learnt. What may be written with it is linear in S (S itself,
-S.T @ k, sums, factors without S) until `inner` or `norm2` makes a number of two such parts. So a loss is a quadratic
-by construction, and whatever would not be is refused where it is written.
+S is no expression, as it has no value while a loss is declared. Terms with S are linear in it (S itself, S.T @ k, sums,
+factors without S) until `inner` or `norm2` multiplies two of them. So a loss is quadratic by construction; any other
+term raises TraceError where it is written.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dsf.language.functions import sum_key, sum_value
 
 @dataclass(frozen=True)
 class Product:
-    """number · Π factors: sorted by how they print, so that equal products are equal."""
+    """number · Π factors; the factors are sorted by their text, so that equal products compare equal."""
 
     number: float
     factors: tuple[Expr, ...] = ()
 
     @classmethod
     def of(cls, x: Expr) -> Product:
-        """An expression taken apart at its multiplications."""
+        """The factors of an expression."""
         if x.is_constant:
             return cls(x.value)
         if x.op == "mul":
@@ -36,11 +36,11 @@ class Product:
         return Product(self.number * other.number, tuple(sorted((*self.factors, *other.factors), key=show)))
 
     def scaled(self, number: float) -> Product:
-        """number times it."""
+        """number · this product."""
         return Product(number * self.number, self.factors)
 
     def over(self, other: Product) -> Product | None:
-        """What it is times `other`, or None where that leaves a quotient."""
+        """The product q with self = q · other, or None where the division leaves a denominator."""
         left = list(self.factors)
         for factor in other.factors:
             if factor not in left:
@@ -50,7 +50,7 @@ class Product:
 
     @property
     def expr(self) -> Expr:
-        """As an expression."""
+        """The product as an expression."""
         found = const(1)
         for factor in self.factors:
             found = found * factor
@@ -58,12 +58,12 @@ class Product:
 
     @property
     def axes(self) -> frozenset[str]:
-        """What it varies over."""
+        """The axes that it varies over."""
         return self.expr.axes
 
 
 def total(products: Iterable[Product]) -> Expr:
-    """Their sum, those of the same factors taken together."""
+    """The sum of products, those with the same factors added up first."""
     found: dict[tuple[Expr, ...], float] = {}
     for p in products:
         found[p.factors] = found.get(p.factors, 0.0) + p.number
@@ -75,7 +75,7 @@ def total(products: Iterable[Product]) -> Expr:
 
 
 class InLoss(OperatorBase):
-    """Base of what depends on S."""
+    """Base of the terms that depend on S."""
 
     __slots__ = ()
     text: str
@@ -84,7 +84,7 @@ class InLoss(OperatorBase):
         return self.text
 
     def misplaced(self) -> str:
-        """What an expression's place says to it."""
+        """The error message where it is used as an expression."""
         return (
             f"`{self}` depends on the memory S, and no function of it is quadratic in S: a loss is made of S.T @ k, "
             "sums, factors without S, norm2 and inner, and goes into dsf.learn"
@@ -102,7 +102,7 @@ class InLoss(OperatorBase):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Linear(InLoss):
-    """What is linear in S: with a Key axis Σ factor ⊙ S, without one Σ factor · Sᵀ key; plus rest, without S.
+    """A term linear in S: Σ factor ⊙ S, or Σ factor · Sᵀ key; plus rest, without S.
 
     parts: (factor, key), key None for S itself. text: as the user wrote it.
     """
@@ -113,7 +113,7 @@ class Linear(InLoss):
 
     @property
     def is_whole(self) -> bool:
-        """True where it has the state's two axes, False where S has been read."""
+        """True for S itself, with the state's two axes, False for Sᵀ key."""
         return self.parts[0][1] is None
 
     def _sum(self, other: Any, sign: float, symbol: str) -> Linear:
@@ -166,9 +166,9 @@ class Linear(InLoss):
 
 
 class Memory(Linear):
-    """The state S [N, P] of a recurrence, in a loss for `dsf.learn`: S.T @ k is what it holds at k.
+    """The state S [N, P] of a recurrence, in a loss for `dsf.learn`: S.T @ k reads it at the key k.
 
-    S also stands for itself: `0.5 * lam * norm2(S)` is weight decay, `inner(w * S, S)` one for each row or entry.
+    S may also be used whole: `0.5 * lam * norm2(S)` is weight decay, `inner(w * S, S)` weight decay by row or entry.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Memory(Linear):
 
     @property
     def T(self) -> Transposed:
-        """Sᵀ, which is read at a key by @."""
+        """Sᵀ; S.T @ k reads it at the key k."""
         return Transposed()
 
     def __matmul__(self, other: Any) -> Any:
@@ -202,7 +202,7 @@ class Transposed(InLoss):
 
 @dataclass(frozen=True)
 class Write:
-    """-⟨S, key ⊗ value⟩ of a loss, which a step of its gradient writes at key; key is 1 for a value of both axes."""
+    """The term -⟨S, key ⊗ value⟩ of a loss, by which a step writes value at key; key 1: value has both axes."""
 
     key: Expr
     value: Product
@@ -210,7 +210,7 @@ class Write:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Loss(InLoss):
-    """½ Σ weight (Sᵀ key)² + ½ ⟨ridge ⊙ S, S⟩ - ⟨S, writes⟩ + what does not depend on S.
+    """½ Σ weight (Sᵀ key)² + ½ ⟨ridge ⊙ S, S⟩ - ⟨S, writes⟩; terms without S are dropped.
 
     squares: (key, weight), weights without a Key axis. text: as the user wrote it.
     """
@@ -277,8 +277,8 @@ class Loss(InLoss):
 def inner(a: Any, b: Any) -> Any:
     """Σ a · b over all axes: a loss where one or both depend on a `Memory`, else an expression.
 
-    `-inner(S.T @ k, v)` is what Hebb's rule lowers, `0.5 * inner(beta * e, e)` a square with a weight a channel.
-    Raises TraceError where the product would be of more than the second degree in S, or the axes do not meet.
+    `-inner(S.T @ k, v)` is the loss of Hebb's rule, `0.5 * inner(beta * e, e)` a square with a weight for each channel.
+    Raises TraceError where the product would have a degree above 2 in S, or the axes do not match.
     """
     text = f"inner({a}, {b})"
     for x, y in ((a, b), (b, a)):
@@ -308,7 +308,7 @@ def norm2(x: Any) -> Any:
 
 
 def _square(text: str, a: Linear, b: Linear) -> Loss:
-    """Of two linear parts: their product's Hessian as squares, and what is linear in it."""
+    """The loss Σ a · b of two linear terms: its quadratic part as squares and ridge, its linear part as writes."""
     writes = [_write(factor.scaled(-1.0) * rest, key) for x, y in ((a, b), (b, a)) for factor, key in x.parts
               for rest in y.rest]  # fmt: skip
     ridge: list[Product] = []
@@ -327,7 +327,7 @@ def _square(text: str, a: Linear, b: Linear) -> Loss:
 
 
 def _write(value: Product, key: Expr | None) -> Write:
-    """-⟨S, key ⊗ value⟩ as `Write` has it. key None: value has the Key axis itself, where anything has."""
+    """The `Write` of -⟨S, key ⊗ value⟩. key None: the key is the product of value's factors with a Key axis."""
     if key is not None:
         return Write(key, value)
     own = Product(1.0, tuple(f for f in value.factors if KEY in f.axes))
@@ -347,7 +347,7 @@ def _axes(x: Expr) -> str:
 
 
 def _added(x: Any, symbol: str) -> str:
-    """x as the second operand of + or -."""
+    """The text of x as the second operand of + or -."""
     if isinstance(x, Expr):
         return show(x, 1 if symbol == "+" else 2)
     loose = isinstance(x, InLoss) and (symbol == "+" or " " not in x.text.partition("(")[0])
@@ -355,7 +355,7 @@ def _added(x: Any, symbol: str) -> str:
 
 
 def _inside(x: Any) -> str:
-    """x as an operand."""
+    """The text of x as an operand, in parentheses where needed."""
     if isinstance(x, Expr):
         return show(x, 3)
     return f"({x})" if isinstance(x, InLoss) else (f"{x:g}" if isinstance(x, int | float) else str(x))

@@ -1,6 +1,6 @@
 """Operators on an axis of the state: I, diag(a), outer(a, b), their sums, scalings and products, and the normal form.
 
-The tree is kept as the user wrote it (the oracle evaluates that tree, densely), and rewritten once into
+The tree stays as the user wrote it (the oracle evaluates it as dense matrices), and is rewritten once into
 `Normal`: a decay plus rank-one corrections, A = decay ⊙ · + Σ left rightᵀ, a product of several for micro-steps.
 """
 
@@ -20,8 +20,8 @@ from dsf.language.places import PAIRS, note
 class Operator(OperatorBase):
     """A linear operator on states, as written.
 
-    kind: "identity", "diag" (expr scales the state elementwise), "outer" (left rightᵀ), "turn" (pairs of places turn by
-    expr), "sum", "scale" (expr · parts[0] with expr free of the Key axis) or "product" (parts[0] @ parts[1] @ …).
+    kind: "identity", "diag" (expr scales the state elementwise), "outer" (left rightᵀ), "turn" (rotates pairs of places
+    by expr), "sum", "scale" (expr · parts[0] with expr free of the Key axis) or "product" (parts[0] @ parts[1] @ …).
     """
 
     kind: str
@@ -59,10 +59,10 @@ class Operator(OperatorBase):
         return Operator("product", (as_operator(other), self))
 
     def __repr__(self) -> str:
-        return show(self.exprs[0]) if self.kind == "diag" else self._show(0)  # A=decay is how a bare one is written
+        return show(self.exprs[0]) if self.kind == "diag" else self._show(0)  # a bare decay is written A=decay
 
     def _show(self, outer: int) -> str:
-        """As the user would write it; outer as in dsf.language.expr.show (sums bind 1, products and scalings 2)."""
+        """Its text as Python source; outer as in dsf.language.expr.show (1 for sums, 2 for products and scalings)."""
         if self.kind == "identity":
             return "I"
         if self.kind in ("diag", "outer", "turn"):
@@ -108,11 +108,11 @@ def outer(a: Like, b: Like) -> Operator:
 
 
 def turn(theta: Like) -> Operator:
-    """The operator that turns neighbouring pairs of places of the Key axis, (2i, 2i + 1), by theta radians.
+    """The operator that rotates neighbouring pairs of places of the Key axis, (2i, 2i + 1), by theta radians.
 
     (x, y) becomes (x cos θ - y sin θ, x sin θ + y cos θ), so a · turn(θ) has the eigenvalues a e^{±iθ}. theta: an
-    expression without axes, one angle for all pairs, or one of Pair inputs, an angle a pair. Raises TraceError for
-    any other.
+    expression without axes, one angle for all pairs, or of Pair inputs, an angle for each pair. Raises TraceError for
+    others.
     """
     theta = as_expr(theta)
     if VALUE in theta.axes:
@@ -127,7 +127,7 @@ def turn(theta: Like) -> Operator:
 
 
 def as_operator(x: Any) -> Operator:
-    """A bare expression or number is the operator that scales by it."""
+    """An operator as it is; a bare expression or number as the operator that scales by it. Raises TraceError."""
     return x if isinstance(x, Operator) else diag(x)
 
 
@@ -136,7 +136,7 @@ def _scale(factor: Any, operator: Operator) -> Operator:
         raise TraceError(f"operators multiply with @, not *: {factor._show(3)} * {operator._show(3)}")
     expr = as_expr(factor)
     if KEY in expr.axes and operator.kind == "turn" and is_paired(expr):
-        return diag(expr) @ operator  # a pair's two places scale alike, before a turn or after it
+        return diag(expr) @ operator  # a scale equal within each pair commutes with a turn
     axis = VALUE if _acts_on_values(operator) else KEY
     if axis in expr.axes:
         raise TraceError(
@@ -147,14 +147,14 @@ def _scale(factor: Any, operator: Operator) -> Operator:
 
 
 def _acts_on_values(operator: Operator) -> bool:
-    """True where an outer product in it is of the Value axis."""
+    """True where it contains an outer product on the Value axis."""
     own = operator.kind == "outer" and KEY not in operator.exprs[0].axes
     return own or any(map(_acts_on_values, operator.parts))
 
 
 @dataclass(frozen=True)
 class Correction:
-    """scale · left rightᵀ with scale free of the axis that it acts on."""
+    """scale · left rightᵀ; scale does not vary over the axis that the correction acts on."""
 
     scale: Expr
     left: Expr
@@ -176,7 +176,7 @@ class Normal:
 
 
 def normal_form(operator: Operator) -> tuple[Normal, ...]:
-    """The factors of A in the order they act. A sum or a scaling is one factor; a product may be many."""
+    """The factors of A, the first to act first. A sum or a scaling is one factor, a product may be several."""
     if operator.kind == "identity":
         return (Normal(const(1)),)
     if operator.kind == "diag":
@@ -205,7 +205,7 @@ def normal_form(operator: Operator) -> tuple[Normal, ...]:
 
 
 def _single(factors: tuple[Normal, ...]) -> Normal:
-    """A product inside a sum has to be multiplied out; its ranks add."""
+    """A product of factors multiplied out to one, for a product inside a sum; the ranks add."""
     out = factors[0]
     for later in factors[1:]:
         if not _pass(later.angle, out):
@@ -218,7 +218,7 @@ def _single(factors: tuple[Normal, ...]) -> Normal:
 
 
 def _pass(angle: Expr, earlier: Normal) -> bool:
-    """True where a turn after `earlier` is the same turn before it."""
+    """True where a turn commutes with the factor `earlier`."""
     return angle is const(0) or (not earlier.corrections and is_paired(earlier.decay))
 
 
@@ -253,12 +253,12 @@ def _product(later: Normal, earlier: Normal) -> Normal:
                 )
             scale = times(times(c2.scale, c1.scale), inner_product(c2.right, c1.left, c1.axis))
             corrections.append(Correction(scale, c2.left, c1.right))
-    angle = earlier.angle + later.angle  # a later turn has been seen to pass `earlier`
+    angle = earlier.angle + later.angle  # the caller checked that a later turn commutes with `earlier`
     return Normal(times(later.decay, earlier.decay), tuple(corrections), angle)
 
 
 def inner_product(a: Expr, b: Expr, axis: str) -> Expr:
-    """The sum of a b along an axis."""
+    """The sum of a · b along an axis."""
     return dot(a, b) if axis == KEY else sum_value(a * b)
 
 
@@ -275,19 +275,19 @@ def _columns(decay: Expr, c: Correction) -> Correction:
 
 
 def times(a: Expr, b: Expr) -> Expr:
-    """a · b with 0 folded, also where that loses an axis (a decay of exactly zero is a legal constant here)."""
+    """a · b with products by 0 folded, even where an axis is lost (a decay of exactly 0 is allowed here)."""
     zero = const(0)
     return zero if a is zero or b is zero else a * b
 
 
 def split_scale(x: Expr, axis: str = KEY) -> tuple[Expr, Expr]:
-    """x = scale · core: factors without the axis on the left, the part with it on the right (1 if there is none)."""
+    """(scale, core) with x = scale · core: the factors without the axis, and those with it (1 for none)."""
     core, scale = split_factors(x, lambda factor: axis in factor.axes)
     return scale, core
 
 
 def split_factors(x: Expr, wanted: Callable[[Expr], bool]) -> tuple[Expr, Expr]:
-    """x as a product of two: of its wanted factors, and of the others (1 if there are none)."""
+    """The products of x's wanted factors and of its other factors (1 for none)."""
     found: dict[bool, Expr] = {True: const(1), False: const(1)}
     for factor, inverse in factors_of(x):
         own = wanted(factor)
@@ -296,7 +296,7 @@ def split_factors(x: Expr, wanted: Callable[[Expr], bool]) -> tuple[Expr, Expr]:
 
 
 def factors_of(x: Expr) -> list[tuple[Expr, bool]]:
-    """The factors of a product or quotient, each with whether it divides."""
+    """The factors of a product or quotient, each with True where it is a divisor."""
     if x.op == "mul":
         return factors_of(x.args[0]) + factors_of(x.args[1])
     if x.op == "div":

@@ -1,6 +1,6 @@
-"""The table of primitives: how each is computed, its derivative, and its logarithm.
+"""The table of primitives: each one's value, derivative and logarithm.
 
-One row a primitive. `torch` computes it; `grad(node, ct)` gives the cotangent of each operand as expressions (before
+One row each. `torch` computes it; `grad(node, ct)` gives the cotangent of each operand as expressions (before
 the sum over axes an operand does not have); `log(node)` rewrites log(node) without computing node, or is None.
 """
 
@@ -33,7 +33,7 @@ class Primitive:
 def log_of(x: Expr) -> Expr | None:
     """log x rewritten so that x itself is never computed (exp(u) → u, products → sums), or None.
 
-    None means: x is not a product of exponentials and sigmoids, may be zero or negative, and is used as it is.
+    None means: x is not a product of exponentials and sigmoids, and may be zero or negative.
     """
     if x.is_constant:
         return const(math.log(x.value)) if x.value > 0 else None
@@ -73,7 +73,7 @@ def _scaled_log(scale: float) -> Callable[[Expr], Expr | None]:
 
 
 def _share(first: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr], Cotangents]:
-    """minimum and maximum: half to each operand where they tie, as torch does."""
+    """The derivative of minimum and maximum: half to each operand where they are equal, as in torch."""
 
     def rule(x: Expr, ct: Expr) -> Cotangents:
         a, b = x.args
@@ -93,8 +93,8 @@ def _grad_pow(x: Expr, ct: Expr) -> Cotangents:
     if power.is_constant:
         return ct * power * base ** (power - 1) if power.value else None, None
     slope = ct * where(abs(power) > 0, power * base ** (power - 1), 0.0)  # x⁰ is flat, at x = 0 too
-    known = log_of(base)  # that of a number near 1 would have few digits
-    return slope, ct * x * (log(where(abs(base) > 0, base, 1.0)) if known is None else known)  # and so is 0ʸ
+    known = log_of(base)  # log computed from a base near 1 would lose digits
+    return slope, ct * x * (log(where(abs(base) > 0, base, 1.0)) if known is None else known)  # 0ʸ is flat, too
 
 
 def _none(count: int) -> Callable[[Expr, Expr], Cotangents]:
@@ -110,7 +110,7 @@ def _not_printed(*_: Any) -> Any:
 
 
 def _shifted(x: Tensor) -> Tensor:
-    """[B, T, ...] one token later, zeros first."""
+    """x [B, T, ...] delayed by one token, zeros first."""
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
 
 
@@ -135,9 +135,9 @@ def _tanh_slope(x: Tensor) -> Tensor:
 
 
 class _Sloped(torch.autograd.Function):
-    """value(x) whose derivative is slope(x), where torch's own, made of the value, loses digits next to 1.
+    """value(x) with the derivative slope(x), where torch's own, computed from the value, loses digits near 1.
 
-    slope is made of differentiable operations, so higher derivatives, torch.func and forward mode go through.
+    slope consists of differentiable operations, so higher derivatives, torch.func and forward mode work.
     """
 
     generate_vmap_rule = True
@@ -178,8 +178,8 @@ def _expm1(x: Tensor) -> Tensor:
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """F.softplus turns to the identity at 20, which costs float64 half of its digits there, and torch.compile is told
-    other strides of its gradient than it has."""
+    """softplus. F.softplus switches to the identity at 20, which costs float64 half of its digits there, and it reports
+    wrong strides of its gradient to torch.compile."""
     return torch.logaddexp(x, x.new_zeros(()))
 
 
@@ -187,9 +187,9 @@ NEAR, TERMS = 1.0, 18  # |x| up to which phi1 is a series; its rest, and that of
 
 
 def _phi1(x: Tensor) -> Tensor:
-    """Without the cancellation of e^x - 1 near 0, nor that of its derivative."""
+    """(e^x - 1) / x without cancellation near 0, in the value and in its derivative."""
     near = x.abs() < NEAR
-    small = torch.where(near, x, 0.0)  # far from 0 the series is left out, and must not overflow
+    small = torch.where(near, x, 0.0)  # far from 0 the series is not used, and must not overflow
     series = torch.ones_like(x)
     for term in range(TERMS, 1, -1):
         series = 1 + small / term * series
@@ -197,7 +197,7 @@ def _phi1(x: Tensor) -> Tensor:
 
 
 def _grad_phi1(x: Expr, ct: Expr) -> Cotangents:
-    """(eˣ - φ₁) / x, near 0 the series Σ x^j / (j! (j + 2))."""
+    """The derivative (eˣ - φ₁) / x, near 0 by the series Σ x^j / (j! (j + 2))."""
     near = abs(x.args[0]) < NEAR
     small = where(near, x.args[0], 0.0)
     series: Expr = const(1 / (math.factorial(TERMS) * (TERMS + 2)))
@@ -209,11 +209,11 @@ def _grad_phi1(x: Expr, ct: Expr) -> Cotangents:
 def _taylor(x: Tensor, order: int) -> Tensor:
     """x [..., N, 1] -> [..., C(N + order, order), 1]: the monomials x^α of each degree, each once, weighted 1/√α!.
 
-    Those of a degree lie by the first entry i they have, and of these by how often they have it.
+    The monomials of a degree are ordered by their first entry i, then by its exponent.
     """
     entries = x.squeeze(-1).split(1, dim=-1)
     powers = [torch.ones_like(entries[0])]
-    own = [[(0, powers[0][..., :0])] for _ in entries]  # of every entry, (how often, monomials that begin with it)
+    own = [[(0, powers[0][..., :0])] for _ in entries]  # for every first entry: (its exponent, monomials)
     for p in range(1, order + 1):
         below, behind, grown = powers[-1], 0, []
         for entry, parts in zip(entries, own, strict=True):
@@ -268,9 +268,8 @@ PRIMITIVES: dict[str, Primitive] = {
 def derivatives(root: Expr, cotangent: Expr, wrt: list[Expr], late: str | None = None) -> list[Expr]:
     """Reverse-mode derivative by the table: gradient of Σ cotangent·root in each node of `wrt`, as expressions.
 
-    Each result has no axis that its node lacks (sums over the others are inserted); an axis it lacks itself is one
-    over which it is constant. 0 where root does not depend on the node.
-    late: an axis summed over only in the results (the derivative is linear), one sum a node instead of one a path.
+    A result is summed over the axes that its node lacks; it is constant over an axis that it lacks itself. 0 where root
+    does not depend on the node. late: an axis that is summed over only in the results, for one sum a node.
     """
     order = children_first(root)
     for op, axis in REDUCTIONS.items():
@@ -289,7 +288,7 @@ def derivatives(root: Expr, cotangent: Expr, wrt: list[Expr], late: str | None =
                 if axis in ct.axes and axis not in arg.axes:
                     ct = reduction(op, ct)
                 elif axis in node.axes and axis not in arg.axes and axis not in ct.axes:
-                    ct = ct * (N if axis == KEY else P)  # a constant cotangent, summed
+                    ct = ct * (N if axis == KEY else P)  # the sum of a constant cotangent
             adjoint[arg] = adjoint[arg] + ct if arg in adjoint else ct
     found = [adjoint.get(node, const(0)) for node in wrt]
     for op, axis in REDUCTIONS.items():

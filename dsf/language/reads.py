@@ -1,4 +1,4 @@
-"""Readouts that read the state in several ways, y = Σ gate_m · (q_mᵀ S): the same system read in one way each."""
+"""Readouts that are sums, y = Σ gate_m · (q_mᵀ S), split into systems that differ only in their readout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @derived
 def apart(spec: Spec) -> tuple[Spec, ...]:
-    """Systems whose outputs add up to y, each with one Key readout times gates of channels; empty where C is one.
+    """Systems whose outputs sum to y, each with C = gate (Value) · readout (Key); empty where C needs no split.
 
-    Of systems whose chunks are matrix products then: what reads keys and channels at once would leave it to a scan.
+    Each can run by matrix products in chunks; a C that varies over keys and channels at once would need a scan.
     """
     plain = spec.rule is None and spec.system.solve is None and not spec.is_attention
     dense = any(r.dense is not None for r in spec.rows)
@@ -36,14 +36,14 @@ def apart(spec: Spec) -> tuple[Spec, ...]:
 
 
 def _read_by(spec: Spec, c: Expr, first: bool) -> Spec:
-    """The system with another readout, the first of them with the skip, and the inputs that it uses."""
+    """The system with the readout c, only the inputs that it uses, and the skip D only if first."""
     system = replace(spec.system, C=c, D=spec.system.D if first else const(0))
     used = {n.attrs[0] for n in inputs_of(*roots_of(system))}
     return interned(replace(spec, inputs=tuple(i for i in spec.inputs if i.name in used), system=system))
 
 
 def expanded(x: Expr) -> list[Expr]:
-    """The products that x is a sum of, sums inside its products multiplied out."""
+    """The products whose sum is x; sums over Key and Value inside products are multiplied out."""
     out: list[Expr] = []
     for sign, part in summands(x):
         factors = factors_of(part)

@@ -1,7 +1,7 @@
-"""Readouts by a solve, y = Gᵀ (H + Λ)⁻¹ C: what `dsf.learn(by="exact")` says of a System, and what evaluates it.
+"""Readouts by a solve, y = Gᵀ (H + Λ)⁻¹ C: the `Solve` of a System, from `dsf.learn(by="exact")`, and its parts.
 
-H_t = a_t H_{t-1} + Σ weight · key keyᵀ is a plain system whose values are its keys. So H_t x is what the query x reads
-of it, of all tokens at once in any form, and a solve by conjugate gradients is as many calls of it as it has steps.
+H_t = a_t H_{t-1} + Σ weight · key keyᵀ is a plain system whose values are its keys. So H_t x is its output for the
+query x, for all tokens at once in any form, and one step of conjugate gradients is one call of that system.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Decay = Literal["one", "plain", "log"]
 
 @dataclass(frozen=True, eq=False)
 class Solve:
-    """What stands between a readout C and the state: x = (H + diag(ridge))⁻¹ C reads it in C's place.
+    """A solve of the readout: x = (H + diag(ridge))⁻¹ C reads the state in place of C.
 
-    squares: (key, weight) of H, weights Scalars of at least 0. ridge: Λ, positive, a Key or a Scalar. steps: of
-    conjugate gradients in float32.
+    squares: (key, weight) of H, weights Scalars of at least 0. ridge: Λ, positive, a Key or a Scalar. steps: the number
+    of conjugate gradient steps in float32.
     """
 
     squares: tuple[tuple[Expr, Expr], ...]
@@ -47,7 +47,7 @@ class Solve:
 
 
 def check_solve(spec: Spec) -> None:
-    """What only the whole System can tell. Raises TraceError."""
+    """Check the whole System of a solve. Raises TraceError."""
     solve = spec.system.solve
     if solve is None:
         return
@@ -65,7 +65,7 @@ def check_solve(spec: Spec) -> None:
 
 @derived
 def reads_of(spec: Spec) -> tuple[Spec, str]:
-    """The System read by an input in C's place, and that input's name."""
+    """The System with an input in place of C and of the solve, and that input's name."""
     name = "x"
     while name in {i.name for i in spec.inputs}:
         name += "_"
@@ -78,7 +78,7 @@ def reads_of(spec: Spec) -> tuple[Spec, str]:
 
 @lru_cache(maxsize=64)
 def products(squares: int, decay: Decay, read: Literal["after", "before"]) -> Spec:
-    """H x of all tokens: inputs `a` (a decay, or its logarithm; none of "one"), k0, w0, k1, ..., x; w = weight · k."""
+    """H x of all tokens. Inputs: `a` (the decay or its log; none for "one"), k0, w0, k1, ..., x; w = weight · k."""
 
     def system(make: Callable[[str, frozenset[str]], Expr], a: Expr) -> System:
         written: Expr = const(0)
@@ -91,7 +91,7 @@ def products(squares: int, decay: Decay, read: Literal["after", "before"]) -> Sp
 
 @lru_cache(maxsize=64)
 def diagonal(decay: Decay, read: Literal["after", "before"]) -> Spec:
-    """The diagonal of H of all tokens: inputs `a` as above, w = Σ weight · k²."""
+    """The diagonal of H of all tokens. Inputs: `a` as in `products`, w = Σ weight · k²."""
     return _declared(
         "diagonal", decay,
         lambda make, a: System(A=_operator(a, decay), B=make("w", frozenset({VALUE})), C=1, read=read),

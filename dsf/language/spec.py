@@ -20,7 +20,7 @@ from dsf.language.system import DEN, NUM, System, rule_of
 
 @dataclass(frozen=True)
 class Term:
-    """One separable part of an injection: e^gain · key valueᵀ (gain only where a running maximum will tame it)."""
+    """One separable term of an injection: e^gain · key valueᵀ; gain only where a running maximum scales the state."""
 
     key: Expr
     value: Expr
@@ -38,10 +38,10 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """A recurrence as data: what was written (system) and what it means (rows, structure).
+    """A recurrence as data: the traced system, its normal form (rows) and derived properties (structure, ...).
 
-    name, doc: of the function. inputs: in the order of its parameters. system: the traced System. made: whether it is a
-    frame's plain system, whose turns, if any are left, the forms take as they are.
+    name, doc: the function's. inputs: in the order of its parameters. made: whether it is a frame's plain system, whose
+    turns, if any are left, the forms run directly.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Spec:
     made: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As declared; what is loaded is the Spec of that content that is in use, with all that is known of it."""
+        """Pickles the declaration; loading returns the living Spec of that content with its cached results, if any."""
         return restored, (self.name, self.doc, self.inputs, self.system, self.made)
 
     def __copy__(self) -> Spec:
@@ -62,60 +62,60 @@ class Spec:
 
     @cached_property
     def readout(self) -> Expr:
-        """C."""
+        """The readout C."""
         assert self.system.C is not None
         return self.system.C
 
     @cached_property
     def frame(self) -> Frame | None:
-        """The plain system that the forms run in place of one with turns, previous values or Pair inputs."""
+        """The plain system that the forms run instead of this one, if it has turns, previous values or Pair inputs."""
         return frame_of(self, "gauge") if self.is_framed else None
 
     @cached_property
     def turning(self) -> Frame | None:
-        """The same with the turns left in A: the declaration's own matrices and states."""
+        """The frame with the turns left in A: the declaration's own matrices and states."""
         return frame_of(self, "turning") if self.is_framed else None
 
     @cached_property
     def oracle(self) -> Frame | None:
-        """The same for the naive form."""
+        """The frame for the naive form."""
         return frame_of(self, "oracle") if self.is_framed else None
 
     @cached_property
     def is_framed(self) -> bool:
-        """True for declarations with turns, previous values or Pair inputs; attention makes what it needs of them."""
+        """True for declarations with turns, previous values or Pair inputs; False for attention, which handles them."""
         return not (self.made or self.is_attention) and needs_frame(self)
 
     @property
     def inner(self) -> Spec:
-        """What the forms run: this, or its frame's plain system."""
+        """The system that the forms run: this one, or its frame's."""
         return self if self.frame is None else self.frame.spec
 
     @cached_property
     def turns(self) -> bool:
-        """True where A turns pairs of places."""
+        """True where A contains a turn."""
         return turns(self.system)
 
     @cached_property
     def in_pairs(self) -> bool:
-        """True where the Key axis is taken in pairs: turned, or as complex numbers."""
+        """True where the Key axis holds pairs, for turns or complex numbers."""
         return self.turns or any(x.op in IN_PAIRS for x in children_first(*roots_of(self.system)))
 
     def keys_of(self, n: int) -> int:
-        """n, or n + 1 where the Key axis is taken in pairs and n is odd."""
+        """n, or n + 1 where the Key axis holds pairs and n is odd."""
         return n + n % 2 if self.in_pairs or any(i.kind.pair for i in self.inputs) else n
 
     @cached_property
     def mixes_pairs(self) -> bool:
-        """True for plain systems whose turns are no gauge: transitions are blocks of 2 x 2."""
+        """True where turns are left in A, whose blocks are 2 x 2, as the decay differs within a pair."""
         return not self.is_attention and any(r.normal.angle is not const(0) for r in self.rows)
 
     @cached_property
     def gated_read(self) -> tuple[Expr, Expr]:
-        """C = gate · read: gains of single channels, which y may be multiplied by instead, and what reads the state.
+        """(gate, read) with C = gate · read: the factors with the Value axis alone, which may multiply y instead.
 
-        gate is 1 where the rest would differ by channel too, where there is no Key axis to read along, and in
-        normalised systems, whose rule sees what was read.
+        gate is 1 where `read` would still vary over channels, where there is no Key axis, and in normalised systems,
+        as the rule is not linear in y.
         """
         gate, read = split_factors(self.readout, lambda factor: factor.axes == {VALUE})
         plain = self.rule is not None or VALUE in read.axes or not self.has_key or gate is const(1)
@@ -164,7 +164,7 @@ class Spec:
 
     @cached_property
     def is_plain_softmax(self) -> bool:
-        """True where torch's fused attention is all of it: a quotient of exponential features that nothing decays."""
+        """True where torch's fused attention computes it: num / den of exponential features, no window, no decay."""
         whole = self.is_softmax and self.system.window is None and self.rule is NUM / DEN
         return whole and self.decay_kind == "identity"
 
@@ -181,7 +181,7 @@ class Spec:
 
     @cached_property
     def rank(self) -> int:
-        """Most corrections any row has."""
+        """The largest number of corrections of a row."""
         return max(len(r.normal.corrections) for r in self.rows)
 
     @cached_property
@@ -203,12 +203,12 @@ class Spec:
 
     @cached_property
     def features(self) -> str | None:
-        """What the state's Key axis holds: None for N entries, "exp", or "taylor<order>"."""
+        """The features on the state's Key axis: None for N entries, "exp", or "taylor<order>"."""
         return self.readout.features
 
     @cached_property
     def is_delta(self) -> bool:
-        """True when every correction erases along the very vector its row writes, and B factors."""
+        """True when every correction's left vector is a key that the same row writes at, and B factors."""
         if any(r.dense is not None for r in self.rows) or self.acts_on_values:
             return False
         return self.rank > 0 and all(
@@ -222,7 +222,7 @@ class Spec:
 
     @cached_property
     def is_delta_on_values(self) -> bool:
-        """True when every correction on the Value axis erases along the very value that its row writes."""
+        """True when every correction on the Value axis has the value that its row writes as its left vector."""
         pairs = [(c, t) for r in self.rows for c, t in zip(r.normal.corrections, r.terms, strict=False)]
         counts = {len(r.terms) - len(r.normal.corrections) for r in self.rows if r.normal.corrections}
         tied = all(c.left is split_scale(t.value, VALUE)[1] and not c.scale.axes for c, t in pairs)
@@ -230,7 +230,7 @@ class Spec:
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """True when no matrix products are to be had: A acts elementwise and B or C or the decay is not low-rank."""
+        """True when chunks cannot use matrix products: A is elementwise, and B, C or the decay is not low-rank."""
         if self.rank or self.is_attention or self.mixes_pairs:
             return False
         wide = self.decay_axes == {KEY, VALUE} or any(r.dense is not None for r in self.rows)
@@ -238,8 +238,8 @@ class Spec:
 
     @cached_property
     def has_still_keys(self) -> bool:
-        """True where all that lies along the Key axis, and is multiplied as matrices, is Params: float32 numbers, whose
-        products may cancel as those of tokens do not (S4D's do)."""
+        """True where all inputs with a Key axis are Params and chunks use matrix products: these products of float32
+        numbers may cancel more than those of tokens do (in S4D, for example)."""
         kinds = [i.kind for i in self.inputs if KEY in i.kind.axes]
         plain = self.is_attention or self.mixes_pairs or self.inner.is_elementwise
         return bool(kinds) and not plain and not any(k.time for k in kinds)
@@ -252,7 +252,7 @@ class Spec:
 
     @cached_property
     def drives(self) -> tuple[Expr, ...]:
-        """The input that den replaces by ones, every micro-step of it; empty for systems that are not normalised."""
+        """The input that den replaces by ones, for every micro-step; empty without normalize. Raises TraceError."""
         if self.system.normalize is None:
             return ()
         if self.system.drive is not None:
@@ -289,7 +289,7 @@ class Spec:
 
     @cached_property
     def unnormalised(self) -> Spec:
-        """The system whose output is num: the same without normalize."""
+        """The system without normalize, whose output is num."""
         if self.system.normalize is None:
             return self
         return replace(self, system=replace(self.system, normalize=None, drive=None))
@@ -301,12 +301,12 @@ class Spec:
 
     @cached_property
     def is_stabilised(self) -> bool:
-        """True when exponential gains of B are kept in range by a running maximum; B has to factor for that."""
+        """True when a running maximum keeps exponential gains of B in range; B has to factor for that."""
         return all(r.dense is None for r in self.rows) and any(t.gain is not None for r in self.rows for t in r.terms)
 
     @cached_property
     def gain_axes(self) -> frozenset[str]:
-        """Axes of the running maximum: the decay's, so that rescaling never changes the structure.
+        """The axes of the running maximum: the decay's, so that scaling the state does not change the structure.
 
         Corrections mix the entries of the Key axis, which therefore share one maximum.
         """
@@ -317,7 +317,7 @@ class Spec:
 
     @cached_property
     def skip_term(self) -> Term:
-        """D with its exponential factors split off when the system is stabilised; what has none has a gain of 0."""
+        """D; for a stabilised system with its exponential factors split off as the gain, 0 for none."""
         if not self.is_stabilised or self.system.D is const(0):
             return Term(const(1), self.system.D)
         term = None if self.system.D.op in ("add", "sub") else self._term(1.0, self.system.D)
@@ -325,7 +325,7 @@ class Spec:
 
     @cached_property
     def skip_ones(self) -> Term:
-        """The skip of the ones-driven system, its gain (the same) left out."""
+        """The skip of the system driven by ones, without its gain, which equals `skip_term`'s."""
         return Term(const(1), substitute(self.skip_term.value, dict.fromkeys(self.drives, const(1))))
 
     @cached_property
@@ -343,7 +343,7 @@ class Spec:
 
     @property
     def micro(self) -> int:
-        """Micro-steps a token."""
+        """The number of rows, micro-steps in normal form, of a token."""
         return len(self.rows)
 
     @property
@@ -358,7 +358,7 @@ class Spec:
 
     @property
     def correction_kind(self) -> str:
-        """none, delta (erases what it writes), rank-one, low-rank, or product (of several micro-steps)."""
+        """none, delta (erases where it writes), rank-one, low-rank, or product (of several micro-steps)."""
         if not self.rank:
             return "none"
         if self.micro > 1:
@@ -375,5 +375,5 @@ class Spec:
 
 
 def restored(*declared: Any) -> Spec:
-    """A Spec that was pickled."""
+    """The Spec of a pickle."""
     return interned(Spec(*declared))

@@ -1,4 +1,4 @@
-"""`System`: what a recurrence's function returns, S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t."""
+"""`System`, which a recurrence's function returns: S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Rule = Callable[..., Expr]
 class System(OperatorBase):
     """One step of a recurrence (docs/equations.md lists every mixer's).
 
-    A: an Operator; a bare expression scales the state elementwise; a number scales it all.
+    A: an Operator; a bare expression scales the state elementwise, a number the whole state.
     B: the injection, axes {Key, Value} (a product `k * v` is the outer product), or {Value} without a Key axis.
     C: the readout; a Key expression contracts the Key axis, without a Key axis it multiplies elementwise.
     D: the skip, axes {Value} or none, added to y.
     read: "after" reads S_t, "before" reads S_{t-1} (RWKV).
     normalize: None, or rule(num, den) or rule(num, den, one): y = rule applied to the output and the output of the same
       system driven by ones. Rules are homogeneous of degree 0 in (num, den, one), so that the state may be rescaled.
-    drive: the input replaced by ones for den (of Steps, all of them); needed only when it cannot be told (the one bare
-      Value factor of B).
-    window: None, or W: y reads only what the last W tokens wrote, with what later tokens made of it. The state is then
+    drive: the input replaced by ones for den (all micro-steps of Steps); needed only where B does not have exactly one
+      bare Value factor.
+    window: None, or W: y reads only the writes of the last W tokens, as later decays changed them. The state is then
       the keys and values of these tokens (docs/forms.md).
-    solve: None, or what C is solved with before it reads the state, `dsf.learn(by="exact")` says it.
+    solve: None, or the solve of C before it reads the state, set by `dsf.learn(by="exact")`.
     gauge: a Scalar η; the state of the framework paper's form is S/η (analysis only; y does not depend on it).
 
     Raises TraceError when A is not a linear operator, C, D have axes that cannot be read, or window is no integer of at
@@ -100,7 +100,7 @@ class System(OperatorBase):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if self.normalize is not None:  # most rules are lambdas, which no pickle takes
+        if self.normalize is not None:  # most rules are lambdas, which cannot be pickled
             state["normalize"] = WrittenRule(rule_of(self.normalize))
         return state
 
@@ -120,12 +120,12 @@ def _expression(name: str, x: Any) -> Expr:
 
 
 def compose(*systems: System) -> System:
-    """Several micro-steps for each token, executed from left to right; the last one is read.
+    """A System of several micro-steps for each token, executed from left to right.
 
-    The state takes every (A, B) in turn. C, D, read and normalize are the last system's; the others are written
-    System(A=…, B=…). This is DeltaProduct (arXiv 2502.10297) for Householder steps.
+    Every (A, B) is applied to the state in turn. C, D, read and normalize are the last system's; the others are written
+    System(A=…, B=…). For Householder steps this is DeltaProduct (arXiv 2502.10297).
 
-    Raises TraceError when there is nothing to compose, or an earlier system has a readout of its own.
+    Raises TraceError without systems, or when an earlier system has a readout of its own.
     """
     if not systems:
         raise TraceError("compose() needs at least one System")
@@ -151,16 +151,16 @@ def ratio(num: Expr, den: Expr) -> Expr:
     return num / den
 
 
-# What normalize sees; no inputs, so that an input may have these names.
+# The arguments of normalize; they are no inputs, so inputs may have these names.
 NUM = Expr("output", (), ("num", None), frozenset({VALUE}))
 DEN = Expr("output", (), ("den", None), frozenset({VALUE}))
 ONE = Expr("output", (), ("one", None), frozenset({VALUE}))
 
 
 def rule_of(rule: Rule) -> Expr:
-    """A normalisation as an expression of num, den, one. Raises TraceError for another number of arguments.
+    """A normalisation as an expression of num, den, one; arguments with defaults keep them.
 
-    Arguments that have defaults are the rule's own affair.
+    Raises TraceError for another number of arguments.
     """
     asked = [x for x in inspect.signature(rule).parameters.values() if x.default is x.empty]
     if len(asked) not in (2, 3) or any(x.kind not in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) for x in asked):
@@ -171,10 +171,10 @@ def rule_of(rule: Rule) -> Expr:
 
 @dataclass(frozen=True)
 class WrittenRule:
-    """A rule by the expression that it gave, in copies and pickles of a System."""
+    """A rule as its expression, in copies and pickles of a System."""
 
     expr: Expr
 
     def __call__(self, num: Expr, den: Expr, one: Expr) -> Expr:
-        """The expression, of these."""
+        """The expression with these arguments."""
         return substitute(self.expr, {NUM: num, DEN: den, ONE: one})

@@ -78,7 +78,7 @@ def _line(places: Places, error: Exception, system: Any) -> str:
 
 
 def _check(spec: Spec) -> None:
-    """What only the whole System can tell. Raises TraceError."""
+    """Check the whole System. Raises TraceError."""
     if spec.system.C is None:
         raise TraceError("System needs a readout C: a Key that reads the state, or 1 where it has no Key axis")
     used = {n.attrs[0] for n in inputs_of(*_roots(spec))}
@@ -118,7 +118,7 @@ def _annotated(spec: Spec, *exprs: Expr) -> str:
 
 
 def _check_frame(spec: Spec) -> None:
-    """What turns and previous values need. Raises TraceError."""
+    """Check turns and previous values. Raises TraceError."""
     timed = {i.name for i in spec.inputs if i.kind.time}
     for node in children_first(*_roots(spec)):
         if node.op == "prev" and not any(i.attrs[0] in timed for i in inputs_of(node)):
@@ -154,7 +154,7 @@ def _check_frame(spec: Spec) -> None:
 
 
 def _check_values(spec: Spec) -> None:
-    """What an operator on the Value axis stands beside. Raises TraceError."""
+    """Check a System with an operator on the Value axis. Raises TraceError."""
     corrections = [c for r in spec.rows for c in r.normal.corrections]
     own = next(c for c in corrections if c.axis == VALUE)
     here = f"outer({own.left}, {own.right}) acts on the Value axis"
@@ -196,7 +196,7 @@ def _check_features(spec: Spec) -> None:
     kinds = {spec.readout.features}
     for row in spec.rows:
         kinds |= {t.key.features for t in row.terms if KEY in t.key.axes}
-        decayed = KEY in row.normal.decay.axes and not spec.is_softmax  # which has a message of its own
+        decayed = KEY in row.normal.decay.axes and not spec.is_softmax  # which raises its own error
         kinds |= {row.normal.decay.features} if decayed else set()
         kinds |= {c.left.features for c in row.normal.corrections}
     if len(kinds) > 1:
@@ -224,7 +224,7 @@ def _check_rule(spec: Spec, rule: Expr) -> None:
 
 
 def _is_homogeneous(spec: Spec, rule: Expr) -> bool:
-    """rule(c num, c den, c one) == rule(num, den, one), tried on numbers."""
+    """Whether rule(c num, c den, c one) == rule(num, den, one), tested on random numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(node: Expr) -> torch.Tensor:

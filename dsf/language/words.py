@@ -1,4 +1,4 @@
-"""A Spec in words: the row of the compiler's table that it belongs to, and all that was declared and found."""
+"""A Spec as text: its row of the compiler's table, its declaration and its derived properties."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def structure(spec: Spec) -> str:
-    """The row of the compiler's table this recurrence belongs to, in words."""
+    """The name of the recurrence's row of the compiler's table."""
     window = "" if spec.system.window is None else f" in a window of {spec.system.window}"
     if spec.is_attention:
         plain = "exponential features (N = ∞)" if spec.is_softmax else plain_structure(spec)
@@ -24,7 +24,7 @@ def structure(spec: Spec) -> str:
 
 
 def plain_structure(spec: Spec) -> str:
-    """The structure, turns, features and a window left out."""
+    """The structure without turns, features and window."""
     if not spec.has_key and not spec.rank:
         return "vector (N = 1)"
     names = {
@@ -39,7 +39,7 @@ def plain_structure(spec: Spec) -> str:
 
 
 def text(spec: Spec) -> str:
-    """What was written, line by line, and what follows from it."""
+    """The declaration, line by line, and its structure."""
     lines = [f"{spec.name}({', '.join(f'{i.name}: {i.kind}' for i in spec.inputs)})"]
     for number, step in enumerate(spec.system.micro_steps, 1):
         mark = f" [{number}]" if len(spec.system.micro_steps) > 1 else ""

@@ -1,4 +1,4 @@
-"""Past one GPU: one sequence over many ranks, for every recurrence, on torch.distributed (docs/parallel.md)."""
+"""More than one GPU: one sequence over many ranks, for every recurrence, on torch.distributed (docs/parallel.md)."""
 
 import importlib
 from typing import Any
@@ -27,7 +27,7 @@ __all__ = [
 
 Recurrence.ranks = call
 
-# What torch's styles and checkpoints are imported for takes seconds, and few need them.
+# Importing torch's parallel styles and checkpoints takes seconds, and few programs need them.
 _LATE = {"Checkpoint": "checkpoint", "HeadShard": "styles", "SequenceShard": "styles", "plan_of": "plans"}
 
 

@@ -1,10 +1,10 @@
 """One call of a recurrence whose tokens are spread over ranks: summary, exchange, main pass, and the same backward.
 
-Forward: every rank makes its shard's map, the exchange tells it the state that it is entered with, and the usual call
-runs from that state. Backward: `Leave` stands behind the outputs; it makes C, the gradient of the entering state that a
-shard's own outputs give (one pass of the adjoint recurrence), exchanges C, folds it to G, the gradient of the state
-that the shard leaves, and hands G to the usual backward of the usual call, which runs once. Nothing is differentiated
-through a map, a fold or a collective.
+Forward: every rank computes its shard's map (F, M), the exchange returns the shard's initial state, and the usual call
+runs from that state. Backward: `Leave`, an autograd function applied to the outputs, computes C, the gradient of the
+shard's initial state through the shard's own outputs (one pass of the adjoint recurrence), exchanges C, folds it to G,
+the gradient of the shard's final state, and passes G to the backward of the usual call, which runs once. Autograd
+differentiates no map, fold or collective.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dsf.parallel.world import Simulated, World, world_of
 
 @dataclass
 class Job:
-    """One call on this process's ranks."""
+    """One call on the ranks of this process."""
 
     world: World
     exchange: Exchange
@@ -47,7 +47,7 @@ class Job:
     return_state: bool
 
     def enter(self) -> list[Any]:
-        """Every rank's `Entered`."""
+        """Run the exchange forward: one `Entered` for every rank."""
         with torch.no_grad(), guard.unwatched():
             return self.world.run([self.exchange.enter(rank) for rank in self.ranks])
 
@@ -56,12 +56,12 @@ class Job:
         return self.world.run([_sum(r.ended(x)) for r, x in zip(self.ranks, lasts, strict=True)])
 
     def leave(self, kept: Several[Several[Tensor]], dfinals: Several[Tensor | None]) -> list[list[Tensor]]:
-        """Every rank's G of its slots; the ranks hold dy and starts."""
+        """Run the exchange backward: every rank's G, one tensor a slot. The ranks hold dy and starts."""
         with guard.unwatched():
             return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
 
     def again(self, ranks: Several[Rank]) -> Job:
-        """The same of ranks that hold what backward needs."""
+        """This job with other rank objects, which hold the tensors of the backward pass."""
         return Job(self.world, self.exchange, ranks, self.return_state)
 
     def _leaving(
@@ -79,12 +79,12 @@ def _sum(x: Tensor) -> Generator[Request, Tensor, Tensor]:
 class Leave(torch.autograd.Function):
     """Identity on the outputs; backward exchanges the gradients of states (see the module).
 
-    Tensors for every rank of this process: y, last; then its starts, gains after, kept ones and inputs.
+    Tensors for every rank of this process: y, last; then starts, after and kept of `Entered`; then the inputs.
     """
 
     @staticmethod
     def forward(ctx: Any, job: Job, counts: list[list[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(y of every rank, then the final states of every rank where they are asked for)."""
+        """(y of every rank, then, with return_state, the global final states on every rank)."""
         groups = _grouped(tensors, counts)
         ctx.counts = counts
         lasts = [g[0][1] for g in groups]
@@ -98,11 +98,11 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Of y as it comes, of `last` G, of inputs nothing: they are only remembered."""
+        """Gradients: dy for y, G for `last`, none for the inputs, which are only saved here."""
         refuse_second_order()
         job: Job = ctx.job
         count = len(job.ranks)
-        every = ctx.saved_tensors  # once: checkpoints hand them out a single time
+        every = ctx.saved_tensors  # read once: activation checkpointing allows a single access
         gains, saved = every[:count], list(every[count:])
         dys = grads[:count]
         dfinals: Several[Tensor | None] = grads[count:] if job.return_state else [None] * count
@@ -123,7 +123,7 @@ class Leave(torch.autograd.Function):
         ):
             out += [dy, rank.of_rows(g, after, gain)]
             out += [None] * sum(counts[1:4])
-            empty = not rank.summary.sizes.tokens  # a rank without tokens has gradients of zero, not none
+            empty = not rank.summary.sizes.tokens  # a rank without tokens returns gradients of zero, not None
             out += [torch.zeros_like(x) if empty else None for x in given]
         return None, None, *out
 
@@ -133,7 +133,7 @@ def _with(bound: Bound, tensors: Mapping[str, Tensor]) -> Bound:
 
 
 def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
-    """Tensors in groups of groups of these sizes."""
+    """Split the flat list into one list a rank of lists of these lengths."""
     rest, found = list(tensors), []
     for several in counts:
         groups = []
@@ -151,9 +151,9 @@ def call(
     recurrence: Recurrence, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any,
     return_state: bool, form: str, backend: str, cu_seqlens: Tensor | packing.Packing | None, reverse: bool = False,
 ) -> Any:  # fmt: skip
-    """y of this rank's tokens, or (y, the final states of the global sequences). As `Recurrence.__call__` has it.
+    """y of this rank's tokens, or (y, the final states of the global sequences); arguments as of `Recurrence.__call__`.
 
-    A `Simulated` world takes and gives whole sequences. Raises InputError and FormError before any collective.
+    A `Simulated` world takes and returns whole sequences. Raises InputError and FormError before any collective.
     """
     spec = recurrence.spec
     if not isinstance(world, World):
@@ -171,7 +171,7 @@ def call(
     given = given or _named(spec, args, kwargs)
     packed = bounds is not None
     if reverse:
-        _bind(recurrence, given, form, backend)  # says what is wrong of the tensors as they were given
+        _bind(recurrence, given, form, backend)  # errors name the tensors as the user gave them
         given, world, state = flipped(spec, given), world.backwards(), flipped_rows(state, packed)
         bounds = None if bounds is None else flipped_bounds(bounds)
     if spec.is_framed:
@@ -200,7 +200,7 @@ def _run_framed(
     recurrence: Recurrence, world: World, given: Mapping[str, Tensor], state: Any, bounds: list[int] | None,
     return_state: bool, form: str, backend: str, reverse: bool,
 ) -> Any:  # fmt: skip
-    """The call of a declaration with turns or previous values, the tokens turned round already in reverse."""
+    """The call of a declaration with turns or previous values; for reverse, the inputs come already flipped."""
     from dsf.parallel import framed
 
     bound, _ = _bind(recurrence, given, form, backend)
@@ -241,7 +241,7 @@ def _run(
     job.ranks = ranks
     entered = job.enter()
     for rank in ranks:
-        rank.initial = state  # from here on with its gradient
+        rank.initial = state  # from here on the initial state with its graph
     passes = [rank.main(e.starts) for rank, e in zip(ranks, entered, strict=True)]
     leaves = [x for r in ranks for x in r.summary.bound.tensors.values()] + ([] if state is None else [state])
     if not fused.differentiable(leaves):
@@ -259,7 +259,7 @@ def _run(
 
 
 def _alike(finals: Several[Any]) -> Any:
-    """The final state of all simulated ranks, each of which has it, with a share of its gradient for each."""
+    """The mean of the simulated ranks' equal final states, so that each rank gets its share of the gradient."""
     if isinstance(finals[0], Tensor):
         return torch.stack(list(finals)).mean(0)
     some = [[f[place] for f in finals] for place in (0, 1, 3, 4)]
@@ -268,7 +268,7 @@ def _alike(finals: Several[Any]) -> Any:
 
 
 def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: World) -> Plan:
-    """The plan of one rank's call with what the ranks exchange: bytes into a rank, rounds, and why."""
+    """The plan of one rank's call with its exchange: bytes into a rank, rounds, and the reason. Raises InputError."""
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
     held = f"{world.ranks} ranks, {world.layout.name}, "
@@ -321,12 +321,12 @@ def _look(
 
 
 def _named(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inputs by name, each a tensor. Raises InputError as a call does."""
+    """The inputs by name, each a tensor. Raises the InputError of a usual call."""
     names = [i.name for i in spec.inputs]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     whole = len(args) <= len(names) and len(given) == len(args) + len(kwargs) == len(names)
     if not whole or set(given) != set(names) or any(not isinstance(x, Tensor) for x in given.values()):
-        bind(spec, args, kwargs)  # says what is wrong
+        bind(spec, args, kwargs)  # raises the error
     return {n: given[n] for n in names}
 
 
@@ -338,8 +338,7 @@ def _split(spec: Spec, world: Simulated, given: Mapping[str, Tensor]) -> list[di
 
 
 def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backend: str) -> tuple[Bound, Plan]:
-    """The checked inputs of a shard, which may have no tokens, and its plan. Raises FormError for a form that there is
-    not."""
+    """The checked inputs of a shard, which may have no tokens, and its plan. Raises InputError and FormError."""
     spec = recurrence.spec
     timed = {i.name for i in spec.inputs if i.kind.time}
     if any(x.dim() < 2 or x.shape[1] for n, x in given.items() if n in timed):

@@ -14,33 +14,33 @@ from dsf.parallel.modules import canonical_parameters
 
 
 class Checkpoint(Stateful):
-    """A model and its optimizer, saved by some ranks and loaded by as many others as one likes, or by one process.
+    """A model and its optimizer, saved by some ranks and loaded by any other number of ranks, or by one process.
 
         dcp.save({"training": Checkpoint(model, optimizer)}, checkpoint_id=folder)
         dcp.load({"training": Checkpoint(model, optimizer)}, checkpoint_id=folder)
 
-    Parameters, and an optimizer's numbers for each, have the names and the order of the model that was never shared,
-    whatever `prepare` and `HeadShard` made of it. Every rank calls this. optimizer: None for the model alone.
+    Parameters, and the optimizer's state of each, have the names and the order of entries of the unsharded model, also
+    after `prepare` and `HeadShard`. Every rank calls this. optimizer: None for the model alone.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model": ..., "optimizer": ...}, of DTensors where ranks share them."""
+        """{"model": ..., "optimizer": ...}, with DTensors for sharded tensors."""
         found: dict[str, Any] = {"model": self.model.state_dict()}
         if self.optimizer is not None:
             found["optimizer"] = self._turned(get_optimizer_state_dict(self.model, self.optimizer), out=True)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what was loaded."""
+        """Put the loaded values into the model and the optimizer."""
         self.model.load_state_dict(state_dict["model"])
         if self.optimizer is not None:
             set_optimizer_state_dict(self.model, self.optimizer, self._turned(state_dict["optimizer"], out=False))
 
     def _turned(self, state: dict[str, Any], out: bool) -> dict[str, Any]:
-        """An optimizer's state by canonical names and in canonical order (out), or by the model's own."""
+        """An optimizer's state, translated to the unsharded names and order (out), or back to the model's own."""
         layers = [(path, m) for path, m in self.model.named_modules() if isinstance(m, Shared)]
         names, values = {}, {}
         for (own, param), (name, _) in zip(

@@ -1,8 +1,8 @@
-"""What ranks say to each other, as values that a generator yields, and the two worlds that answer it.
+"""The collectives of an exchange, as requests that a generator yields, and two ways to answer them.
 
-An exchange is a generator: it yields a `Gather`, `Swap`, `Sum` or `Hop` and is sent the answer. A process group runs
-one of them with torch's functional collectives; `together` runs those of all ranks in step in one process, which is
-what the law `parallel` and tests do.
+An exchange is a generator: it yields a `Gather`, `Swap`, `Sum` or `Hop` and is sent the result. A process group answers
+one generator by torch's functional collectives; `together` runs the generators of all ranks in step in one process, as
+the law `parallel` and the tests do.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from torch import Tensor
 
 from dsf.language.errors import DsfError
 
-ALL, INNER, OUTER = "all", "inner", "outer"  # every rank, those of one node, equal ones of all nodes
+ALL, INNER, OUTER = "all", "inner", "outer"  # all ranks; those of one node; those with the same place in every node
 
 
 @dataclass(frozen=True)
 class Request:
-    """A collective on one tensor. where: among which ranks."""
+    """A collective on one tensor x. where: the ranks that take part, ALL, INNER or OUTER."""
 
     x: Tensor
     where: str = ALL
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What has to be the same on every rank."""
+        """(kind, where, shape, dtype), which must be equal on every rank."""
         return type(self).__name__.lower(), self.where, tuple(self.x.shape), str(self.x.dtype)
 
 
 class Gather(Request):
-    """Every rank's tensor, on every rank: [ranks, ...]."""
+    """All-gather. The answer: every rank's x, stacked, [ranks, ...]."""
 
 
 class Swap(Request):
-    """x [ranks, ...]: row r goes to rank r; answered by what every rank had for this one."""
+    """All-to-all of x [ranks, ...]: row r goes to rank r. The answer: [ranks, ...], row r from rank r."""
 
 
 class Sum(Request):
-    """The sum of every rank's tensor, on every rank."""
+    """All-reduce. The answer: the sum of every rank's x."""
 
 
 @dataclass(frozen=True)
 class Hop(Request):
-    """x of one rank to another: answered there by x, by zeros elsewhere."""
+    """Send x of rank `source` to rank `target`. The answer: that x on `target`, zeros elsewhere."""
 
     source: int = 0
     target: int = 0
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """With its two ends."""
+        """With source and target."""
         return (*super().signature, self.source, self.target)
 
 
-# A traced graph drops what nobody uses, and a rank that drops a collective leaves the others waiting: `after` makes
-# what a rank goes on with depend on all that it heard. In eager mode nothing is dropped.
+# A traced graph drops unused results, and a rank that drops a collective leaves the others waiting: `after` makes the
+# values of a rank depend on every answer that it received. In eager mode nothing is dropped.
 torch.library.define("dsf::after", "(Tensor x, Tensor[] heard) -> Tensor")
 torch.library.impl("dsf::after", "default", lambda x, heard: x.clone())
 torch.library.register_fake("dsf::after", lambda x, heard: torch.empty_like(x))
 
 
 def tied(value: Any, heard: Sequence[Tensor]) -> Any:
-    """A tensor, or tuples and lists of them, depending on `heard` where a graph is traced."""
+    """The tensor (or tuple or list of tensors) `value`, made to depend on `heard` where a graph is traced."""
     if not any(type(x) is not Tensor for x in heard):
         return value
     if isinstance(value, Tensor):
@@ -79,7 +79,7 @@ Steps = Generator[Request, Tensor, Any]
 
 
 def drive(steps: Steps, answer: Callable[[Request], Tensor]) -> Any:
-    """The value of one generator whose requests are answered one by one."""
+    """The return value of one generator, whose requests `answer` answers one by one."""
     try:
         request = next(steps)
         while True:
@@ -89,9 +89,9 @@ def drive(steps: Steps, answer: Callable[[Request], Tensor]) -> Any:
 
 
 def mirrored(steps: Steps, sizes: Mapping[str, int]) -> Steps:
-    """A generator that counts ranks from the last one, as the generator of ranks that are counted from the first.
+    """Translate a generator that numbers ranks from the last one to requests that number them from the first.
 
-    sizes: how many ranks there are, by `where`.
+    sizes: the number of ranks, by `where`.
     """
     try:
         request = next(steps)
@@ -109,9 +109,9 @@ def mirrored(steps: Steps, sizes: Mapping[str, int]) -> Steps:
 
 
 def together(ranks: Sequence[Steps], nodes: int = 1, log: list[tuple[Any, ...]] | None = None) -> list[Any]:
-    """The values of all ranks' generators, run in step. nodes: into how many the ranks are divided.
+    """The return values of all ranks' generators, run in step. nodes: the number of nodes.
 
-    Raises DsfError where ranks do not ask for the same collective.
+    log: a list that takes each collective's signature. Raises DsfError where ranks ask for different collectives.
     """
     answers: list[Tensor | None] = [None] * len(ranks)
     values: list[Any] = [None] * len(ranks)
@@ -168,7 +168,7 @@ class Group:
     members: tuple[int, ...] = ()
 
     def answer(self, request: Request) -> Tensor:
-        """Run one collective, and wait for it."""
+        """Run one collective, wait for it, and return the result."""
         ops = torch.ops._c10d_functional
         x = request.x.contiguous()
         if self.size == 1:

@@ -1,4 +1,4 @@
-"""Which exchange is the cheapest: a model of latency and bytes over bandwidth, with constants to be measured."""
+"""The choice of the exchange: a cost model of latency plus bytes over bandwidth, with settable constants."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dsf.parallel.layout import Layout
 
 
 class Link(NamedTuple):
-    """What connects ranks. latency: seconds of one collective of few bytes. bandwidth: bytes a second into a rank."""
+    """A connection of ranks. latency: seconds of one small collective. bandwidth: bytes a second into a rank."""
 
     latency: float
     bandwidth: float
 
 
 def default_links(device: str) -> tuple[Link, Link]:
-    """Within a node and between nodes, where nobody measured: NVLink and a 400 Gb/s NIC a GPU, or shared memory."""
+    """(Within a node, between nodes), assumed, not measured: NVLink and a 400 Gb/s NIC a GPU, or shared memory."""
     if device == "cuda":
         return Link(20e-6, 300e9), Link(30e-6, 45e9)
     return Link(200e-6, 1e9), Link(400e-6, 1e9)
@@ -27,7 +27,7 @@ def default_links(device: str) -> tuple[Link, Link]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One exchange for one call. bytes: into a rank, forward; back: backward; seconds: of the model, forward."""
+    """One exchange for one call. bytes, back: into a rank, forward and backward; seconds: the model's, forward."""
 
     name: str
     bytes: int
@@ -44,7 +44,7 @@ class Choice:
 def candidates(
     frame: Frame, layout: Layout, rows: int, width: int, nodes: int, links: tuple[Link, Link]
 ) -> dict[str, Choice]:
-    """What every exchange that can be taken would cost. rows: batch times heads; width: bytes of a number."""
+    """The cost of every possible exchange, by name. rows: batch times heads; width: bytes of a number."""
     near, far = links
     ranks, slots = layout.ranks, layout.slots
     inner = ranks // nodes
@@ -84,9 +84,9 @@ def candidates(
 def choose(
     frame: Frame, layout: Layout, rows: int, width: int, wanted: str, nodes: int, links: tuple[Link, Link]
 ) -> Choice:
-    """The cheapest, or the one that was asked for. Raises FormError where that cannot be taken.
+    """The cheapest exchange, or the wanted one. Raises FormError where that is impossible.
 
-    Maps that differ by channel are an [N, N] for each: they are never sent, nor made.
+    An A that differs by channel would need a map [N, N] for every channel; these are neither computed nor sent.
     """
     found = candidates(frame, layout, rows, width, nodes, links)
     if "walk" in found:

@@ -1,4 +1,4 @@
-"""How a layer's heads are cut among ranks: what its `cut` says, written down before anything is changed."""
+"""How a layer's heads are cut among ranks: a record that its `cut` fills before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of which every rank holds a part: of each section on `axis`, its 1/ranks.
+    """A cut of a tensor: every rank holds 1/ranks of each section on `axis`.
 
-    sections: sizes side by side on the axis, as those of a fused projection. One tensor of ranks · parts holds rank 0's
-    part of every section first, then rank 1's: that is what is sharded evenly.
+    sections: their sizes, side by side on the axis, as in a fused projection. The arranged tensor, which is sharded
+    evenly, has rank 0's part of every section first, then rank 1's, and so on.
     """
 
     axis: int
     sections: tuple[int, ...]
 
     def order(self, ranks: int) -> Tensor:
-        """Which entry of the axis stands at each place of the tensor that is sharded."""
+        """The index on the whole tensor's axis of every entry of the arranged tensor."""
         places = torch.arange(sum(self.sections)).split(list(self.sections))
         return torch.cat([section.chunk(ranks)[rank] for rank in range(ranks) for section in places])
 
     def arranged(self, whole: Tensor, ranks: int) -> Tensor:
-        """A whole tensor with every rank's entries side by side."""
+        """The whole tensor, rearranged so that every rank's entries are neighbours."""
         if len(self.sections) == 1:
             return whole
         return whole.index_select(self.axis, self.order(ranks).to(whole.device))
 
     def canonical(self, arranged: Tensor, ranks: int) -> Tensor:
-        """What `arranged` was made of."""
+        """The inverse of `arranged`."""
         if len(self.sections) == 1:
             return arranged
         return arranged.index_select(self.axis, self.order(ranks).argsort().to(arranged.device))
 
 
 class Cuts:
-    """What each of `ranks` ranks holds of one layer, as the layer's `cut(cuts)` says it.
+    """The parts of one layer on each of `ranks` ranks; the layer's method `cut(cuts)` declares them.
 
-    Sizes that do not divide raise InputError, and nothing is changed until all has been said. What no method names is
-    whole on every rank; its gradient is the sum of what every rank finds.
+    The methods only record: the layer is changed after `cut` has run. Sizes that do not divide raise InputError. A
+    parameter that no method names is replicated, and its gradient summed over ranks.
 
-    params: cuts by the place of a parameter or buffer, (module, name). sets: attributes that change, with the sizes of
-    one rank. apart: whole parameters behind the sum over ranks, whose gradients every rank finds whole. once: biases
-    that only rank 0 adds to a product that is summed. hooks: what wraps a module's call, by name. same:
-    nothing is cut, and every rank does the same.
+    params: cuts by (module, name) of a parameter or buffer. sets: (object, name, value) of attributes that change, as
+    sizes do. apart: replicated parameters used after the sum over ranks, whose gradients are whole on every rank. once:
+    biases that only rank 0 adds to a product that is summed. hooks: (module, kind, sections) of call hooks.
+    same: nothing is cut, and every rank computes the same.
     """
 
     def __init__(self, layer: nn.Module, ranks: int) -> None:
@@ -67,18 +67,18 @@ class Cuts:
         self.same = False
 
     def inside(self, layer: nn.Module) -> Cuts:
-        """The same cuts, for a layer inside to go on with."""
+        """This record, for a layer inside to continue."""
         found = copy.copy(self)
         found.layer = layer
         return found
 
     def whole(self) -> None:
-        """Every rank runs the layer as it is, on tensors that all have."""
+        """Declare that every rank runs the whole layer, on common tensors."""
         self.same = True
         self.apart |= {(module, name) for module in self.layer.modules() for name in module._parameters}
 
     def count(self, **numbers: int) -> None:
-        """Say how many there are of what is dealt out whole, by name: heads, groups, blocks, channels."""
+        """Check numbers of indivisible parts, by name: heads, groups, blocks, channels. Raises InputError."""
         for name, number in numbers.items():
             if number % self.ranks:
                 raise InputError(
@@ -87,11 +87,11 @@ class Cuts:
                 )
 
     def share(self, number: int) -> int:
-        """A rank's part of a number."""
+        """number / ranks."""
         return number // self.ranks
 
     def set(self, **attributes: Any) -> None:
-        """Attributes of the layer that a rank has other values of."""
+        """Declare new values for attributes of the layer on a rank."""
         self.sets += [(self.layer, name, value) for name, value in attributes.items()]
 
     def heads(self, name: str) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Cuts:
         return tuple(h * d for h, d in pairs)
 
     def own(self, module: nn.Module, *names: str, axis: int = 0, sections: Sequence[int] = ()) -> None:
-        """Parameters and buffers that are cut on an axis; those that the module does not have are left out."""
+        """Cut parameters and buffers on an axis; names that the module does not have are ignored. Raises InputError."""
         for name in names:
             tensor = getattr(module, name, None)
             if tensor is None:
@@ -119,10 +119,10 @@ class Cuts:
             self.params[module, name] = cut
 
     def rows(self, linear: Any, *sections: int, gathered: bool = False) -> None:
-        """A map that makes a rank's part of every section, of all of its input.
+        """Cut a linear map by outputs: a rank computes its part of every output section from the whole input.
 
-        A Sequential: its last map. None: a map that the layer does not have. gathered: each rank has a part of the
-        input only, and gets the others'.
+        linear: for a Sequential its last map is cut; None is ignored. gathered: a rank has a part of the input
+        and gathers the others.
         """
         if linear is None:
             return
@@ -133,14 +133,14 @@ class Cuts:
             self.hooks.append((last, "gather", ()))
 
     def summed(self, linear: nn.Module) -> None:
-        """The map out of the layer: of a rank's part of its input, summed over the ranks."""
+        """Cut the layer's output map by inputs: a rank applies it to its part, and the results are summed."""
         self._columns(linear, ())
         self.hooks.append((linear, "leave", ()))
 
     def mixed(self, linear: nn.Module, *sections: int, kept: Sequence[int] = ()) -> None:
-        """A map within the layer of a rank's part of every section of its input, summed over the ranks.
+        """Cut a map inside the layer by inputs, section by section; the results are summed over the ranks.
 
-        kept: sections of what it makes, of which a rank keeps its part; the whole if none.
+        kept: output sections of which a rank keeps its part; if none, it keeps the whole output.
         """
         self._columns(linear, sections)
         self.hooks.append((linear, "sum", tuple(kept)))
@@ -152,12 +152,12 @@ class Cuts:
             self.once.add((linear, "bias"))
 
     def sliced(self, module: nn.Module, size: int) -> None:
-        """A module that every rank runs as it is, and of whose output it keeps its part."""
+        """Declare a module that every rank runs whole, keeping its part of the output of this size."""
         self.count(**{"its outputs": size})
         self.hooks.append((module, "own", (size,)))
 
     def conv(self, conv: Any, *sections: int) -> None:
-        """A depthwise convolution, or token shift, of a rank's part of every section. None: there is none."""
+        """Cut a depthwise convolution or token shift by channels, section by section. None is ignored."""
         if conv is None:
             return
         self.own(conv, "weight", "bias", sections=sections)
@@ -169,9 +169,9 @@ class Cuts:
             self.sets.append((conv, "pieces", cut))
 
     def norm(self, norm: Any, groups: int = 1) -> None:
-        """A norm over groups of channels: of whole groups a rank, or of one that the ranks share. None: there is none.
+        """Cut a norm over groups of channels: whole groups on a rank, or one group that the ranks share.
 
-        Raises InputError for a number of groups that the ranks cannot share evenly.
+        None is ignored. Raises InputError for a number of groups that the ranks cannot share evenly.
         """
         if norm is None:
             return
@@ -183,7 +183,7 @@ class Cuts:
             self.sets.append((norm, "shares", SHARES))
 
     def behind(self, *names: str) -> None:
-        """Parameters of the layer, or of its child with this name, that are used behind the sum over ranks."""
+        """Name parameters of the layer, or children with parameters, that are used after the sum over ranks."""
         for name in names:
             found = getattr(self.layer, name, None)
             if isinstance(found, nn.Module):
@@ -197,7 +197,7 @@ class Cuts:
 
 
 class _Shares:
-    """Stands in `Cuts.sets` for the ranks, which are known when the cuts are made."""
+    """A placeholder in `Cuts.sets` for the `Shares`, which exist only when the layer is changed."""
 
 
 SHARES: Shares | _Shares = _Shares()

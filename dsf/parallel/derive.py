@@ -1,4 +1,4 @@
-"""Declarations made from a declaration: what a shard does to a state, and how gradients of states go back."""
+"""Declarations derived from a declaration: a shard's map of the state, and the recurrence of the state's gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRIVER = "dy"
 
 @derived
 def homogeneous(spec: Spec) -> Recurrence:
-    """The same A, nothing written, nothing skipped, nothing normalised: S_out = M S_in."""
+    """The recurrence with the same A but B = D = 0, not normalised and not solved: S_out = M S_in."""
     steps = [
         replace(s, B=0, D=0, normalize=None, drive=None, gauge=None, solve=None, earlier=())
         for s in spec.system.micro_steps
@@ -32,10 +32,10 @@ def homogeneous(spec: Spec) -> Recurrence:
 def adjoint(spec: Spec) -> Recurrence | None:
     """The recurrence of the state's gradient, on tokens in reverse order; its input `dy` is the gradient of y.
 
-    lambda_{t-1} = A_tᵀ (lambda_t + C_t dy_tᵀ), or A_tᵀ lambda_t + C_t dy_tᵀ where S_{t-1} is read: a declaration
-    like any other, which every form and backend runs. Its last state is the gradient of the state that the tokens are
-    entered with; its initial state that of the one they leave. None for normalised systems, whose quotient is not
-    linear in the state, for readouts that are solves, which are not either, and where turns mix pairs of entries.
+    lambda_{t-1} = A_tᵀ (lambda_t + C_t dy_tᵀ), or A_tᵀ lambda_t + C_t dy_tᵀ where S_{t-1} is read: an ordinary
+    declaration, which every form and backend runs. Its initial state is the gradient of the tokens' final state, its
+    final state the gradient of their initial state. None for normalised systems and solved readouts, whose y is not
+    linear in the state, and where turns mix pairs of entries.
     """
     if spec.rule is not None or spec.mixes_pairs or spec.system.solve is not None:
         return None
@@ -60,7 +60,7 @@ def adjoint(spec: Spec) -> Recurrence | None:
 
 
 def _free(spec: Spec) -> str:
-    """A name that no input has."""
+    """An unused name for an input."""
     name = DRIVER
     while name in {i.name for i in spec.inputs}:
         name += "_"
@@ -88,7 +88,7 @@ def _applied(normal: Normal, x: Expr) -> Expr:
 
 
 def acting(spec: Spec) -> list[Expr]:
-    """The expressions that make A."""
+    """The expressions that A consists of."""
     found = []
     for row in spec.rows:
         found.append(row.normal.decay)
@@ -98,7 +98,7 @@ def acting(spec: Spec) -> list[Expr]:
 
 @derived
 def kind_of_map(spec: Spec) -> str:
-    """What M is: identity, scale, dense or channel (dsf.kernels.affine)."""
+    """The kind of M: identity, scale, dense or channel (dsf.kernels.affine)."""
     if spec.rank or spec.mixes_pairs:
         return "channel" if any(VALUE in x.axes for x in acting(spec)) else "dense"
     return "identity" if all(r.normal.decay is const(1) for r in spec.rows) else "scale"
@@ -118,5 +118,5 @@ def frame_of(spec: Spec, n: int, p: int) -> Frame:
     if kind != "scale":
         rows = cols = 1
     signed = kind == "scale" and spec.log_decays is None
-    solved = n if spec.system.solve is not None else 0  # H, which decays as G does
+    solved = n if spec.system.solve is not None else 0  # the columns of H, which decays like G
     return Frame(n, layout.p + layout.den + solved, layout.gain, kind, rows, cols, signed)

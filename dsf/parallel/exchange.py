@@ -1,9 +1,9 @@
-"""Four ways for ranks to learn what their shards are entered with, and its gradient. Generators of collectives.
+"""The four exchanges, which give every rank its shards' initial states, and their gradients. Generators of collectives.
 
-Every exchange has two directions. `enter` takes each rank's maps (F, M) and gives the state that its fragments are
-entered with; `leave` takes C, the gradient of that state through the fragment's own outputs, and gives G, the gradient
-of the state that its fragments leave: G_j = C_{j+1} + M_{j+1}ᵀ G_{j+1}, with the M's of `enter`. Only C is sent. Every
-rank issues the same collectives in both directions, whatever it holds.
+Fragment j maps its initial state S to its final state M_j S + F_j. `enter` takes each rank's maps (F, M) and gives the
+initial states of its fragments. `leave` takes C, the gradient of an initial state through the fragment's own outputs,
+and gives G, the gradient of each fragment's final state: G_j = C_{j+1} + M_{j+1}ᵀ G_{j+1}, with the M's of `enter`.
+Only C is sent. Every rank issues the same collectives in both directions, whatever its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsf.parallel.layout import Fragment, Layout
 
 
 class Shards(Protocol):
-    """One rank's fragments as an exchange asks for them. Tensors are [B, H, ...]."""
+    """One rank's fragments, as an exchange reads them. Tensors are [B, H, ...]."""
 
     layout: Layout
     rank: int
@@ -34,23 +34,23 @@ class Shards(Protocol):
         """A state before anything was written."""
 
     def nothing(self) -> Tensor:
-        """A gradient of zero, plain columns."""
+        """A gradient of zero: a state without its gain columns."""
 
     def written(self, slot: int) -> Tensor:
-        """F, with the initial state in it where the sequence begins."""
+        """F; where the sequence begins in the fragment, with the call's initial state already applied."""
 
     def move(self, slot: int) -> Tensor | None:
-        """M."""
+        """M, or None where none is stored."""
 
     def through(self, slot: int, state: Tensor) -> Tensor:
-        """The state after the fragment from the one before it, by the recurrence itself."""
+        """The fragment's final state from its initial state, by running the recurrence."""
 
     def adjoint(self, slot: int, last: Tensor | None) -> Tensor:
-        """C, or where `last` is given the whole gradient of the state that the fragment is entered with."""
+        """C; with `last`, the gradient of the final state, the whole gradient of the fragment's initial state."""
 
 
 class Entered(NamedTuple):
-    """For every slot the state that it is entered with and m of the one it leaves; and what `leave` needs again."""
+    """For every slot its initial state and the gain m of its final state; kept: tensors for `leave`."""
 
     starts: list[Tensor]
     after: list[Tensor]
@@ -62,7 +62,7 @@ Leaving = Generator[Request, Tensor, list[Tensor]]
 
 
 class Exchange(Protocol):
-    """One way."""
+    """One exchange."""
 
     def enter(self, shards: Shards) -> Entering:
         """Forward."""
@@ -76,7 +76,7 @@ def _slots(shards: Shards) -> range:
 
 
 def _payload(shards: Shards, frame: Frame) -> Tensor:
-    """(F, M) of the rank's fragments [slots, B, H, numbers]; the last of the sequence has nobody to tell."""
+    """(F, M) of the rank's fragments [slots, B, H, numbers]; an empty one where no sequence continues."""
     rows = []
     for slot in _slots(shards):
         fragment = shards.fragment(slot)
@@ -90,18 +90,18 @@ def _payload(shards: Shards, frame: Frame) -> Tensor:
 
 
 def _own(shards: Shards) -> Tensor:
-    """C of the rank's fragments [slots, B, H, N, plain], zeros where nothing enters."""
+    """C of the rank's fragments [slots, B, H, N, plain], zeros where no sequence continues from before."""
     found = [shards.adjoint(s, None) if shards.fragment(s).continued else shards.nothing() for s in _slots(shards)]
     return torch.stack(found)
 
 
 def _frame(shards: Shards) -> Frame:
-    """Of what is sent: nothing between two fragments needs an M."""
+    """Shapes of what is sent: no M where there are only two fragments, as none lies between others."""
     return shards.frame if shards.layout.fragments > 2 else shards.frame.without_moves()
 
 
 def _in_order(layout: Layout, x: Tensor) -> list[Tensor]:
-    """[ranks, slots, ...] as fragments in the sequence's order."""
+    """[ranks, slots, ...] as a list of fragments in the sequence's order."""
     return [x[layout.owner(n)] for n in range(layout.fragments)]
 
 
@@ -112,13 +112,13 @@ def _by_owner(layout: Layout, xs: Sequence[Tensor]) -> Tensor:
 
 
 class _Fold:
-    """The fold over all fragments, from payloads, and back; of all heads or of a share of them."""
+    """The fold over all fragments' maps, and its backward; for all heads or for a share of them."""
 
     def __init__(self, frame: Frame, layout: Layout, fresh: Sequence[bool], lowest: int = 0) -> None:
         self.frame, self.layout, self.fresh, self.lowest = frame, layout, list(fresh), lowest
 
     def forward(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """rows [ranks, slots, B, H, numbers] -> the state every fragment is entered with, and what to keep."""
+        """rows [ranks, slots, B, H, numbers] -> every fragment's initial state, and the tensors for `backward`."""
         frame, last = self.frame, self.layout.fragments - 1
         f, m = frame.unpack(rows)
         written = _in_order(self.layout, f)[:-1]
@@ -126,13 +126,13 @@ class _Fold:
         states = entered(frame, written, moves, self.fresh[:-1], frame.empty(rows, *rows.shape[2:4]))
         kept = []
         if frame.move_numbers and self.lowest + 1 < last:
-            kept.append(torch.stack(moves[self.lowest + 1 :]))  # without what else was gathered
+            kept.append(torch.stack(moves[self.lowest + 1 :]))  # a copy, which does not keep the gathered tensor alive
         if frame.gain:
             kept.append(torch.stack([frame.gain_of(s) for s in states]))
         return states, kept
 
     def backward(self, own: Tensor, kept: Sequence[Tensor]) -> list[Tensor]:
-        """C [ranks, slots, B, H, N, plain] -> G of every fragment from the lowest on."""
+        """C [ranks, slots, B, H, N, plain] -> G of every fragment from number `lowest` on."""
         frame, low = self.frame, self.lowest + 1
         cs, rest = _in_order(self.layout, own), list(kept)
         last = self.layout.fragments - 1
@@ -141,12 +141,12 @@ class _Fold:
             moves[:-1] = list(rest.pop(0))
         none = own.new_zeros(*own.shape[2:-1], 0)
         gains = [*rest.pop(0)[low:], none] if frame.gain else [none] * (last + 2 - low)
-        fresh = [*self.fresh[low:last], True]  # what leaves the last fragment is in its own C
+        fresh = [*self.fresh[low:last], True]  # the C of the last fragment contains the gradient of its final state
         return left(frame, cs[low:], moves, fresh[: last + 1 - low], gains, torch.zeros_like(cs[0]))
 
 
 class AllGather:
-    """Everybody learns all maps and folds them: one round, (W - 1)(f + m) bytes."""
+    """Every rank gathers all maps and folds them: one round, (W - 1)(f + m) bytes into a rank."""
 
     def enter(self, shards: Shards) -> Entering:
         """Forward."""
@@ -183,7 +183,7 @@ def _joined(x: Tensor, heads: int) -> Tensor:
 
 
 class Transpose:
-    """Each rank folds all fragments for its share of the heads: two all-to-alls, (2 f + m)(W - 1) / W bytes.
+    """Each rank folds all fragments for its share of the heads: two all-to-alls, (2 f + m)(W - 1) / W bytes into it.
 
     Diagonal systems of fewer heads than ranks are dealt entry by entry.
     """
@@ -216,9 +216,9 @@ class Transpose:
 
 
 class Relay:
-    """The state goes from fragment to fragment, M stays where it is: f bytes, a round for every fragment.
+    """The state is sent from fragment to fragment, and M is not sent: f bytes, a round for every fragment.
 
-    walk: no M is made; the recurrence itself takes the state on, one rank after the other.
+    walk: without M; the ranks run the recurrence one after the other, each from the state that it received.
     """
 
     def __init__(self, walk: bool = False) -> None:
@@ -229,7 +229,7 @@ class Relay:
         frame, layout = shards.frame, shards.layout
         slots = {shards.fragment(s).number: s for s in _slots(shards)}
         maps = {}
-        if not self.walk:  # before anything waits
+        if not self.walk:  # before the first hop, so that all ranks do it at once
             for number, slot in slots.items():
                 fragment = shards.fragment(slot)
                 if fragment.goes_on:
@@ -285,7 +285,7 @@ class Relay:
 
 
 def _hop(layout: Layout, x: Tensor, source: int, target: int) -> Generator[Request, Tensor, Tensor]:
-    """x of one fragment's rank at another's; nothing is sent where they are the same."""
+    """Send x from the rank of fragment `source` to the rank of fragment `target`; nothing where they are the same."""
     (a, _), (b, _) = layout.owner(source), layout.owner(target)
     if a == b:
         return x
@@ -293,17 +293,18 @@ def _hop(layout: Layout, x: Tensor, source: int, target: int) -> Generator[Reque
 
 
 class TwoLevel:
-    """Nodes of several ranks: all-to-all within the node, then nodes tell each other one map for each share of heads.
+    """For nodes of several ranks: all-to-all within the node, then one map for each share of the heads between nodes.
 
-    Each rank of a node composes the node's maps for its share of the heads into one (a run; two with headtail),
-    gathers those of the other nodes, folds, and hands the states back. nodes x inner = ranks, node after node.
+    Each rank composes the maps of its node's run of fragments, for its share of the heads, into one (two runs with
+    headtail), gathers the maps of the other nodes, folds, and sends the states back within its node by a second
+    all-to-all. ranks = nodes · inner; the ranks of a node are neighbours.
     """
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
 
     def _runs(self, layout: Layout, node: int) -> list[list[tuple[int, int, int]]]:
-        """For every slot the node's fragments in the sequence's order: (number, place in the node, slot)."""
+        """For every slot the node's fragments in the sequence's order: (number, rank within the node, slot)."""
         inner = layout.ranks // self.nodes
         found = []
         for slot in range(layout.slots):
@@ -350,7 +351,7 @@ class TwoLevel:
         )
 
     def _fresh_runs(self, shards: Shards) -> list[bool]:
-        """Whether nothing passes through a run, for all runs of all nodes in the sequence's order."""
+        """Whether no state passes through a run, for all runs of all nodes in the sequence's order."""
         layout, found = shards.layout, {}
         for node in range(self.nodes):
             for slot, run in enumerate(self._runs(layout, node)):
@@ -385,7 +386,7 @@ class TwoLevel:
 
 
 def exchange_of(name: str, nodes: int = 1) -> Exchange:
-    """The exchange of that name."""
+    """The exchange with that name."""
     if name == "two-level":
         return TwoLevel(nodes)
     if name == "gather":

@@ -1,8 +1,8 @@
-"""Declarations with turns and previous values, their tokens over ranks.
+"""Calls over ranks of declarations with turns and previous values.
 
-What their plain system is given (dsf.language.frame) is made over ranks first: a previous value crosses a cut as a
-window of one token does (`halo.convolve`), and the sum of angles is a recurrence, S_t = S_{t-1} + angle_t, in float64.
-Then the plain system runs over ranks as any other.
+The inputs of their plain system (dsf.language.frame) are computed over ranks first: a previous value crosses a cut like
+a window of one token (`halo.convolve`), and the sum of angles is a recurrence, S_t = S_{t-1} + angle_t, in float64.
+Then the plain system runs over ranks like any other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def call(
     of: Recurrence, world: World, given: Bound, state: Tensor | None, bounds: list[int] | None,
     return_state: bool, form: str, backend: str,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """y of this rank's tokens, and the final states of the global sequences where they are asked for.
+    """y of this rank's tokens, and the final states of the global sequences if return_state.
 
-    given: this rank's inputs, of a `Simulated` world all of them.
+    given: this rank's inputs; for a `Simulated` world the whole inputs.
     """
     spec = of.spec
     frame = spec.turning if form == CONVOLUTION else spec.frame
@@ -55,14 +55,13 @@ def call(
 
 
 def _plan(spec: Spec, given: Bound, form: str, backend: str) -> Plan:
-    """Of the plain system, on every rank the same, however many tokens it has."""
+    """The plain system's plan, equal on every rank, however many tokens it has."""
     sizes, grad = replace(given.sizes, tokens=LONG), any(x.requires_grad for x in given.tensors.values())
     return make_plan(spec.inner, sizes, given.compute, form, backend, given.device, grad and torch.is_grad_enabled())
 
 
 def _of_one_dtype(inner: Bound, timed: set[str], heads: int) -> dict[str, Tensor]:
-    """The plain system's inputs as a call takes them: in the computing dtype if some were made in it, and with at least
-    one of all heads."""
+    """The plain system's inputs for a call: all in the computing dtype if some are, and at least one with all heads."""
     tensors = dict(inner.tensors)
     if len({tensors[name].dtype for name in timed}) > 1:
         tensors = {name: x.to(inner.compute) for name, x in tensors.items()}
@@ -73,20 +72,20 @@ def _of_one_dtype(inner: Bound, timed: set[str], heads: int) -> dict[str, Tensor
 
 
 class _Spread(Framed):
-    """One call whose tokens are spread over ranks."""
+    """One framed call whose tokens are spread over ranks."""
 
     def __init__(self, world: World, cu_seqlens: Tensor | None, *args: Any) -> None:
         super().__init__(*args)
         self.world, self.cu_seqlens = world, cu_seqlens
 
     def delayed(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x of the token before, also of another rank's, and of every sequence's last token."""
+        """x of the token before, which may be another rank's, and x of every sequence's last token."""
         state = None if start is None else start.flatten(1).unsqueeze(-1)
         moved, last = convolve(_previous, 1, x.flatten(2), state, self.cu_seqlens, self.world)
         return moved.unflatten(2, x.shape[2:]), last.squeeze(-1).unflatten(1, x.shape[2:])
 
     def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums up to each token and of every sequence."""
+        """The sums up to each token, and every sequence's total."""
         how: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "return_state": True, "parallel": self.world}
         whole, last = running_sum(x.flatten(2).unsqueeze(2), **how)
         return whole.squeeze(2).unflatten(2, x.shape[2:]), last.flatten(1).unflatten(1, x.shape[2:])
@@ -94,12 +93,12 @@ class _Spread(Framed):
 
 @recurrence
 def running_sum(x: Value) -> System:
-    """The sum of all tokens up to each."""
+    """S_t = S_{t-1} + x_t: the sum of x up to each token."""
     return System(A=I, B=x, C=1)
 
 
 def _previous(x: Tensor, state: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The tokens before x [B, T, C], and the last ones [B or sequences, C, 1]."""
+    """x [B, T, C] of the token before, and of the last token [B or sequences, C, 1]: a convolution for `convolve`."""
     places = None if bounds is None else Places.of(bounds, x.shape[1], x.device)
     first = None if state is None else state.squeeze(-1)
     return shifted(x, first, places), last_of(x, places).unsqueeze(-1)

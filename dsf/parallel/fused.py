@@ -1,7 +1,7 @@
 """One call over ranks on the GPU kernels: the kernels' own four passes, with the exchanges between them.
 
-What a generic rank finds by calls of the recurrence and of those derived from it (dsf.parallel.summary), the kernels
-find in passes without outputs, and what such a pass leaves spares the next one its work (dsf.triton.shard).
+A generic rank computes its summary by calls of the recurrence and of those derived from it (dsf.parallel.summary). The
+kernels compute it in passes without outputs, and later passes reuse the tensors of earlier ones (dsf.triton.shard).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dsf.triton.shard import Shard, takes
 
 @dataclass
 class Fused(Rank):
-    """A rank whose passes the kernels make; its rows are the slots of every row of the batch.
+    """A rank whose passes are kernels; its rows are the slots of every row of the batch.
 
-    shard: of these rows. moves: whether others need M. held, saved: what a pass left for later ones. begin: the states
-    that the rows are entered with.
+    shard: the passes for these rows. moves: whether the exchange needs M. held, saved, later: tensors that the passes
+    summary, forward and adjoint keep for later ones. begin: the rows' initial states.
     """
 
     shard: Shard = field(kw_only=True)
@@ -42,14 +42,14 @@ class Fused(Rank):
     _first: Tensor | None = None  # type: ignore[assignment]
 
     def _slot(self, rows: Tensor, slot: int) -> Tensor:
-        """Of rows [B slots, ...] those of one slot."""
+        """The rows of one slot, of all rows [B slots, ...]."""
         return rows if self.layout.slots == 1 else rows.unflatten(0, (-1, self.layout.slots))[:, slot]
 
     def summed(self) -> tuple[Tensor, Tensor]:
         """F and M of all rows, with the initial state in F where the sequence begins.
 
-        Ranks that nobody asks for them make them, too, while they wait for the others': their own passes use what is
-        found on the way.
+        Ranks whose summary no other rank needs compute it, too, while they wait for the others: their own later passes
+        reuse its tensors.
         """
         if self._summary is None:
             first = None
@@ -64,7 +64,7 @@ class Fused(Rank):
         return self._slot(self.summed()[0], slot)
 
     def move(self, slot: int) -> Tensor | None:
-        """M; where it is kept in logarithms, as a generic rank makes it."""
+        """M; where the pass does not compute it, as a generic rank."""
         if not self.moves:
             return super().move(slot)
         frame, found = self.frame, self._slot(self.summed()[1], slot)
@@ -76,7 +76,7 @@ class Fused(Rank):
         return self._slot(self.pulled(), slot)
 
     def pulled(self) -> Tensor:
-        """C of all rows, as `summed`."""
+        """C of all rows [B slots, H, N, plain]."""
         if self._first is None:
             assert self.dy is not None
             ends = self.last_rows()
@@ -84,7 +84,7 @@ class Fused(Rank):
         return self._first
 
     def last_rows(self) -> Tensor | None:
-        """The gradient of the final state at the rows that end with it, zeros elsewhere; plain columns."""
+        """The gradient of the final state in the rows that end the sequence, zeros elsewhere; no gain columns."""
         if self.dfinal is None or all(part.goes_on for part in self.parts):
             return None
         ends = self.dfinal[..., : self.frame.plain]
@@ -96,11 +96,11 @@ class Fused(Rank):
         return x if self.layout.slots == 1 else x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
 
     def hollow(self) -> Fused:
-        """The same without tensors, which the graph holds, and frees."""
+        """This rank without tensors, which autograd's graph saves and frees."""
         return Fused(self.rank, self.layout, hollow(self.summary), None, None, shard=self.shard.like([]))
 
     def run(self, starts: Several[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
-        """`main`, after which the rank remembers what the passes backwards need."""
+        """The main pass: (y, the final state of every row). keep: with the tensors of the backward passes."""
         alone = self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1
         self.begin = None if alone else self._row_state(starts)
         y, last, self.saved = self.shard.forward(self.begin, keep, self.held)
@@ -110,7 +110,7 @@ class Fused(Rank):
 
 
 def _rows_of(bound: Bound, timed: set[str], slots: int) -> Bound:
-    """A call's inputs with a row for every slot."""
+    """A call's inputs with the slots as rows of the batch."""
     if slots == 1:
         return bound
     tensors = {
@@ -121,11 +121,11 @@ def _rows_of(bound: Bound, timed: set[str], slots: int) -> Bound:
 
 
 class Through(torch.autograd.Function):
-    """The passes of all ranks of this process; inputs: job, the initial state, operands rank after rank."""
+    """The passes of all ranks of this process. Inputs: job, the initial state, operands rank after rank."""
 
     @staticmethod
     def forward(ctx: Any, job: Any, keep: bool, state: Tensor | None, *operands: Tensor) -> tuple[Tensor, ...]:
-        """(y of every rank, then the final states of every rank where they are asked for)."""
+        """(y of every rank, then, with return_state, the global final states on every rank)."""
         ranks: list[Fused] = job.ranks
         for rank in ranks if job.world.ranks > 1 else ():
             rank.summed()
@@ -136,7 +136,7 @@ class Through(torch.autograd.Function):
             groups = []
             for rank, e, last in zip(ranks, entered, lasts, strict=True):
                 begin = [] if rank.begin is None else [rank.begin]
-                gain = rank.frame.gain_of(last).clone()  # without the rest
+                gain = rank.frame.gain_of(last).clone()  # a copy, which does not keep `last` alive
                 groups.append([rank.shard.operands, begin, rank.saved, rank.held, e.after, e.kept, [gain], e.starts])
             ctx.counts = [[len(part) for part in group] for group in groups]
             ctx.save_for_backward(*(x for group in groups for part in group for x in part))
@@ -146,7 +146,7 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """C, the exchange, and the kernels' backward pass."""
+        """The pass for C, the exchange, and the kernels' backward pass."""
         refuse_second_order()
         job = ctx.job
         rest, groups = list(ctx.saved_tensors), []
@@ -179,7 +179,7 @@ class Through(torch.autograd.Function):
 
 
 def _of_initial(rank: Fused, first: Tensor) -> Tensor:
-    """The gradient of the initial state [B, H, N, columns], from that of all rows' first states."""
+    """The gradient of the call's initial state [B, H, N, columns], from the gradients of all rows' initial states."""
     for slot, part in enumerate(rank.parts):
         if part.number == 0:
             return rank._slot(first, slot)
@@ -190,13 +190,13 @@ def _of_initial(rank: Fused, first: Tensor) -> Tensor:
 
 
 def fits(spec: Spec, bound: Bound, plan: Plan) -> bool:
-    """Whether a rank's call goes this way: eager calls that nobody watches (dsf.validate), which generic ranks show."""
+    """Whether the kernels' passes take a rank's call: eager calls outside dsf.validate, which needs generic ranks."""
     eager = all(type(x) in (Tensor, torch.nn.Parameter) for x in bound.tensors.values())
     return eager and takes(spec, bound, plan) and not (guard.ON and guard.current() is not None)
 
 
 def rank_of(number: int, layout: Layout, summary: Summary, initial: Tensor | None) -> Fused:
-    """One rank. initial: the state of the whole sequences, without gradient."""
+    """One rank. initial: the global initial state, detached."""
     spec = summary.recurrence.spec
     bound = _rows_of(summary.bound, {i.name for i in spec.inputs if i.kind.time}, layout.slots)
     moves = layout.fragments > 2 and not summary.frame.gain and summary.frame.kind in ("dense", "scale")
@@ -204,12 +204,12 @@ def rank_of(number: int, layout: Layout, summary: Summary, initial: Tensor | Non
 
 
 def differentiable(leaves: Several[Tensor]) -> bool:
-    """Whether autograd will ask for a gradient."""
+    """Whether gradients are on and any of the tensors requires one."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
 
 
 def run(job: Any, state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """(y, the global final state where it is asked for) of every rank."""
+    """(y, the global final state or None) of every rank of this process."""
     operands = [x for rank in job.ranks for x in rank.shard.operands]
     keep = differentiable([*operands, *([] if state is None else [state])])
     out = Through.apply(job, keep, state, *operands)

@@ -1,7 +1,8 @@
-"""What a window of K - 1 tokens sees of other ranks: the short convolution in front of a recurrence, over ranks.
+"""The short convolution in front of a recurrence, over ranks: windows of K - 1 tokens that reach into other ranks.
 
-A window is a recurrence too: after c tokens it holds them behind what it held, shifted by c. So shards compose as maps
-w -> shift(w, c) + tail, right also where a shard has fewer than K - 1 tokens, and gradients go back the same way.
+A window of the last K - 1 tokens is a linear state: c new tokens shift it by c and are appended. So a shard is a map
+w -> shift(w, c) + tail, and maps compose, also of shards with fewer than K - 1 tokens. Gradients go through the
+transposed maps.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, T
 def convolve(
     conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Any, world: World
 ) -> tuple[Any, Tensor]:
-    """conv(u, state, cu_seqlens) of the global sequences: (this rank's outputs [B, T, C], the global state).
+    """conv(u, state, cu_seqlens) of the global sequences: (this rank's outputs [B, T, C], the global final state).
 
     conv: causal, with a state [B or sequences, C, past] of its last `past` inputs, zeros where None is given; its
     outputs may be a tuple of tensors [B, T, ...]. u: this rank's tokens [B, T, C], or all of them for a `Simulated`
-    world. state: of the global sequences. cu_seqlens: a tensor, a dsf.Packing or None.
+    world. state, cu_seqlens: of the global sequences; cu_seqlens a tensor, a dsf.Packing or None. Raises InputError.
     """
     if not past:
         return _by_token(conv, u, state)
@@ -53,13 +54,13 @@ def convolve(
 
 
 def _by_token(conv: Convolution, u: Tensor, state: Tensor | None) -> tuple[Any, Tensor]:
-    """A convolution of one tap, which looks at no other token: its state has no numbers, whatever was cut."""
+    """A convolution of one tap, which reads no other token: its state is empty, so nothing is exchanged."""
     y, found = _mapped(conv, u, None, None)
     return y, found if state is None else state
 
 
 def _mapped(conv: Convolution, x: Tensor, start: Tensor | None, bounds: Tensor | None) -> tuple[Any, Tensor]:
-    """conv, also of a shard without tokens, whose outputs still depend on `start`."""
+    """conv; for a shard without tokens outputs of length 0, which still depend on `start` in the graph."""
     if x.shape[1]:
         return conv(x, start, bounds)
     y, state = conv(x.new_zeros(x.shape[0], 1, x.shape[2]), start, None)
@@ -67,12 +68,12 @@ def _mapped(conv: Convolution, x: Tensor, start: Tensor | None, bounds: Tensor |
 
 
 def _each(function: Callable[[Tensor], Tensor], y: Any) -> Any:
-    """A function of a tensor, or of every one of a tuple."""
+    """The function of a tensor, or of every tensor of a tuple."""
     return tuple(function(part) for part in y) if isinstance(y, tuple) else function(y)
 
 
 class _Windows:
-    """One rank's tokens [B, T, C] and what its windows need."""
+    """One rank's tokens u [B, T, C], its fragments, and the windows at their starts."""
 
     def __init__(
         self, rank: int, layout: Layout, packing: Packing | None, u: Tensor, state: Tensor | None, past: int
@@ -94,23 +95,23 @@ class _Windows:
         self.state = None if state is None else state.to(u.dtype).transpose(1, 2)  # [B or sequences, past, C]
 
     def first(self, sequence: int) -> Tensor:
-        """The window with which a sequence begins [B, past, C]."""
+        """The window before a sequence's first token [B, past, C]: its given state or zeros."""
         if self.state is None:
             return self.u.new_zeros(self.u.shape[0], self.past, self.u.shape[2])
         return self.state if self.packing is None else self.state[sequence : sequence + 1]
 
     def after(self, window: Tensor, begin: int, end: int) -> Tensor:
-        """The window after tokens begin ... end of this rank."""
+        """The window after this rank's tokens begin ... end, from the window before them."""
         return torch.cat([window, self.u[:, max(begin, end - self.past) : end]], dim=1)[:, -self.past :]
 
     def tails(self) -> Tensor:
-        """For every slot the map of its fragment [slots, B, past + 1, C]: what it puts into the window, its shift."""
+        """The map of every slot's fragment [slots, B, past + 1, C]: tail, then one row with the shift c."""
         found = []
         for part in self.parts:
             start = self.first(part.leaving) if part.fresh else torch.zeros_like(self.first(0))
             shift = self.past if part.fresh else min(part.leaves, self.past)
             written = self.after(start, part.end - part.leaves, part.end) if part.goes_on or part.fresh else start
-            if self.packing is None:  # also of the last fragment, whose window is the state
+            if self.packing is None:  # also for the last fragment, whose window is the final state
                 shift = self.past if part.fresh else min(part.end - part.begin, self.past)
                 written = self.after(start, part.begin, part.end)
             count = torch.full_like(written[:, :1], float(shift))
@@ -118,10 +119,10 @@ class _Windows:
         return torch.stack(found)
 
     def run(self, conv: Convolution, windows: Tensor) -> tuple[Any, Tensor]:
-        """This rank's outputs, and packed sequences' states where they end here, zeros elsewhere.
+        """This rank's outputs, and packed: the final states of the sequences that end here, zeros for the others.
 
-        windows: [slots, B, past, C], zeros before the sequence's first token, so that every rank's outputs depend on
-        what was exchanged.
+        windows: [slots, B, past, C], zeros before the sequence's first token; every rank's outputs depend on them, so
+        that every rank takes part in the backward collective.
         """
         if self.packing is not None:
             return self._run_packed(conv, self.packing, windows)
@@ -152,7 +153,7 @@ class _Windows:
 
 
 def _shifted(x: Tensor, count: Tensor, back: bool = False) -> Tensor:
-    """x [B, past, C] moved to the front by count places (a tensor of one number), or the transpose of that."""
+    """x [B, past, C] shifted by count (a tensor of one number) places towards index 0; back: the transpose."""
     place = torch.arange(x.shape[1], device=x.device)
     move = (place[None] - place[:, None] == count).to(x.dtype)  # [i, k]: entry i comes from entry i + count
     return (move.T if back else move) @ x
@@ -184,11 +185,11 @@ _allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as dsf.ca
 
 
 class _Enter(torch.autograd.Function):
-    """Maps of all fragments -> the window each is entered with [slots, B, past, C], and the last one [B, past, C]."""
+    """Maps of all fragments -> the window before each [slots, B, past, C], and after the last [B, past, C]."""
 
     @staticmethod
     def forward(ctx: Any, world: World, past: int, *tails: Tensor) -> tuple[Tensor, ...]:
-        """Gather, fold."""
+        """Gather the maps, fold them."""
         layout = world.layout
 
         def steps(rank: int, x: Tensor) -> Generator[Request, Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -206,7 +207,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Gather, fold in reverse."""
+        """Gather the gradients, fold them in reverse with the transposed shifts."""
         refuse_second_order()
         world, layout = ctx.world, ctx.world.layout
         here = len(world.here)
@@ -226,7 +227,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """Identity on the outputs; what only some ranks have, zeros elsewhere, on every rank."""
+    """Identity on the outputs; of the other tensors the sum over ranks, on every rank."""
 
     @staticmethod
     def forward(ctx: Any, world: World, here: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -237,7 +238,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """The sums of their gradients, on the ranks that have them (and on the others, which drop them)."""
+        """The outputs' gradients unchanged; the sums' gradients, summed over ranks."""
         refuse_second_order()
         here = ctx.here
         return None, None, *grads[:here], *ctx.world.run([_sum(x) for x in grads[here:]])

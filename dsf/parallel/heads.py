@@ -24,13 +24,13 @@ def shard_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Share the heads of every layer in a model among the ranks of a mesh (`HeadShard`)."""
     if mesh.ndim != 1:
         raise InputError(f"HeadShard takes a mesh of one dimension, got {mesh.mesh_dim_names or mesh.ndim}")
-    for plan in check_heads(model, mesh.size()):  # all is refused before anything is changed
+    for plan in check_heads(model, mesh.size()):  # errors are raised before anything is changed
         _share(plan, mesh)
     return model
 
 
 def check_heads(model: nn.Module, ranks: int) -> list[Cuts]:
-    """How the layers of a model are cut. Raises InputError where so many ranks cannot share them."""
+    """How the layers of a model are cut. Raises InputError where this number of ranks cannot share them."""
     layers = list(layers_of(model))
     if not layers:
         raise InputError(f"{type(model).__name__} has no dsf mixer whose heads could be shared")
@@ -73,7 +73,7 @@ def _planned(layer: Any, ranks: int) -> Cuts:
 
 
 def _share(cuts: Cuts, mesh: DeviceMesh) -> None:
-    """Make of a layer what its plan says."""
+    """Change a layer as its cuts say: parameters, attributes, hooks and class."""
     layer, shares = cuts.layer, Shares(mesh)
     for module in layer.modules():
         for name, param in list(module._parameters.items()):
@@ -130,23 +130,23 @@ def _after(_: nn.Module, args: Any, y: Tensor, how: str, sections: tuple[int, ..
 class Shared(nn.Module):
     """Mixed into the class of a layer of which this rank has some heads.
 
-    While it is called its parameters are seen as local tensors, and what it is given is common to all ranks; states are
-    those of this rank's heads.
+    During a call its parameters are local tensors and its inputs are equal on all ranks; states are those of this
+    rank's heads.
     """
 
     shares: Shares
     entered = False  # while it is called
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """The layer's own, on this rank's heads; x and what is returned are whole."""
+        """The layer's `forward` on this rank's heads; x and the output are whole, on every rank."""
         return self._within("forward", x, args, options)
 
     def step(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """The layer's own, on this rank's heads."""
+        """The layer's `step` on this rank's heads."""
         return self._within("step", x, args, options)
 
     def inputs(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """The layer's own: what this rank's heads are given."""
+        """The layer's `inputs`: the recurrence's inputs for this rank's heads."""
         return self._within("inputs", x, args, options)
 
     def _within(self, name: str, x: Tensor, args: Any, options: Any) -> Any:
@@ -171,7 +171,7 @@ class Shared(nn.Module):
                 holder[key] = tensor
 
     def _local(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """This rank's tensors by the modules and names that they are read by."""
+        """This rank's tensors, by the module and name under which the layer reads them."""
         params: dict[tuple[nn.Module, str], Any] = {}
         found: dict[tuple[nn.Module, str], Tensor] = {}
         apart, once = set(), set()
@@ -193,7 +193,7 @@ class Shared(nn.Module):
         return {**found, **self.shares.local(params, apart, once)}
 
     def _gathered(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules whose parameters FSDP has gathered when this one is called: not those it shards by themselves."""
+        """The modules whose parameters FSDP has gathered during this call: not those that it shards separately."""
         from torch.distributed.fsdp import FSDPModule
 
         alone = {inner for m in self.modules() if m is not self and isinstance(m, FSDPModule) for inner in m.modules()}
@@ -205,12 +205,12 @@ if not AT_LEAST_2_13:  # graphs of earlier releases were not tried
 
 
 def canonical(layer: Shared, path: str, tensor: Any) -> Any:
-    """A DTensor like one of the layer's parameters, its entries in the unsharded layer's order."""
+    """A DTensor placed like the parameter at `path`, with its entries in the unsharded layer's order."""
     cut = layer.__dict__[CUTS].get(path)
     if cut is None or len(cut.sections) == 1 or not isinstance(tensor, DTensor):
         return tensor
     whole = cut.canonical(tensor.full_tensor(), layer.shares.ranks)
-    axis = cut.axis  # FSDP cuts what is cut already in strides, on its own mesh dimension
+    axis = cut.axis  # FSDP shards the sharded axis again, strided, on its own mesh dimension
     places = [
         Replicate() if place.is_replicate() else Shard(getattr(place, "dim", axis)) for place in tensor.placements
     ]
@@ -218,7 +218,7 @@ def canonical(layer: Shared, path: str, tensor: Any) -> Any:
 
 
 def arranged(layer: Shared, path: str, value: Any, like: DTensor) -> Any:
-    """The reverse: a value in the unsharded order, a DTensor or plain and whole, with the placements of `like`."""
+    """The reverse: from the unsharded order, a DTensor or a whole tensor, to the placements of `like`."""
     cut = layer.__dict__[CUTS].get(path)
     if isinstance(value, DTensor) and (cut is None or len(cut.sections) == 1):
         return value

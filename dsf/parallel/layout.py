@@ -1,4 +1,4 @@
-"""Who holds which tokens: fragments of the sequence, in its order, and the pieces of packed sequences in them."""
+"""Which rank holds which tokens: fragments of the sequence, and the pieces of packed sequences in them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LAYOUTS = ("contiguous", "headtail")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a sequence are dealt to `ranks` ranks.
+    """How the tokens of a sequence are distributed over W = `ranks` ranks.
 
-    contiguous: rank r holds the r-th run of neighbouring tokens, of any length. headtail: the sequence is cut in 2 W
+    contiguous: rank r holds the r-th run of neighbouring tokens, of any length. headtail: the sequence is cut into 2 W
     runs of one length, and rank r holds the runs r and 2 W - 1 - r, one after the other, which balances the work of
-    causal softmax attention. `slots` runs a rank; fragments are counted in the sequence's order.
+    causal softmax attention. Each run is a fragment, numbered in the sequence's order; a rank holds `slots` of them.
     """
 
     name: str
@@ -31,16 +31,16 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Fragments a rank holds."""
+        """The number of fragments of a rank."""
         return 2 if self.name == "headtail" else 1
 
     @property
     def fragments(self) -> int:
-        """Fragments of the whole sequence."""
+        """The number of fragments of the whole sequence."""
         return self.slots * self.ranks
 
     def number(self, rank: int, slot: int) -> int:
-        """The place in the sequence of a rank's fragment."""
+        """The number of the fragment in a slot of a rank."""
         return rank if slot == 0 else 2 * self.ranks - 1 - rank
 
     def owner(self, number: int) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class Layout:
         return (number, 0) if number < self.ranks else (2 * self.ranks - 1 - number, 1)
 
     def sizes(self, tokens: int, given: Sequence[int] | None = None) -> list[int]:
-        """Tokens of every fragment of a sequence of `tokens`. given: of every rank, where they are not even.
+        """Tokens of every fragment of a sequence of `tokens`. given: tokens of every rank, where they are not even.
 
         Raises InputError where the layout cannot hold them.
         """
@@ -69,10 +69,11 @@ class Layout:
 class Fragment:
     """One run of tokens of one rank.
 
-    number: its place in the sequence. begin, end: its tokens among the rank's. enters, leaves: tokens at its front that
-    continue a sequence which began before it, and at its end of a sequence that goes on after it. continued, goes_on:
-    whether there is such a sequence (a fragment may have no tokens). fresh: what leaves it began in it, or nothing
-    leaves it. entering, leaving: the numbers of those sequences.
+    number: its place in the sequence. begin, end: its tokens, counted among the rank's. enters: how many tokens at its
+    front belong to a sequence that began before it; leaves: how many at its end to one that goes on after it.
+    continued, goes_on: whether there is such a sequence (a fragment may have no tokens). entering, leaving: the numbers
+    of these sequences. fresh: no sequence reaches through it, from before it to after it (without
+    packing only said of the first fragment).
     """
 
     number: int
@@ -89,10 +90,10 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of one packed sequence within one fragment, among the rank's tokens: what a packed call sees as one.
+    """The tokens of one packed sequence within one fragment: one sequence of the rank's own packed call.
 
-    sequence: its number. slot: of the fragment. continued: it began in an earlier fragment; goes_on: it ends in a later
-    one.
+    begin, end: counted among the rank's tokens. sequence: its number. slot: the fragment's. continued: it began in an
+    earlier fragment; goes_on: it ends in a later one.
     """
 
     begin: int
@@ -110,7 +111,7 @@ def plain_fragments(layout: Layout, rank: int, tokens: int) -> tuple[Fragment, .
 
 
 def plain_fragment(layout: Layout, rank: int, slot: int, tokens: int) -> Fragment:
-    """A fragment of sequences that are not packed; tokens: of this rank."""
+    """A fragment of sequences that are not packed. tokens: the rank's number of tokens."""
     number, length = layout.number(rank, slot), tokens // layout.slots
     first, last = number == 0, number == layout.fragments - 1
     begin = slot * length
@@ -121,7 +122,7 @@ def plain_fragment(layout: Layout, rank: int, slot: int, tokens: int) -> Fragmen
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed sequences over fragments. bounds: cu_seqlens; starts: where every fragment begins, and T at the end."""
+    """Packed sequences over fragments. bounds: cu_seqlens; starts: the first token of every fragment, then T."""
 
     layout: Layout
     bounds: tuple[int, ...]
@@ -129,22 +130,22 @@ class Packing:
 
     @staticmethod
     def of(layout: Layout, bounds: Sequence[int], given: Sequence[int] | None = None) -> Packing:
-        """Raises InputError where the layout cannot hold the tokens."""
+        """The packing of cu_seqlens `bounds`. Raises InputError where the layout cannot hold the tokens."""
         sizes = layout.sizes(bounds[-1], given)
         return Packing(layout, tuple(bounds), (0, *accumulate(sizes)))
 
     @property
     def sequences(self) -> int:
-        """How many."""
+        """The number of sequences."""
         return len(self.bounds) - 1
 
     def tokens(self, rank: int) -> int:
-        """Tokens of a rank."""
+        """The number of tokens of a rank."""
         numbers = [self.layout.number(rank, slot) for slot in range(self.layout.slots)]
         return sum(self.starts[n + 1] - self.starts[n] for n in numbers)
 
     def is_fresh(self, number: int) -> bool:
-        """Whether nothing of what a fragment is entered with is left at its end."""
+        """Whether no sequence reaches through the fragment from before it to after it."""
         low, high = self.starts[number : number + 2]
         if low == high:
             return number == 0
@@ -155,7 +156,7 @@ class Packing:
         number = self.layout.number(rank, slot)
         low, high = self.starts[number : number + 2]
         begin = sum(self.starts[n + 1] - self.starts[n] for n in (self.layout.number(rank, s) for s in range(slot)))
-        place = begin - low  # from the place in the sequence to that among the rank's tokens
+        place = begin - low  # what turns a place in the packed row into one among the rank's tokens
         entering = self._sequence_over(low)
         leaving = self._sequence_over(high)
         enters = 0 if entering is None else min(high, self.bounds[entering + 1]) - low
@@ -170,7 +171,7 @@ class Packing:
         return next((s for s, (a, b) in enumerate(pairwise(self.bounds)) if a < place < b), None)
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What a rank's tokens are pieces of, in the order of its tokens."""
+        """The pieces of sequences that a rank holds, in the order of its tokens."""
         found = []
         for slot in range(self.layout.slots):
             fragment = self.fragment(rank, slot)
@@ -183,7 +184,7 @@ class Packing:
         return found
 
     def ends(self, rank: int) -> list[int]:
-        """Which sequences end on a rank; those without tokens do on rank 0."""
+        """The sequences that end on a rank; those without tokens count as ending on rank 0."""
         found = [p.sequence for p in self.pieces(rank) if not p.goes_on]
         return found + (self.without_tokens() if rank == 0 else [])
 
@@ -202,7 +203,7 @@ class Packing:
 
 
 def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
-    """cu_seqlens of the global sequences, on the host. name: of who asks, for errors."""
+    """cu_seqlens of the global sequences, as a list on the host, or None. name: the caller's, for errors."""
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, packing.Packing):

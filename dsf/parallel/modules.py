@@ -13,17 +13,17 @@ from dsf.call.recurrence import Recurrence
 from dsf.language.errors import InputError
 from dsf.parallel.world import World
 
-METHODS = ("step", "inputs")  # of a module that is sharded, beside forward
+METHODS = ("step", "inputs")  # methods of a sharded module that gather its parameters, beside forward
 
 
 def attach(model: nn.Module, world: World | None) -> nn.Module:
-    """Every mixer of the model shares its sequence with these ranks from now on (None: with nobody any more).
+    """From now on call every mixer of the model with parallel=world (None: without), and return the model.
 
-    As if each of its calls had parallel=world. Positions, losses and everything else outside of the mixers are the
-    model's: `world.shard` cuts its inputs, `world.positions` says which tokens they are. Returns the model.
+    Positions, losses and everything else outside the mixers remain the model's task: `world.shard` cuts its inputs,
+    `world.positions` gives the positions of a rank's tokens.
 
-    Raises InputError for a model without mixers, or with a layer that needs all tokens (Hyena): on a rank's own
-    tokens it would compute something else.
+    Raises InputError for a model without mixers, or with a layer that needs all tokens (Hyena), whose result on a
+    rank's own tokens would be wrong.
     """
     found = list(mixers_of(model))
     if not found:
@@ -46,7 +46,7 @@ def mixers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names that state dicts have for them: those of rates that were taken out are their layers'."""
+    """Parameters with their names in state dicts, where a rate in a module of its own has its layer's name."""
     apart = {path for path, module in model.named_modules() if getattr(module, "taken_out", False)}
     for path, param in model.named_parameters():
         owner, _, name = path.rpartition(".")
@@ -54,16 +54,16 @@ def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module] | None = None, **options: Any) -> nn.Module:
-    """Shard a model with mixers over ranks by FSDP2, so that it computes what it computed.
+    """Shard a model with mixers over ranks by FSDP2, and keep its results. Returns the model.
 
-    Rates (decays' parameters, which bfloat16 is too coarse for) become groups of their own that no policy casts
-    (`dsf.mixers.shard_rates`); then every block, then the model, by torch.distributed.fsdp.fully_shard. The states that
-    mixers take pass FSDP's casts as they are, and `step` and `inputs` of a sharded module gather its parameters as
-    forward does. blocks: None for the entries of the model's nn.ModuleLists that hold mixers. options: of fully_shard:
-    mesh, mp_policy, reshard_after_forward, ... A model that is sharded already is only given the rest of it.
+    Rates (decays' parameters, for which bfloat16 is too coarse) become groups of their own that no policy casts
+    (`dsf.mixers.shard_rates`); then every block and then the model are sharded by torch.distributed.fsdp.fully_shard.
+    FSDP does not cast the mixers' states, and `step` and `inputs` of a sharded module gather its parameters like
+    forward. blocks: None for the entries of the model's nn.ModuleLists that hold mixers. options: those of fully_shard:
+    mesh, mp_policy, reshard_after_forward, ... A model already sharded only gets the hooks for states and methods.
 
-    FSDP takes the mean of gradients over its mesh: where that holds ranks of one sequence too, scale the loss by their
-    number. Returns the model. Raises InputError for a model without mixers, or one whose rates are cast.
+    FSDP takes the mean of gradients over its mesh: where the mesh includes ranks that share a sequence, multiply the
+    loss by their number. Raises InputError for a model without mixers, or one whose rates are cast.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -71,7 +71,7 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module] | None = None, **optio
         raise InputError(f"{type(model).__name__} has no dsf mixer; shard it by fully_shard alone")
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         for mixer in list(mixers_of(model)):
-            shard: Any = getattr(mixer, "shard_rates", None)  # what is no layer of ours has no rates either
+            shard: Any = getattr(mixer, "shard_rates", None)  # mixers that are no dsf layers have no rates
             if shard is not None:
                 shard(**{name: x for name, x in options.items() if name != "mp_policy"})
         for block in _blocks(model) if blocks is None else blocks:
@@ -116,7 +116,7 @@ def _check_rates(model: nn.Module) -> None:
 
 
 def _gather_for(module: nn.Module, name: str) -> None:
-    """Let a method gather the module's parameters as forward does, past whose casts states are carried."""
+    """Let a method gather the module's parameters like forward; FSDP's casts do not see the states."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     own = getattr(module, name)
@@ -138,7 +138,7 @@ def _gather_for(module: nn.Module, name: str) -> None:
 
 
 class _Hidden:
-    """A mixer's state where nothing maps over its tensors."""
+    """A mixer's state, wrapped so that FSDP does not map over (and cast) its tensors."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

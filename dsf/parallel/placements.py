@@ -1,7 +1,7 @@
-"""Calls on DTensors: what each input's placement means for a recurrence, and the local call that follows from it.
+"""Calls on DTensors: from each input's placement to a call on local tensors.
 
-Sequences of a batch and heads do not know of each other, so calls on shards of these are calls on local tensors. Tokens
-do: a shard of them without `parallel=` would begin with nothing on every rank, and is refused.
+The sequences of a batch and the heads are independent, so a call on shards of these is a call on local tensors. Tokens
+are not: a shard of them without `parallel=` would start from a zero state on every rank, and raises InputError.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def _check_world(name: str, world: Any, dealt: Dealt) -> None:
 
 
 def _axes(kind: Kind) -> tuple[str | None, ...]:
-    """What each axis of an input is, as far as it may be sharded."""
+    """The name of each axis of an input: batch, tokens, heads, or None where it cannot be sharded."""
     names = {"B": BATCH, "T": TOKENS, "H": HEADS}
     return tuple(names.get(axis) for axis in kind.layout(False))
 
 
 def _way(spec: Spec, dim: int, kinds: Mapping[str, Kind], given: Mapping[str, DTensor], shared: bool) -> str | None:
-    """What one dimension of the mesh holds shards of."""
+    """The axis that is sharded over one dimension of the mesh, or None. Raises InputError."""
     found: dict[str, str | None] = {}
     for name, x in given.items():
         place, axes = x.placements[dim], _axes(kinds[name])
@@ -161,7 +161,7 @@ def _shown(axes: Several[str | None]) -> str:
 
 
 def _local(x: DTensor, dealt: Dealt) -> Tensor:
-    """This rank's part; where it is whole and others are not, its gradient is a part of a sum."""
+    """This rank's part. A replicated input beside sharded ones gets a Partial gradient, a part of a sum."""
     grads = [
         Partial() if isinstance(place, Replicate) and way is not None else place
         for place, way in zip(x.placements, dealt.ways, strict=True)

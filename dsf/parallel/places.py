@@ -1,4 +1,4 @@
-"""Where a rank's tokens are in the sequences: at which of them sequences begin, and how many come before each."""
+"""The places of a rank's tokens: where sequences begin among them, and the position of each in its sequence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsf.parallel.world import Simulated, World, world_of
 class Places(NamedTuple):
     """The tokens of one rank.
 
-    begins: int64, the places among them at which sequences begin. place: int64 [T], how many tokens of its sequence lie
-    before each within the call; row: int64 [T], its sequence, or None where sequences are not packed; total: int64 [],
-    the tokens of all ranks. The last three are None unless they were asked for.
+    begins: int64, the places among them at which sequences begin. place: int64 [T], the number of tokens of the same
+    sequence before each within the call; row: int64 [T], its sequence, or None where sequences are not packed; total:
+    int64 [], the tokens of all ranks. The last three are None unless the places are counted.
     """
 
     begins: Tensor
@@ -29,7 +29,7 @@ class Places(NamedTuple):
     total: Tensor | None = None
 
     def positions(self, before: Tensor | None) -> Tensor:
-        """int64 [1 or B, T]: the tokens of its sequence before each. before: [rows], those of earlier calls."""
+        """int64 [1 or B, T]: each token's position in its sequence. before: [rows], the tokens of earlier calls."""
         assert self.place is not None
         if before is None:
             return self.place.unsqueeze(0)
@@ -40,8 +40,8 @@ class Places(NamedTuple):
 def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places | None:
     """The places of x [B, T, ...], this rank's tokens. None for a `Simulated` world, whose calls hold all of them.
 
-    cu_seqlens: of the global sequences. counted: with the position of every token, which costs one collective where the
-    ranks' numbers of tokens do not follow from the layout. Raises InputError for tokens that do not fit the layout.
+    cu_seqlens: of the global sequences. counted: with place, row and total, for one collective where the ranks' numbers
+    of tokens do not follow from the layout. Raises InputError for a number of tokens that does not fit the layout.
     """
     if isinstance(world, Simulated):
         return None

@@ -1,4 +1,4 @@
-"""How a language model is shared by ranks, as `parallelize_module` takes it."""
+"""The tensor parallel plan of a language model, for torch's `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsf.parallel.styles import HeadShard
 
 
 def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan with which ranks share a language model: `parallelize_module(model, mesh["tp"], plan_of(model))`.
+    """The tensor parallel plan of a language model: `parallelize_module(model, mesh["tp"], plan_of(model))`.
 
-    Layers, MLPs and norms by `HeadShard`; the embedding's rows by torch's RowwiseParallel; the head's, a linear map to
-    as many numbers as the embedding has rows, by ColwiseParallel, its logits gathered. A head tied to the embedding
-    stays so. All parameters are DTensors then, as optimizers and the clipping of gradients want them.
+    Layers, MLPs and norms get `HeadShard`; the embedding gets torch's RowwiseParallel; the head, a linear map to as
+    many outputs as the embedding has rows, gets ColwiseParallel, logits gathered. A tied head stays tied.
+    All parameters become DTensors, as optimizers and gradient clipping need.
 
     For `dsf.models` and models made of the same parts. Raises InputError for a module of another kind that has
     parameters: give those a style of your own beside these.
@@ -45,7 +45,7 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are shared as one, and the others that have parameters."""
+    """(path, module) of the modules that one style shards as a whole, and of the others that have parameters."""
     if hasattr(module, "cut") or module._parameters:
         yield path, module
         return
@@ -54,7 +54,7 @@ def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _Tied(ParallelStyle):
-    """Parameters that were one are one again."""
+    """Tie the head's weight to the embedding's again."""
 
     def __init__(self, names: list[list[str]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One rank's part of one call: what exchanges ask of it, its main pass, final states and their gradients."""
+"""One rank's part of one call: the tensors that exchanges read, the main pass, final states and their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Rank:
     """One rank's part of one call, as the exchanges see it (dsf.parallel.exchange.Shards).
 
     packing: of packed sequences, or None. initial: the state of the global sequences, or None. In the backward pass
-    also: starts, of every slot; dy; dfinal, the gradient of the global final states, summed over ranks, or None.
+    also: starts, the slots' initial states; dy; dfinal, the gradient of the global final states, summed over ranks, or
+    None.
     """
 
     rank: int
@@ -37,7 +38,7 @@ class Rank:
         tokens = self.summary.sizes.tokens
         if self.packing is None:
             self.fresh: Several[bool] = [n == 0 for n in range(self.layout.fragments)]
-            kept = plain_fragments if type(tokens) is int else plain_fragments.__wrapped__  # a graph's are open
+            kept = plain_fragments if type(tokens) is int else plain_fragments.__wrapped__  # traced: uncached
             self.parts: Several[Fragment] = kept(self.layout, self.rank, tokens)
             self.pieces: list[Piece] = []
         else:
@@ -45,7 +46,7 @@ class Rank:
             self.parts = [self.packing.fragment(self.rank, s) for s in range(self.layout.slots)]
             self.pieces = self.packing.pieces(self.rank)
 
-    # -- what an exchange asks for
+    # -- what an exchange reads
 
     def fragment(self, slot: int) -> Fragment:
         """The fragment in a slot."""
@@ -56,18 +57,18 @@ class Rank:
         return self.summary.empty(self.summary.sizes.batch)
 
     def nothing(self) -> Tensor:
-        """A gradient of zero [B, H, N, plain columns], made in the backward pass: a traced graph would move it out."""
+        """A gradient of zero [B, H, N, plain], tied to dy: a traced graph would move it out of the backward pass."""
         zero = self.empty()[..., : self.frame.plain]
         return zero if self.dy is None else tied(zero, [self.dy])
 
     def _first(self, sequence: int) -> Tensor | None:
-        """The initial state of a sequence that begins here."""
+        """The given initial state of a sequence, or None."""
         if self.initial is None or self.packing is None:
             return self.initial
         return self.initial[sequence : sequence + 1]
 
     def written(self, slot: int) -> Tensor:
-        """F, with the initial state in it where the sequence begins."""
+        """F; where the sequence begins in the fragment, with its initial state already applied."""
         part = self.parts[slot]
         first = self._first(part.leaving) if part.fresh else None
         return self.summary.written(part.end - part.leaves, part.end, first)
@@ -77,12 +78,12 @@ class Rank:
         return self.summary.move(self.parts[slot].begin, self.parts[slot].end)
 
     def through(self, slot: int, state: Tensor) -> Tensor:
-        """The state after the fragment."""
+        """The fragment's final state from its initial state, by running the recurrence."""
         part = self.parts[slot]
         return self.summary.written(part.end - part.leaves, part.end, state)
 
     def adjoint(self, slot: int, last: Tensor | None) -> Tensor:
-        """C, or the whole gradient of the entering state."""
+        """C; with `last`, the gradient of the final state, the whole gradient of the fragment's initial state."""
         part, plain = self.parts[slot], self.frame.plain
         ends = not part.goes_on or part.fresh
         if ends and self.dfinal is not None:
@@ -95,7 +96,7 @@ class Rank:
     # -- the main pass
 
     def main(self, starts: Several[Tensor]) -> tuple[Tensor, Tensor]:
-        """y of this rank's tokens, and the state after each of its rows: slots times B, or pieces of sequences."""
+        """y of this rank's tokens, and the final state of each of its rows: B times slots, or pieces of sequences."""
         summary, sizes = self.summary, self.summary.sizes
         if self.packing is not None:
             return self._main_packed(starts)
@@ -105,27 +106,27 @@ class Rank:
             return y, begin
         rows: dict[str, Any] = {n: self._rows(n, x) for n, x in summary.bound.tensors.items()}
         alone = self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1
-        state = None if alone and type(begin) is Tensor else begin  # a traced graph keeps what was exchanged
+        state = None if alone and type(begin) is Tensor else begin  # in a traced graph the exchange must be used
         how: dict[str, Any] = {"form": summary.form, "backend": summary.backend}
         y, last = summary.recurrence(**rows, initial_state=state, return_state=True, **how)
         return y.unflatten(0, (sizes.batch, -1)).flatten(1, 2), last
 
     def _rows(self, name: str, x: Tensor) -> Tensor:
-        """[B, slots L, ...] -> [B slots, L, ...]; Params as they are."""
+        """[B, slots L, ...] -> [B slots, L, ...]; Params unchanged."""
         timed = {i.name for i in self.summary.recurrence.spec.inputs if i.kind.time}
         if name not in timed or self.layout.slots == 1:
             return x
         return x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
 
     def _row_state(self, starts: Several[Tensor]) -> Tensor:
-        """The state of every row [B slots, H, N, columns]."""
+        """The initial state of every row [B slots, H, N, columns]."""
         found = []
         for part, start in zip(self.parts, starts, strict=True):
             found.append(self._begun(start) if part.number == 0 else start)
         return found[0] if len(found) == 1 else torch.stack(found, dim=1).flatten(0, 1)
 
     def _begun(self, start: Tensor) -> Tensor:
-        """The initial state; start, which has nothing in it, is added so that a traced graph keeps the exchange."""
+        """The call's initial state; a traced graph adds start, whose state is zero, so that it keeps the exchange."""
         if self.initial is None:
             return start
         (plain, gain), (nothing, _) = self.frame.split(self.initial), self.frame.split(start)
@@ -172,9 +173,10 @@ class Rank:
         return whole.index_copy(0, places, last[keep])
 
     def of_rows(self, g: Several[Tensor], after: Several[Tensor], gain: Tensor) -> Tensor:
-        """The gradient of `last` of `main`. g: of what the fragments leave, in the scale m = `after` of the fold.
+        """The gradient of the second result of `main`, the rows' final states `last`.
 
-        gain: m of `last`, in whose scale the main pass wants it.
+        g: the gradients of the fragments' final states, in the scale m = `after` of the exchange. gain: m of `last`,
+        the scale of the result.
         """
         found = []
         if self.packing is None:
@@ -196,7 +198,7 @@ class Rank:
     ) -> Tensor:  # fmt: skip
         frame = self.frame
         if not goes_on:
-            if self.packing is None:  # of zeros, which keep the exchange in a traced graph
+            if self.packing is None:  # zeros from the exchange, so that a traced graph keeps it
                 nothing = torch.cat([g[slot], torch.zeros_like(own)], dim=-1) if frame.gain else g[slot]
             else:
                 nothing = torch.zeros_like(self.empty())
@@ -206,7 +208,7 @@ class Rank:
 
 
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off on a tensor's device, where it is on."""
+    """A context that turns autocast off on a tensor's device."""
     device = like.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)

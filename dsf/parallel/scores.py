@@ -51,7 +51,7 @@ def attend_scores(
 
 
 def _operands(spec: Spec, bound: Bound) -> Operands:
-    """A rank's own, of no tokens too."""
+    """A rank's operands, also of a shard without tokens."""
     if bound.sizes.tokens:
         return operands(spec, bound, timed_inputs(spec, bound))
     sizes, (k_heads, v_heads), (b_heads, a_heads) = bound.sizes, *cached_heads(spec, bound.sizes)
@@ -67,7 +67,7 @@ def _operands(spec: Spec, bound: Bound) -> Operands:
 
 @dataclass(frozen=True)
 class _Whole:
-    """All tokens: k turned back, late and early of their sequences, the angle behind each; bounds of the sequences."""
+    """All ranks' tokens: k turned back, late and early within each sequence, the summed angle; bounds: cu_seqlens."""
 
     k: Tensor
     v: Tensor
@@ -79,7 +79,7 @@ class _Whole:
 
     @staticmethod
     def of(x: Operands, parts: list[Tensor], cache: KVCache | None, packing: Packing, packed: bool) -> _Whole:
-        """Sums over each sequence, from its own first token."""
+        """From gathered parts: sums over each sequence, from its first token in the call."""
         rest = iter(parts)
         k, v = next(rest), next(rest)
         bounds = torch.tensor(packing.bounds, device=k.device)
@@ -103,7 +103,7 @@ class _Whole:
         return _Whole(k, v, late, early, angle, bounds, packed)
 
     def scores(self, spec: Spec, a: Tensor, at: Tensor, cache: KVCache | None) -> Scores:
-        """Of a rank's queries a, which stand at these places, and all keys."""
+        """The scores of a rank's queries a, at these places of the sequence, with all keys."""
         if self.angle is not None:
             back = -whole_turns_left_out(self.angle.index_select(2, at), a.dtype)
             a = turn_pairs(a.unsqueeze(-1), spread_heads(back, a.shape[1]).unsqueeze(-1)).squeeze(-1)
@@ -124,11 +124,11 @@ class _Whole:
         return Scores(a, k, v, place, late, early, window, *scores_options(spec), query)
 
     def _row(self, x: Tensor) -> Tensor:
-        """A cache's tensor before the tokens: packed, all rows one after the other."""
+        """A cache's tensor as it stands before the tokens: packed, all rows one after the other."""
         return x.transpose(0, 1).flatten(1, 2).unsqueeze(0) if self.packed else x
 
     def _held(self, cache: KVCache, window: int | None) -> Tensor:
-        """Positions of the cache's places."""
+        """The positions of the cache's entries, AWAY for unused ones."""
         held = cache.lengths if window is None else cache.lengths.clamp(max=window)
         index = torch.arange(cache.k.shape[2], device=held.device)[None]
         place = index - held[:, None]
@@ -139,7 +139,7 @@ class _Whole:
         return place.flatten()[None] if self.packed else place
 
     def final(self, spec: Spec, cache: KVCache | None) -> KVCache:
-        """The cache behind all tokens, a row a sequence."""
+        """The cache after all tokens, a row a sequence."""
         parts: tuple[Tensor | None, ...] = (self.k, self.v, self.late, self.early, self.angle)
         counts = (self.bounds[1:] - self.bounds[:-1]) if self.packed else self.bounds[1:].expand(self.k.shape[0])
         if self.packed:

@@ -1,7 +1,7 @@
-"""What ranks that hold the heads of one layer between them tell each other, forward and backward.
+"""The collectives of ranks that share the heads of one layer, forward and backward.
 
-Inside of such a layer, between `enter` and `leave`, a tensor is a rank's own part, or common to all ranks; the gradient
-of a common tensor is then a part of a sum, which `enter`, `sum` and `gather` take over the ranks.
+Inside such a layer, between `enter` and `leave`, a tensor is a rank's own part or common (equal on all ranks). A rank
+computes a part of a common tensor's gradient; `enter`, `sum` and `gather` sum the parts over the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dsf.parallel.collectives import Gather, Group, Sum
 
 
 class Shares:
-    """The ranks that hold a layer's heads between them."""
+    """The ranks that share a layer's heads."""
 
     def __init__(self, mesh: Any) -> None:
         group = mesh.get_group()
@@ -25,19 +25,19 @@ class Shares:
         self.ranks, self.rank = self.group.size, self.group.rank
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shares:
-        """The same: a copied layer talks to the same ranks."""
+        """This object: a copied layer has the same ranks."""
         return self
 
     def enter(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Common tensors as they are; backward the sum over ranks of their gradients, by one collective a dtype."""
+        """Common tensors, unchanged; backward sums their gradients over the ranks, by one collective a dtype."""
         return _Enter.apply(self.group, *tensors)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, out of the layer: its gradient is whole on every rank."""
+        """The sum of every rank's x, as an output of the layer: its gradient is already whole on every rank."""
         return _Leave.apply(self.group, x)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, common to all."""
+        """The sum of every rank's x, as a common tensor inside the layer."""
         (x,) = self.enter(self.leave(x))
         return x
 
@@ -52,7 +52,7 @@ class Shares:
         return torch.cat([part.chunk(self.ranks, dim=-1)[self.rank] for part in parts], dim=-1)
 
     def once(self, x: Tensor) -> Tensor:
-        """x on rank 0, zeros elsewhere, for what is added to a tensor that is summed. Every rank has the same graph."""
+        """x on rank 0, zeros elsewhere, to be added to a tensor before its sum over ranks. All ranks have one graph."""
         return x * float(self.rank == 0)
 
     def local(self, params: Mapping[Any, Any], apart: Any = (), once: Any = ()) -> dict[Any, Tensor]:

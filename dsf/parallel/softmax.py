@@ -1,4 +1,4 @@
-"""Softmax attention over ranks: the state is the keys and values of earlier tokens, so these are gathered."""
+"""Softmax attention over ranks: its state is the keys and values of earlier tokens, so these are gathered."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def attend(
     recurrence: Recurrence, world: World, shards: Sequence[Bound], cache: KVCache | None, bounds: list[int] | None,
     form: str,
 ) -> list[tuple[Tensor, KVCache]]:  # fmt: skip
-    """(y, the global cache) of this process's ranks. Each rank's queries meet the keys of all, masked by their places.
+    """(y, the global cache) of this process's ranks: each rank's queries with the gathered keys, masked by position.
 
-    The keys' and values' gradients go back to the ranks that have them; a cache's gradient is the sum of all ranks'.
-    Shards are of equal length, or of world.sizes, or what the layout makes of cu_seqlens.
+    The keys' and values' gradients return to the ranks that hold them; a cache's gradient is the sum over ranks. Shards
+    have equal lengths, or world.sizes, or those of the layout for cu_seqlens; others raise InputError.
     """
     spec = recurrence.spec
     tokens = _total(world, shards, bounds, spec.name)
@@ -66,7 +66,7 @@ def attend(
 
 
 def _total(world: World, shards: Sequence[Bound], bounds: list[int] | None, name: str) -> int:
-    """Tokens of the whole sequence."""
+    """The number of tokens of the whole sequence."""
     if bounds is not None:
         return bounds[-1]
     if world.sizes is not None:
@@ -105,7 +105,7 @@ def _to(cache: KVCache | None, dtype: torch.dtype) -> KVCache | None:
 
 
 def _beside(cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor) -> KVCache:
-    """Packed: the caches of all sequences, one after the other, before the packed row."""
+    """Packed: one row, the caches of all sequences one after the other, then the tokens."""
     if cache is None:
         return KVCache(k, v, counts)
 
@@ -116,7 +116,7 @@ def _beside(cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor) -> KVCa
 
 
 def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int]) -> KVCache:
-    """Packed: the global caches, one row a sequence, padded to one length."""
+    """Packed: the global final cache, one row a sequence, padded to one length."""
     lengths = [b - a for a, b in pairwise(bounds)]
     index = torch.tensor(
         [[min(a + t, max(bounds[-1] - 1, 0)) for t in range(max(lengths))] for a in bounds[:-1]], device=k.device
@@ -132,7 +132,7 @@ def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int])
 def _seen(
     packing: Packing, rank: int, cache: KVCache | None, places: int, packed: bool, device: torch.device
 ) -> Tensor:
-    """Which places of the whole row this rank's queries see: bool [B or 1, 1, T, places]."""
+    """Which keys of the whole row each of this rank's queries reads: bool [B or 1, 1, T, places]."""
     own = torch.tensor(packing.positions(rank), dtype=torch.int64, device=device)
     every = torch.arange(packing.bounds[-1], device=device)
     if not packed:

@@ -14,11 +14,11 @@ from dsf.parallel.world import Sequence
 
 
 class SequenceShard(ParallelStyle):
-    """One of parallelize_module's styles: every mixer in the module shares its sequence with the mesh's ranks.
+    """A style for parallelize_module: the ranks of the mesh share the sequence of every mixer in the module.
 
         parallelize_module(model, mesh["cp"], {"layers.*": dsf.parallel.SequenceShard()})
 
-    options: of `dsf.parallel.Sequence`. Inputs and outputs are local tensors, this rank's tokens.
+    options: those of `dsf.parallel.Sequence`. Inputs and outputs are local tensors, this rank's tokens.
     Raises InputError for a module without mixers.
     """
 
@@ -31,18 +31,18 @@ class SequenceShard(ParallelStyle):
 
 
 class HeadShard(ParallelStyle):
-    """One of parallelize_module's styles: every layer in the module shares its heads with the mesh's ranks.
+    """A style for parallelize_module: the ranks of the mesh share the heads of every layer in the module.
 
         parallelize_module(model, mesh["tp"], {"layers.*": dsf.parallel.HeadShard()})
 
-    A rank projects to its own heads, runs their recurrence and keeps their states; what comes out is summed by one
-    collective, and one more sums the gradient of what went in. Of fused projections a rank has its part of every
-    section. Layers without heads share their channels; where a product mixes these, one more collective sums or
-    gathers it. Inputs and outputs are plain tensors, whole on every rank; parameters are DTensors, whole ones too.
+    A rank projects to its own heads, runs their recurrence and keeps their states; one collective sums the outputs, and
+    in the backward pass one sums the gradients of the input. A fused projection is cut section by section. Layers
+    without heads share their channels; where a product mixes these, one more collective sums or gathers it. Inputs and
+    outputs are plain tensors, whole on every rank; all parameters are DTensors, replicated ones too.
 
-    State dicts hold the unsharded layer's names and order, whichever number of ranks wrote them. Before FSDP: that may
-    shard what is left (`dsf.parallel.prepare`). Raises InputError, before any collective, for a module without layers,
-    one that does not say how it is cut, and heads, groups or channels that the ranks cannot share evenly.
+    State dicts have the unsharded layer's names and order for any number of ranks. Apply it before FSDP, which may then
+    shard further (`dsf.parallel.prepare`). Raises InputError, before any collective, for a module without layers, for a
+    layer without the method `cut`, and for heads, groups or channels that the ranks cannot share evenly.
     Source: Shoeybi et al. (arXiv 1909.08053), Section 3, for the two sums.
     """
 

@@ -1,7 +1,7 @@
-"""What a shard is to the others: F, M and the gradient of the state that it is entered with.
+"""A shard's summary for the other ranks: its map (F, M), and the gradient of its initial state.
 
-This is the one place that computes them, by public calls of the recurrence and of those derived from it
-(dsf.parallel.derive). On the Triton kernels dsf.parallel.fused takes their own passes instead.
+They are computed by public calls of the recurrence and of the recurrences derived from it (dsf.parallel.derive). Where
+Triton kernels run the call, dsf.parallel.fused uses the kernels' own passes instead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dsf.parallel.derive import adjoint, frame_of, homogeneous, reads_values
 from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import decay_factors
 
-SEGMENT = 1 << 24  # numbers that a sum of decays may hold at once
+SEGMENT = 1 << 24  # the most numbers that a sum of decays holds at once
 NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The generic summary of one call's shard. bound: the call's checked inputs; form, backend: as in the call."""
+    """The summary of one shard by public calls. bound: its checked inputs; form, backend: as in the call."""
 
     recurrence: Recurrence
     bound: Bound
@@ -46,7 +46,7 @@ class Summary:
         return frame_of(self.recurrence.spec, self.sizes.n, self.sizes.p)
 
     def part(self, begin: int, end: int) -> dict[str, Tensor]:
-        """The inputs of some tokens; Params as they are."""
+        """The inputs of tokens begin ... end; Params unchanged."""
         timed = {i.name for i in self.recurrence.spec.inputs if i.kind.time}
         return {n: x[:, begin:end] if n in timed else x for n, x in self.bound.tensors.items()}
 
@@ -55,11 +55,11 @@ class Summary:
         return torch.empty((), dtype=self.bound.compute, device=self.bound.device)
 
     def empty(self, rows: int) -> Tensor:
-        """States of sequences that have not begun: [rows, H, N, columns]."""
+        """States before any token: [rows, H, N, columns]."""
         return self.frame.empty(self.like(), rows, self.sizes.heads)
 
     def written(self, begin: int, end: int, state: Tensor | None) -> Tensor:
-        """F, or where a state is given M S + F: the state after these tokens."""
+        """The state after tokens begin ... end: F, or M S + F with an initial state S."""
         if begin == end:
             return self.empty(self.sizes.batch) if state is None else state
         call: dict[str, Any] = {**self.part(begin, end), "initial_state": state, "return_state": True}
@@ -77,9 +77,9 @@ class Summary:
         return found.expand(sizes.batch, sizes.heads, *found.shape[2:])
 
     def adjoint(self, begin: int, end: int, state: Tensor | None, dy: Tensor, last: Tensor | None) -> Tensor:
-        """The gradient of the state that these tokens are entered with, its plain columns [B, H, N, columns].
+        """The gradient of these tokens' initial state `state`, without gain columns [B, H, N, plain].
 
-        state: the one they were entered with. dy: the gradient of their outputs. last: of the state they leave.
+        dy: the gradient of their outputs. last: the gradient of their final state, None for zero.
         """
         plain = self.frame.plain
         if begin == end:
@@ -98,13 +98,13 @@ class Summary:
 
     @property
     def _torch_or_auto(self) -> str:
-        """The backend of derived recurrences, which kernels need not cover even where they cover the call's."""
+        """The backend of derived recurrences: auto for a Triton call, as kernels may lack the derived ones."""
         return "torch" if self.backend == "torch" else "auto"
 
     def _differentiated(
         self, part: Mapping[str, Tensor], state: Tensor | None, dy: Tensor, last: Tensor | None
     ) -> Tensor:
-        """The same by differentiating one more run in the state alone."""
+        """The gradient that `adjoint` returns, by autograd of one more run in the initial state alone."""
         start = (self.empty(self.sizes.batch) if state is None else state).detach()
         with torch.enable_grad():
             start.requires_grad_()
@@ -120,12 +120,12 @@ class Summary:
     # -- M
 
     def _dense(self, begin: int, end: int) -> Tensor:
-        """M [B, H, N, N]: the homogeneous recurrence run from I, its channels the columns."""
+        """M [B, H, N, N]: the homogeneous recurrence's final state from the initial state I; channels are columns."""
         spec, sizes, part = self.recurrence.spec, self.sizes, self.part(begin, end)
         eye = torch.eye(sizes.n, dtype=self.bound.compute, device=self.bound.device)
         eye = eye.expand(sizes.batch, sizes.heads, -1, -1)
         wide = [i.name for i in spec.inputs if VALUE in i.kind.axes]
-        if wide and not reads_values(spec):  # values are written, never multiplied with a state
+        if wide and not reads_values(spec):  # values are only written, never multiplied with a state
             part |= {n: part[n].new_zeros(1).expand(*part[n].shape[:-1], sizes.n) for n in wide}
             return self._free(part, eye)
         blocks = []
@@ -141,7 +141,7 @@ class Summary:
         return found
 
     def _product(self, begin: int, end: int) -> Tensor:
-        """M of a diagonal A [B|1, H|1, *move_shape]: one product over tokens, in logarithms where A has them."""
+        """M of a diagonal A [B|1, H|1, *move_shape]: a product over tokens, or a sum where A is given by logarithms."""
         spec, frame, factors = self.recurrence.spec, self.frame, decay_factors(self.recurrence.spec)
         if factors is not None and not frame.gain:
             fixed, moving = factors
@@ -163,13 +163,13 @@ class Summary:
         return torch.stack([self._whole(log.sum(0)), self._whole(sign.prod(0))], dim=2)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """[B|1, H|1, n, p] with all the rows and columns of M."""
+        """x [B|1, H|1, 1 or n, 1 or p], expanded to the rows and columns of M."""
         return x.expand(*x.shape[:2], self.frame.rows, self.frame.columns)
 
     def _over_tokens(
         self, x: Expr, begin: int, end: int, over: Callable[..., Tensor], of: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """A sum or product over tokens of (a function of) an expression [B|1, H|1, n, p], a segment at a time."""
+        """`over` (a sum or product) over tokens of `of`(x) [B|1, H|1, n, p], a segment of tokens at a time."""
         sizes = self.sizes
         each = sizes.batch * sizes.heads
         for axis, size in ((KEY, sizes.n), (VALUE, sizes.p)):
@@ -184,7 +184,7 @@ class Summary:
         return parts[0] if len(parts) == 1 else over(torch.stack(parts), 0)
 
     def _values(self, x: Expr, begin: int, end: int) -> Tensor:
-        """An expression of the inputs on some tokens [B|1, T|1, H|1, n, p]."""
+        """The values of an expression on tokens begin ... end [B|1, T|1, H|1, n, p]."""
         spec, part = self.recurrence.spec, self.part(begin, end)
         used = {i.attrs[0] for i in inputs_of(x)} or {spec.inputs[0].name}
         values = {}
@@ -200,12 +200,12 @@ class Summary:
 
 
 def summary_of(recurrence: Recurrence, bound: Bound, form: str, backend: str) -> Summary:
-    """What makes the summaries of a call by public calls."""
+    """The summary of one shard's call."""
     return Summary(recurrence, bound, form, backend)
 
 
 def hollow(summary: Summary) -> Summary:
-    """The same without the call's tensors, for a graph that holds them itself: their names, sizes and dtypes."""
+    """The summary with the tensors' names, sizes and dtypes but no tensors, which autograd's graph saves itself."""
     bound = summary.bound
     nothing = dict.fromkeys(bound.tensors, NOTHING)
     empty = Bound(nothing, bound.sizes, bound.dtype, bound.compute, bound.device)

@@ -1,4 +1,4 @@
-"""Tensors of tokens that every rank needs whole: gathered forward, summed back to their owners backward."""
+"""Gathering of token tensors that every rank needs whole; backward, the gradients are summed on the owning rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def gather_tokens(world: World, xs: Sequence[Tensor], lengths: Sequence[int], dim: int = 1) -> list[Tensor]:
-    """The whole tensor from this process's shards, once for each of its ranks. lengths: tokens of every rank."""
+    """The whole tensor from the shards, for each rank of this process. lengths: tokens of every rank."""
     moved = [[x.movedim(dim, 1)] for x in xs]
     return [x.movedim(1, dim) for (x,) in gather_all(world, moved, lengths)]
 
 
 def gather_all(world: World, groups: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> list[list[Tensor]]:
-    """Several tensors [B, T, ...] of every rank of this process, in one collective."""
+    """Several whole tensors [B, T, ...] for each rank of this process, by one collective."""
     shapes = [[x.shape for x in group] for group in groups]
     flat = [torch.cat([x.flatten(2) for x in group], dim=2) for group in groups]
     whole = _Gathered.apply(world, tuple(lengths), *flat)
@@ -40,7 +40,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, world: World, lengths: tuple[int, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-        """Padded to one length, gathered, cut."""
+        """Pad to one length, gather, cut."""
         ctx.world, ctx.lengths, ctx.most = world, lengths, max(lengths)
 
         def steps(x: Tensor) -> Generator[Request, Tensor, Tensor]:
@@ -52,7 +52,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """What every rank's loss gives to each rank's tokens, summed there."""
+        """Send every rank the gradients of its own tokens, and sum them there."""
         world, lengths = ctx.world, ctx.lengths
 
         def steps(rank: int, g: Tensor) -> Generator[Request, Tensor, Tensor]:

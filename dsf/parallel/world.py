@@ -43,12 +43,11 @@ _numbers = itertools.count()
 
 
 class World:
-    """Ranks that hold the tokens of one sequence between them.
+    """The ranks that share one sequence, each holding a part of its tokens.
 
-    layout: who holds which tokens. sizes: tokens of every rank, or None where they are as even as can be. exchange:
-    "auto" or one of gather, transpose, relay, two-level. nodes: into how many the ranks are divided. links: latency and
-    bandwidth within and between nodes, for the choice. log: a list that takes the signature of every collective, or
-    None.
+    layout: which rank holds which tokens. sizes: tokens of every rank, or None for the most even. exchange: "auto",
+    "gather", "transpose", "relay" or "two-level". nodes: the number of nodes. links: latency and bandwidth within and
+    between nodes, for the choice. log: a list that takes the signature of every collective, or None.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class World:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
-        """The same: a copied model talks to the same ranks."""
+        """This object: a copied model has the same ranks."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +91,7 @@ class World:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the sequence."""
+        """The number of ranks that share the sequence."""
         return self.layout.ranks
 
     @property
@@ -101,7 +100,7 @@ class World:
         raise NotImplementedError
 
     def run(self, steps: Several[Steps]) -> list[Any]:
-        """The values of this process's generators (dsf.parallel.collectives)."""
+        """Run the generators of this process's ranks; their return values (dsf.parallel.collectives)."""
         if self._forward is None:
             return self._run(steps)
         sizes = {ALL: self.ranks, INNER: self.ranks // self.nodes, OUTER: self.nodes}
@@ -111,10 +110,10 @@ class World:
         raise NotImplementedError
 
     def backwards(self) -> World:
-        """These ranks for sequences that run from their ends, of which rank W - 1 - r has the r-th run.
+        """The world of reversed calls, in which rank r of this world is rank W - 1 - r.
 
-        Every rank flips its tokens, and counts itself from the last; the collectives stay what they are. With
-        layout="headtail" a rank has the same numbers of runs from either end.
+        Every rank flips its tokens; the collectives stay the same. With layout="headtail" it is this world, as a rank
+        holds the same runs counted from either end.
         """
         if self.layout.slots > 1:
             return self
@@ -133,7 +132,7 @@ class World:
         self.sizes = None if self.sizes is None else self.sizes[::-1]
 
     def called(self, rank: int) -> int:
-        """The number that a user knows a rank by."""
+        """A rank's number in the world that the user made."""
         return rank if self._forward is None else self.ranks - 1 - rank
 
     def choice(self, frame: Frame, rows: int, width: int) -> Choice:
@@ -141,18 +140,18 @@ class World:
         return choose(frame, self.layout, rows, width, self.exchange, self.nodes, self.links)
 
     def packing(self, bounds: Several[int]) -> Packing:
-        """Where packed sequences are cut. Raises InputError where the layout cannot hold them."""
+        """Packed sequences (cu_seqlens `bounds`) over the ranks. Raises InputError where they do not fit."""
         sizes: Several[int] | None = self.sizes
-        if self._forward is not None:  # where shards are as even as can be, the longer ones are those of the last ranks
+        if self._forward is not None:  # uneven shards come in reversed order
             sizes = self.layout.sizes(bounds[-1], self._forward.sizes)[::-1]
         return Packing.of(self.layout, bounds, sizes)
 
     def places(self, tokens: int, rank: int) -> list[int]:
-        """The places in a sequence of `tokens` tokens that a rank holds."""
+        """The positions, in a sequence of `tokens` tokens, of a rank's tokens."""
         return self.packing([0, tokens]).positions(rank)
 
     def shard_of(self, rank: int, *xs: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """The tokens of one rank from whole tensors."""
+        """One rank's tokens of whole tensors."""
         found = []
         for x in xs:
             packing = self.packing([0, x.shape[dim]])
@@ -188,8 +187,8 @@ class Sequence(World):
     between nodes, instead of the defaults of the device. check: compare what ranks are about to do before every call,
     by one more small collective; otherwise before the first of a kind (dtypes, shapes but for T, options) alone.
 
-    Every rank makes the same calls in the same order, forward and backward, whatever it holds. An object like any
-    other: no global state, copied with a model as it is, pickled by the names of its groups.
+    Every rank must make the same calls in the same order, forward and backward, also without tokens. Copying a model
+    keeps the object; pickling stores the names of its groups.
 
     Raises InputError for a mesh of another shape, a rank outside of it, or options that do not exist. Calls raise
     InputError on every rank where they differ between ranks (docs/parallel.md#what-is-refused).
@@ -229,7 +228,7 @@ class Sequence(World):
 
     @property
     def here(self) -> list[int]:
-        """Its own."""
+        """The rank of this process."""
         return [self._rank]
 
     def is_of(self, ranks: Several[int]) -> bool:
@@ -245,7 +244,7 @@ class Sequence(World):
         self._rank = self.ranks - 1 - self._rank
 
     def _run(self, steps: Several[Steps]) -> list[Any]:
-        """One generator, by torch's functional collectives."""
+        """Run one generator by torch's functional collectives."""
         (one,) = steps
         heard: list[Tensor] = []
 
@@ -290,12 +289,12 @@ class Sequence(World):
         return [bytes(row[row > 0].tolist()).decode(errors="ignore") for row in every]
 
     def shard(self, *xs: Tensor, dim: int = 1) -> Any:
-        """This rank's tokens of whole tensors, by the layout: one tensor, or a tuple of as many as were given."""
+        """This rank's tokens of whole tensors, by the layout: a tensor for one, a tuple for several."""
         found = self.shard_of(self._rank, *xs, dim=dim)
         return found[0] if len(found) == 1 else found
 
     def gather(self, x: Tensor, tokens: int | None = None, dim: int = 1) -> Tensor:
-        """The whole tensor from every rank's shard, on every rank; gradients go back to the ranks they belong to.
+        """The whole tensor from every rank's shard, on every rank; gradients return to the rank of each token.
 
         tokens: of the whole sequence, where shards are not all of one length. Raises InputError on every rank for
         shards that do not fit each other.
@@ -304,16 +303,16 @@ class Sequence(World):
         return gather_tokens(self, [x], self.lengths(x.shape[dim], tokens), dim)[0]
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """The places in the sequence of this rank's tokens [T_local], for position embeddings. tokens: of the whole."""
+        """int64 [T_local], the positions of this rank's tokens. tokens: of the whole sequence."""
         return torch.tensor(self.places(tokens, self._rank), dtype=torch.int64, device=device)
 
     @property
     def fragments(self) -> list[int]:
-        """The fragments of this rank, counted in the sequence's order."""
+        """The numbers of this rank's fragments in the sequence's order."""
         return [self.layout.number(self._rank, slot) for slot in range(self.layout.slots)]
 
     def lengths(self, mine: int, tokens: int | None = None) -> list[int]:
-        """Tokens of every rank. Raises InputError where this rank's are not what they have to be."""
+        """Tokens of every rank. Raises InputError where this rank's number `mine` differs from the layout's."""
         if tokens is None:
             found = list(self.sizes) if self.sizes is not None else [mine] * self.ranks
         else:
@@ -325,13 +324,13 @@ class Sequence(World):
 
 
 class Simulated(World):
-    """The ranks of a `Sequence` in one process: calls take whole sequences, cut them, run every rank, and join.
+    """The ranks of a `Sequence` in one process: a call takes whole sequences, cuts them, runs every rank and joins.
 
         sim = dsf.parallel.Simulated(3)
         y = mine(q, k, v, parallel=sim)       # equals mine(q, k, v)
 
-    So context parallelism of a recurrence is tested without a cluster: dsf.check's law `parallel` does. ranks, nodes:
-    as a mesh of that shape. sizes: tokens of every rank. A final state comes from all ranks alike.
+    It tests the context parallelism of a recurrence without a cluster, as dsf.check's law `parallel` does. ranks,
+    nodes: the shape of the simulated mesh. sizes: tokens of every rank. Raises InputError for impossible options.
     """
 
     def __init__(
@@ -350,21 +349,21 @@ class Simulated(World):
 
     @property
     def here(self) -> list[int]:
-        """All."""
+        """All ranks."""
         return list(range(self.ranks))
 
     def _run(self, steps: Several[Steps]) -> list[Any]:
-        """All generators in step. Raises DsfError where they do not ask for the same collectives."""
+        """Run all generators in step. Raises DsfError where they ask for different collectives."""
         return together(steps, self.nodes, self.log)
 
 
 def world_of(key: str) -> World:
-    """The world that a compiled graph knows by this key."""
+    """The world with this key, by which compiled graphs refer to it."""
     return WORLDS[key]
 
 
 def _groups_of(mesh: Any) -> tuple[tuple[Group, Group], str]:
-    """(between nodes, within a node), and the kind of device."""
+    """((group between nodes, group within a node), kind of device). Raises InputError."""
     if not dist.is_available() or not dist.is_initialized():
         raise InputError("dsf.parallel.Sequence needs torch.distributed.init_process_group first")
     one = Group("", 1, 0)

@@ -1,1 +1,1 @@
-"""The torch backend: expressions evaluated on tensors, and the Problem that dsf.kernels solves."""
+"""The torch backend: evaluates expressions on tensors and lowers a spec to the Problem that dsf.kernels solves."""

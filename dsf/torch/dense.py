@@ -1,4 +1,4 @@
-"""Dense matrices of what the user wrote: the tree of A is evaluated as it stands, not through the normal form."""
+"""The naive form: A evaluated into dense matrices as the user wrote it, without the normal form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, int, int, int]  # B, T, H, N
 
 
 def dense_operator(a: Operator, values: Evaluator, n: int) -> Tensor:
-    """The matrix of A for every token and channel: [B|1, T|1, H|1, p, N, N]."""
+    """The matrix of A for every token and channel: [B|1, T|1, H|1, p, N, N], where p is 1 or the number of channels."""
     if a.kind == "identity":
         return torch.eye(n, dtype=values.dtype, device=values.device).expand(1, 1, 1, 1, n, n)
     if a.kind == "diag":
@@ -36,7 +36,7 @@ def dense_operator(a: Operator, values: Evaluator, n: int) -> Tensor:
 
 
 def _dense_turn(angle: Tensor, n: int) -> Tensor:
-    """angle [..., 1 or N, 1], equal within pairs -> [..., 1, N, N] of blocks [[cos, -sin], [sin, cos]]."""
+    """angle [..., 1 or N, 1], equal within pairs -> [..., 1, N, N] with diagonal blocks [[cos, -sin], [sin, cos]]."""
     angle = angle.squeeze(-1).expand(*angle.shape[:-2], n)[..., 0::2]
     dense = angle.new_zeros(*angle.shape[:-1], n, n)
     first = torch.arange(0, n, 2, device=angle.device)
@@ -49,7 +49,10 @@ def _dense_turn(angle: Tensor, n: int) -> Tensor:
 def run_naive(
     spec: Spec, values: Evaluator, shape: Shape, state: Tensor, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The naive form of one (un-normalised) Spec: y [B, T, H, P] and the last state [B, H, N, P]."""
+    """The naive form of a Spec without its normaliser: y [B, T, H, P] and the last state [B, H, N, P].
+
+    shape: (B, T, H, N). valid: [B, T] bool, False for padding, or None.
+    """
     batch, tokens, heads, n = shape
     p = state.shape[-1]
     d = values(spec.system.D).squeeze(-2).expand(batch, tokens, heads, p)
@@ -72,7 +75,7 @@ def run_naive(
 
 
 class _Transposed(Evaluator):
-    """Expressions of a transposed state: [B, T, H, p, n]."""
+    """Evaluates expressions for the transposed state: [B, T, H, p, n]."""
 
     def __init__(self, values: Evaluator) -> None:
         self.plain, self.dtype, self.device = values, values.dtype, values.device

@@ -1,4 +1,4 @@
-"""Expressions on tensors [B, T, H, n, p]: broadcasting by axis name is broadcasting by place."""
+"""Evaluates expressions on tensors [B, T, H, n, p], in which every named axis has a fixed position."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from dsf.language.expr import ARITHMETIC, KEY, Expr, children_first
 from dsf.language.primitives import PRIMITIVES
 
-DISTURBANCE = 2.0**-26  # far above a rounding of float64, far below what would bend a curve
+DISTURBANCE = 2.0**-26  # far above the rounding of float64, small enough for a linear response
 _disturbing: ContextVar[tuple[torch.Generator, float] | None] = ContextVar("disturbing", default=None)
 
 
 @contextmanager
 def disturbed(seed: int, share: float = DISTURBANCE) -> Iterator[None]:
-    """Every expression that is computed, and the gradient that comes back to it, is off by that share of itself, up or
-    down at random: that shows the condition of what is made of them."""
+    """Inside, every computed expression and its gradient changes by that share of itself, up or down at random. The
+    change of a result then shows its condition number."""
     token = _disturbing.set((torch.Generator().manual_seed(seed), share))
     try:
         yield
@@ -43,7 +43,7 @@ class _Disturbed(torch.autograd.Function):
 
 
 class Evaluator:
-    """Computes expressions under one environment, each node once.
+    """Computes expressions in one environment, each node once.
 
     env: input nodes -> tensors [B, T, H, n, p]. keys, p: sizes of the Key and the Value axis.
     """
@@ -55,7 +55,7 @@ class Evaluator:
         self.dtype, self.device = like.dtype, like.device
 
     def __call__(self, root: Expr) -> Tensor:
-        """The value of root, [B|1, T|1, H|1, n, p] with size one for every axis root lacks."""
+        """The value of root, [B|1, T|1, H|1, n, p], of size one along axes that root lacks."""
         for node in children_first(root):
             if node not in self.values and not node.is_constant:
                 self.values[node] = self._disturb(self._compute(node))
@@ -85,12 +85,12 @@ class Evaluator:
         return self.full(node.value) if node.is_constant else self.values[node]
 
     def full(self, number: float) -> Tensor:
-        """A number as a tensor that broadcasts."""
+        """A number as a tensor [1, 1, 1, 1, 1]."""
         return torch.full((1, 1, 1, 1, 1), number, dtype=self.dtype, device=self.device)
 
 
 def stack_rows(rows: list[Tensor]) -> Tensor:
-    """One tensor a micro-step, each [B|1, T|1, ...] -> [B|1, T·M, ...]."""
+    """M tensors, one a micro-step, each [B|1, T|1, ...] -> one tensor of rows [B|1, T·M, ...]."""
     if len(rows) == 1:
         return rows[0]
     rows = list(torch.broadcast_tensors(*rows))

@@ -1,7 +1,7 @@
-"""Lowering: a Spec and the tensors of a call -> the numerics' `Problem`, and back from its output to y.
+"""Lowering: a Spec and the tensors of a call -> the `Problem` that the forms solve, and its output -> y.
 
-Normalised systems are run once with the driving values and the ones side by side as columns; exponential gains are
-taken out by a running maximum (`stabilise`).
+A normalised system is one Problem, whose columns are those of the values and of the ones (the normaliser's drive).
+Exponential gains are removed by a running maximum (`stabilise`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dsf.torch.stabilise import EMPTY, initial_maximum, largest_gain, running_ma
 
 @dataclass(frozen=True)
 class Lowered:
-    """A Problem, the state it starts from, and what turns its output into y and its final state into the state.
+    """A Problem, its initial state, and what `finish` needs to make y and the final state of its results.
 
-    rescale: factor on the outputs, [B, T, H, p]; skip: what is added after it; one: the true scale's 1, [B, T, H, p];
-    gain: running maximum after the last row, [B, H, n, p].
+    rescale: factor on the outputs, [B, T, H, p]; skip: added after it; one: the number 1 in the scale of num and den,
+    [B, T, H, p]; gain: running maximum after the last row, [B, H, n, p].
     """
 
     problem: Problem
@@ -44,7 +44,7 @@ class Lowered:
 
     @property
     def whole(self) -> Problem:
-        """The Problem whose output is y, of a system that is not normalised: its readout with all of C in it."""
+        """The Problem whose output is y, for a system that is not normalised: `rescale` and `skip` are part of it."""
         if self.rescale is None:
             return self.problem
         return replace(self.problem, readout=self.problem.readout * self.rescale.unsqueeze(-2), skip=self.skip)
@@ -61,8 +61,8 @@ def lower(
     """The Problem of one call.
 
     shape: (B, T, H, N). state: [B, H, N, columns] or None. valid: [B, T] bool, False for padding tokens, which leave
-    the state as it is. compact: for the scan and the chunks of systems without corrections or running maximum, tensors
-    as small as they come: decay_factors instead of their product, one head where all share a key or a readout.
+    the state unchanged. compact: for the scan and for chunks of systems without corrections or running maximum, keeps
+    tensors small: decay_factors instead of their product, one head where all heads share a key or a readout.
     """
     batch, tokens, heads, n = shape
     layout = columns(spec, values.p)
@@ -101,10 +101,10 @@ def lower(
 
 @derived
 def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
-    """A Hadamard system's log decay as a factor of Params and one of tokens, the latter with one axis at most.
+    """A Hadamard system's log decay as (factor of Params, factor of tokens), the latter with one axis.
 
-    None where it is no such product, or where something else has both axes for every token: only without that are all
-    of a call's tensors small beside its states.
+    None where it is no such product, or where another expression has both axes for every token: then some tensor is as
+    large as the states of all tokens anyway.
     """
     if not spec.is_elementwise or spec.decay_axes != {KEY, VALUE} or spec.log_decays is None or len(spec.rows) > 1:
         return None
@@ -117,17 +117,17 @@ def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
 
 
 def decays_of(spec: Spec, values: Evaluator, tokens: int) -> tuple[Tensor, bool]:
-    """Decays of all rows [B|1, rows|1, H|1, n, p], in logarithms where the table derives them."""
+    """(decays of all rows [B|1, rows|1, H|1, n, p], whether they are logarithms): logarithms where they are derived."""
     logs = spec.log_decays
     exprs = logs if logs is not None else tuple(r.normal.decay for r in spec.rows)
     rows = [values(e) for e in exprs]
-    if len(rows) > 1:  # constant micro-steps alternate, so every token needs rows of its own
+    if len(rows) > 1:  # micro-steps differ, so every token needs its own rows
         rows = [x.expand(-1, tokens, -1, -1, -1) for x in rows]
     return stack_rows(rows), logs is not None
 
 
 def _mixed_pairs(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """decay and cross of (decay ⊙) R(angle), every row, [B, rows, H, N, p]."""
+    """decay and cross of (decay ⊙) R(angle) for every row, [B, rows, H, N, p] each (kernels.turns.turned_decay)."""
     parts = [turned_decay(values(r.normal.decay), values(r.normal.angle), shape[3]) for r in spec.rows]
     decays, crosses = ([x.expand(*shape[:3], -1, -1) for x in each] for each in zip(*parts, strict=True))
     return stack_rows(decays), stack_rows(crosses)
@@ -136,7 +136,7 @@ def _mixed_pairs(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]
 def _turned_reads(
     spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], low: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """Corrections after the turn, left (right' R): right turned back."""
+    """Corrections as they act before the turn R: left (right' R), that is right turned by -angle."""
     if not spec.rank:
         return {}
     batch, tokens, heads, n = shape
@@ -149,9 +149,9 @@ def _turned_reads(
 def _injections(
     spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layout: Columns, own: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """key [B, rows, H, G, n], value [B, rows, H, G, columns], gain [B, rows, H, 1, p]; None where B does not factor.
+    """key [B, rows, H, G, n], value [B, rows, H, G, columns], gain [B, rows, H, n, p]; None where B does not factor.
 
-    own: heads of the keys, -1 for as many as they have.
+    own: number of heads of the keys, -1 to keep theirs.
     """
     if any(r.dense is not None for r in spec.rows):
         return None, None, None
@@ -172,12 +172,12 @@ def _injections(
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:
-    """Stack along axis 3; a single part is only looked at, not copied."""
+    """Stack along axis 3; a single part is a view, not a copy."""
     return parts[0].unsqueeze(3) if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts), dim=3)
 
 
 def _value(spec: Spec, values: Evaluator, place: tuple[int, int], term: Term, layout: Columns) -> Tensor:
-    """A term's value with the ones-driven columns beside it: [B|1, T|1, H|1, columns]."""
+    """A term's value and then the columns driven by ones: [B|1, T|1, H|1, columns]."""
     main = values(term.value).squeeze(-2)
     if spec.ones is None:
         return main.expand(*main.shape[:-1], layout.p)
@@ -188,7 +188,7 @@ def _value(spec: Spec, values: Evaluator, place: tuple[int, int], term: Term, la
 
 
 def _dense(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layout: Columns) -> Tensor | None:
-    """B of every row [B, rows, H, N, columns] when some row's does not factor."""
+    """B of every row [B, rows, H, N, columns]; None where B factors in all rows."""
     if all(r.dense is None for r in spec.rows):
         return None
     batch, tokens, heads, n = shape
@@ -214,7 +214,7 @@ def whole_injection(row: Row) -> Expr:
 
 
 def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]) -> dict[str, Tensor | None]:
-    """right [B, rows, H, R, N, p] and either tie [B, rows, H, R] (delta) or left [B, rows, H, R, N, p]."""
+    """right [B, rows, H, R, N, p] and either tie [B, rows, H, R] (delta rules) or left [B, rows, H, R, N, p]."""
     batch, tokens, heads, n = shape
     tied = (
         spec.is_delta
@@ -245,7 +245,7 @@ def _corrections(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int]
 
 
 def _widen(problem: Problem, layout: Columns) -> Problem:
-    """Give per-channel decays, readouts and corrections the normaliser's columns too."""
+    """Repeat per-channel decays, readouts and corrections for the normaliser's columns."""
     if not layout.den:
         return problem
     changes = {}
@@ -267,7 +267,7 @@ def _rows(valid: Tensor, micro: int) -> Tensor:
 
 
 def mask(problem: Problem, valid: Tensor) -> Problem:
-    """Padding tokens: decay one, nothing written, nothing erased."""
+    """The Problem with padding tokens that decay by one, write nothing and erase nothing."""
     keep = _rows(valid, problem.micro)
     one = 0.0 if problem.log else 1.0
     changes: dict[str, Tensor | None] = {"decay": torch.where(keep, problem.decay, one)}
@@ -289,9 +289,9 @@ def _with_skip(spec: Spec, problem: Problem, values: Evaluator, layout: Columns)
 def lower_maximum(
     spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], state: Tensor | None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """m_{t-1} and m_t of every token, [B, T, H, n, p], and the state that is entered, in the scale of m_0.
+    """m_{t-1} and m_t of every token, [B, T, H, n, p], and the initial state divided by e^{m_0}.
 
-    For systems of one micro-step; arguments as `lower` has them.
+    For systems of one micro-step; arguments as in `lower`.
     """
     layout = columns(spec, values.p)
     decay, log = decays_of(spec, values, shape[1])
@@ -305,7 +305,7 @@ def lower_maximum(
 
 
 def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-    """From the Problem's output [B, T, H, columns] and state to y [B, T, H, P] and the state with all its columns."""
+    """y [B, T, H, P] and the state with all its columns, from the Problem's output [B, T, H, columns] and state."""
     if lowered.rescale is not None:
         y = y * lowered.rescale
     if lowered.skip is not None:
@@ -322,16 +322,16 @@ def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Te
 
 
 def apply_rule(spec: Spec, values: Evaluator, num: Tensor, den: Tensor, one: Tensor) -> Tensor:
-    """normalize on num [B, T, H, P], den [B, T, H, P or 1] and the 1 of their scale, all with the same axes."""
+    """The rule `normalize` applied to num [B, T, H, P], den [B, T, H, P or 1], and the number 1 in their scale."""
     assert spec.rule is not None
     env = dict(values.values) | {NUM: num.unsqueeze(-2), DEN: den.unsqueeze(-2), ONE: one.unsqueeze(-2)}
     return Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
 
 
 def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
-    """The state without its running maximum: columns of S and of the normaliser, e^m multiplied out.
+    """The columns of S and of the normaliser, multiplied by e^m of the running maximum m, without m.
 
-    m carries no gradient here either: the gradient of a state is that of its other columns.
+    m has no gradient here either: the gradient of a state is that of its other columns.
     """
     layout = columns(spec.inner, p)
     state = state[..., : layout.total]
@@ -339,5 +339,5 @@ def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
         return state
     plain, gain = state.split([layout.p + layout.den, layout.gain], dim=-1)
     gain = tiled(gain.detach(), layout)
-    overflows = gain > math.log(torch.finfo(gain.dtype).max)  # a zero stays zero there, elsewhere it has its slope
+    overflows = gain > math.log(torch.finfo(gain.dtype).max)  # there a zero stays zero
     return plain * torch.where((plain == 0) & overflows, 0.0, gain).exp()

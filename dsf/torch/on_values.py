@@ -1,6 +1,7 @@
-"""Lowering of systems whose A acts on the Value axis: the Problem of the transposed state, read along its other axis.
+"""Lowering of systems whose A acts on the Value axis: a Problem of the transposed state.
 
-S_t = S_{t-1} Aᵀ + Σ k vᵀ is (S_tᵀ) = A (S_{t-1}ᵀ) + Σ v kᵀ, where values are keys and keys are values.
+S_t = S_{t-1} Aᵀ + Σ k vᵀ is S_tᵀ = A S_{t-1}ᵀ + Σ v kᵀ: keys and values are exchanged, and outputs are read along the
+other axis (`across` in Problem).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Shape = tuple[int, int, int, int]
 
 
 def lower_on_values(spec: Spec, values: Evaluator, shape: Shape, state: Tensor | None, valid: Tensor | None) -> Lowered:
-    """As dsf.torch.lower.lower, of a spec that acts_on_values; the state is the transposed one, [B, H, P, N]."""
+    """dsf.torch.lower.lower for a spec that acts_on_values. The Lowered's state is transposed, [B, H, P, N]."""
     batch, tokens, heads, n = shape
     p = values.p
     gate, core = spec.gated_read if spec.has_key else (spec.readout, const(1))
@@ -58,7 +59,7 @@ def lower_on_values(spec: Spec, values: Evaluator, shape: Shape, state: Tensor |
 
 
 def _corrections(spec: Spec, values: Evaluator, shape: Shape, tied: int | None) -> dict[str, Tensor | None]:
-    """right [B, rows, H, R, P, 1] and tie [B, rows, H, R] of as many as are tied, or left [B, rows, H, R, P, 1]."""
+    """right [B, rows, H, R, P, 1], and tie [B, rows, H, R] with R = `tied`, or left [B, rows, H, R, P, 1] if None."""
     count, rights, lefts = spec.rank if tied is None else tied, [], []
 
     def vector(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Exponential gains taken out of a Problem by a change of gauge.
+"""Exponential gains of a Problem removed by rescaling its state with a running maximum.
 
-With a running maximum m_t ≥ gain_t and m_t ≥ m_{t-1} + log decay_t, the state e^{-m_t} S_t obeys the same recurrence
-with every factor at most one (the stabiliser of mLSTM, arXiv 2405.04517 eq. 15). m is a choice, not a quantity of the
-model: y and the true state do not depend on it, and it carries no gradient.
+With m_t ≥ gain_t and m_t ≥ m_{t-1} + log decay_t, the state e^{-m_t} S_t follows a recurrence in which every factor is
+at most one (m is the stabiliser of mLSTM, arXiv 2405.04517 eq. 15). y and the true state do not depend on m, so it has
+no gradient. A tensor is *in the gauge* of m when it belongs to the recurrence of e^{-m_t} S_t.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dsf.language.spec import Row, Spec
 from dsf.torch.columns import Columns, skip_columns, tiled
 from dsf.torch.evaluate import Evaluator, stack_rows
 
-EMPTY = -1e30  # running maximum before anything was written
-# Log decays below this count as this in the running maximum. Any floor gives a valid gauge; one token that forgets more
-# than this can underflow to 0/0, and T times this, summed in float32, must not be off by more than e^±80 can hold.
+EMPTY = -1e30  # running maximum before the first write
+# Lower bound of log decays in the running maximum. Any bound is valid, but a token that decays by more can underflow to
+# 0/0, and with a much lower one rounding errors of sums over T tokens in float32 could exceed e^±80.
 FLOOR = -1e3
 
 
 def largest_gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int, int, int]) -> Tensor | None:
-    """Largest exponent of the row's terms over the axes the running maximum does not have: [B, T, H, n, p]."""
+    """Largest gain of a row's terms, maximised over axes that the running maximum lacks: [B, T, H, n, p], or None."""
     if not spec.is_stabilised:
         return None
     batch, tokens, heads, _ = shape
@@ -47,10 +47,10 @@ def stabilise(
     gain: Tensor,
     state: Tensor | None,
 ) -> tuple[Problem, Tensor | None, Tensor, Tensor | None, Tensor, Tensor]:
-    """Change of gauge S → e^{-m} S with the running maximum m.
+    """The recurrence of e^{-m} S with the running maximum m.
 
-    Returns the Problem and the state in that gauge, the factor on y, what is added after it, the true scale's 1, and m
-    after the last row.
+    Returns (Problem, initial state, factor on y, what is added to y after it, the number 1 in the scale of num and den,
+    m after the last row).
     """
     first, start = initial_maximum(layout, gain, state)
     before, after = running_maximum(spec, problem.decay, problem.log, layout, gain, first)
@@ -73,12 +73,12 @@ def stabilise(
         level = torch.maximum(top, own if layout.gain > 1 else own.amax(-1, keepdim=True))
     rescale = tiled(top - level, layout).exp()
     skip = _gauged_skip(spec, values, layout, level)
-    one = (-level).clamp(max=80.0).exp()  # beyond e^80 the true 1 dwarfs num and den, and float32 would overflow
+    one = (-level).clamp(max=80.0).exp()  # beyond e^80 num and den are negligible against 1, and float32 would overflow
     return replace(problem, **changes), start, rescale, skip, one, after[:, -1]  # type: ignore[arg-type]
 
 
 def initial_maximum(layout: Columns, gain: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """m_0 [B, H, n, p] and the rescaled state; rows of a state may come with maxima of their own."""
+    """m_0 [B, H, n, p] and the state divided by e^{m_0}. In `state` each row may have its own maximum."""
     if state is None:
         return gain.new_full((), EMPTY).expand_as(gain[:, 0]), None
     plain, own = state.split([layout.p + layout.den, layout.gain], dim=-1)
@@ -90,7 +90,7 @@ def initial_maximum(layout: Columns, gain: Tensor, state: Tensor | None) -> tupl
 def running_maximum(
     spec: Spec, decay: Tensor, in_logs: bool, layout: Columns, gain: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """m_{r-1} and m_r of every row, m_r = max(m_{r-1} + log decay_r, gain_r), as cumulative sums and maxima."""
+    """m_{r-1} and m_r of every row, m_r = max(m_{r-1} + log decay_r, gain_r), by cumulative sums and maxima."""
     decay = decay.detach()
     log = decay if in_logs else decay.abs().log()
     log = log[..., : layout.p].clamp(min=FLOOR)  # the den columns repeat the num columns
@@ -104,7 +104,7 @@ def running_maximum(
 
 
 def _gauged_corrections(spec: Spec, problem: Problem, moved: Tensor) -> dict[str, Tensor | None]:
-    """left times e^{m before - m after}, moved [B, rows, H, 1, p]; still tied to key where the key stays as it is."""
+    """left times e^moved, moved = m before - m after [B, rows, H, 1, p]; still tied to the key if that has no gain."""
     if not problem.rank:
         return {}
     keys_move = any(t.gain is not None and KEY in t.gain.axes for r in spec.rows for t in r.terms)
@@ -117,7 +117,7 @@ def _gauged_corrections(spec: Spec, problem: Problem, moved: Tensor) -> dict[str
 def _gauged_injection(
     spec: Spec, values: Evaluator, problem: Problem, layout: Columns, after: Tensor
 ) -> dict[str, Tensor | None]:
-    """Terms times e^{gain - m}: on the values where it has no Key axis, else on the keys, or both multiplied out."""
+    """Terms times e^{gain - m}: a factor of the values, or of the keys, or of their product where it has both axes."""
     assert problem.key is not None and problem.value is not None
     scale = torch.stack(_exponents(spec, values, problem, after), dim=3).exp()  # [B, rows, H, G, n, p]
     if scale.shape[-2] == 1:
@@ -125,7 +125,7 @@ def _gauged_injection(
     if scale.shape[-1] == 1:
         return {"key": problem.key * scale.squeeze(-1)}
     full = problem.key.unsqueeze(-1) * problem.value.unsqueeze(-2) * tiled(scale, layout)
-    return {"key": None, "value": None, "dense": full.sum(3)}  # the system is elementwise: nothing needs the factors
+    return {"key": None, "value": None, "dense": full.sum(3)}  # an elementwise system does not need the factors
 
 
 def _exponents(spec: Spec, values: Evaluator, problem: Problem, after: Tensor) -> list[Tensor]:

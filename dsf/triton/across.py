@@ -1,9 +1,10 @@
-"""Systems whose A acts on the Value axis, on the chunk kernels of the transposed state.
+"""Systems whose A acts on the Value axis: the chunk kernels run the system of the transposed state.
 
-The transposed state Z = Sᵀ has keys where values are, and obeys a declaration like any other, which is read along its
-other axis: y_t = Z_t q_t. That is no output of the kernels, o_t = Z_tᵀ Q_t, but it is their gradient in Q where q is
-the gradient of o, for Σ o_t · q_t = Σ Q_t · (Z_t q_t). So y is one backward pass of the kernels, and its own gradients
-are their outputs (in q, with dy for Q) and one more backward pass, with dy for Q and q for the gradient of o.
+The transposed state Z = Sᵀ [P, N] follows a declaration with Key and Value axes exchanged. Its output would be
+y_t = Z_t q_t, but the kernels compute o_t = Z_tᵀ Q_t. Since Σ o_t · q_t = Σ Q_t · (Z_t q_t), y is the gradient of the
+kernels' output by Q, with q as the gradient of o: one backward pass of the kernels. In the backward pass of y, the
+gradient of q is the kernels' output with Q = dy, and all other gradients come from one more backward pass, with Q = dy
+and q as the gradient of o.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Run = Callable[[Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
 
 
 def exchanged(axes: Axes) -> Axes:
-    """Keys for values and values for keys."""
+    """The axes with Key and Value exchanged."""
     return frozenset(OTHER[axis] for axis in axes)
 
 
 def exchange(x: Expr) -> Expr:
-    """The expression with its axes exchanged."""
+    """The expression with Key and Value exchanged in inputs, sizes and sums."""
     done: dict[Expr, Expr] = {}
     for node in children_first(x):
         if node.op == "input":
@@ -54,7 +55,7 @@ def exchange(x: Expr) -> Expr:
 
 @derived
 def transposed(spec: Spec) -> Spec:
-    """The system of Sᵀ, without D, read by its last input: a Key of the transposed state."""
+    """The system of Sᵀ without D. Its readout is a new input, the last one: a Key of the transposed state."""
     name = "Q"
     while name in {i.name for i in spec.inputs}:
         name += "_"
@@ -107,11 +108,11 @@ def run_matrix(
 
 
 class Across(torch.autograd.Function):
-    """y_t = Z_t q_t and the last state, of what `run` makes of (Q, state, tensors): o_t = Z_tᵀ Q_t, and that state."""
+    """y_t = Z_t q_t and the last state, from `run`: (Q, state, tensors) -> (o_t = Z_tᵀ Q_t, the last state)."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, n: int, q: Tensor, state: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """q: [B, T, H, p]; run as in run_matrix. Returns y [B, T, H, n] and the last state [B, H, n, p]."""
+        """q: [B, T, H, p]; run: as in run_matrix. Returns y [B, T, H, n] and the last state [B, H, n, p]."""
         ctx.run, ctx.held = run, state is not None
         ctx.save_for_backward(q, *tensors, *([] if state is None else [state]))
         with torch.enable_grad():
@@ -122,7 +123,7 @@ class Across(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Of q the outputs that dy reads; of all else by one backward pass."""
+        """The gradient of q is the output with Q = dy; all others come from one backward pass."""
         refuse_second_order()
         dy, dfinal = cotangents
         q, *tensors = ctx.saved_tensors

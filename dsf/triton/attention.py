@@ -1,4 +1,4 @@
-"""Attention on the Triton kernels: which calls, and handing them over."""
+"""Attention on the Triton kernels: which calls they can run, and the call itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
 
 
 def kernel_of(sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
-    """Name of the kernel with its tiles, and tokens a block."""
+    """Name of the kernel with its tiles, and queries a tile."""
     from dsf.kernels.triton.attention.operator import tiles
 
     found = tiles(sizes.keys, sizes.p, dtype, False)

@@ -1,4 +1,4 @@
-"""Which calls run on the Triton kernels, and on which of them."""
+"""Which calls run on the Triton kernels, and which kernel runs each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _elsewhere: ContextVar[bool] = ContextVar("_elsewhere", default=False)
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """Inside, tensors on torch's meta device stand for those on a GPU that is not there."""
+    """Inside, tensors on torch's meta device stand for tensors on a GPU that this machine lacks."""
     token = _elsewhere.set(True)
     try:
         yield
@@ -64,31 +64,31 @@ def refusal(
 
 
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
-    """True for calls that the decode kernel takes: one token, and no gradients, which it does not have."""
+    """True for calls that the decode kernel runs: one token, and no gradients, since it has no backward pass."""
     if sizes.tokens != 1 or grad or spec.mixes_pairs or form not in ("auto", "recurrent"):
         return False
     return gpu_step.refusal(spec, sizes, dtype) is None
 
 
 def is_scan(spec: Spec) -> bool:
-    """True for the fused scan's recurrences; the others have matrix products to gain."""
+    """True for recurrences of the fused scan; chunks of matrix products are faster for the others."""
     return spec.is_elementwise or (VALUE in spec.decay_axes and not spec.rank)
 
 
 def forms_of(spec: Spec) -> tuple[str, ...]:
-    """The forms that run on the GPU kernels. The fused scan walks tokens in segments, so it is three forms at once."""
+    """The forms that the GPU kernels run. The fused scan walks tokens in segments and so counts as three forms."""
     return ("recurrent", "scan", "chunk") if is_scan(spec) else ("chunk",)
 
 
 def interpreted() -> bool:
-    """True when Triton's interpreter is on (TRITON_INTERPRET=1), so that kernels run on CPU tensors, for tests."""
+    """True when Triton's interpreter is on (TRITON_INTERPRET=1): kernels then run on CPU tensors, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def kernel_of(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device, one_step: bool = False
 ) -> tuple[str, int]:
-    """Name of the kernel, with its tiles, and its chunk length in tokens."""
+    """Name of the kernel with its tiles, and its chunk length in tokens (0 where it has no chunks)."""
     if spec.is_attention:
         return gpu_attention.kernel_of(sizes, dtype)
     if one_step:
@@ -103,7 +103,7 @@ def kernel_of(
 
 
 def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
-    """The source printed for this spec and inputs of a dtype; none for attention, whose kernels have no holes."""
+    """The source printed for this spec and inputs of a dtype; empty for attention, whose kernels have no holes."""
     if spec.is_attention:
         return ""
     if one_step:
@@ -112,7 +112,7 @@ def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
 
 
 def room_of(spec: Spec) -> Any:
-    """Where calls of the matrix families are handed over: what acts on values, and features, make others of them."""
+    """The module that runs a call of the matrix families: transposed (A acts on values), with features, or plain."""
     if spec.acts_on_values:
         return gpu_across
     return gpu_features if gpu_features.has_features(spec) else gpu_matrix
@@ -126,24 +126,24 @@ def inside(spec: Spec) -> Spec:
 
 
 def _one_read(spec: Spec) -> Spec:
-    """The system read in the first of several ways, where kernels run them one after the other."""
+    """The system with the first of its readouts, where kernels run once for each of several readouts."""
     parts = () if is_scan(spec) else apart(spec)
     return parts[0] if parts else spec
 
 
 def packs(spec: Spec) -> bool:
-    """True for scans that take packed sequences as they lie."""
+    """True for scans that take packed sequences in place, without gathering them."""
     return is_scan(spec) and gpu_scan.packs(spec)
 
 
 def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
-    """True where packed sequences are found on the GPU alone: the chunk kernels take a tensor of boundaries."""
+    """True where the boundaries of packed sequences may stay on the GPU: the chunk kernels take them as a tensor."""
     spec = _one_read(spec)
     return not (spec.is_attention or is_scan(spec)) and room_of(spec).refusal(spec, sizes, dtype) is None
 
 
 def packs_hidden(spec: Spec, form: str) -> bool:
-    """True where boundaries need not be known on the host, for sizes that the kernels hold."""
+    """True where the boundaries need not be known on the host, for all sizes that the kernels can run."""
     spec = _one_read(spec)
     spec = inside(spec)
     return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))

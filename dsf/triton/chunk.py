@@ -1,4 +1,4 @@
-"""The chunkwise matrix families on the GPU: which specs and sizes their kernels take, and handing over tensors."""
+"""The chunk kernels of the matrix families: which specs and sizes they can run, and their calls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dsf.language.spec import Spec
 from dsf.triton.operands import Unfit, operands_of, written_apart
 from dsf.triton.source import Source, name_of
 
-FEWEST = 16  # keys of a state over which roundings to half precisions average; kernels fill up fewer to as many
-LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels hold
+FEWEST = 16  # keys; with fewer, rounding errors of half precisions do not average out, and kernels pad to as many
+LARGEST = 256  # entries of the Key axis, or columns of the state, that the kernels can hold
 GRID = 65_535  # programs along the second and third axis of a CUDA grid: heads of a batch, and packed sequences
 Timed = Mapping[str, Tensor]
 
@@ -40,14 +40,14 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
 
 @derived
 def has_channels_apart(spec: Spec) -> bool:
-    """True where no channel knows of another, so that a call may run some of them at a time."""
+    """True where no channel depends on another, so that a call may run some channels at a time."""
     nodes = children_first(spec.readout, spec.system.D, *operands_of(spec).all)
     between = any(x.op == "sum_value" or (x.op == "size" and x.attrs[0] == VALUE) for x in nodes)
     return spec.rule is None and not between
 
 
 def channels(spec: Spec, p: int) -> int:
-    """How many of P channels run at a time: all, or equal parts, in whole cache lines, of more than kernels hold."""
+    """How many of P channels run at a time: all, or where the kernels cannot hold them equal parts, multiples of 16."""
     if p <= LARGEST or not has_channels_apart(spec):
         return p
     parts = -(-p // LARGEST)
@@ -55,7 +55,7 @@ def channels(spec: Spec, p: int) -> int:
 
 
 def fits(spec: Spec) -> bool:
-    """True for a spec of these families, whatever its sizes."""
+    """True for a spec that the kernels can run at some size."""
     try:
         operands_of(spec)
     except Unfit:
@@ -79,7 +79,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
 
 @derived
 def program_of(spec: Spec) -> tuple[Source, str]:
-    """The printed kernels of a spec, and the name under which the operator knows them; once a process."""
+    """The printed kernels of a spec and their name in the operator's registry; printed once a process."""
     from dsf.kernels.triton.pointwise.programs import PROGRAMS
     from dsf.triton.print_chunk import emit_matrix
 
@@ -92,11 +92,11 @@ def program_of(spec: Spec) -> tuple[Source, str]:
 def run_matrix(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as the torch forms have them.
+    """y [B, T, H, P] and the final state [B, H, N, columns]; arguments as those of the torch forms.
 
-    bounds: of packed sequences, [S + 1]; they have a state each. A batch with more heads than a grid has programs runs
-    in parts, and so do more channels than kernels hold. States of fewer than 16 keys are computed in float32. Raises
-    InputError for more packed sequences than a grid has programs.
+    bounds: boundaries [S + 1] of packed sequences, each of which has a state. Batches with more heads than a grid has
+    programs, and more channels than kernels hold, run in parts. States of fewer than 16 keys are computed in float32.
+    Raises InputError for more packed sequences than a grid has programs.
     """
     if bound.sizes.n < FEWEST and bound.dtype.itemsize == 2:
         return run_matrix(spec, unrounded(bound), {name: x.float() for name, x in timed.items()}, state, bounds)
@@ -127,7 +127,7 @@ def run_matrix(
 def _by_channels(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, bounds: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`run_matrix` of some channels after the others; what has no channels is read by every part."""
+    """`run_matrix` for one part of the channels after the other; inputs without channels are read by every part."""
     valued = {i.name for i in spec.inputs if VALUE in i.kind.axes}
     size = channels(spec, bound.sizes.p)
     outputs, finals = [], []
@@ -146,5 +146,5 @@ def _by_channels(
 
 
 def names(spec: Spec) -> list[str]:
-    """Names of the programs that are printed for a spec, which are there then."""
+    """Names of the programs of a spec, which this call prints and registers."""
     return [program_of(spec)[1]] if fits(spec) else []

@@ -1,4 +1,4 @@
-"""The elementwise form of a spec, A, B, C and D of one token as expressions; padding and packing change it."""
+"""The elementwise form of a spec: A, B, C and D of one token as expressions, also for padded and packed sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsf.language.system import System
 
 @dataclass(frozen=True)
 class Coefficients:
-    """S_t = A ⊙ S_{t-1} + B and y_t = E Σ_n C S + D of one token, micro-steps multiplied out; E has no Key axis."""
+    """S_t = A ⊙ S_{t-1} + B and y_t = E Σ_n C S + D of one token, its micro-steps combined; E has no Key axis."""
 
     A: Expr
     B: Expr
@@ -23,7 +23,7 @@ class Coefficients:
 
     @property
     def roots(self) -> tuple[Expr, ...]:
-        """In the order of the letters."""
+        """A, B, C, E, D."""
         return self.A, self.B, self.C, self.E, self.D
 
 
@@ -40,12 +40,15 @@ def coefficients(spec: Spec) -> Coefficients:
 
 
 def masked(one: Coefficients, valid: Expr) -> Coefficients:
-    """The coefficients that leave the state as it is at tokens that are not valid."""
+    """The coefficients that leave the state unchanged at tokens that are not valid."""
     return replace(one, A=where(valid > 0.5, one.A, 1.0), B=where(valid > 0.5, one.B, 0.0))
 
 
 def packed(one: Coefficients, before: bool, starts: Expr, initial: Expr | None = None) -> Coefficients:
-    """The coefficients with a reset at every token where a sequence begins, in `initial` (zero at other tokens)."""
+    """The coefficients with a reset of the state to `initial` at the first token of every sequence.
+
+    starts: above 0.5 at these tokens. initial: None for a zero state; its value at other tokens is zero.
+    """
     a = where(starts > 0.5, 0.0, one.A)
     c = where(starts > 0.5, 0.0, one.C) if before else one.C
     if initial is None:

@@ -1,4 +1,4 @@
-"""Systems of Taylor features on the chunk kernels: torch makes the features, the kernels take them as keys."""
+"""Systems of Taylor features on the chunk kernels: torch computes the features, the kernels take them as keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsf.triton.chunk import Timed
 
 @dataclass(frozen=True)
 class Featured:
-    """A system whose features are inputs: (what each is made of, its name)."""
+    """A system with features as inputs. made: (the expression of each feature vector, the name of its input)."""
 
     spec: Spec
     made: tuple[tuple[Expr, str], ...]
@@ -62,7 +62,7 @@ def featured(spec: Spec) -> Featured:
 
 
 def sizes_of(sizes: Sizes) -> Sizes:
-    """Sizes of the system with features for keys."""
+    """Sizes of the system whose keys are the features."""
     return replace(sizes, keys=sizes.n)
 
 
@@ -80,7 +80,7 @@ def _knows_size(spec: Spec) -> bool:
 
 
 def made_of(spec: Spec, bound: Bound, timed: Mapping[str, Tensor]) -> tuple[Spec, Bound, Timed]:
-    """The system with features for keys, and its inputs, features rounded to the inputs' dtype."""
+    """The system whose keys are the features, and its inputs; features are rounded to the inputs' dtype."""
     found, sizes = featured(spec), bound.sizes
     values = Evaluator(environment(spec, bound, timed), sizes.keys, sizes.p)
     batch, tokens = next(iter(timed.values())).shape[:2]

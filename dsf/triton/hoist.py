@@ -1,9 +1,9 @@
-"""Which parts of a scan are made once a token, by a kernel before it, instead of in every program and thread.
+"""Which parts of a scan a kernel before it computes once a token, instead of every program and thread of the scan.
 
-A program of the scan owns some channels of a head. What has no Value axis is the same in all of them, yet each would
-compute it, and differentiate it, token by token. A part that is made outside comes in as one more tensor a token
-[B, T, H, N] or [B, T, H] in float32: to be loaded, and its gradient summed over channels. So it is worth that only
-where enough is computed to make it, or where what it is made of need not come in any more.
+A program of the scan handles some channels of a head. An expression without a Value axis is the same for all channels,
+yet every program would compute and differentiate it. Computed before the scan, it is one more input, a float32 tensor
+[B, T, H, N] or [B, T, H], which the scan has to load and whose gradient it has to sum over channels. That pays only for
+expensive expressions, or where the scan then no longer needs the expression's own inputs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from dsf.language.spec import Spec
 from dsf.triton.coefficients import Coefficients, coefficients
 from dsf.triton.regroup import regroup
 
-ENTRIES = 16  # state entries that a Key vector is taken to have
-# In instructions a token and thread, forward; loads and sums over channels count for what they cost beside these.
-LOAD = {True: 4 * ENTRIES, False: 14}  # of a tensor a token, with and without a Key axis
-LAUNCH = 12  # what the kernel before the scan must spare it
-SUM = 48  # of a sum over the Key axis: where one is left, a scan cannot take one state entry after the other
+ENTRIES = 16  # length that a Key vector is assumed to have
+# Costs, in instructions a token and thread of the forward pass; loads and sums count as many as they cost.
+LOAD = {True: 4 * ENTRIES, False: 14}  # to load a tensor for a token, with and without a Key axis
+LAUNCH = 12  # least saving that justifies a kernel before the scan
+SUM = 48  # of a sum over the Key axis: a scan that has one cannot process one state entry after the other
 PRICES = dict.fromkeys(("div", "sqrt", "rsqrt", "exp", "log"), 8) | {"sigmoid": 16, "pow": 16, "size": 0}
 PRICES |= dict.fromkeys(("expm1", "phi1", "log1p", "tanh", "softplus", "logsigmoid"), 30)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A scan in two: the coefficients of what is left, and what is made before, under the names of inputs.
+    """A scan in two parts. left: the coefficients that the scan computes; made: what the kernel before it computes, by
+    the names of the scan's new inputs.
 
-    passed: inputs that both read. The kernel before the scan hands them over in float32, so that gradients from both
-    sides meet before they are rounded.
+    passed: inputs that both read. The kernel before the scan passes them on in float32, so that gradients from both
+    are added before they are rounded.
     """
 
     left: Coefficients
@@ -40,13 +41,13 @@ class Parts:
 
     @property
     def given(self) -> list[tuple[Expr, Expr]]:
-        """What the scan takes from the kernel before it: its name there, and the expression."""
+        """(name in the scan, expression) of everything that the scan takes from the kernel before it."""
         return [*self.made.items(), *((x, x) for x in self.passed)]
 
 
 @derived
 def parts(spec: Spec) -> Parts:
-    """The scan of a spec without corrections, in its two parts."""
+    """The two parts of the scan of a spec without corrections."""
     whole = coefficients(spec)
     timed = {i.name for i in spec.inputs if i.kind.time}
     tokens = frozenset(x for x in inputs_of(*whole.roots) if x.attrs[0] in timed)
@@ -68,7 +69,7 @@ def parts(spec: Spec) -> Parts:
 
 
 class _Choice:
-    """Sets of expressions that could be made before the scan, and what is left of it then costs."""
+    """Sets of expressions that could be computed before the scan, and the cost of the rest."""
 
     def __init__(self, roots: tuple[Expr, ...], tokens: frozenset[Expr]) -> None:
         self.roots, self.tokens = roots, tokens
@@ -77,7 +78,7 @@ class _Choice:
             self.varies[x] = x in tokens or any(self.varies[a] for a in x.args)
 
     def best(self) -> list[Expr]:
-        """What to make: from all that could be, parts are opened as long as that is cheaper."""
+        """What to compute before the scan: all that is possible, then opened up as long as that is cheaper."""
         found = frozenset(x for r in self.roots for x in self._below(r))
         cost = self._cost(found)
         improved = True
@@ -102,7 +103,7 @@ class _Choice:
         return self.varies[x] and VALUE not in x.axes and x.op != "input" and x.op not in COMPARISONS
 
     def _below(self, node: Expr, scalars: bool = False) -> Iterator[Expr]:
-        """The largest expressions from node on downwards that could be made; scalars: those without a Key axis."""
+        """The largest possible expressions at or below node; scalars: only those without a Key axis."""
         if self._fits(node) and not (scalars and KEY in node.axes):
             yield node
         else:
@@ -110,7 +111,7 @@ class _Choice:
                 yield from self._below(a, scalars)
 
     def _left(self, made: frozenset[Expr]) -> list[Expr]:
-        """The nodes that the scan still has, those that are made among them."""
+        """The nodes that the scan still has, including its inputs `made`."""
         seen: dict[Expr, None] = {}
         stack = list(self.roots)
         while stack:
@@ -124,7 +125,7 @@ class _Choice:
         return made & frozenset(self._left(made))
 
     def _cost(self, made: frozenset[Expr]) -> int:
-        """Of all that has no Value axis and comes from tokens."""
+        """Cost of all nodes without a Value axis that depend on tokens."""
         total = 0
         for x in self._left(made):
             if not self.varies[x] or VALUE in x.axes:
@@ -138,7 +139,7 @@ class _Choice:
 
 
 def _price(x: Expr) -> int:
-    """Instructions of one entry."""
+    """Instructions for one entry."""
     if x.op == "pow" and x.args[1].is_constant and x.args[1].value in range(1, 9):
         return int(x.args[1].value) - 1
     return PRICES.get(x.op, 1)

@@ -1,7 +1,7 @@
-"""Names of printed programs: made of the declaration's content and of all that was printed, the same in every process.
+"""Names of printed programs, from hashes of the declaration and of the printed text: the same in every process.
 
-A graph that was saved, exported or cached holds such names. Where it is loaded, the declaration has to be there as
-well; its programs are printed again when the graph asks for them.
+Saved, exported and cached graphs hold such names. The process that loads one needs the declaration; the programs are
+printed again when the graph runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dsf.triton import chunk, scan, step
 
 
 def declared(name: str, content: str) -> Spec:
-    """The Spec of that digest. Raises DsfError, saying what to do, where nothing of that content is declared."""
+    """The Spec whose digest is `content`. Raises DsfError, with the remedy, where this process has none."""
     spec = by_digest(content)
     if spec is None:
         raise DsfError(
@@ -26,9 +26,10 @@ def declared(name: str, content: str) -> Spec:
 
 
 def register_operators() -> None:
-    """Define dsf's custom operators, which graphs that were saved elsewhere hold.
+    """Define dsf's custom operators, for graphs that were saved elsewhere.
 
-    Calls do that by themselves; a process that loads a graph (torch.export.load) before its first call does it first.
+    Calls of a recurrence define them, too. A process that loads a graph (torch.export.load) before its first such call
+    must call this first.
     """
     from dsf.kernels.triton.chunk import operator
     from dsf.kernels.triton.pointwise import prologue_ops, step_ops
@@ -38,7 +39,7 @@ def register_operators() -> None:
 
 
 def _print(kind: str, name: str) -> None:
-    """Print the programs of a kind of the declaration that a name tells of. Raises DsfError where none has the name."""
+    """Print the programs of one kind for the declaration in `name`. Raises DsfError where none of them has the name."""
     title, _, rest = name.rpartition("-")[0].rpartition("-")
     spec = declared(title or name, rest)
     printers = {"program": chunk.names, "step": step.names, "prologue": scan.prologue_names, "hole": scan.names}

@@ -1,8 +1,8 @@
-"""Normalised elementwise systems on the fused scan: num and den as two heads of one system that share all inputs.
+"""Normalised elementwise systems on the fused scan: numerator and denominator as two heads of one system.
 
-What drives the system is v in the first head of a pair and 1 in the second, so that one launch walks both; the rule
-acts on their outputs. Exponential gains are taken out as in dsf.torch.stabilise: the running maximum comes in as
-inputs of its own, which carry no gradient, and every factor that the kernel computes is at most 1.
+The pair shares all inputs but the driving one, which is v in the first head and 1 in the second, so that one launch
+computes both; the rule is applied to their outputs. Exponential gains are removed as in dsf.torch.stabilise: the
+running maximum is an additional input without gradient, and every factor that the kernel computes is at most 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEN, BEFORE, AFTER, LEVEL = ".den", ".level_before", ".level_after", ".level"  #
 
 
 def refusal(spec: Spec) -> str | None:
-    """Why the doubled system is not for the fused scan, in the user's words; None when it is."""
+    """Why the fused scan cannot run the doubled system, in the user's words; None when it can."""
     if spec.is_stabilised and (spec.micro > 1 or KEY in spec.gain_axes):
         return "the fused scan takes exponential gains without a Key axis, of one micro-step a token"
     return None
@@ -37,7 +37,7 @@ def refusal(spec: Spec) -> str | None:
 
 @derived
 def doubled(spec: Spec) -> Spec:
-    """The system whose heads are num and den in turn, in the gauge of the running maximum where there is one."""
+    """The system whose heads are num and den in turn, divided by e^m where there is a running maximum m."""
     steps = [replace(s, normalize=None, drive=None, gauge=None, earlier=()) for s in spec.system.micro_steps]
     levels: list[Expr] = []
     if spec.is_stabilised:
@@ -51,7 +51,7 @@ def doubled(spec: Spec) -> Spec:
 
 
 def _gauged(spec: Spec, before: Expr, after: Expr, level: Expr) -> System:
-    """The system of e^{-m} S. level: the scale of what is read, no less than m and the skip's gain."""
+    """The system of e^{-m} S. level: outputs are divided by e^level; the maximum of m and the skip's gain."""
     (row,), logs, system = spec.rows, spec.log_decays, spec.system
     moved = before - after
     decay = exp(logs[0] + moved) if logs is not None else times(row.normal.decay, exp(moved))
@@ -70,8 +70,10 @@ def _gauged(spec: Spec, before: Expr, after: Expr, level: Expr) -> System:
 
 @dataclass(frozen=True)
 class Doubled:
-    """What a normalised call hands to the fused scan. layout: of the state's columns; m: the last running maximum, or
-    None; one: the true scale's 1."""
+    """What a normalised call gives to the fused scan.
+
+    layout: columns of the state; m: the last running maximum, or None; one: the number 1 in the scale of num and den.
+    """
 
     tensors: dict[str, Tensor]
     state: Tensor | None
@@ -83,7 +85,7 @@ class Doubled:
 def prepare(
     spec: Spec, bound: Bound, timed: Mapping[str, Tensor], state: Tensor | None, valid: Tensor | None
 ) -> Doubled:
-    """The doubled system's further inputs and its state."""
+    """The additional inputs of the doubled system, and its state [B, 2 H, N, P]."""
     heads, p, layout = bound.sizes.heads, bound.sizes.p, columns(spec, bound.sizes.p)
     tensors = {DEN: torch.arange(2 * heads, device=bound.device).remainder(2).float()}
     start, m, one = state, None, None
@@ -112,7 +114,7 @@ def prepare(
 def finish(
     spec: Spec, bound: Bound, timed: Mapping[str, Tensor], given: Doubled, y: Tensor, final: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """From the doubled system's output [B, T, 2 H, P] and state to y [B, T, H, P] and the state in all its columns."""
+    """y [B, T, H, P] and the state with all its columns, from the doubled system's output [B, T, 2 H, P] and state."""
     heads, layout = bound.sizes.heads, given.layout
     assert spec.rule is not None
     num, den = y.unflatten(2, (heads, 2)).unbind(3)
@@ -127,7 +129,7 @@ def finish(
 
 
 def _values(spec: Spec, bound: Bound, timed: Mapping[str, Tensor], roots: list[Expr]) -> Evaluator:
-    """An evaluator of roots that converts their inputs alone."""
+    """An evaluator for roots, with only the inputs that they use."""
     used = {x.attrs[0] for x in inputs_of(*roots)}
     few = replace(spec, inputs=tuple(i for i in spec.inputs if i.name in used) or spec.inputs[:1])
     return Evaluator(environment(few, bound, timed), bound.sizes.keys, bound.sizes.p)

@@ -1,9 +1,9 @@
-"""A Spec of the chunkwise matrix families as the operands of their kernels, or why it is none.
+"""The operands of the chunk kernels from a Spec, or the reason why it has none.
 
-A bare input stays as it is: its dtype, its strides, its own number of heads. Scales without a Key or Value axis are
-taken out of keys, values and readouts and travel as float32 scalars a token; the rest of an expression (feature maps,
-normalised keys) is evaluated by a printed kernel (dsf.triton.print_chunk) in float32 and rounded once to the
-inputs' dtype.
+An operand that is a bare input keeps its dtype, strides and number of heads. Scales without a Key or Value axis are
+factored out of keys, values and readouts and become float32 scalars a token. Other expressions (feature maps,
+normalised keys) are evaluated in float32 by a printed kernel (dsf.triton.print_chunk) and rounded once to the inputs'
+dtype.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dsf.language.spec import Row, Spec
 from dsf.language.system import System
 
 ZERO, UNIT = const(0), const(1)
-GONE = -20.0  # what a decay below e^-20 = 2e-9 hands on is less than what rounding makes of its gradient in float32
+GONE = -20.0  # a decay below e^-20 = 2e-9 passes on less than the rounding error of its gradient in float32
 
 
 @dataclass(frozen=True)
 class Operands:
     """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = gate · read · query' S: expressions by micro-step.
 
-    Where lefts are given: S = (a + left right') S + key value', and y may have a row's own value beside what it reads:
-    y = query' S + own · value. decays are logarithms when `log`, none of them further from zero than floor; ones: value
-    of the column driven by ones; gains: exponents of a running maximum.
+    With lefts: S = (a + left right') S + key value', and y = query' S + own · value, where own is the bonus. decays:
+    when `log`, logarithms between floor and -floor; keywise: one for each key entry. ones: what drives the normaliser
+    in place of values; gains: exponents of exponential gates.
     """
 
     query: Expr
@@ -52,12 +52,12 @@ class Operands:
 
     @property
     def column(self) -> bool:
-        """True where a normaliser is a column beside the values; with one decay a head the kernels compute it apart."""
+        """True where the normaliser is one more column of values; with scalar decays the kernels compute it apart."""
         return self.ones is not None and (self.erases is not None or self.keywise)
 
     @property
     def all(self) -> list[Expr]:
-        """Every expression among them."""
+        """All expressions of the operands."""
         found: list[Expr] = []
         for entry in fields(self):
             x = getattr(self, entry.name)
@@ -65,8 +65,11 @@ class Operands:
         return found
 
     def settled(self, name: str, x: Expr, given: Expr) -> Expr:
-        """The gradient that kernels give of operand x. That of a log decay along the Key axis is left of sums that
-        cancel: 0 where the decay is gone, or what moves an extreme logarithm far makes a rounding error large."""
+        """The gradient `given` by the kernels for operand x, or 0 where it is only rounding error.
+
+        The gradient of a log decay along the Key axis is a difference of nearly equal sums. Where the decay has
+        vanished (below GONE) and its derivative by an input is unbounded, that would amplify the rounding error.
+        """
         if name == "decay" and self.keywise and self.log:
             slopes = derivatives(x, UNIT, inputs_of(x))
             if any(math.isinf(end) for slope in slopes for end in bounds(slope)):
@@ -75,7 +78,7 @@ class Operands:
 
 
 class Unfit(Exception):
-    """Why a spec is not of these families."""
+    """Why the chunk kernels cannot run a spec."""
 
 
 @derived
@@ -124,9 +127,9 @@ def operands_of(spec: Spec) -> Operands:
 
 @derived
 def written_apart(spec: Spec) -> Spec:
-    """The same with a micro-step for each product of B: the first with A, the others added to what it leaves.
+    """The same system with one micro-step for each product in B: the first has A, the others A = I.
 
-    The first is the one that a delta rule's correction erases. A spec whose rows write one product is itself.
+    The first product is the one whose key a delta rule erases. A spec whose rows write one product is unchanged.
     """
     if spec.is_attention or spec.mixes_pairs or all(len(r.terms) < 2 and r.dense is None for r in spec.rows):
         return spec
@@ -162,7 +165,7 @@ def _gain(row: Row) -> Expr:
 
 
 def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
-    """(key, source, value, erase) of one micro-step; erase is nothing where corrections are `general`."""
+    """(key, source, value, erase) of one micro-step; erase is zero for `general` corrections, no delta rule."""
     if row.dense is not None or len(row.terms) > 1:
         raise Unfit("the matrix kernels take a B of one product, a Key times a Value expression")
     if len(row.normal.corrections) > 1:
@@ -187,12 +190,12 @@ def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
 
 
 def is_delta(row: Row) -> bool:
-    """True where the state decays, then the key that is written is erased, if anything is."""
+    """True for a row without correction, or one that erases at the key it writes (a delta rule)."""
     return not row.normal.corrections or _erase(row) is not None
 
 
 def _rank_one(spec: Spec, found: Operands) -> Operands:
-    """Operands of a transition that is diagonal plus rank one. Scales are left in the vectors, decays differ by key."""
+    """Operands of a transition that is diagonal plus rank one. Vectors keep their scales, decays are by key entry."""
     if spec.log_decays is None:
         raise Unfit("beside a correction the matrix kernels take decays made of exp and sigmoid, whose log is derived")
     corrections = [r.normal.corrections[0] if r.normal.corrections else None for r in spec.rows]
@@ -229,6 +232,6 @@ def _erase(row: Row) -> Expr | None:
 
 
 def split_value(x: Expr) -> tuple[Expr, Expr]:
-    """x = scale · core: factors without a Value axis on the left, the others on the right."""
+    """(scale, core) with x = scale · core, where scale has the factors without a Value axis."""
     core, scale = split_factors(x, lambda factor: VALUE in factor.axes)
     return scale, core

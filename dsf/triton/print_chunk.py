@@ -1,15 +1,16 @@
-"""Printing what the matrix kernels leave to be computed a token: their operands, the readout, and both adjoints.
+"""Printing what surrounds the chunk kernels: their operands, the readout, and the adjoints of both.
 
-One file a spec, with functions of the pointwise skeleton (dsf.kernels.triton.pointwise.kernel):
+One file a spec. Functions marked * are called by the chunk kernels, the others run in separate kernels
+(dsf.kernels.triton.pointwise.kernel). The *read* of a token is query' S, before gate, quotient and skip.
 
-    levels            (log decay, gain) of the running maximum
+    levels            (log decay, gain), of which the running maximum is made
     prologue          the operands that are not bare inputs: gates, feature maps, normalised keys, log decays
-    finish            y from what the chunk kernels read: skip, quotient; called by them
-    skip_adjoint      the gradients of values and a Param in a skip; called by them
-    readout           the same as a kernel of its own, where they cannot
-    readout_adjoint   the gradient of what was read
-    made_left, made_decay, made_own   operands that are made where they are used; called by the chunk kernels
-    vectors_adjoint   gradients of the inputs that only transitions are made of; called by them
+    finish *          y from the read: skip, quotient
+    skip_adjoint *    the gradients of the values and the Param in a skip
+    readout           like finish, where the chunk kernels cannot call it
+    readout_adjoint   the gradient of the read
+    made_left, made_decay, made_own *   operands computed where they are used
+    vectors_adjoint * gradients of the inputs that only the transitions use
     adjoint           gradients of the inputs from those of all operands and of y
 """
 
@@ -34,16 +35,16 @@ from dsf.triton.printer import RESERVED, Printer, as_comment, identifier, indent
 from dsf.triton.source import Source, file_of
 
 SCALAR: frozenset[str] = frozenset()
-TURNED = ("left", "right", "decay")  # what transitions are made of that are diagonal plus rank one
-# What a kernel knows besides the inputs; the dot keeps these names apart from any input's.
+TURNED = ("left", "right", "decay")  # operands of a transition that is diagonal plus rank one
+# Values besides the inputs; no input has a dot in its name.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
 WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
-Y, MORE = symbol(".y", frozenset({VALUE})), symbol(".more", frozenset({VALUE}))  # MORE: digits of y, if there are any
+Y, MORE = symbol(".y", frozenset({VALUE})), symbol(".more", frozenset({VALUE}))  # MORE: y's rounding error, if stored
 
 
 @dataclass(frozen=True)
 class Root:
-    """An expression that a kernel takes or gives, and the name of its tensor (with the micro-step in it)."""
+    """An operand's expression, the name of its tensor, and its micro-step in that tensor."""
 
     expr: Expr
     name: str
@@ -52,7 +53,7 @@ class Root:
 
 
 class _Writer(Writer):
-    """One spec on its way to a file and a Program."""
+    """Prints the file and makes the Program of one spec."""
 
     def __init__(self, spec: Spec, operands: Operands) -> None:
         super().__init__({i.name: i.kind for i in spec.inputs})
@@ -89,10 +90,10 @@ class _Writer(Writer):
             sources = [times(x, exp(g - AFTER)) for x, g in zip(ops.sources, ops.gains, strict=True)]
         erases = list(ops.erases or [])
         ones = list(ops.ones or [])
-        if not self.column and all(x is UNIT for x in ones):  # the kernels drive it by ones themselves
+        if not self.column and all(x is UNIT for x in ones):  # the kernels then need no tensor
             ones = []
         keys, lefts, rights = (list(x or []) for x in (ops.keys, ops.lefts, ops.rights))
-        if lefts:  # no source of their own
+        if lefts:  # their keys include the write strength
             sources = []
         rows: list[tuple[str, Sequence[Expr], frozenset[str]]] = [
             ("key", keys, frozenset({KEY})), ("left", lefts, frozenset({KEY})), ("right", rights, frozenset({KEY})),
@@ -106,7 +107,7 @@ class _Writer(Writer):
         return roots
 
     def _bare(self, name: str) -> str | None:
-        """The per-token input that an operand is, as the user gave it."""
+        """The per-token input that an operand is, by name; None for an expression, or a part of an input."""
         roots = [r for r in self.roots if r.name == name]
         if name == "value" and self.column:
             return None
@@ -121,7 +122,7 @@ class _Writer(Writer):
         return exprs[0].attrs[0] if steps == whole else None
 
     def _readout(self) -> Expr | None:
-        """y of NUM, DEN and the inputs; None where what the kernels read is y."""
+        """y as an expression of NUM, DEN and the inputs; None where the read is y."""
         spec, skip = self.spec, self.spec.system.D if self.ops.own is None else ZERO
         if spec.rule is None:
             read = times(WRITTEN, self.ops.gate)
@@ -135,11 +136,11 @@ class _Writer(Writer):
 
     @property
     def gated(self) -> bool:
-        """True where channels are read with gains of their own, whose gradients need what was read."""
+        """True where C has a factor of single channels, whose gradient needs the read."""
         return self.ops.gate is not UNIT
 
     def _factor(self) -> Expr | None:
-        """What num is times in y, where y is that product and no more inputs are in it: a quotient."""
+        """The factor in y = num · factor, if it depends on the denominator alone (a plain quotient); else None."""
         spec = self.spec
         if self.y is None or spec.ones is None or self.column or inputs_of(self.ops.read):
             return None
@@ -159,7 +160,7 @@ class _Writer(Writer):
         return drift, self.ops.gains[0]
 
     def _vectors(self) -> list[Expr]:
-        """The inputs of TURNED, where they are keys a token, in nothing else, and met key by key."""
+        """The inputs of TURNED, if all are per-token Keys used only there, and key by key; else none."""
         if not self.ops.lefts:
             return []
         own = [r.expr for r in self.roots if r.name in TURNED]
@@ -171,7 +172,7 @@ class _Writer(Writer):
         return found if keyed and apart and not summed and self.spec.micro == 1 else []
 
     def _made_there(self, name: str) -> Expr | None:
-        """What the chunk kernels make of an operand key by key: all of it, or what is summed over keys."""
+        """What the chunk kernels compute of an operand key by key: itself or the terms of its sum; None for nothing."""
         found = [r.expr for r in self.roots if r.name == name]
         if not self.vectors or not found or name in self.bare:
             return None
@@ -183,11 +184,11 @@ class _Writer(Writer):
         return expr.args[0]
 
     def _is_column(self, name: str) -> bool:
-        """True for what drives the normaliser where it is a column beside the values."""
+        """True for the drive of a normaliser that is one more column of values."""
         return name == "ones" and self.column
 
     def prologue(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Stores every operand that is no bare input."""
+        """Stores every operand that is not a bare input."""
         stores = [
             (r.expr, Access(f".{r.name}", r.step, True, KEY in r.axes, VALUE in r.axes or self._is_column(r.name), True,
                             tail=self._is_column(r.name), again=True))
@@ -198,9 +199,9 @@ class _Writer(Writer):
         return self.function("prologue", stores)
 
     def finish(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Returns y, from a tile of num [L, P] and den [L, 1] in the forward walk, where it can be made there.
+        """Returns y from tiles of num [L, P] and den [L, 1] in the forward walk; None where it cannot run there.
 
-        What it loads comes from a function of its own, which is called long before; values come from the walk.
+        A second function, finish_loads, has its loads, so that the walk can issue them earlier; values are the walk's.
         """
         spec, ops = self.spec, self.ops
         if self.y is None or self.column or ops.lefts or spec.micro > 1 or spec.system.read == "before":
@@ -230,8 +231,7 @@ class _Writer(Writer):
         return [*head, "def finish(loaded, num, den, value):", *indented(body)], tuple(function.accesses)
 
     def _beside(self) -> tuple[Expr, Expr] | None:
-        """The values and the Param of one number a head that a skip is made of, where their gradients can be made by
-        the chunk kernels: nothing else is in the skip, and they are nowhere else."""
+        """The values and the Param of a skip, where the chunk kernels can compute its gradients; else None."""
         ops, skip = self.ops, self.spec.system.D
         other = self.gated or self.spec.rule is not None or ops.erases or ops.keywise
         if self.y is None or other or self.finish() is None:
@@ -245,7 +245,7 @@ class _Writer(Writer):
         return (values[0], params[0]) if params[0] not in used and used.count(values[0]) == 1 else None
 
     def skip_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Returns the gradients of values and of a Param, channel by channel, from tiles of dy and values [L, P]."""
+        """Returns the gradients of values and of the Param by channel, from tiles of dy and values [L, P]."""
         if self.beside is None:
             return None
         value, param = self.beside
@@ -257,7 +257,7 @@ class _Writer(Writer):
         return ["def skip_adjoint(loaded, dy, value):", *indented(body)], ()
 
     def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Stores y, where the walk cannot, or a backward pass needs what it reads."""
+        """Stores y where the walk cannot compute it, or where a backward pass needs the read."""
         if self.y is None or (self.finish() is not None and not self.gated):
             return None
         stores = [(self.y, Access(".y", None, True, False, True, True))]
@@ -266,11 +266,11 @@ class _Writer(Writer):
         return self.function("readout", stores)
 
     def readout_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Stores the gradients of num and of den, side by side.
+        """Stores the gradients of num and of den.
 
-        For a plain quotient y = num / den it stores two other numbers: the factor 1 / den, which scales the reads (so
-        that the kernels can take y's gradient as that of the read), and den's gradient, Σ dy·num = Σ dy·y / factor. The
-        sum takes y with more digits than y is returned in, because its terms nearly cancel.
+        For a plain quotient y = num / den it stores two other numbers: the factor 1 / den, a read scale with which the
+        kernels can use y's gradient as that of the read, and den's gradient, from Σ dy·num = Σ dy·y / factor. That sum
+        takes y with more digits than y is returned in, because its terms nearly cancel.
         """
         if self.y is None or (self.spec.rule is None and not self.gated):
             return None
@@ -286,14 +286,14 @@ class _Writer(Writer):
         den = Access(".dtail", None, True, False, True, True, tail=True)
         if not self.column:
             den = Access(".dden", None, True, False, False, True)
-        # What rounding makes of num's gradient is what it makes of dy: den's gradient is of the same dy, since the two
-        # all but cancel where a sequence is short.
+        # num's gradient is rounded when it is stored. den's gradient is computed from the dy of that rounded number,
+        # since the two nearly cancel where a sequence is short.
         kept = Expr("round_to", (slopes[0],), (".dnum",)) / slopes[0]
         given = times(GIVEN, where(absolute(slopes[0]) > 0, kept, 1.0))
         return self.function("readout_adjoint", [num, (substitute(slopes[1], {GIVEN: given}), den)])
 
     def direct(self) -> dict[str, str]:
-        """Inputs whose gradient is that of one operand, just as the kernels give it: input name -> operand."""
+        """Inputs whose gradient is exactly the kernels' gradient of one operand: {input: operand}."""
         uses: dict[str, set[str]] = {}
         for r in self.roots:
             for x in inputs_of(r.expr):
@@ -318,7 +318,7 @@ class _Writer(Writer):
         return self.pulled(pairs, wanted) if wanted else None
 
     def vectors_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
-        """Stores gradients from tiles of those of TURNED [L, N]."""
+        """Stores the gradients of `vectors`, from tiles [L, N] of the gradients of TURNED."""
         if not self.vectors:
             return None
         given = {r.name: self.call(symbol(f".d{r.name}", frozenset({KEY}))) for r in self.roots if r.name in TURNED}
@@ -341,7 +341,7 @@ class _Writer(Writer):
         return None if self.ops.gains is None else self._returning("levels", self._level_exprs())
 
     def _returning(self, name: str, exprs: Sequence[Expr]) -> tuple[list[str], tuple[Access, ...]]:
-        """A function that returns tiles of what its inputs make."""
+        """A function that loads the inputs of some expressions and returns their tiles."""
         function = Body(self.names)
         for node in inputs_of(*exprs):
             function.load(node, self.access(node))
@@ -351,7 +351,7 @@ class _Writer(Writer):
         return [f"def {name}(args, at):", *indented(body)], tuple(function.accesses)
 
     def program(self) -> tuple[Source, Program]:
-        """The printed file and what the operator knows of it."""
+        """The printed file and the Program that the operator needs."""
         parts, accesses = [], {}
         for name in ("levels", "prologue", "finish", "skip_adjoint", "readout", "readout_adjoint",
                      "vectors_adjoint", "adjoint"):  # fmt: skip
@@ -395,5 +395,5 @@ class _Writer(Writer):
 
 
 def emit_matrix(spec: Spec, operands: Operands) -> tuple[Source, Program]:
-    """Source and program of a spec of the matrix families."""
+    """Printed source and Program of a spec of the matrix families."""
     return _Writer(spec, operands).program()

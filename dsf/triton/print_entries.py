@@ -1,4 +1,7 @@
-"""Printing the holes of scans that take one state entry after the other: what has a Key axis apart from the rest."""
+"""Printing the holes of scans by entry: they process some tokens for one state entry, then for the next.
+
+What has a Key axis is computed for every entry, everything else once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ LOGARITHM = symbol("dA_A", BOTH)  # dA times A, the cotangent of log A
 
 
 class Entries:
-    """The holes of one spec whose entries need nothing of each other but sums after the last (`Source.separable`).
+    """The holes of one spec whose entries depend on each other only by sums after the last (`Source.separable`).
 
-    tokens, held: input nodes in the order in which `step` reads them, with their slopes in `slopes`; operands: how each
-    input is loaded and stored; scope: what the nodes are called; made: those that come from a kernel before this one;
-    update: how a token moves an entry's state.
+    tokens, held: input nodes in the order in which `step` reads them; slopes: their gradients, in the same order.
+    operands: how each input is loaded and stored; scope: names of the nodes; decay: A; made: nodes from a kernel
+    before the scan; rough, near: as Printer has them; update: a token's update of an entry's state.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Entries:
     ) -> None:  # fmt: skip
         of_decay, of_write = COTANGENTS[:2]
         shared = {times(of_decay, decay): LOGARITHM}
-        if decay.op == "tanh":  # dA (1 - A A), where dA is dB S, and A dB goes on to the state before
+        if decay.op == "tanh":  # dA (1 - A A) with dA = S dB; A dB is needed for the state before anyway
             shared[times(of_decay, 1.0 - decay * decay)] = STATE * (of_write - decay * times(decay, of_write))
         self.slope = {x: substitute(slope, shared) for x, slope in zip([*tokens, *held], slopes, strict=True)}
         self.plain = [x for x in tokens if KEY not in x.axes]
@@ -57,7 +60,7 @@ class Entries:
         self.rough, self.near, self.update = rough, near, update
 
     def functions(self) -> list[list[str]]:
-        """Their lines."""
+        """The lines of every hole."""
         return [
             *self._plain(), *self._runs(), self._spread(), self._whole(), self._ahead(), self._parted(), self._merge(),
             self._moved(), self._passed(), self._entry(), self._after(), self._puts(), *self._keys(), self._blank(),
@@ -65,7 +68,7 @@ class Entries:
 
     @cached_property
     def sums(self) -> list[Expr]:
-        """The topmost sums over the entries, in the gradients of what has no Key axis."""
+        """The outermost sums over entries in the gradients of nodes without a Key axis."""
         found: dict[Expr, None] = {}
         stack = [self.slope[x] for x in reversed([*self.plain, *self.loose])]
         while stack:
@@ -83,7 +86,7 @@ class Entries:
         return [unpacked([self.scope[x] for x in nodes], source)] if nodes else []
 
     def _loading(self, head: str, nodes: Sequence[Expr], texts: Sequence[str], given: Sequence[str] = ()) -> list[str]:
-        """A function that returns nodes, loaded by these expressions."""
+        """A function that loads nodes by the given expressions and returns them."""
         names = [self.scope[x] for x in nodes]
         loads = [f"{name} = {text}" for name, text in zip(names, texts, strict=True)]
         return [f"def {head}:", *indented([AT, *given, *loads, f"return {grouped(names)}"])]
@@ -115,7 +118,7 @@ class Entries:
         return ["def spread(run, L: tl.constexpr):", *indented([f"return {grouped(found)}"])]
 
     def _is_short(self, x: Expr) -> bool:
-        """True for inputs of 16 bits: what is made of them before the scan has more."""
+        """True for inputs of 16 bits; what a kernel before the scan computes is float32."""
         return self.rough and x not in self.made
 
     def _parted(self) -> list[str]:
@@ -140,7 +143,7 @@ class Entries:
         return ["def passed(tokens, held, A_, dB, at):", *indented(body)]
 
     def _inside(self, x: Expr) -> list[str]:
-        """The lines that compute and return what is made of a token's inputs and what is held."""
+        """The lines that compute and return an expression of a token's inputs and of held values."""
         printer = self._printer(self.scope)
         (text,) = printer.print([x])
         names = [*self._named(self.tokens, "tokens"), *self._named(self.held, "held")]
@@ -173,7 +176,7 @@ class Entries:
         return ["def after(tokens, held, found, dE, dD, at):", *indented([AT, *names, *printer.lines, groups])]
 
     def _is_summed(self, x: Expr) -> bool:
-        """True where all that is left of the gradient of a number is a sum over the channels."""
+        """True where the last operation in the gradient of a number is a sum over channels."""
         return not x.axes and self.slope[x].op == "sum_value"
 
     def _puts(self) -> list[str]:
@@ -186,7 +189,7 @@ class Entries:
         return ["def puts(grads, values, at, sink):", *indented([AT, SINK, "first = p == edge", *stores])]
 
     def _keys(self) -> list[list[str]]:
-        """Sums over the channels of Key inputs' gradients, two inputs at a time where both are wanted."""
+        """Sums of Key inputs' gradients over channels, of two inputs together where both gradients are wanted."""
         found = [self.operands[x] for x in self.runs]
         pairs = [found[i : i + 2] for i in range(0, len(found), 2)]
         at, added, stored = [], [], []
@@ -227,5 +230,5 @@ class Entries:
 
 
 def _open(slope: Expr) -> Expr:
-    """What is summed over the channels, where that is the last that is done."""
+    """A gradient without its last operation, where that is a sum over channels."""
     return slope.args[0] if slope.op == "sum_value" else slope

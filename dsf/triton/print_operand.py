@@ -1,4 +1,4 @@
-"""One input of the fused scan's kernels: the lines that load a tile of it and store its gradient."""
+"""One input of the fused scan: the printed lines that load a tile of it and store its gradient."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from dsf.language.expr import KEY, VALUE
 
-ALONG = "(((place * grads[0] + batch) * H + head) * N + n) * rows + t0 + shift"  # tokens of an entry, in a gradient
+ALONG = "(((place * grads[0] + batch) * H + head) * N + n) * rows + t0 + shift"  # an entry's tokens in a gradient
 
 
 def _row(batch: str, token: str) -> str:
-    """Where token t0 lies, by two strides."""
+    """The offset of token t0 of a batch row, by two strides."""
     return f"tile.row_of(batch, t0, T, {batch}, {token})"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One input of a kernel: where its pointer and strides begin in `args`, and its pointer in `grads`."""
+    """One input of a kernel. place: of its pointer in `args`, strides follow; index: of its gradient's in `grads`."""
 
     name: str
     time: bool
@@ -28,13 +28,14 @@ class Operand:
 
     @property
     def strides(self) -> int:
-        """Numbers after the pointer: batch and token (per token), head, group size, then one an axis."""
+        """How many numbers follow the pointer: strides of batch and token (with a time axis), stride of heads, group
+        size, then one stride an axis."""
         return (2 if self.time else 0) + 2 + len(self.axes)
 
     def load(self, fixed: bool = False, widen: bool = False) -> str:
-        """The expression that loads this tile of it as float32. fixed: for tokens one after the other (tile.fixed).
+        """The expression that loads a tile as float32.
 
-        widen: of one token, of so many channels that lanes have two (tile.widened).
+        fixed: by tile.fixed, for loops over tokens; widen: by tile.widened, for lanes with two channels of one token.
         """
         at = iter(range(self.place + 1, self.place + 10))
         terms: list[str] = [f"args[{self.place}]"]
@@ -42,7 +43,7 @@ class Operand:
         if self.time:
             batch, token = next(at), next(at)
             terms.append(_row(f"args[{batch}]", f"args[{token}]"))
-            last = [f"t * args[{token}]"]  # so that what is before it is the same for all tokens of a tile
+            last = [f"t * args[{token}]"]  # last, so that the rest is common to all tokens of a tile
             masks.append("t_ok")
         stride, group = next(at), next(at)
         terms.append(f"head // args[{group}] * args[{stride}]")
@@ -59,7 +60,7 @@ class Operand:
         return f"tile.widened({found})" if widen else f"{found}.to(tl.float32)"
 
     def prefetch(self) -> str:
-        """The line that asks for L tokens of it ahead of time."""
+        """The line that prefetches L tokens."""
         batch, token, stride, group, *last = (f"args[{self.place + i}]" for i in range(1, 5 + len(self.axes)))
         row = f"args[{self.place}] + {_row(batch, token)} + head // {group} * {stride}"
         if self.axes == {KEY}:
@@ -67,22 +68,23 @@ class Operand:
         return f"tile.prefetch_rows({row} + edge * {last[0]}, {token}, {last[0]}, edge, P, T - t0, L, BP)"
 
     def _run(self) -> str:
-        """Where L tokens of one entry of a Key input begin that lies along time."""
+        """The address of the first of L tokens of one entry of a Key input."""
         batch, token, stride, group, key = (f"args[{self.place + i}]" for i in range(1, 6))
         return f"args[{self.place}] + {_row(batch, token)} + head // {group} * {stride} + n * {key}"
 
     def load_run(self) -> str:
-        """The expression that loads L tokens of one entry as float32, each the same in all lanes."""
+        """The expression that loads L tokens of one entry as float32, all of them in every lane."""
         return f"tile.load_run({self._run()}, L)"
 
     def load_lanes(self) -> str:
-        """The expression that loads L tokens of one entry, a token a lane (dsf.kernels.triton.scan.launches)."""
+        """The expression that loads L tokens of one entry, one token a lane (dsf.kernels.triton.lanes)."""
         return f"lanes.load_lanes({self._run()}, p, L)"
 
     def store(self, value: str, summed: bool = False, fixed: bool = False) -> list[str]:
-        """The lines that store its gradient: one row a token (or segment), partial sums where channels are summed.
+        """The lines that store its gradient: one row a token (a segment, without a time axis).
 
-        summed: the value is yet to be summed over the channels (a Key operand's).
+        Where channels are summed, each program stores a partial sum. summed: `value` still has its channels (a Key
+        operand's), over which these lines sum it.
         """
         ends, last, masks = [], [], (["t_ok"] if self.time else [])
         width = "1"
@@ -114,16 +116,16 @@ class Operand:
         return [f"if {pointer} is not None:", f"    tile.store({target}, {value}, {mask})"]
 
     def places(self, others: Sequence[Operand], rough: bool) -> str:
-        """Where sums over the channels (lanes.begin_run) of L tokens and one entry lie, along time.
+        """The addresses of sums over channels (lanes.begin_run) of L tokens and one entry, along time.
 
-        others: one or none, whose sums follow.
+        others: at most one more operand, whose sums follow.
         """
         found = [f"grads[{x.index}] + {ALONG}" for x in (self, *others)]
         behind = "".join(f", other={x}" for x in found[1:])
         return f"lanes.places({found[0]}, {len(found)} * L, BP, {rough}{behind})"
 
     def store_tokens(self, tile: str, rough: bool) -> list[str]:
-        """The lines that sum the gradient of L tokens, each a number, over the channels and store it."""
+        """The lines that sum a gradient of one number a token over the channels, for L tokens, and store it."""
         pointer = f"grads[{self.index}]"
         place = f"{pointer} + ((place * grads[0] + batch) * rows + t0 + shift) * H + head"
         return [f"if {pointer} is not None:", f"    lanes.store_tokens({place}, H, {tile}, p, p_ok, edge, {rough})"]
@@ -131,16 +133,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class Initial(Operand):
-    """The states [sequences, H, N, P] in which packed sequences begin; at other tokens it is zero.
+    """The initial states [sequences, H, N, P] of packed sequences, as an input of each sequence's first token.
 
-    number: the name of what tells a token's sequence, from 1.
+    Its value at other tokens is zero. number: name of the input that is a sequence's number, from 1, at its first token
+    and 0 elsewhere.
     """
 
     number: str = ""
 
     @property
     def strides(self) -> int:
-        """None: it is contiguous."""
+        """0: the states are contiguous."""
         return 0
 
     def _place(self, pointer: str) -> str:
@@ -151,7 +154,7 @@ class Initial(Operand):
         return f"t_ok & {'n_ok & ' if KEY in self.axes else ''}p_ok & ({self.number} > 0.5)"
 
     def load(self, fixed: bool = False, widen: bool = False) -> str:
-        """The expression that loads this tile of it, zero at tokens where no sequence begins."""
+        """The expression that loads a tile, zero at tokens where no sequence begins."""
         return f"tl.load({self._place(f'args[{self.place}]')}, mask={self._mask()}, other=0.0)"
 
     def store(self, value: str, summed: bool = False, fixed: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""Printing functions of the pointwise skeleton (dsf.kernels.triton.pointwise): tiles in, expressions, tiles out."""
+"""Printing functions for the pointwise kernels (dsf.kernels.triton.pointwise): load tiles, compute, store tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERYWHERE = "tl.full((1, 1, 1), True, tl.int1)"
 
 
 class Body:
-    """One printed function: its lines, and the tensors whose pointers and strides it reads from `args`."""
+    """One printed function: its lines, and the tensors (accesses) whose pointers and strides it reads from `args`."""
 
     def __init__(self, names: Mapping[Expr, str]) -> None:
         self.names = dict(names)
@@ -24,7 +24,7 @@ class Body:
         self.lines: list[str] = [AT]
 
     def reach(self, access: Access) -> tuple[str, str, str]:
-        """Register a tensor: its pointer, the address of this tile in it, and which entries exist."""
+        """Register a tensor. Returns the text of its pointer, of the tile's address and of its mask."""
         place, at = self.place, iter(range(self.place + 1, self.place + 10))
         self.accesses.append(access)
         self.announce([access])
@@ -65,7 +65,7 @@ class Body:
         return pointer, " + ".join(terms), " & ".join(masks)
 
     def announce(self, accesses: Sequence[Access]) -> None:
-        """Know the dtypes of tensors that are reached next, in this order."""
+        """Register the dtypes of the tensors that `reach` will get next, in this order."""
         place = self.place
         for access in accesses:
             self.kinds[access.role] = f"args[{place}].dtype.element_ty"
@@ -74,9 +74,9 @@ class Body:
     def load(
         self, node: Expr, access: Access, spread: bool = False, convert: bool = True, optional: bool = False
     ) -> None:
-        """One line that makes the tile of an input, in float32 unless it is to be converted later.
+        """Add the line that loads a tile of an input, as float32 if `convert`.
 
-        spread: a Key vector is loaded by every lane of the channels. optional: zeros where there is no tensor.
+        spread: every lane of the channels loads the Key vector. optional: zeros where there is no tensor.
         """
         pointer, address, mask = self.reach(access)
         address = f"tile.to_lanes({address}, p)" if spread else address
@@ -87,20 +87,21 @@ class Body:
         self.lines.append("    " * optional + line)
 
     def store(self, value: str, access: Access) -> None:
-        """The lines that store a tile, unless nobody wants it."""
+        """Add the lines that store a tile where the launch has its tensor."""
         pointer, address, mask = self.reach(access)
         if access.tail:
             self.lines.append(f"beside = tl.arange(0, {2 * PADDING})[None, None, :]")
-            # The second column holds what the first one's dtype has no room for, or the first again.
+            # The second column holds the rounding error of the first, or the first again.
             second = value if access.again else f"{value} - fn.round_to({value}, {self.kinds[access.role]})"
             value = f"tl.where(beside == 0, {value}, tl.where(beside == 1, {second}, 0.0))"
         self.lines += [f"if {pointer} is not None:", f"    tile.store({address}, {value}, {mask or EVERYWHERE})"]
 
 
 class Writer:
-    """Prints functions of one spec's inputs, whose kinds it knows.
+    """Prints functions of one spec's inputs.
 
-    names: what each input node is called in them. optional: those that a launch may lack.
+    kinds: of the inputs, by name. names: what each input node is called in the text. optional: nodes that a launch may
+    lack.
     """
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
@@ -109,7 +110,7 @@ class Writer:
         self.optional: frozenset[Expr] = frozenset()
 
     def call(self, node: Expr) -> Expr:
-        """Give a node a name of its own in the printed text."""
+        """Give a node a unique name in the printed text."""
         text = name_of(node).strip("_") if node.attrs[0].startswith(".") else name_of(node)
         while text in {*self.names.values(), "beside", "row", "sums", "loaded", "value"}:
             text += "_"
@@ -117,13 +118,13 @@ class Writer:
         return node
 
     def access(self, node: Expr) -> Access:
-        """Where a node's tile lies."""
+        """The tensor that a node is loaded from."""
         name, step = node.attrs
         kind = self.kinds.get(name)
         return Access(name, step, kind is None or kind.time, KEY in node.axes, VALUE in node.axes)
 
     def function(self, name: str, stores: Sequence[tuple[Expr, Access]]) -> tuple[list[str], tuple[Access, ...]]:
-        """The lines of a body that loads what it needs and stores, and of its sums over tokens where it has any."""
+        """A function that computes and stores expressions, and the functions that sum them over tokens where needed."""
         function = Body(self.names)
         for node in inputs_of(*(e for e, _ in stores)):
             function.load(node, self.access(node), optional=node in self.optional)
@@ -163,7 +164,7 @@ class Writer:
     def pulled(
         self, pairs: Sequence[tuple[Expr, Expr]], wanted: Sequence[Expr]
     ) -> tuple[list[str], tuple[Access, ...]]:
-        """A function `adjoint`: the gradients of the wanted inputs from pairs of an expression and its gradient."""
+        """The function `adjoint`: gradients of the wanted inputs from pairs (expression, its gradient)."""
         slopes = derivatives(pairing(pairs), const(1), list(wanted))
         stores = []
         for node, slope in zip(wanted, slopes, strict=True):

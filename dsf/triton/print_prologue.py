@@ -1,9 +1,9 @@
-"""Printing what is made once a token before the fused scan (dsf.triton.hoist), and its adjoint.
+"""Printing the kernel before the fused scan (dsf.triton.hoist) and its adjoint.
 
-One file a spec, with functions of the pointwise skeleton (dsf.kernels.triton.pointwise.kernel):
+One file a spec, with functions for dsf.kernels.triton.pointwise.kernel:
 
-    prologue   what the scan takes instead of inputs: shared parts without a Value axis, in float32
-    adjoint    gradients of the inputs that these are made of
+    prologue   what the scan takes instead of inputs: expressions without a Value axis, in float32
+    adjoint    gradients of the inputs of these expressions
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsf.triton.source import Source, file_of
 
 
 def emit_prologue(spec: Spec, parts: Parts) -> tuple[Source, Prologue]:
-    """Source of the kernel before a spec's scan and of its adjoint, and what the operators know of it."""
+    """Source of the kernel before a spec's scan and of its adjoint, and the Prologue that the operators need."""
     kinds = {i.name: i.kind for i in spec.inputs}
     writer = _Writer(kinds)
     roots = [x for _, x in parts.given]
@@ -58,14 +58,14 @@ def emit_prologue(spec: Spec, parts: Parts) -> tuple[Source, Prologue]:
 
 
 class _Writer(Writer):
-    """Gradients of what has fewer heads than the launch are added by the first head of each group alone."""
+    """Gradients of inputs with fewer heads than the launch are added by the first head of each group alone."""
 
     def access(self, node: Expr) -> Access:
-        """Where a node's tile lies."""
+        """The tensor that a node is loaded from."""
         return replace(super().access(node), stored=node.attrs[0].startswith(".d"))
 
 
 def _role(symbol: Expr) -> str:
-    """What the scan calls a tensor that the prologue makes, with the micro-step of an input in it."""
+    """The scan's name of a tensor from the prologue, with the micro-step where it is an input of several."""
     name, step = symbol.attrs
     return str(name) if step is None else f"{name}[{step}]"

@@ -1,7 +1,7 @@
-"""Printing: a Spec's expressions and their derivatives as Triton source, the holes of the fused scan.
+"""Printing the holes of the fused scan: a Spec's expressions and their derivatives as Triton source.
 
-The text is written to a file named by its content (`DSF_CACHE_DIR`, else the user's cache directory), because Triton
-reads the source of what it compiles; the file is also what a person reads: it carries the spec's own names.
+The text goes to a file named by its content (in `DSF_CACHE_DIR`, else the user's cache directory), because Triton reads
+the source of what it compiles. It uses the spec's own names, so that people can read it, too.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from dsf.triton.source import Source, file_of
 from dsf.triton.update import Update, update
 
 VALID = "valid_tokens"
-STARTS, INITIAL = ".starts", ".initial"  # packed sequences: which one begins at a token, and in which state
+STARTS, INITIAL = ".starts", ".initial"  # packed: number of the sequence that begins at a token; its initial state
 COMPARISONS = ("gt", "ge", "lt", "le")
-SINGLE = ("exp", "log", "sqrt", "rsqrt", "pow")  # functions that are one instruction of the unit for them; others two
+SINGLE = ("exp", "log", "sqrt", "rsqrt", "pow")  # one instruction of the special function unit; others take two
 
 
 def emit(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
     """The holes of the fused scan for an elementwise spec.
 
-    tokens: "masked": one more operand, the Scalar VALID, is 0 for tokens that leave the state as it is (padding);
-    "packed": the Scalar STARTS is a sequence's number, from 1, at its first token, else 0; "continued": so, and
-    INITIAL is the states in which the sequences begin. rough: for 16-bit inputs, with functions that err by less than
-    their last bit.
+    tokens: "masked": one more operand, the Scalar VALID, is 0 for padding tokens, which leave the state unchanged;
+    "packed": the Scalar STARTS is a sequence's number, from 1, at its first token, else 0; "continued": also the
+    operand INITIAL, the sequences' initial states. rough: for 16-bit inputs, with faster functions whose error is below
+    the inputs' last bit.
     """
     return _Emission(spec, tokens, rough).source()
 
 
 class _Emission:
-    """One spec on its way to source."""
+    """Prints the source of one spec."""
 
     def __init__(self, spec: Spec, tokens: str, rough: bool) -> None:
         self.spec = spec
@@ -97,13 +97,13 @@ class _Emission:
         return self.names[node] if node.op == "input" else f"held{index}"
 
     def _invariants(self, roots: tuple[Expr, ...]) -> list[Expr]:
-        """The largest expressions of Params alone, computed once a program."""
+        """The largest expressions that depend on Params alone; computed once a program."""
         order = children_first(*roots)
         tokens, params = set(self.tokens), set(self.params)
         varies = {x: x in tokens for x in order}
         bound = {x: x in params for x in order}
         for x in order:
-            varies[x] |= any(varies[a] for a in x.args) or x.op in COMPARISONS  # truth values are not held
+            varies[x] |= any(varies[a] for a in x.args) or x.op in COMPARISONS  # booleans are not held
             bound[x] |= any(bound[a] for a in x.args)
         fixed = {x for x in order if bound[x] and not varies[x]}
         used = {a for x in order if varies[x] for a in x.args} | set(roots)
@@ -146,7 +146,7 @@ class _Emission:
         return Source(name, text, operands, len(self.held), self._separable, self._special(), keyed)
 
     def _entries(self) -> list[list[str]]:
-        """What kernels read that take one state entry after the other."""
+        """The holes of kernels that process one state entry after the other."""
         if not self.spec.has_key or not self._separable:
             return []
         held, scope, found = list(self.held.values()), self._scope(), self.motion
@@ -159,14 +159,14 @@ class _Emission:
 
     @cached_property
     def motion(self) -> Update:
-        """How a token moves an entry's state, where one entry is taken after the other."""
+        """A token's update of an entry's state, in kernels that process one entry after the other."""
         return update(self.roots[0], self.roots[1], STATE, COTANGENTS[1])
 
     @cached_property
     def near(self) -> set[Expr]:
         """Decays that are exactly a tanh which is used nowhere else.
 
-        They are printed as a function whose error is small beside 1; for others it is small beside their value.
+        They are printed as a function with a small absolute error; other tanh's have a small relative error.
         """
         found, stack = set(), [self.roots[0]]
         while stack:
@@ -179,9 +179,10 @@ class _Emission:
 
     @cached_property
     def _separable(self) -> bool:
-        """True when nothing sums over the Key axis but the readout and the gradients of what has no Key axis.
+        """True where the only sums over the Key axis are the readout and gradients of nodes without a Key axis.
 
-        A Param without a Key axis inside one with it would need all entries' sums at once when it is finished.
+        False also for a held expression with a Key axis that has a Param without one: its gradient would need the sums
+        of all entries at once.
         """
         if any(x.op in REDUCTIONS for x in children_first(*self.roots, *self.invariants)):
             return False
@@ -206,7 +207,7 @@ class _Emission:
         return [f"{self.names[x]} = {self.operands[x].load()}" for x in nodes]
 
     def _scope(self) -> dict[Expr, str]:
-        """Names inside step and pull."""
+        """Names of nodes inside step and pull."""
         return {x: self.names[x] for x in self.tokens} | {s: s.attrs[0] for s in self.held.values()}
 
     def _unpack(self, tokens: list[Expr] | None = None) -> list[str]:
@@ -220,14 +221,14 @@ class _Emission:
         printer = Printer(self._scope(), RESERVED, self.rough, self.near, self.held.values())
         values = printer.print(self.roots)
         names = ["A", "B", "C", "E", "D"]
-        if self.roots[4].is_constant and self.roots[4].value == 0:  # adding it costs nothing, unlike +0
+        if self.roots[4].is_constant and self.roots[4].value == 0:  # the compiler drops the addition of -0, not of +0
             values[4] = "tl.zeros((1, 1, 1), tl.float32) * -1.0"
         lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
         body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
         return ["def step(tokens, held, at):", *indented(body)]
 
     def _products(self) -> list[list[str]]:
-        """Where A = exp(r w), r of tokens without a Key axis and w of Params: products of A from sums of r."""
+        """For A = exp(r w) with r of tokens without a Key axis and w of Params: products of A from sums of r."""
         decay = self.roots[0]
         parts = key_and_rest(decay.args[0]) if decay.op == "exp" else None
         if parts is None or set(inputs_of(parts[0])) & set(self.tokens):
@@ -249,7 +250,7 @@ class _Emission:
 
     @cached_property
     def slopes(self) -> list[Expr]:
-        """The gradients of tokens, then of what is held, made of the coefficients' cotangents."""
+        """The gradients of tokens, then of held values, from the coefficients' cotangents."""
         return self._slopes(self._pairs())
 
     def _pairs(self) -> list[tuple[Expr, Expr]]:
@@ -257,7 +258,7 @@ class _Emission:
 
     def _slopes(self, pairs: list[tuple[Expr, Expr]], kept: Collection[Expr] = ()) -> list[Expr]:
         found = derivatives(pairing(pairs), const(1), [*self.tokens, *self.held.values()], late=VALUE)
-        if self.rough:  # fewer numbers are alive at once, and 1 - σ has digits enough until σ is next to 1
+        if self.rough:  # fewer live numbers; 1 - σ is accurate enough for 16-bit inputs
             known = children_first(*self.roots)
             quick = {exp(x.args[0]): x + 1.0 for x in known if x.op == "expm1" and exp(x.args[0]) not in known}
             quick |= {tanh_slope(x.args[0]): 1.0 - x * x for x in known if x.op == "tanh"}
@@ -266,7 +267,7 @@ class _Emission:
         return regroup([collect(x) for x in found], kept=kept)
 
     def _over_channels(self) -> list[bool]:
-        """Which gradients of what is held are sums over channels: these are left for the end."""
+        """Which gradients of held values are sums over channels, which are computed at the end."""
         return [x.op == "sum_value" for x in self.slopes[len(self.tokens) :]]
 
     def _pull(self) -> list[str]:

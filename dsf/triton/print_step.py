@@ -1,9 +1,8 @@
 """Printing one step of a recurrence: the decode kernel of any system with a finite state.
 
-The state is one more input of axes {Key, Value}; A, B and the readout act on it as the declaration says, micro-step
-after micro-step, so the whole step is a few expressions: y, the new state, the normaliser's new column and the new
-running maximum. They are printed like any others and run in one launch; what all channels of a normalised system share
-is printed as a function of its own, which a program calls once.
+The state is one more input with axes {Key, Value}. A, B and the readout are applied to it, micro-step after micro-step,
+which gives a few expressions: y, the new state, the normaliser's new column and the new running maximum. One launch
+computes them all. What all channels of a normalised system share is a separate function, called once a program.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def step_refusal(spec: Spec) -> str | None:
 
 
 def _place(node: Expr, stored: bool) -> Access:
-    """Where a part of the state lies."""
+    """The tensor and column of a part of the state."""
     column = {STATE: "p", COLUMN: "P", LEVEL: "COLUMNS - 1"}[node]
     role = ".new_state" if stored else ".state"
     return Access(role, None, True, True, VALUE in node.axes, stored, column=column)
@@ -57,7 +56,7 @@ def _place(node: Expr, stored: bool) -> Access:
 
 @dataclass(frozen=True)
 class _Moment:
-    """The state at some point of a step: S e^{-level}, the normaliser's column in the same scale, the level."""
+    """The state at some point of a step: S e^{-level}, the normaliser's column times e^{-level}, and the level."""
 
     state: Expr
     column: Expr | None
@@ -80,7 +79,7 @@ def _advance(row: Row, ones: Row | None, now: _Moment) -> _Moment:
 
 
 def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | None) -> Expr:
-    """A x + B, with B of `source`, in the scale of `level`."""
+    """A x + B, with A of `row` and B of `source`, divided by e^level; moved: what x is multiplied by to be so, too."""
     total = times(row.normal.decay, x)
     for c in row.normal.corrections:
         seen = sum_key(c.right * x) if c.axis == KEY else sum_value(c.right * x)
@@ -98,7 +97,7 @@ def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | Non
 
 
 def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
-    """What one step stores."""
+    """The expressions that one step stores, and where."""
     ones, stabilised = spec.ones, spec.is_stabilised
     top = Expr("max_key", (LEVEL,), (), frozenset()) if stabilised else None
     scale = exp(LEVEL - top) if top is not None else UNIT
@@ -124,8 +123,8 @@ def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
 
 
 def _in_lanes(x: Expr) -> Expr:
-    """x with its Key inputs loaded by every lane: beside rows of P + 1 or P + 2 columns, whose layout differs from that
-    of a Key vector, this spares the tile a way through shared memory."""
+    """x with its Key inputs loaded by every lane. Rows of P + 1 or P + 2 columns have another layout than a Key vector;
+    this avoids a conversion of the tile through shared memory."""
     keys = [
         i for i in inputs_of(x) if i.axes == {KEY} and not i.attrs[0].startswith(".") and not i.attrs[0].endswith(LANES)
     ]
@@ -138,14 +137,14 @@ def _read(spec: Spec, state: Expr) -> Expr:
 
 
 def _shared(roots: Sequence[Expr]) -> list[Expr]:
-    """The largest parts of roots with channels that are the same for all of them."""
+    """The largest parts of roots that are the same for all channels."""
     order = children_first(*roots)
     used = {a for x in order if VALUE in x.axes for a in x.args} | set(roots)
     return [x for x in order if x in used and VALUE not in x.axes and x.args]
 
 
 class _Printer(Printer):
-    """Knows the largest entry over the Key axis, too."""
+    """Also prints max_key, the largest entry over the Key axis."""
 
     def _expression(self, node: Expr) -> str:
         if node.op == "max_key":
@@ -154,7 +153,7 @@ class _Printer(Printer):
 
 
 class _Step:
-    """One spec on its way to the functions of its decode kernel."""
+    """Prints the functions of one spec's decode kernel."""
 
     def __init__(self, spec: Spec) -> None:
         self.kinds = {i.name: i.kind for i in spec.inputs}
@@ -162,7 +161,7 @@ class _Step:
         self.accesses: list[Access] = []
 
     def name(self, nodes: Sequence[Expr]) -> None:
-        """Give nodes names of their own in the printed text."""
+        """Give nodes unique names in the printed text."""
         for node in (x for x in nodes if x not in self.names):
             text = name_of(node).strip("_") if "." in node.attrs[0] else name_of(node)
             while text in {*self.names.values(), "sums", "shared"}:
@@ -170,7 +169,7 @@ class _Step:
             self.names[node] = text
 
     def print(self, roots: Sequence[tuple[Expr, Access]], given: Sequence[Expr], gives: Sequence[Expr]) -> list[str]:
-        """The lines of a function that stores roots and returns `gives`; `given` are among its arguments."""
+        """The lines of a function that stores roots and returns `gives`; `given` are arguments."""
         exprs = [*(e for e, _ in roots), *gives]
         nodes = [x for x in inputs_of(*exprs) if x not in given]
         self.name(nodes)
@@ -183,7 +182,7 @@ class _Step:
             body.load(node, *self._place(node))
         printer = _Printer(self.names, RESERVED | {"COLUMNS", "shared"})
         values = printer.print(exprs)
-        body.lines += [*printer.lines, "tl.debug_barrier()"]  # what is overwritten has been read by every thread
+        body.lines += [*printer.lines, "tl.debug_barrier()"]  # every thread has read the state before it is overwritten
         for value, (_, access) in zip(values, roots, strict=False):
             body.store(value, access)
         if gives:
@@ -192,7 +191,7 @@ class _Step:
         return indented(body.lines)
 
     def _place(self, node: Expr) -> tuple[Access, bool]:
-        """Where an input lies, and whether every lane of the channels loads it."""
+        """The tensor of an input, and whether every lane of the channels loads it."""
         name, step = node.attrs
         if node in (STATE, COLUMN, LEVEL):
             return _place(node, False), False
@@ -202,7 +201,7 @@ class _Step:
 
 
 def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
-    """Source and program of a spec's decode kernel."""
+    """Printed source and StepProgram of a spec's decode kernel."""
     roots = _roots(spec)
     step, parts = _Step(spec), []
     held: list[Expr] = []

@@ -1,4 +1,4 @@
-"""Printing expressions as lines of Triton, with the names that printed functions use."""
+"""Printing expressions as lines of Triton code, and the names in printed functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, cons
 from dsf.language.functions import exp, sum_key, sum_value
 from dsf.language.operator import times
 
-WIDTH = 60  # characters up to which an expression used once is written inside its user
+WIDTH = 60  # characters up to which an expression that is used once gets no line of its own
 AT = "batch, head, t0, t, n, p, t_ok, n_ok, p_ok, place, edge, T, H, P, N = at"
 SINK = "rows, shift = sink"
 NAMES = ("dA", "dB", "dC", "dE", "dD")
 BOTH = frozenset({KEY, VALUE})
-# What functions, arguments and constants of printed files are called, and so no input can be.
+# Names of functions, arguments and constants in printed files, which no input may have.
 RESERVED = {
     *AT.replace(" = at", "").split(", "), *SINK.replace(" = sink", "").split(", "),
     "at", "args", "grads", "held", "sums", "tokens", "fn", "tile", "tl", "triton", "sink", "found", "keyed", "loose",
@@ -23,7 +23,7 @@ RESERVED = {
     "plain_back", "runs_back", "spread", "parted", "run", "lanes", "moved", "passed", "state", "places", "ok",
     "keys_at", "keys_added", "keys_stored",
 }  # fmt: skip
-# Functions made of a power of two, and what their argument is multiplied with first.
+# Functions computed by a power of two, and the factor of their argument.
 POWERS = {
     "exp": ("tl.exp2", "fn.LOG2E"),
     "sigmoid": ("fn.sigmoid2", "-fn.LOG2E"),
@@ -34,27 +34,27 @@ POWERS = {
 ROUGH = {
     "fn.tanh": "fn.rough_tanh", "fn.tanh2": "fn.rough_tanh2", "fn.softplus": "fn.rough_softplus",
     "fn.logsigmoid": "fn.rough_logsigmoid",
-}  # where 16-bit inputs say less than float32  # fmt: skip
-NEAR = {"fn.tanh": "fn.near_tanh", "fn.tanh2": "fn.near_tanh2"}  # where it is next to 1 that they must not err
-FAR = 1e-20  # a sum with a constant that is larger is 0, or no denormal number
-ROUNDED = ("round_to", "rest_of")  # to the dtype of the tensor whose role is their attribute
+}  # faster, accurate enough for 16-bit inputs  # fmt: skip
+NEAR = {"fn.tanh": "fn.near_tanh", "fn.tanh2": "fn.near_tanh2"}  # with a small absolute error
+FAR = 1e-20  # a sum with a larger constant is 0 or not denormal
+ROUNDED = ("round_to", "rest_of")  # x rounded to the dtype of the tensor in their attribute; its rounding error
 OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def symbol(name: str, axes: frozenset[str]) -> Expr:
-    """An input of generated code that is no input of the recurrence."""
+    """An input of printed code that is not an input of the recurrence."""
     return Expr("input", (), (name, None), axes)
 
 
 COTANGENTS = [symbol(name, BOTH if name in ("dA", "dB", "dC") else frozenset({VALUE})) for name in NAMES]
-STATE = symbol(".state", BOTH)  # of an entry, before a token
+STATE = symbol(".state", BOTH)  # before a token
 
 
 class Printer:
     """Prints nodes as assignments and expressions.
 
-    names: what each input node is called; rough: ROUGH functions; near: nodes for which NEAR ones do then; still:
-    input nodes that are the same for all tokens; kinds: the dtypes of tensors, by role, that ROUNDED refer to.
+    names: of the input nodes. taken: names that may not be used. rough: use ROUGH functions; near: nodes that then use
+    NEAR ones. still: input nodes that are the same for all tokens. kinds: dtypes of tensors by role, for ROUNDED.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Printer:
         self.text = dict(names)
         self.taken = {*taken, *names.values()}
         self.lines: list[str] = []
-        self.squares: dict[Expr, Expr] = {}  # e^2x, or that less 1, and the e^x that is there anyway
-        self.scaled: set[Expr] = set()  # products whose factors are printed inside a function of a power of two
+        self.squares: dict[Expr, Expr] = {}  # e^2x or e^2x - 1 -> the e^x that is computed anyway
+        self.scaled: set[Expr] = set()  # products printed inside a function of POWERS
         self.count = 0
 
     def print(self, roots: Iterable[Expr]) -> list[str]:
-        """The text of every root; shared and long parts become lines before it."""
+        """The text of every root; shared and long parts become lines in `lines`."""
         roots = list(roots)
         order = children_first(*roots)
         uses: dict[Expr, int] = {}
-        scales: dict[Expr, set[str]] = {}  # by which users multiply, "" for none
+        scales: dict[Expr, set[str]] = {}  # factors by which users multiply it, "" for none
         for node in order:
             for place, arg in enumerate(node.args):
                 twice = node.op == "pow" and place == 0
@@ -92,7 +92,7 @@ class Printer:
                 for r in roots]  # fmt: skip
 
     def _add(self, node: Expr, uses: Mapping[Expr, int]) -> None:
-        """A node's text, as a line of its own where it is shared or long."""
+        """Print a node, as a line of its own where it is shared or long."""
         if node in self.text or node in self.scaled:
             return
         if node in self.squares:
@@ -118,7 +118,7 @@ class Printer:
         if node.op in POWERS and node.args[0] in self.scaled and (parts := key_and_rest(node.args[0])):
             function, scale = POWERS[node.op]
             key, rest = (self.text[x] for x in parts)
-            if parts[0] in self.still:  # once for all tokens, and the rest is not kept twice
+            if parts[0] in self.still:  # multiplied once for all tokens; rest is needed unscaled, too
                 return f"{self._rough(function, node)}(({key} * {scale}) * {rest})"
             return f"{self._rough(function, node)}({key} * ({rest} * {scale}))"
         args = [self.text[a] for a in node.args]
@@ -128,7 +128,7 @@ class Printer:
         if node.op == "pow":
             return _power(args[0], args[1], node.args[1])
         if node.op == "div" and (node.args[1].op == "sqrt" or (self.rough and _is_far(node.args[1]))):
-            # too small and too large numbers have no roots like these
+            # a square root is neither denormal nor too large for it
             return f"({args[0]} * fn.reciprocal({args[1]}))"
         if node.op in OPERATORS:
             return f"({args[0]} {OPERATORS[node.op]} {args[1]})"
@@ -146,7 +146,7 @@ class Printer:
 
 
 def _root(node: Expr) -> Expr:
-    """e^x of e^2x, or of that less 1; the node itself if it is neither."""
+    """e^x for a node e^2x or e^2x - 1; the node itself for others."""
     if node.op in ("exp", "expm1") and node.args[0].op == "mul":
         for number, x in (node.args[0].args, node.args[0].args[::-1]):
             if number.is_constant and number.value == 2:
@@ -155,12 +155,12 @@ def _root(node: Expr) -> Expr:
 
 
 def _is_far(node: Expr) -> bool:
-    """True for what is 0 or not near 0, so that its reciprocal is right (0 beyond 2^126)."""
+    """True for a value that is 0 or not denormal, so that its fast reciprocal is right (0 beyond 2^126)."""
     return node.op == "add" and any(x.is_constant and abs(x.value) > FAR for x in node.args)
 
 
 def key_and_rest(node: Expr) -> tuple[Expr, Expr] | None:
-    """The factors of a product of one along the Key axis and one that is the same for all of it, if it is that."""
+    """(factor with a Key axis, factor without) of a product of two such factors; None for other nodes."""
     if node.op != "mul" or (KEY in node.args[0].axes) == (KEY in node.args[1].axes):
         return None
     first, second = node.args
@@ -180,7 +180,7 @@ def _power(base: str, exponent: str, node: Expr) -> str:
 
 
 def pairing(pairs: Iterable[tuple[Expr, Expr]]) -> Expr:
-    """Σ ⟨x, dx⟩ over the pairs, each summed over the axes it has."""
+    """Σ ⟨x, dx⟩ over the pairs, each product summed over its axes."""
     total = const(0)
     for x, dx in pairs:
         if x.is_constant:
@@ -195,7 +195,7 @@ def pairing(pairs: Iterable[tuple[Expr, Expr]]) -> Expr:
 
 
 def name_of(node: Expr) -> str:
-    """What an input is called in printed files."""
+    """An input's name in printed files."""
     name, step = node.attrs
     text = name if step is None else f"{name}_{step}"
     clash = text in RESERVED or keyword.iskeyword(text) or (text[:1] == "v" and text[1:].isdigit())
@@ -204,12 +204,12 @@ def name_of(node: Expr) -> str:
 
 
 def identifier(text: str) -> str:
-    """The text with an underscore for every character that no name may have."""
+    """The text as an identifier, with underscores for other characters."""
     return "".join(c if c.isalnum() or c == "_" else "_" for c in text)
 
 
 def as_comment(text: str) -> str:
-    """The text as it may stand in a docstring."""
+    """The text, safe inside a docstring."""
     return text.replace("\\", "/").replace('"""', "'''")
 
 
@@ -219,7 +219,7 @@ def grouped(values: Sequence[str]) -> str:
 
 
 def unpacked(names: Sequence[str], source: str) -> str:
-    """One line that gives names to the members of a tuple."""
+    """One line that assigns the members of a tuple to names."""
     return "; ".join(f"{name} = {source}[{i}]" for i, name in enumerate(names))
 
 

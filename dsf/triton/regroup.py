@@ -1,4 +1,4 @@
-"""Products with what has no Key axis on one side: N entries are then multiplied once instead of once a factor."""
+"""Products regrouped so that factors without a Key axis are multiplied first: N entries then take one product."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Sides = tuple["Expr | None", "Expr | None"]  # the factors with a Key axis, and 
 
 
 def regroup(roots: Sequence[Expr], atoms: Iterable[Expr] = (), kept: Collection[Expr] = ()) -> list[Expr]:
-    """The same expressions; products that others use too, `kept` ones, and those of `atoms` alone, stay as they are.
+    """The same expressions, with (k · a) · x as k · (a · x) and Σ_n a k_n q_n as a Σ_n k_n q_n (a, x: no Key axis).
 
-    (k · a) · x is k · (a · x), and Σ_n a k_n q_n is a Σ_n k_n q_n, where a and x have no Key axis.
+    Products that are used more than once, `kept` ones, and those of `atoms` alone stay as they are.
     """
     order, free = children_first(*roots), set(atoms)
     uses = Counter(a for x in order for a in x.args)
@@ -43,7 +43,7 @@ def regroup(roots: Sequence[Expr], atoms: Iterable[Expr] = (), kept: Collection[
 def _product(x: Expr, same: Expr, first: Sides, second: Sides) -> Sides:
     """The sides of a product or quotient from those of its operands."""
     (key, rest), (other_key, other_rest) = first, second
-    if x.op == "div" and key is None:  # nothing to divide on the side of the Key axis
+    if x.op == "div" and key is None:  # no numerator with a Key axis
         return same, None
     if rest is None and other_rest is not None:
         rest = const(1) / other_rest if x.op == "div" else other_rest
@@ -57,7 +57,7 @@ def _product(x: Expr, same: Expr, first: Sides, second: Sides) -> Sides:
 
 
 def collect(x: Expr) -> Expr:
-    """A sum, or one under a sum over channels, with a vector of the Key axis taken out of all terms that have it.
+    """A sum, also one under a sum over channels, with a common Key vector factored out.
 
     a k + b x + c k is k (a + c) + b x, so that N entries are multiplied by k once.
     """
@@ -80,9 +80,9 @@ def collect(x: Expr) -> Expr:
 
 
 def inward(x: Expr) -> Expr:
-    """where(c, 0, tanh(k · a)), if it is that, as tanh(k · where(c, 0, a)): a choice a token, not one an entry.
+    """tanh(k · where(c, 0, a)) for where(c, 0, tanh(k · a)): one selection a token, not one an entry.
 
-    c and a have no Key axis. What is not finite in k is no longer left out.
+    c and a have no Key axis. A k that is not finite is then not masked. Other expressions stay as they are.
     """
     if x.op != "where" or KEY in x.args[0].axes:
         return x
@@ -101,5 +101,5 @@ def inward(x: Expr) -> Expr:
 
 
 def _factors(x: Expr) -> list[Expr]:
-    """The factors of a product, what has no Key axis in one piece."""
+    """The factors of a product; a factor without a Key axis is not split further."""
     return _factors(x.args[0]) + _factors(x.args[1]) if x.op == "mul" and KEY in x.axes else [x]

@@ -1,4 +1,4 @@
-"""The fused scan of one call: a Spec's generated holes, its tensors as operands, and which specs it can run."""
+"""The fused scan of one call: the printed holes of a Spec, its operands, and which specs it can run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsf.triton.hoist import parts
 from dsf.triton.print_scan import INITIAL, STARTS, VALID, emit
 from dsf.triton.source import Source, name_of
 
-LARGEST = 256  # state entries a program holds
-PACKED = "packed", "continued"  # sequences that begin with nothing, and with states of their own
-LIGHT = 2  # operations up to which a step is next to nothing
+LARGEST = 256  # state entries that a program can hold
+PACKED = "packed", "continued"  # sequences without and with initial states
+LIGHT = 2  # operations of a step up to which only memory traffic counts
 
 
 def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
@@ -34,7 +34,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
 
 @derived
 def _refusal(spec: Spec) -> str | None:
-    """The part of it that no size or dtype changes."""
+    """The reasons that depend on neither sizes nor dtype."""
     if spec.rank or spec.is_attention:
         return f"the fused scan is for elementwise A, this is {spec.structure}"
     if spec.features is not None:
@@ -49,7 +49,7 @@ def _refusal(spec: Spec) -> str | None:
 
 
 def kernel_of(spec: Spec, sizes: Sizes, device: torch.device) -> tuple[str, int]:
-    """Name of the kernel with its tile; no chunks."""
+    """Name of the kernel with its tile, and 0 for no chunks."""
     from dsf.kernels.triton.scan.launches import HOLES, tile_of
     from dsf.kernels.triton.scan.launches import Sizes as Counts
 
@@ -65,12 +65,12 @@ def _nodes(spec: Spec) -> list[Expr]:
 
 @derived
 def source_of(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
-    """The printed holes of a spec, once a process. tokens, rough: as `emit` has them."""
+    """The printed holes of a spec, printed once a process. tokens, rough: as in `emit`."""
     return emit(_plain(spec), tokens, rough)
 
 
 def _plain(spec: Spec) -> Spec:
-    """The system that the scan walks."""
+    """The system that the scan runs: doubled, for a normalised one."""
     return spec if spec.rule is None else gpu_ratio.doubled(spec)
 
 
@@ -81,13 +81,13 @@ def text_of(spec: Spec, dtype: torch.dtype = torch.float32) -> str:
 
 
 def _is_rough(dtype: torch.dtype) -> bool:
-    """True for inputs that say less than float32, whose scan may err where they do (`emit`)."""
+    """True for 16-bit inputs, for which faster functions are accurate enough (`emit`)."""
     return dtype.itemsize == 2
 
 
 @derived
 def _prologue(spec: Spec) -> tuple[Source, str, list[Expr]] | None:
-    """What is made before a spec's scan: its source, the operators' name for it, what it makes; None for nothing."""
+    """The kernel before a spec's scan: its source, its name, its outputs; None where there is none."""
     from dsf.kernels.triton.pointwise.prologue_ops import PROLOGUES
     from dsf.triton.print_prologue import emit_prologue
 
@@ -101,7 +101,7 @@ def _prologue(spec: Spec) -> tuple[Source, str, list[Expr]] | None:
 
 
 def _make(spec: Spec, tensors: Mapping[str, Tensor]) -> dict[tuple[str, int | None], Tensor]:
-    """What the scan takes instead of inputs, by name and micro-step."""
+    """Outputs of the kernel before the scan, by name and micro-step."""
     found = _prologue(spec)
     if found is None:
         return {}
@@ -114,12 +114,12 @@ def _make(spec: Spec, tensors: Mapping[str, Tensor]) -> dict[tuple[str, int | No
 
 @derived
 def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
-    """The name under which the kernels know a spec's holes."""
+    """The name of a spec's holes in the kernels' registry."""
     from dsf.kernels.triton.scan.launches import HOLES, Hole, Operand
 
     source = source_of(spec, tokens, rough)
     operands = tuple(Operand(o.time, KEY in o.axes, VALUE in o.axes, o.name == INITIAL) for o in source.operands)
-    fades = rough and spec.rule is None  # a quotient may be one of two sums that all but vanished
+    fades = rough and spec.rule is None  # not for a quotient, which may be one of two nearly vanished sums
     light = sum(bool(x.args) for x in _nodes(spec)) <= LIGHT
     before = spec.system.read == "before"
     flags = source.sums, source.separable, source.special, source.keyed
@@ -130,20 +130,20 @@ def _hole(spec: Spec, tokens: str = "", rough: bool = False) -> str:
 
 
 def prologue_names(spec: Spec) -> list[str]:
-    """The name of what is printed to be run before a spec's scan, which is there then."""
+    """The name of the kernel before a spec's scan, if it has one, which this call prints and registers."""
     found = _prologue(spec) if _refusal(spec) is None else None
     return [] if found is None else [found[1]]
 
 
 def names(spec: Spec) -> list[str]:
-    """Names of all scans of a spec, which are there then."""
+    """Names of all scans of a spec, which this call prints and registers."""
     if _refusal(spec) is not None:
         return []
     return [_hole(spec, tokens, rough) for tokens in ("", "masked", *PACKED) for rough in (False, True)]
 
 
 def packs(spec: Spec) -> bool:
-    """True where packed sequences are walked as they lie: a running maximum would have to start anew with each."""
+    """True where packed sequences are scanned in place; a running maximum would have to start again with each."""
     return not spec.is_stabilised or spec.rule is None
 
 
@@ -154,7 +154,8 @@ def fused_scan(
     """y [B, T, H, P] in the inputs' dtype and the final state [B, H, N, columns].
 
     timed: the per-token inputs (or a repacking of them); valid: [B, T] bool, False for padding tokens after a sequence.
-    bounds: of packed sequences (B = 1), with a state each; a tensor where their values are not known.
+    bounds: boundaries of packed sequences (B = 1), each of which has a state; a tensor where the host does not know
+    them.
     """
     from dsf.kernels.triton.scan.operator import scan as operator
 
@@ -177,7 +178,7 @@ def fused_scan(
         kept = state
         if filled is not None:
             filled = filled[:, None, None, None]
-            # Kernels neither read nor differentiate states of sequences without tokens: no row of theirs comes back.
+            # Kernels neither read nor differentiate the states of sequences without tokens.
             state = None if state is None else torch.where(filled, state, 0.0)
         tensors |= {} if state is None else {INITIAL: state}
         state = None
@@ -186,13 +187,13 @@ def fused_scan(
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*operands, state])
     count = 0 if bounds is None else len(bounds) - 1
     y, final, _ = operator(operands, state, _hole(spec, tokens, rough), keep, pairs is not None, ends, count)
-    if filled is not None:  # no token of a sequence without any leaves its state
+    if filled is not None:  # sequences without tokens keep their state
         final = torch.where(filled, final, torch.zeros_like(final) if kept is None else kept)
     return (y, final) if pairs is None else gpu_ratio.finish(spec, bound, timed, pairs, y, final)
 
 
 def operands_and_hole(spec: Spec, bound: Bound) -> tuple[list[Tensor], str]:
-    """What the kernels take for sequences that are neither packed nor padded, and their name. Of no quotient."""
+    """Operands and name of the holes, for a system without quotient on sequences neither packed nor padded."""
     rough = _is_rough(bound.dtype)
     return _operands(spec, bound.tensors, "", rough), _hole(spec, "", rough)
 

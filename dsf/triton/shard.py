@@ -1,8 +1,8 @@
 """One shard of a sequence on the GPU kernels, in four passes with collectives between them (dsf.parallel).
 
-Forwards `summary`, what the shard does to states, then `forward` from the state that it is entered with; backwards
-`adjoint`, the gradient of that state, then `backward` from the gradient of the state that it leaves. What the first of
-two passes found the second takes from it.
+Forward: `summary` computes the shard's effect on a state, then `forward` runs from the entering state. Backward:
+`adjoint` computes the gradient of the entering state from the shard's own outputs, then `backward` runs from the
+gradient of the final state. The second pass of each pair reuses results (`held`) of the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsf.triton.choose import is_scan
 
 
 def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
-    """Whether the kernels have the four passes of a call with this plan."""
+    """Whether the kernels have the four passes for a call with this plan."""
     if plan.backend != "triton" or plan.one_step or spec.is_softmax or spec.is_framed or not bound.sizes.tokens:
         return False
     if is_scan(spec):
@@ -34,7 +34,7 @@ def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
 
 @dataclass
 class Shard:
-    """The operands of one shard's kernels, and the name of these."""
+    """The operands of one shard's kernels, and the kernels' name. scans: for the fused scan, not the chunk kernels."""
 
     operands: list[Tensor]
     name: str
@@ -42,13 +42,16 @@ class Shard:
 
     @staticmethod
     def of(spec: Spec, bound: Bound) -> Shard:
-        """Operands are the inputs, or made of them by what autograd knows."""
+        """The shard of a call. Operands are the inputs, or computed from them by operators that autograd knows."""
         if is_scan(spec):
             return Shard(*scan.operands_and_hole(spec, bound), True)
         return Shard([bound.tensors[i.name] for i in spec.inputs], chunk.program_of(spec)[1], False)
 
     def summary(self, state: Tensor | None, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(the state after the shard from `state`, or None for nothing written; M where `moves`; for `forward`)."""
+        """(the state after the shard, from `state` or from zero; M if `moves`; what `forward` takes as `held`).
+
+        M: what the shard multiplies a state by.
+        """
         if self.scans:
             from dsf.kernels.triton.scan.shard import scan_shard
 
@@ -60,7 +63,7 @@ class Shard:
         return found
 
     def forward(self, state: Tensor | None, keep: bool, held: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """y, the state after the shard, and with `keep` what the passes backwards take."""
+        """y, the state after the shard, and if `keep` what `adjoint` and `backward` take as `saved`."""
         if self.scans:
             from dsf.kernels.triton.scan.operator import scan as operator
 
@@ -74,7 +77,7 @@ class Shard:
     def adjoint(
         self, dy: Tensor, dfinal: Tensor | None, state: Tensor | None, saved: Sequence[Tensor], held: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """The gradient of the shard's first state without a running maximum's columns, and what `backward` takes."""
+        """The gradient of the shard's first state, without columns of a running maximum, and `held` of `backward`."""
         if self.scans:
             from dsf.kernels.triton.scan.shard import scan_shard
 
@@ -89,7 +92,7 @@ class Shard:
         self, dy: Tensor, dfinal: Tensor | None, state: Tensor | None, saved: Sequence[Tensor], needs: Sequence[bool],
         held: Sequence[Tensor],
     ) -> tuple[list[Tensor | None], Tensor]:  # fmt: skip
-        """Gradients of the operands that need one, None for the others, and of the first state."""
+        """Gradients of the operands (None where not needed), and of the first state."""
         if self.scans:
             from dsf.kernels.triton.scan.operator import scan_adjoint
 
@@ -106,5 +109,5 @@ class Shard:
         return [next(given) if need else None for need in needs], first
 
     def like(self, operands: Sequence[Tensor]) -> Shard:
-        """The same of other tensors."""
+        """The same kernels with other operands."""
         return Shard(list(operands), self.name, self.scans)

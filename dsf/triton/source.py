@@ -1,4 +1,4 @@
-"""Printed source, and the files named by its content in which Triton reads it and people may."""
+"""Printed source, and its files, named by their content, for Triton and for people to read."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from dsf.language.errors import DsfError
 from dsf.language.spec import Spec
 from dsf.triton.print_operand import Operand
 
-STALE = 3600.0  # seconds after which a file that is still being written has been left
+STALE = 3600.0  # seconds after which an unfinished file counts as abandoned
 
 
 @dataclass(frozen=True)
 class Source:
-    """Generated source of one spec, and how its kernels are called.
+    """Printed source of one spec, and what its kernels need to know of it.
 
-    sums: what it sums for Params' gradients, `keyed` of them along the Key axis. separable: no entry's gradients wait
-    for another's, so that a program may take one entry after the other. special: instructions of the unit for functions
-    that an entry of a channel takes.
+    operands: in the order of the kernel's arguments. sums: how many sums the gradients of Params take, `keyed` of them
+    along the Key axis. separable: gradients of one entry do not depend on those of others, so that a program may
+    process one entry after the other. special: special-function instructions for one entry and token.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """Names the text by its content."""
+        """16 hexadecimal digits of the text's SHA-256."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def module(self) -> ModuleType:
@@ -59,8 +59,8 @@ class Source:
             found = importlib.util.spec_from_file_location(name, path)
             assert found is not None
             module = importlib.util.module_from_spec(found)
-            # What was printed is run, never what lies in the file by now: neither Python nor Triton, which asks
-            # linecache for the lines, reads it again. The file is for people, debuggers and profilers.
+            # The printed text is run, never the file, which may have changed: neither Python nor Triton, which takes
+            # the lines from linecache, reads it. The file is for people, debuggers and profilers.
             linecache.cache[str(path)] = len(self.text), None, self.text.splitlines(keepends=True), str(path)
             exec(compile(self.text, str(path), "exec"), module.__dict__)
             sys.modules[name] = module
@@ -68,23 +68,23 @@ class Source:
 
 
 def name_of(spec: Spec, source: Source, known: Any) -> str:
-    """A program's name. known: what operators know of it, its functions left out."""
+    """A program's name. known: what the operators know of it besides its functions."""
     printed = hashlib.sha256(f"{source.text}\n{known!r}".encode()).hexdigest()[:16]
     return f"{spec.name}-{digest(spec)}-{printed}"
 
 
 def file_of(about: Sequence[str], functions: Iterable[Sequence[str]]) -> str:
-    """A printed file: the lines of what it says of itself, what it imports, and its functions."""
+    """The text of a printed file: a docstring with the lines `about`, imports, and functions."""
     head = ['"""' + about[0], *about[1:], '"""', "", "import triton", "import triton.language as tl", ""]
     head += ["from dsf.kernels.triton import functions as fn", "from dsf.kernels.triton import lanes, tile", ""]
     return "\n".join(head) + "".join("\n\n@triton.jit\n" + "\n".join(x) + "\n" for x in functions)
 
 
 def cache_directory() -> Path:
-    """Where generated source lives: DSF_CACHE_DIR, else dsf/ in the user's cache directory (XDG_CACHE_HOME, ~/.cache).
+    """The folder of printed source: DSF_CACHE_DIR, else dsf/ in the user's cache directory (XDG_CACHE_HOME, ~/.cache).
 
-    Where the latter cannot be written, or others can write to it, a folder of this process alone. Raises DsfError for a
-    DSF_CACHE_DIR that cannot be written.
+    If the latter cannot be written, or others can write to it: a temporary folder of this process. Raises DsfError for
+    a DSF_CACHE_DIR that cannot be written.
     """
     chosen = os.environ.get("DSF_CACHE_DIR")
     if chosen:
@@ -100,7 +100,7 @@ def cache_directory() -> Path:
 
 
 def _refusal(path: Path) -> str | None:
-    """Why a folder, which is made where it is not there, cannot be written; None when it can."""
+    """Why a folder, which is created if needed, cannot be written; None when it can."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -109,7 +109,7 @@ def _refusal(path: Path) -> str | None:
 
 
 def _is_open(found: os.stat_result) -> bool:
-    """True where someone else than this user and root could change a file or a folder."""
+    """True where others than this user and root can change a file or folder."""
     if not hasattr(os, "getuid"):
         return False
     return found.st_uid not in (os.getuid(), 0) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
@@ -117,26 +117,26 @@ def _is_open(found: os.stat_result) -> bool:
 
 @functools.cache
 def _own_directory() -> Path:
-    """A new folder that is this user's alone, removed when the process ends."""
+    """A new folder that only this user can access, removed when the process ends."""
     path = tempfile.mkdtemp(prefix="dsf-")  # mode 0700
     atexit.register(_remove, path, os.getpid())
     return Path(path)
 
 
 def _remove(path: str, process: int) -> None:
-    if os.getpid() == process:  # not when a forked child ends
+    if os.getpid() == process:  # a forked child leaves it
         shutil.rmtree(path, ignore_errors=True)
 
 
 def write(source: Source) -> Path:
-    """The path of the source's file, written whole or not at all (several processes may race).
+    """The path of the source's file, which is written atomically (several processes may race).
 
-    A file that holds anything else, that is a link, or that others can write, is replaced.
+    A file with other content, a link, or a file that others can write is replaced.
     """
     folder = cache_directory()
     try:
         return _write(source, folder)
-    except OSError:  # a full disk, or a folder shared with others whose files stay theirs
+    except OSError:  # a full disk, or a file of someone else in a shared folder
         if folder == _own_directory():
             raise
         return _write(source, _own_directory())
@@ -160,7 +160,7 @@ def _write(source: Source, folder: Path) -> Path:
 
 
 def _holds(path: Path, text: str) -> bool:
-    """True where a file of nobody else holds exactly that text."""
+    """True for a regular file with exactly that text which nobody else can change."""
     try:
         found = path.lstat()
         return stat.S_ISREG(found.st_mode) and not _is_open(found) and path.read_bytes() == text.encode()
@@ -169,7 +169,7 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what processes that died left half written. Others may be at the same work."""
+    """Remove unfinished files of processes that died. Other processes may do the same at the same time."""
     for left in folder.glob("*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > STALE:

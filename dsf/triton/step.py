@@ -15,7 +15,7 @@ from dsf.triton.source import Source, name_of
 
 
 def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
-    """Why the decode kernel cannot step this, in the user's words; None when it can."""
+    """Why the decode kernel cannot run this, in the user's words; None when it can."""
     from dsf.kernels.triton.pointwise.step_ops import STEPS
     from dsf.triton.print_step import step_refusal
 
@@ -33,7 +33,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
 
 @derived
 def program_of(spec: Spec) -> tuple[Source, str]:
-    """The printed decode kernel of a spec, and the name under which the operators know it; once a process."""
+    """The printed decode kernel of a spec and its name in the operators' registry; printed once a process."""
     from dsf.kernels.triton.pointwise.step_ops import STEPS
     from dsf.triton.print_step import emit_step
 
@@ -44,7 +44,7 @@ def program_of(spec: Spec) -> tuple[Source, str]:
 
 
 def names(spec: Spec) -> list[str]:
-    """Names of the programs that are printed for the decode step of a spec, which are there then."""
+    """The name of a spec's decode step, if it has one, which this call prints and registers."""
     from dsf.triton.print_step import step_refusal
 
     return [program_of(spec)[1]] if step_refusal(spec) is None else []
@@ -59,7 +59,7 @@ def kernel_of(spec: Spec, sizes: Sizes) -> str:
 
 
 def run(spec: Spec, bound: Bound, state: Tensor | None, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """y [B, 1, H, P] and the new state, which is the old one where in_place."""
+    """y [B, 1, H, P] and the new state, which overwrites `state` if in_place."""
     from dsf.kernels.triton.pointwise.step_ops import matrix_step, matrix_step_in_place
 
     _, name = program_of(spec)

@@ -1,4 +1,4 @@
-"""Where the Triton kernels run: which releases of Triton, which GPUs. Asked before anything of Triton is imported."""
+"""Where the Triton kernels run: which releases of Triton, which GPUs. Checked before Triton is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPABILITY = (8, 0)  # of the GPU: the kernels use bfloat16 and tf32 tensor core
 
 @functools.cache
 def triton_version() -> tuple[int, ...] | None:
-    """(major, minor) of the Triton that is installed; None without one."""
+    """(major, minor) of the installed Triton; None without one."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""What one token does to a state entry, S to A S + B, and what its cotangent then becomes.
+"""The update of a state entry by one token, A S + B, and of its cotangent.
 
-A rule that erases what it writes over, A = 1 - F G and B = F Z, is S + F (Z - G S): where F, G and Z are cheaper than A
-and B, that is less to compute of every entry, and so are their gradients.
+A = 1 - F G and B = F Z (a rule that erases before it writes) give S + F (Z - G S). Where F, G and Z are cheaper than A
+and B, this form takes fewer operations an entry, and so do the gradients.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from dsf.language.expr import KEY, Expr, children_first, const
 from dsf.language.operator import times
 
-POWERS = range(2, 5)  # whole powers that are taken for products
+POWERS = range(2, 5)  # integer powers that count as products
 
 
 @dataclass(frozen=True)
 class Update:
-    """after: S after the token, of `state`; before: the cotangent of `state`, of that of `after`.
+    """after: S after the token, from S before it; before: the cotangent of S before it, from that after.
 
-    factor: F where it is written as S + F (Z - G S).
+    factor: F of the form S + F (Z - G S); None for A S + B.
     """
 
     after: Expr
@@ -44,7 +44,7 @@ def update(decay: Expr, write: Expr, state: Expr, cotangent: Expr) -> Update:
 
 
 def _factors(x: Expr) -> Counter[Expr]:
-    """The factors of a product."""
+    """The factors of a product and how often each occurs."""
     if x.op == "mul":
         return _factors(x.args[0]) + _factors(x.args[1])
     if x.op == "pow" and x.args[1].is_constant and x.args[1].value in POWERS:
@@ -53,11 +53,11 @@ def _factors(x: Expr) -> Counter[Expr]:
 
 
 def _product(factors: Iterable[Expr]) -> Expr:
-    """Multiplied, those without a Key axis first."""
+    """The product of factors, those without a Key axis first."""
     found = sorted(factors, key=lambda x: KEY in x.axes)
     return functools.reduce(times, found, const(1))
 
 
 def _cost(found: Update) -> int:
-    """Operations of an entry."""
+    """Operations for an entry."""
     return sum(bool(x.args) and KEY in x.axes for x in children_first(found.after))

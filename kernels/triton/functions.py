@@ -1,6 +1,6 @@
-"""Elementwise functions of generated kernels, float32 in and out.
+"""Elementwise functions of printed kernels, float32 in and out.
 
-Every function runs compiled and in Triton's interpreter, so none calls libdevice.
+They run compiled and in Triton's interpreter, so none calls libdevice.
 """
 
 import triton
@@ -27,7 +27,7 @@ FOUR_TANH = tl.constexpr("""{
 
 @triton.jit
 def exp(x):
-    """e^x, as a power of two: that is one instruction, without the care that exp takes of denormal results."""
+    """e^x as a power of two, which is one instruction, without exp's treatment of denormal results."""
     return tl.exp2(x * LOG2E)
 
 
@@ -83,7 +83,7 @@ def rsqrt(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to an ulp, of normal x up to 2^126: one instruction, without the care that division takes of the others."""
+    """1 / x to one ulp, for normal x up to 2^126: one instruction, where division also handles all other x."""
     if INTERPRETED:
         found = 1.0 / x
     else:
@@ -107,15 +107,15 @@ def sigmoid2(x):
 
 @triton.jit
 def complement(x):
-    """1 - sigmoid(x) with all its digits, to be multiplied with sigmoid(x)."""
+    """1 - sigmoid(x) without cancellation; to be multiplied with sigmoid(x)."""
     return complement2(x * -LOG2E)
 
 
 @triton.jit
 def complement2(x):
-    """1 - sigmoid2(x) as 2^x sigmoid2(x), whose parts are there once where both are asked for.
+    """1 - sigmoid2(x) as 2^x sigmoid2(x), which shares its factors with sigmoid2(x).
 
-    0 where 2^x is infinite, so that what it is always multiplied with, sigmoid2(x) = 0, is not lost in a NaN.
+    0 where 2^x is infinite: it is only used times sigmoid2(x) = 0, which would otherwise be NaN.
     """
     power = tl.exp2(x)
     s = reciprocal(1.0 + power)
@@ -130,19 +130,19 @@ def complement2(x):
 
 @triton.jit
 def tanh_slope(x):
-    """1 - tanh(x)² with all its digits."""
+    """1 - tanh(x)² without cancellation."""
     return tanh_slope2(x * (2.0 * LOG2E))
 
 
 @triton.jit
 def tanh_slope2(x):
-    """The same, given the argument of tanh2."""
+    """tanh_slope for the argument of tanh2."""
     return 4.0 * sigmoid2(x) * complement2(x)
 
 
 @triton.jit
 def log1p_power(x):
-    """log(1 + 2^x) for x ≤ 0: z P(z) with z = 2^x, P the best polynomial of degree 8, to 3e-8 of the value."""
+    """log(1 + 2^x) for x ≤ 0: z P(z) with z = 2^x and the best polynomial P of degree 8; relative error 3e-8."""
     z = tl.exp2(x)
     p = -0.029505193 + z * 0.005232683
     p = -0.13663239 + z * (0.078225875 + z * p)
@@ -165,7 +165,7 @@ def logsigmoid(x):
 
 @triton.jit
 def rough_log1p_power(x):
-    """log1p_power to 9e-6 of the value, by a polynomial of degree 5."""
+    """log1p_power by a polynomial of degree 5; relative error 9e-6."""
     z = tl.exp2(x)
     p = -0.21004179 + z * (0.10121538 + z * -0.023866645)
     return z * (0.9999916 + z * (-0.49936083 + z * (0.32520366 + z * p)))
@@ -173,13 +173,13 @@ def rough_log1p_power(x):
 
 @triton.jit
 def rough_softplus(x):
-    """softplus to 9e-6 of its value, for what was computed from 16-bit numbers."""
+    """softplus with a relative error of 9e-6, for 16-bit inputs."""
     return tl.maximum(x, 0.0) + rough_log1p_power(tl.abs(x) * -LOG2E)
 
 
 @triton.jit
 def rough_logsigmoid(x):
-    """logsigmoid, as rough_softplus is."""
+    """logsigmoid with the error of rough_softplus."""
     return tl.minimum(x, 0.0) - rough_log1p_power(tl.abs(x) * -LOG2E)
 
 
@@ -199,25 +199,25 @@ def tanh2(x):
 
 @triton.jit
 def rough_tanh(x):
-    """tanh to 3e-5 of its value, for what was computed from 16-bit numbers."""
+    """tanh with a relative error of 3e-5, for 16-bit inputs."""
     return rough_tanh2(x * (2.0 * LOG2E))
 
 
 @triton.jit
 def rough_tanh2(x):
-    """tanh2, as rough_tanh is."""
+    """tanh2 with the error of rough_tanh."""
     return tl.where(tl.abs(x) < 0.026, x * 0.3465689, 1.0 - 2.0 * sigmoid2(x))
 
 
 @triton.jit
 def near_tanh(x):
-    """tanh to 2e-7 of 1, 0 at 0, for decays that were computed from 16-bit numbers."""
+    """tanh with an absolute error of 2e-7, 0 at 0, for decays from 16-bit inputs."""
     return near_tanh2(x * (2.0 * LOG2E))
 
 
 @triton.jit
 def near_tanh2(x):
-    """tanh2, as near_tanh is; four state entries of a token share a reciprocal, and err by 5e-7 of 1 then."""
+    """tanh2 like near_tanh; where four state entries of a token share a reciprocal, the absolute error is 5e-7."""
     if INTERPRETED or len(x.shape) < 3 or x.shape[0] > 1 or x.shape[1] % 4 > 0:
         found = 1.0 - 2.0 * sigmoid2(x)
     else:
@@ -245,27 +245,27 @@ def maximum(a, b):
 
 @triton.jit
 def power(x, y):
-    """x^y for x ≥ 0 (x^0 = 1); NaN for x < 0, whose integer powers are written out as products."""
+    """x^y for x ≥ 0 (x^0 = 1), NaN for x < 0; small integer powers are printed as products instead."""
     return tl.where(y == 0.0, 1.0, exp(y * log(x)))
 
 
 @triton.jit
 def round_to(x, kind: tl.constexpr):
-    """float32 x as `kind` holds it, in float32."""
+    """float32 x rounded to `kind`, in float32."""
     return x.to(kind).to(tl.float32)
 
 
 @triton.jit
 def rest_of(x, kind: tl.constexpr):
-    """Binary digits more than the bfloat16 (eight) or float16 (five) number nearest to x has, as an int8 number.
+    """The rounding error of x in bfloat16 or float16 as int8: eight, or five, more binary digits of x.
 
-    Its unit is 2^-15 of the place of x's first digit.
+    Its unit is 2^-15 of the power of two of x's first digit.
     """
     bits = x.to(tl.int32, bitcast=True)
     if kind == tl.bfloat16:
-        down = (bits & 0x1FFFF) == 0x8000  # half a place, to even
+        down = (bits & 0x1FFFF) == 0x8000  # a tie, rounded to even
         rest = tl.where(down, 127, bits >> 8)
-    else:  # what float16 has no exponent for differs by more, and keeps what it has
+    else:  # beyond float16's exponents the difference is larger, and is cut
         apart = bits - round_to(x, kind).to(tl.int32, bitcast=True)
         rest = tl.minimum(tl.maximum((apart + 128) >> 8, -127), 127)
     return rest.to(tl.int8)
@@ -273,5 +273,5 @@ def rest_of(x, kind: tl.constexpr):
 
 @triton.jit
 def with_rest(x, rest):
-    """What was rounded to x, in float32, from the digits that rest_of left."""
+    """The float32 number of which x is the rounded value and rest the rest_of."""
     return (x.to(tl.int32, bitcast=True) + rest.to(tl.int32) * 256).to(tl.float32, bitcast=True)

@@ -1,8 +1,8 @@
-"""Triton's interpreter (TRITON_INTERPRET=1), mended where its results would differ from a GPU's.
+"""Triton's interpreter (TRITON_INTERPRET=1), corrected where its results would differ from a GPU's.
 
-bfloat16: numpy has no such numbers, and the interpreter computes with their bits as if they were integers. Here
-arithmetic is in float32, rounded to the nearest, as on a GPU. Masks: Triton 3.9.0 keeps what two integers' comparison
-finds as integers and then refuses them as a mask.
+bfloat16: numpy lacks it, and the interpreter computes with its bits as with integers. Here bfloat16 arithmetic is in
+float32, rounded to nearest, as on a GPU. Masks: in Triton 3.9.0 a comparison of integers gives integers, which it then
+refuses as a mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.righ
 
 
 def mend() -> None:
-    """Hand masks to the interpreter's memory as booleans, and compute with bfloat16. Does nothing the second time."""
+    """Patch the interpreter: masks become booleans, bfloat16 is computed. Does nothing the second time."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     if not hasattr(InterpreterBuilder, "mended"):
@@ -46,7 +46,7 @@ def _hand_on_masks() -> None:
 
 
 def _wide(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 numbers, given as their bits, in float32."""
+    """bfloat16 numbers, given by their bits, as float32."""
     return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -96,7 +96,7 @@ def _compute_bfloat16() -> None:
         return Handle(_narrow(_wide(x.data) * _wide(y.data) + _wide(added.data)), tl.bfloat16)
 
     def reduced(self: Any, given: Any) -> Any:  # scans, too
-        if not isinstance(given, tuple) or not any(map(_is_bfloat16, given)):  # one tensor comes back as a tuple
+        if not isinstance(given, tuple) or not any(map(_is_bfloat16, given)):  # one tensor is returned as a tuple
             return reduce(self, given)
         found = reduce(self, tuple(x.to(tl.float32) if _is_bfloat16(x) else x for x in given))
         return tuple(y.to(x.dtype) for x, y in zip(given, found, strict=True))

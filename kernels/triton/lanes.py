@@ -1,6 +1,6 @@
-"""Tiles [1, 1, channels] with a channel a lane: numbers handed out to all lanes, and sums over them.
+"""Tiles [1, 1, channels] with one channel a lane: numbers distributed to all lanes, and sums over lanes.
 
-What kernels need that take one state entry after the other (dsf.kernels.triton.scan.entries), in programs of one warp.
+For kernels by entry (dsf.kernels.triton.scan.entries), in programs of one warp.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 from dsf.kernels.triton.functions import INTERPRETED
 from dsf.kernels.triton.tile import in_order, swap, tokens_of
 
-# Cutting a value to 11 bits makes it smaller by 0.00035 of itself on average; sums of cut values are scaled by this.
+# Truncation to 11 bits makes a value smaller by 0.00035 of itself on average; sums of such values are scaled by this.
 CUT = tl.constexpr(1.00035)
 
 
@@ -28,17 +28,17 @@ def swap_lanes(x, lane, bit: tl.constexpr):
 
 @triton.jit
 def load_lanes(pointer, p, L: tl.constexpr):
-    """L numbers side by side, one a lane: so all wait in one register until run_of hands them out."""
+    """L consecutive numbers, one a lane, so that they take one register until run_of distributes them."""
     lane = tl.arange(0, p.shape[2])[None, None, :]
     return tl.load(in_order(pointer + lane % L))
 
 
 @triton.jit
 def run_of(x, L: tl.constexpr, SHORT: tl.constexpr):
-    """What load_lanes found as L tiles [1, 1, channels], each one number.
+    """The numbers from load_lanes as L tiles [1, 1, channels], each with one number in all lanes.
 
-    SHORT: numbers of 11 bits at most, which tensor cores hand out as they are: the lanes' numbers are a matrix [4, 8],
-    whose even columns hold the first four tokens, the others the second four. Four tokens a product, and no shuffle.
+    SHORT: numbers of at most 11 bits, which tensor cores distribute exactly and without shuffles, four a product: the
+    lanes' numbers are a matrix [4, 8] whose even columns hold the first four tokens, the odd ones the others.
     """
     lane = tl.arange(0, x.shape[2])[None, None, :]
     if SHORT and not INTERPRETED and L == 8 and x.shape[2] == 32:
@@ -55,7 +55,7 @@ def run_of(x, L: tl.constexpr, SHORT: tl.constexpr):
 
 @triton.jit
 def _four_of(x, lane, zero, i: tl.constexpr):
-    """Tokens i, i + 4, i + 1, i + 5 of run_of, as rows that pick out one (first eight), the next one (others)."""
+    """Tokens i, i + 4, i + 1, i + 5 of run_of, by rows of a matrix that select one (first eight) or the next one."""
     return tl.inline_asm_elementwise(
         "mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $7, $7, $7};",
         "=r,=r,=r,=r,r,r,r,r", [tl.where(lane % 4 == i, 1.0, 0.0), tl.where(lane % 4 == i + 1, 1.0, 0.0), x, zero],
@@ -65,9 +65,9 @@ def _four_of(x, lane, zero, i: tl.constexpr):
 
 @triton.jit
 def sum_lanes(values, lane, steps: tl.constexpr = 5):
-    """n sums over the lanes, in n shuffles: of every 32 / n neighbouring lanes each has one, or one lane n / 32.
+    """n sums over the lanes in n shuffles. Afterwards 32 / n neighbouring lanes share a sum, or a lane has n / 32.
 
-    Every step halves the values: lanes with the bit go on with the second half, the others with the first.
+    Every step halves the values: lanes with the bit keep the second half, the others the first.
     """
     for i in tl.static_range(steps):
         if (16 >> i) < lane.shape[2]:
@@ -87,10 +87,10 @@ def sum_lanes(values, lane, steps: tl.constexpr = 5):
 
 @triton.jit
 def sum_quads(values, lane):
-    """Sums of up to 16 values over eight groups of lanes, of values 4 (i % 4) to 4 (i % 4) + 3 in lane i.
+    """Sums of up to 16 values over eight groups of lanes; lane i gets those of values 4 (i % 4) to 4 (i % 4) + 3.
 
-    By tensor cores, which round the values to 11 bits: four values are a matrix [16, 8], and what it is multiplied with
-    brings each to a column of its own.
+    By tensor cores, which round the values to 11 bits: four values are a matrix [16, 8], multiplied by one that brings
+    each value to a separate column.
     """
     zero = tl.zeros(lane.shape, tl.float32)
     sums = (zero, zero, zero, zero)
@@ -100,7 +100,7 @@ def sum_quads(values, lane):
             for i in tl.static_range(4):
                 x = (values[4 * j + i].to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
                 x += swap(x, lane, 1)
-                # The product multiplies all values of a row, two of the four, by zeros: NaN if one is not finite.
+                # The product multiplies two of the four values of a row by zeros, which gives NaN if one is not finite.
                 nothing = 0.0 * (values[4 * j + i // 2 * 2] + values[4 * j + i // 2 * 2 + 1])
                 nothing += swap(nothing, lane, 1)
                 nothing += swap(nothing, lane, 2)
@@ -121,7 +121,7 @@ def sum_quads(values, lane):
 
 @triton.jit
 def _addends(values, p, p_ok, edge):
-    """A tuple of tiles [1, 1, channels] to be summed, as tiles of as many channels as there are lanes."""
+    """Tiles [1, 1, channels] to be summed, added up to tiles with one channel a lane."""
     BP: tl.constexpr = p.shape[2]
     LANES: tl.constexpr = BP if BP < 32 else 32
     found = ()
@@ -136,7 +136,7 @@ def _addends(values, p, p_ok, edge):
 
 @triton.jit
 def waiting(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
-    """Zeros in the form of begin_run of COUNT tiles."""
+    """Zeros in the form of the result of begin_run for COUNT tiles."""
     LANES: tl.constexpr = BP if BP < 32 else 32
     QUADS: tl.constexpr = ROUGH and LANES == 32 and COUNT % 4 == 0 and COUNT <= 16
     found = ()
@@ -147,9 +147,9 @@ def waiting(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
 
 @triton.jit
 def begin_run(values, p, p_ok, edge, ROUGH: tl.constexpr):
-    """The sums over the channels p of a tuple of tiles [1, 1, channels], as far as takes no waiting for other lanes.
+    """First part of the sums over the channels p of a tuple of tiles [1, 1, channels], which end_run completes.
 
-    ROUGH: of values rounded to 11 bits.
+    ROUGH: values are rounded to 11 bits.
     """
     LANES: tl.constexpr = p.shape[2] if p.shape[2] < 32 else 32
     found = _addends(values, p, p_ok, edge)
@@ -163,7 +163,7 @@ def begin_run(values, p, p_ok, edge, ROUGH: tl.constexpr):
 
 @triton.jit
 def _index(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
-    """Which of COUNT sums over the channels every lane has of begin_run, and whether it is the one to store them."""
+    """Which of COUNT sums each lane has after begin_run, and whether it is the lane that stores it."""
     LANES: tl.constexpr = BP if BP < 32 else 32
     QUADS: tl.constexpr = ROUGH and LANES == 32 and COUNT % 4 == 0 and COUNT <= 16
     EACH: tl.constexpr = COUNT // LANES if COUNT > LANES else 1
@@ -182,7 +182,7 @@ def _index(COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
 
 @triton.jit
 def places(pointer, COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr, stride=1, other=None):
-    """Where end_run stores COUNT sums: `stride` apart, from half of them on behind `other`."""
+    """The addresses of COUNT sums for end_run, `stride` apart; with `other` the second half is stored from there."""
     index, _ = _index(COUNT, BP, ROUGH)
     found = ()
     for i in tl.static_range(len(index)):
@@ -195,7 +195,7 @@ def places(pointer, COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr, 
 
 @triton.jit
 def further(pointers, step):
-    """The same pointers, `step` further on."""
+    """The pointers plus `step`."""
     found = ()
     for i in tl.static_range(len(pointers)):
         found = found + (pointers[i] + step,)  # type: ignore[assignment]  # noqa: RUF005
@@ -204,7 +204,7 @@ def further(pointers, step):
 
 @triton.jit
 def end_run(pointers, sums, ok, COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl.constexpr):
-    """Store what begin_run found of COUNT tiles at these `places`."""
+    """Complete and store the sums of begin_run of COUNT tiles at these `places`."""
     _, chosen = _index(COUNT, BP, ROUGH)
     found = sums
     if len(sums) != len(pointers):
@@ -216,9 +216,9 @@ def end_run(pointers, sums, ok, COUNT: tl.constexpr, BP: tl.constexpr, ROUGH: tl
 
 @triton.jit
 def store_run(pointer, values, p, p_ok, edge, ROUGH: tl.constexpr, stride=1):
-    """Store the sums over the channels p of a tuple of tiles [1, 1, channels] at places `stride` apart.
+    """Store the sums over the channels p of a tuple of tiles [1, 1, channels] at addresses `stride` apart.
 
-    ROUGH: with values rounded to 11 bits.
+    ROUGH: values are rounded to 11 bits.
     """
     sums = begin_run(values, p, p_ok, edge, ROUGH)
     there = places(pointer, len(values), p.shape[2], ROUGH, stride)
@@ -227,16 +227,16 @@ def store_run(pointer, values, p, p_ok, edge, ROUGH: tl.constexpr, stride=1):
 
 @triton.jit
 def store_tokens(pointer, stride, tile, p, p_ok, edge, ROUGH: tl.constexpr):
-    """store_run of a tile [L, 1, channels], at places `stride` apart."""
+    """store_run for a tile [L, 1, channels], at addresses `stride` apart."""
     store_run(pointer, tokens_of(tile), p, p_ok, edge, ROUGH, stride)
 
 
 @triton.jit
 def claim(zero, NUMBERS: tl.constexpr):
-    """The address of shared memory for so many float32, a program's own for as long as it runs. zero: a scalar.
+    """The address of shared memory for NUMBERS float32, private to a program. zero: a scalar 0.
 
-    Triton has none that a loop can index; a variable that PTX declares is as good, and nothing else knows of it. Called
-    with a tile instead of a scalar it would be declared once for every layout the tile is wanted in.
+    Triton has no shared memory that a loop can index, so a variable is declared in PTX. With a tile instead of a scalar
+    it would be declared once for every layout of the tile.
     """
     return tl.inline_asm_elementwise(
         f"{{ .shared .align 128 .b8 dsf_rows[{4 * NUMBERS}]; mov.u32 $0, dsf_rows; }}", "=r,r", [zero], dtype=tl.int32,
@@ -246,23 +246,23 @@ def claim(zero, NUMBERS: tl.constexpr):
 
 @triton.jit
 def apart(row):
-    """The address that was claimed, of that of a lane's own number in its first 128 bytes.
+    """The claimed address, from that of a lane's number in its first 128 bytes.
 
-    ptxas does not know it to be the same in all lanes. What it knows to be, it keeps in registers that all lanes share,
-    and moves it to one of theirs at every use.
+    ptxas cannot see that it is the same in all lanes. Otherwise it would keep it in a uniform register and copy it to
+    an ordinary one at every use.
     """
     return row & -128
 
 
 @triton.jit
 def behind(row, numbers, SHARED: tl.constexpr):
-    """A pointer, or an address in shared memory (in bytes), of what lies `numbers` float32 further on."""
+    """A pointer, or an address in shared memory (in bytes), plus `numbers` float32."""
     return row + (numbers * 4 if SHARED else numbers)
 
 
 @triton.jit
 def get(row, k, BP: tl.constexpr, SHARED: tl.constexpr):
-    """Number k a channel of a row of [k, BP] in memory, or SHARED in shared memory: the lane's own, [1, 1, BP]."""
+    """Number k of every channel from a row [k, BP], [1, 1, BP]; SHARED: the row is in shared memory."""
     if SHARED:
         found = tl.inline_asm_elementwise(
             "ld.shared.f32 $0, [$1];", "=r,r", [row + k * (4 * BP)], dtype=tl.float32, is_pure=False, pack=1
@@ -274,7 +274,7 @@ def get(row, k, BP: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def put(row, k, x, BP: tl.constexpr, SHARED: tl.constexpr):
-    """Store number k a channel of a row (`get`)."""
+    """Store number k of every channel in a row (see `get`)."""
     x = tl.broadcast_to(x, (1, 1, BP))
     if SHARED:
         tl.inline_asm_elementwise(
@@ -287,7 +287,7 @@ def put(row, k, x, BP: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def from_shelf(shelf, first, L: tl.constexpr):
-    """L numbers from `first` on in shared memory, each to all lanes, as tiles [1, 1, channels]."""
+    """L numbers from `first` on in shared memory, each in all lanes, as tiles [1, 1, channels]."""
     found = ()
     for i in tl.static_range(L // 4):
         found = found + tl.inline_asm_elementwise(

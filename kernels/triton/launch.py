@@ -1,9 +1,9 @@
-"""Launches: how host code writes them down, their kernels compiled all at once, and what launches them.
+"""Launches: how host code records them, how their kernels are compiled in parallel, and how they run.
 
-A call of a JIT function binds and classifies every argument and compares every global: 20 to 40 µs on the host. What it
-finds depends on sizes, dtypes and whether pointers are multiples of 16 bytes, all of which a schedule says. To compile
-one of up to a dozen kernels takes 0.3 to 3 s, most of it in LLVM, ptxas and, for the launcher, a C compiler, which
-leave Python to other threads.
+A call of a JIT function binds and classifies every argument and compares every global, which takes 20 to 40 µs on the
+host. The result depends only on sizes, dtypes and whether pointers are multiples of 16 bytes, which a schedule knows.
+A call has up to a dozen kernels, each of which takes 0.3 to 3 s to compile, mostly in LLVM, ptxas and (for the
+launcher) a C compiler, which release the GIL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, 
 
 
 def constant(x: Any) -> Any:
-    """What a kernel is compiled for, a number mostly: addresses made of it are part of instructions, in no register."""
+    """x as a compile-time constant of a kernel; addresses computed from it become part of instructions."""
     x = int(x) if isinstance(x, Size) else x
     return x if triton.knobs.runtime.interpret else tl.constexpr(x)
 
@@ -43,21 +43,21 @@ def constant(x: Any) -> Any:
 def row_strides(x: Tensor) -> tuple[Any, Any]:
     """The strides of batch and time of x [B, T, ...].
 
-    Where sequences follow each other as tokens do they are None and a constant, which no length or batch changes.
+    They are (None, a constant) where sequences are contiguous, so that neither changes with lengths or batches.
     """
     step = x.stride(1)
     return (None, constant(step)) if x.stride(0) == x.shape[1] * step else (x.stride(0), step)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """Write down kernel[grid](*args, **named): args are slots, numbers or structs of them; named are constants."""
+    """Record kernel[grid](*args, **named). args: slots, numbers or structs of these; named: constants."""
     book_of(args).launch(kernel, grid, args, named)
 
 
 def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:
-    """The schedule as a function of its tensors, its kernels compiled; and whether it is worth keeping.
+    """(the schedule as a function of its tensors, with its kernels compiled; whether to keep that function).
 
-    While a CUDA graph is captured nothing can be tried out, and kernels are compiled as they are met.
+    While a CUDA graph is captured the private launcher cannot be tested, and kernels are compiled at their launch.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if not capturing:
@@ -67,15 +67,15 @@ def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:
 
 
 def runner(x: Launch, capturing: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
-    """By a grid, what launches it; and the constants that this takes behind addresses, None where it takes tensors."""
+    """(grid -> function that launches x; the constants that it takes after addresses, None if it takes tensors)."""
     if proven() and isinstance(x.kernel, JITFunction):
         key = _key(x)
         found = _ready.get(key)
         if found is None and not capturing:
             compiled = x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)
-            if hasattr(compiled, "result"):  # in the caller's own mode for compiling on other threads
+            if hasattr(compiled, "result"):  # the caller compiles on other threads
                 compiled = compiled.result()
-            if compiled is not None:  # a hook may have kept it
+            if compiled is not None:  # None if a hook prevented it
                 found = compiled, tuple(x.named[name] for name in x.kernel.arg_names[len(x.args) :])
                 _ready.put(key, found)
         if found is not None:
@@ -84,7 +84,7 @@ def runner(x: Launch, capturing: bool = False) -> tuple[Callable[..., Any], tupl
 
 
 def _key(x: Launch) -> Any:
-    """What Triton compiles a kernel for: a number, by what it looks at (`specialised`), others by their values."""
+    """What a compiled kernel depends on: for numbers what Triton specialises, for other arguments their values."""
     plain = [x.do_not_specialize for x in getattr(x.kernel, "params", ())]
     kinds = [_kinds(y, free) for y, free in zip(x.args, [*plain, *[False] * len(x.args)], strict=False)]
     return x.kernel.fn, torch.cuda.current_device(), *kinds, *x.named.items()
@@ -100,13 +100,13 @@ def _kinds(x: Any, free: bool = False) -> Any:
 
 
 def specialised(x: Any, free: bool = False) -> tuple[bool, ...]:
-    """What Triton looks at in a number: whether it has 32 bits, and unless `free`, whether it is 1 or even in 16s."""
+    """What Triton specialises a number for: 32 bits; unless `free` also being 1, and being a multiple of 16."""
     small = bool(-(1 << 31) <= x < 1 << 31)
     return (small,) if free else (small, bool(x == 1), bool(x % 16 == 0))
 
 
 class Pointer:
-    """What Triton asks of a tensor."""
+    """Stands for a tensor where Triton specialises a kernel."""
 
     __slots__ = ("align", "dtype")
 
@@ -114,7 +114,7 @@ class Pointer:
         self.dtype, self.align = x.dtype, x.align
 
     def data_ptr(self) -> int:
-        """An address of the tensor's alignment."""
+        """An address with the tensor's alignment."""
         return self.align
 
 
@@ -123,14 +123,14 @@ def _pointers(args: tuple[Any, ...]) -> Any:
 
 
 class _Ahead(_Mode or object):  # type: ignore[misc]
-    """Triton's mode for compiling on other threads, which build the launchers too."""
+    """Triton's mode for compiling on other threads, which here also build the launchers."""
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
         return super().submit(key, functools.partial(_loaded, compile_fn, torch.cuda.current_device()), finalize_fn)
 
 
 def _loaded(compile_fn: Callable[[], Any], device: int) -> Any:
-    """The compiled kernel, on this GPU, with its launcher, for which Triton runs a C compiler."""
+    """The compiled kernel, loaded on a GPU, with its launcher, for which Triton runs a C compiler."""
     kernel = compile_fn()
     if _apart:
         with torch.cuda.device(device):
@@ -139,9 +139,9 @@ def _loaded(compile_fn: Callable[[], Any], device: int) -> Any:
 
 
 def _compile(launches: Iterable[Launch]) -> None:
-    """Compile what is missing, on several threads; errors are left to the first launch.
+    """Compile missing kernels on several threads. Errors appear at the first launch.
 
-    Where the caller is in such a mode of Triton himself, his compiles them.
+    Does nothing where the caller already uses Triton's mode for that.
     """
     if _Mode is None or triton.knobs.runtime.interpret or not torch.cuda.is_initialized():
         return

@@ -1,8 +1,8 @@
-"""Triton's private launcher, called without Triton's binding of arguments, where it is known to be what it was.
+"""Triton's private launcher, called directly, without Triton's binding of arguments.
 
-What it takes is no public interface: a wrong guess hands over wrong addresses. So it is used with the releases of
-Triton that it was tried with, and there after it has launched one small kernel as the public way does; everything else
-is launched in public, 20 to 40 µs a launch slower.
+Its arguments are not a public interface, and wrong ones would pass wrong addresses. So it is used only with releases of
+Triton that were tested, and only after it has launched a small kernel with the same result as the public way. All other
+launches are public, and 20 to 40 µs slower.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Factor(NamedTuple):
 
 @triton.jit
 def _probe(out, factor, count, nothing, SCALE: tl.constexpr):
-    """Every kind of argument that kernels have: a pointer, a struct with a pointer, a number, None, a constant."""
+    """A kernel with every kind of argument: a pointer, a struct with a pointer, a number, None, a constant."""
     i = tl.program_id(0) + tl.program_id(1) * 2
     tl.store(out + i, (tl.load(factor.at + i) * factor.times + count * (nothing is None)) * SCALE)
 
@@ -62,7 +62,7 @@ def mend_loading() -> bool:
 
 
 def launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """compiled[grid], without what Triton prepares for the hooks of profilers while there are none."""
+    """compiled[grid], without the preparation for profilers' hooks where there are none."""
     grid = (*grid, 1, 1)[:3]
     told, run, hooks, driver = compiled[grid], compiled.run, triton.knobs.runtime, triton.runtime.driver.active
     function, metadata = compiled.function, compiled.packed_metadata
@@ -78,9 +78,9 @@ def launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
 
 def prove() -> bool:
-    """Whether `launcher` launches as Triton itself does; found out once a process, on the GPU that is current.
+    """Whether `launcher` launches as Triton itself does, tested once a process on the current GPU.
 
-    Not while a CUDA graph is captured, where results cannot be read: until it is known it is not used.
+    False and not yet tested while a CUDA graph is captured, since results cannot be read then.
     """
     global _proof
     if _proof is None:
@@ -91,12 +91,12 @@ def prove() -> bool:
 
 
 def proven() -> bool:
-    """What `prove` found, False until it was asked."""
+    """The result of `prove`, False before its first call."""
     return _proof is True
 
 
 def _launches_alike() -> bool:
-    """Launch _probe in public and in private, with other values and addresses than it was compiled with."""
+    """Launch _probe both ways, with other values and addresses than it was compiled with, and compare."""
     with _disable_current_modes():
         first, second = (torch.tensor(x, device="cuda") for x in ([1.5, -2.0, 7.0, 0.25], [3.0, 9.0, -4.0, 0.5]))
         expected, found, other = (torch.full((4,), -1.0, device="cuda") for _ in range(3))

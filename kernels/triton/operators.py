@@ -1,10 +1,10 @@
 """Custom operators whose host code runs once for each combination of shapes and options, on slots (schedule.py).
 
-For shapes that differ in sizes alone it runs once for all that it treats alike, on symbols (template.py).
+For shapes that differ in sizes alone, one schedule with symbols can serve many of them (template.py). Later calls only
+run the schedule's function: to compute sizes and arguments again would take several times as long as the launches, most
+of all on autograd's thread, whose caches are cold.
 
-torch.compile, autocast, checkpointing and graph capture see plain operators on tensors. A later call of the same kind
-runs the schedule's function; on autograd's thread, whose caches are cold, working out sizes and arguments anew would
-take several times as long as launching.
+torch.compile, autocast, checkpointing and graph capture see plain operators on tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _notes: ContextVar[list[Schedule] | None] = ContextVar("_notes", default=None)
 
 @contextmanager
 def noted() -> Iterator[list[Schedule]]:
-    """The schedules of the operators that are called on fake tensors inside, in order."""
+    """Collects, in order, the schedules of operators that are called on fake tensors inside."""
     found: list[Schedule] = []
     token = _notes.set(found)
     try:
@@ -44,16 +44,16 @@ def noted() -> Iterator[list[Schedule]]:
 
 
 def forget() -> None:
-    """Make all schedules anew."""
+    """Drop all schedules; later calls make new ones."""
     _functions.clear()
     _templates.clear()
 
 
 class Scheduled:
-    """What an operator runs: `host`, on tensors known by position, once for each kind of call.
+    """The implementation of an operator: runs `host` once for each kind of call, and its schedule for every call.
 
-    host takes the operator's arguments, with slots in the place of tensors, and options that can be hashed; it returns
-    slots, in tuples and lists, none of which it was given. Beside these it may ask for torch's precision of products.
+    host takes the operator's arguments, with slots in place of tensors, and hashable options. It returns slots, in
+    tuples and lists, none of which is an argument. It may depend on torch's matmul precision, but on nothing else.
     """
 
     def __init__(self, host: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ class Scheduled:
     def _found(
         self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], device: torch.device, kind: tuple[Any, ...]
     ) -> tuple[Callable[..., Any], bool]:
-        """The function of a call that is not known, and whether it is worth keeping."""
+        """The function of a new kind of call, and whether to keep it."""
         numbers, options = tuple(numbers_of(args)), _options(kind)
         known = _templates.get(options)
         if known is None:
@@ -110,7 +110,7 @@ class Scheduled:
         return book.schedule(self.host(*(_replaced(x, given) for x in args)))
 
     def schedule(self, *args: Any) -> Schedule:
-        """What a call with these arguments does: all but what tensors hold, so that they may be fake ones."""
+        """The schedule of a call with these arguments, which may be fake tensors."""
         tensors = list(_tensors(args))
         device = next(x.device for x in tensors if x is not None)
         made = self._made(args, tensors, [0] * len(tensors), device)
@@ -120,15 +120,16 @@ class Scheduled:
         return made
 
     def shapes(self, *args: Any) -> Any:
-        """Memory of the result's sizes."""
+        """Uninitialised tensors of the result's sizes (the fake kernel)."""
         like = next(x for x in _tensors(args) if x is not None)
         return self.schedule(*args).empty(like)
 
 
 def _read(args: tuple[Any, ...]) -> tuple[list[Tensor | None], list[Any]]:
-    """The tensors among an operator's arguments, None where one is left out; and all that tells kinds of calls apart.
+    """(the tensors among an operator's arguments, None for absent ones; the kind of the call).
 
-    Of tensors that is where torch and Triton look, of lists of them how many they are, of options the options.
+    The kind has shape, strides, dtype and alignment of each tensor, the length of each list of tensors, and the
+    options.
     """
     tensors: list[Tensor | None] = []
     kind: list[Any] = []
@@ -151,7 +152,7 @@ def _read(args: tuple[Any, ...]) -> tuple[list[Tensor | None], list[Any]]:
 
 
 def _options(kind: Sequence[Any]) -> tuple[Any, ...]:
-    """What is left of a kind without sizes, strides and whole numbers: of a tensor its axes, dtype and alignment."""
+    """A kind without sizes, strides and integers: number of axes, dtype and alignment of each tensor, and options."""
     return tuple(
         (len(x[0]), *x[2:]) if type(x) is tuple and x and type(x[0]) is torch.Size else int if type(x) is int else x
         for x in kind
@@ -159,7 +160,7 @@ def _options(kind: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Any]:
-    """The tensors among an operator's arguments, None where one is left out."""
+    """The tensors among an operator's arguments, None for absent ones."""
     for x in args:
         if x is None or isinstance(x, TENSORS):
             yield x
@@ -168,7 +169,7 @@ def _tensors(args: Sequence[Any]) -> Iterator[Any]:
 
 
 def _replaced(x: Any, slots: Any) -> Any:
-    """An argument of the operator as `host` takes it."""
+    """An argument with slots in place of tensors."""
     if x is None or isinstance(x, TENSORS):
         return next(slots)
     if type(x) in (list, tuple):
@@ -177,9 +178,9 @@ def _replaced(x: Any, slots: Any) -> Any:
 
 
 def operator(schema: str, host: Callable[..., Any], differentiable: Callable[..., Any] | None = None) -> Any:
-    """Define dsf::schema, which runs `host` as Scheduled does.
+    """Define the operator dsf::schema, implemented by Scheduled(host).
 
-    differentiable: what runs instead, on the same arguments, where a gradient is wanted.
+    differentiable: is called instead, on the same arguments, where a gradient is wanted.
     """
     name, scheduled = schema.split("(")[0], Scheduled(host)
     LIBRARY.define(schema)
@@ -201,5 +202,5 @@ def operator(schema: str, host: Callable[..., Any], differentiable: Callable[...
 
 
 def schedule_of(operator: Any, *args: Any) -> Schedule:
-    """What a call of a custom operator of this package does: all but what tensors hold, so that they may be fake."""
+    """The schedule of a call of one of this package's operators, on tensors that may be fake."""
     return _known[operator].schedule(*args)

@@ -1,8 +1,8 @@
-"""Packed sequences: where the chunks of each lie in one row of tokens, found on the GPU from their boundaries.
+"""Packed sequences: tables of their chunks, computed on the GPU from their boundaries.
 
-Every sequence begins a chunk of its own, so there are at most ⌊T / L⌋ + S of them: slots, whose number is known without
-looking at the boundaries. What belongs to a chunk is kept by slot; its tokens are found in tables, which kernels take
-in place of None. Slots that are left are empty, and sequences may be.
+Every sequence begins with a new chunk, so there are at most ⌊T / L⌋ + S chunks. That many *slots* exist, a number that
+the host knows without reading the boundaries; unused slots are empty, as sequences may be. Data of chunks are stored by
+slot. Tables give the tokens of each slot; kernels take None for them without packing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SEQUENCE_FIELDS = tl.constexpr(4)
 
 
 class Tables(NamedTuple):
-    """int32. chunks [slots, 4]: first token, end of its sequence, the sequence, that one's first slot.
+    """int32 tables. chunks [slots, 4]: first token; end of its sequence; number of the sequence; its first slot.
 
-    segments, the pieces of sequences that are walked at once [·, 5]: first slot, the one after the last, how far tokens
-    lie behind rows of slots, end of the sequence, 1 where the piece is all of it. sequences [S, 4]: first slot, the one
-    after the last; first segment, the one after the last.
+    segments, which are walked in parallel [·, 5]: first slot; the slot after the last; row number in slots minus row
+    number in tokens; end of the sequence; 1 where the segment is the whole sequence. sequences [S, 4]: first slot; the
+    slot after the last; first segment; the segment after the last.
     """
 
     chunks: Tensor
@@ -36,24 +36,24 @@ class Tables(NamedTuple):
 
 
 def slots(tokens: int, count: int, chunk: int) -> int:
-    """How many chunks `count` sequences of `tokens` in all may have."""
+    """The most chunks that `count` sequences with `tokens` tokens in all can have."""
     return tokens // chunk + count
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of `micro` rows a token, between the tokens bounds [S + 1], integers on the GPU."""
+    """Packed sequences with boundaries bounds [S + 1], integers on the GPU, and `micro` rows a token."""
 
     bounds: Tensor
     micro: int = 1
 
     @property
     def count(self) -> int:
-        """S."""
+        """S, the number of sequences."""
         return self.bounds.shape[0] - 1
 
     def tables(self, rows: int, chunk: int, span: int | None = None) -> Tables:
-        """Places of chunks, of segments of `span` chunks (None: all of a sequence) and of sequences in `rows` rows."""
+        """The Tables for `rows` rows, chunks of `chunk` rows and segments of `span` chunks (None: whole sequences)."""
         room = slots(rows, self.count, chunk)
         parts = self.count if span is None else room // span + self.count
         sizes = ((room, 4), (parts, 5), (self.count, 4))
@@ -68,7 +68,7 @@ class Sequences:
 
 @triton.jit
 def _pair(at):
-    """Two numbers that follow each other."""
+    """Two consecutive numbers at an address."""
     return tl.load(at), tl.load(at + 1)
 
 
@@ -84,7 +84,7 @@ def place_of_chunk(table, chunk, tokens, L: tl.constexpr):
 
 @triton.jit
 def slot_to_read(table, chunk, begin, end, instead):
-    """The chunk of which a program reads what was kept: `instead`, a filled one, for slots that are left."""
+    """The chunk whose stored data a program reads: `chunk`, or `instead` for empty slots."""
     found = chunk
     if table is not None:
         found = tl.where(begin < end, chunk, instead)
@@ -93,7 +93,7 @@ def slot_to_read(table, chunk, begin, end, instead):
 
 @triton.jit
 def sequence_of_chunk(table, chunk):
-    """A chunk's sequence, and that one's first chunk."""
+    """(number of the chunk's sequence, first chunk of that)."""
     if table is None:
         sequence, first = chunk * 0, chunk * 0
     else:
@@ -103,9 +103,10 @@ def sequence_of_chunk(table, chunk):
 
 @triton.jit
 def place_of_segment(table, segment, per_segment, tokens, SUMMARY: tl.constexpr):
-    """A segment's first chunk, the one after its last, how far tokens lie behind rows of chunks, its sequence's end.
+    """(first chunk of a segment, the one after its last, row number in chunks minus row number in tokens, end of its
+    sequence).
 
-    SUMMARY: no chunks where what the segment does to its first state is of no use to another.
+    SUMMARY: no chunks for segments whose effect on the state no other segment needs.
     """
     if table is None:
         first, stop, shift, end = segment * per_segment, (segment + 1) * per_segment, 0, tokens
@@ -139,7 +140,7 @@ def segments_of(table, sequence, segments):
 
 @triton.jit
 def _counts(bounds, sequence, there, tokens, micro, span, L: tl.constexpr):
-    """First row, end, chunks and segments of sequences; none where not `there`. Bounds beyond the row are its ends."""
+    """(first row, end, chunks, segments) of sequences, 0 where not `there`. Bounds are clamped to the row."""
     begin = tl.load(bounds + sequence, mask=there, other=0).to(tl.int32) * micro
     end = tl.load(bounds + sequence + 1, mask=there, other=0).to(tl.int32) * micro
     begin = tl.minimum(tl.maximum(begin, 0), tokens)
@@ -152,7 +153,7 @@ def _counts(bounds, sequence, there, tokens, micro, span, L: tl.constexpr):
 def place_sequences(
     bounds, chunks, segments, sequences, count, tokens, room, parts, micro, span, L: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Fill the tables, one program a sequence; the last also the slots that are left. Nothing is written outside."""
+    """Fill the tables, one program a sequence; the last one also fills the unused slots."""
     me = tl.program_id(0)
     first, part = me * 0, me * 0
     for low in range(0, me, BLOCK):

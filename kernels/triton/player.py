@@ -1,4 +1,4 @@
-"""Schedules as Python functions of the tensors that a call is given, which later calls of the same sizes run."""
+"""Turns schedules into Python functions of a call's tensors, which later calls of the same sizes run."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 from dsf.kernels.triton.schedule import Launch, Memory, Ref, Schedule, Step
 from dsf.kernels.triton.symbolic import Sheet, Size
 
-# By a grid, what launches a Launch; and the constants that this takes behind addresses, None where it takes tensors.
+# Launch -> (grid -> function that launches it; its constants if it takes addresses, None if it takes tensors).
 Runner = Callable[[Launch], "tuple[Callable[[tuple[int, ...]], Callable[..., Any]], tuple[Any, ...] | None]"]
 
 
 def function(schedule: Schedule, runner: Runner) -> Callable[..., Any]:
-    """The call as a function of its tensors."""
+    """The schedule as a function of the call's tensors."""
     found: Callable[..., Any] = maker(schedule, runner)()
     return found
 
 
 def maker(schedule: Schedule, runner: Runner, sheet: Sheet | None = None) -> Callable[..., Any]:
-    """`function` by the numbers that a sheet is given; None for those that do not meet its conditions."""
+    """A function (numbers of the sheet) -> `function` for these, or None where they do not meet its conditions."""
     return _Text(schedule, runner).maker(sheet)
 
 
 class _Text:
-    """Writes a schedule as a Python function. Its numbers are names, so that those of other sizes are the same text."""
+    """Writes a schedule as a Python function. Numbers are names, so that other sizes give the same text."""
 
     def __init__(self, schedule: Schedule, runner: Runner) -> None:
         self.schedule, self.runner = schedule, runner
         self.constants: dict[str, Any] = {"empty": torch.empty_strided, "device": schedule.device}
-        self.found: dict[str, str] = {}  # what is made of symbols -> its name
+        self.found: dict[str, str] = {}  # text of an expression of symbols -> its name
 
     def maker(self, sheet: Sheet | None) -> Callable[..., Any]:
-        """The function's maker."""
+        """The compiled maker of the function."""
         body = []
         for step, last in self.schedule.used:
             body.append(self._line(step))
@@ -70,7 +70,7 @@ class _Text:
         return call if step.made is None else f"t{step.made.number} = {call}"
 
     def _text(self, x: Any, pointers: bool = False) -> str:
-        """An argument, or a result."""
+        """The text of an argument or a result; pointers: of its address."""
         if isinstance(x, Ref):
             if pointers:
                 at = f"t{x.number}.data_ptr()"
@@ -83,7 +83,7 @@ class _Text:
             return f"t{x.number}.as_strided({self._numbers(x.shape)}, {self._numbers(x.stride)}, {start})"
         if isinstance(x, (tuple, list)):
             inside = "".join(f"{self._text(y, pointers)}, " for y in x)
-            if hasattr(x, "_fields") and not pointers:  # what launches by addresses asks for no names
+            if hasattr(x, "_fields") and not pointers:  # the private launcher takes plain tuples
                 return f"{self._name(type(x))}({inside})"
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
         if isinstance(x, slice):
@@ -91,11 +91,11 @@ class _Text:
         return repr(x) if x is None or x is True or x is False else self._name(x)
 
     def _numbers(self, x: tuple[Any, ...]) -> str:
-        """A name for a shape, or for strides."""
+        """A name for a shape or for strides."""
         return self._worked_out(self._text(x)) if any(isinstance(y, Size) for y in x) else self._name(tuple(x))
 
     def _name(self, x: Any) -> str:
-        """A name for a constant, or for what is made of symbols."""
+        """A name for a constant; the text of a symbol."""
         if isinstance(x, Size):
             return str(x)
         name = f"c{len(self.constants)}"
@@ -103,7 +103,7 @@ class _Text:
         return name
 
     def _worked_out(self, text: str) -> str:
-        """A name for what is worked out where symbols have values."""
+        """A name for an expression that is computed once the symbols have values."""
         return self.found.setdefault(text, f"f{len(self.found)}")
 
 

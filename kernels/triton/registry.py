@@ -1,7 +1,7 @@
-"""Where operators find the printed functions of a declaration: by a name, which graphs hold, too.
+"""Registries in which operators look up the printed functions of a declaration by name.
 
-A name is made of content alone, so a graph that was saved in one process means the same in another. There the functions
-may have yet to be printed: `Registry.finders`, which the floor above fills, are asked to.
+Graphs hold these names, which depend on content alone, so that a saved graph means the same in another process. If the
+functions are not printed there yet, `Registry.finders`, which dsf.triton.names fills, print them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Known = TypeVar("Known")
 
 
 class Registry(dict[str, Known]):
-    """What the operators of one kind know of declarations, by name."""
+    """{name: what the operators of one kind know of a declaration}."""
 
     finders: ClassVar[list[Callable[[str, str], None]]] = []
 
@@ -22,7 +22,7 @@ class Registry(dict[str, Known]):
         self.kind = kind
 
     def __missing__(self, name: str) -> Known:
-        """Ask every finder, as finder(kind, name), to print what has that name and to put it here, or to raise."""
+        """Call every finder(kind, name), which must print and register that name, or raise."""
         for find in self.finders:
             find(self.kind, name)
         found = self.get(name)

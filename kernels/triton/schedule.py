@@ -1,9 +1,9 @@
-"""Schedules: what an operator's call allocates, asks of torch and launches, as data.
+"""Schedules: the allocations, torch operations and launches of an operator's call, as data.
 
-All of that depends on shapes, strides, dtypes, alignments and options, never on what tensors hold. So the host code of
-an operator runs once for each combination of these, on `Slot`s: tensors without memory, known by their position among
-the arguments. What it does is a `Schedule`, which prints, tells sizes (the operator's fake kernel), lists the kernels
-to compile, and is what the function of a call is made of (player.py).
+These depend on shapes, strides, dtypes, alignments and options, never on the contents of tensors. So the host code of
+an operator runs once for each combination, on `Slot`s: tensors without memory, identified by their position among the
+arguments. A `Book` records what it does as a `Schedule`. That can be printed, gives the sizes of the results (the
+operator's fake kernel) and the kernels to compile, and is turned into the function that later calls run (player.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 from dsf.kernels.triton.symbolic import Size
 from dsf.kernels.triton.unwritten import Unwritten, evaluate
 
-ROOM = ("empty_like", "new_empty_strided")  # functions that make memory which nobody has written
-ALIGNED = 16  # bytes: what Triton tells pointers apart by
+ROOM = ("empty_like", "new_empty_strided")  # functions that allocate uninitialised memory
+ALIGNED = 16  # bytes: Triton specialises kernels for pointers that are multiples of it
 
 
 def mapped(function: Callable[[Any], Any], x: Any) -> Any:
-    """x with what function makes of each thing in its tuples, NamedTuples and lists, which stay what they are."""
+    """x with function applied to the leaves of its tuples, NamedTuples and lists, whose types are kept."""
     if isinstance(x, (tuple, list)) and not isinstance(x, Ref):
         found = [mapped(function, y) for y in x]
         return type(x)(*found) if hasattr(x, "_fields") else type(x)(found)
@@ -33,10 +33,10 @@ def mapped(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 class Ref(NamedTuple):
-    """A tensor: the number of the memory that it lies in, and where it begins there, in elements.
+    """A tensor: the number of its memory, and its offset there, in elements.
 
-    whole: it is the tensor given or made itself, no view of it. align: of its first byte, 0 where it is a multiple of
-    what Triton asks for, and else as little as its dtype has.
+    whole: it is that tensor itself, not a view. align: 0 if its first byte is a multiple of ALIGNED, else the size of
+    an element.
     """
 
     number: int
@@ -52,13 +52,13 @@ class Ref(NamedTuple):
 
     @property
     def span(self) -> int:
-        """From its first element to its last, all that lies in memory, in elements."""
+        """Elements of memory from its first to its last element."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else last + 1
 
     @property
     def bytes(self) -> int:
-        """Of the memory that it spans."""
+        """Bytes of memory from its first to its last element."""
         return self.span * self.dtype.itemsize
 
     @property
@@ -69,7 +69,7 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory for a tensor, which nobody has written."""
+    """The allocation of an uninitialised tensor."""
 
     made: Ref
 
@@ -79,7 +79,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Operation:
-    """One of torch's functions; made: None where it writes in place."""
+    """A call of a torch function; made: its result, None where it writes in place."""
 
     made: Ref | None
     function: Callable[..., Any]
@@ -94,7 +94,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, on a grid; named: what it is compiled for."""
+    """A launch of a kernel on a grid; named: its compile-time constants."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -119,7 +119,7 @@ def _show(x: Any) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
-    """given: the tensors that a call is given, by position; result: what it returns, Refs in tuples and lists."""
+    """given: the call's tensors, by position; steps: in order; result: Refs in tuples and lists."""
 
     given: tuple[Ref | None, ...]
     steps: tuple[Step, ...]
@@ -128,7 +128,7 @@ class Schedule:
 
     @functools.cached_property
     def used(self) -> tuple[tuple[Step, tuple[int, ...]], ...]:
-        """The steps that something comes of, and the memory that each is the last to use."""
+        """The steps, without those whose results are unused, each with the memory that it is the last to use."""
         wanted = {x.number for x in _found(self.result)}
         alive, given = set(wanted), len(self.given)
         found: list[tuple[Step, tuple[int, ...]]] = []
@@ -146,7 +146,7 @@ class Schedule:
 
     @property
     def peak(self) -> int:
-        """The most bytes that it holds at once of what it makes."""
+        """The most bytes of its own allocations that are alive at once."""
         held: dict[int, int] = {}
         most = 0
         for step, last in self.used:
@@ -160,7 +160,7 @@ class Schedule:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """The kernels launched, in order."""
+        """The launches, in order."""
         return tuple(x for x in self.steps if isinstance(x, Launch))
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class Schedule:
         return "\n".join([f"given {given}", *map(str, self.steps), f"return {_show(self.result)}"])
 
     def empty(self, like: Tensor) -> Any:
-        """Memory of its result's sizes, on the device of `like`: what a fake kernel returns."""
+        """Uninitialised tensors of the result's sizes, on the device of `like`: the result of a fake kernel."""
 
         def room(x: Any) -> Any:
             if not isinstance(x, Ref):
@@ -181,9 +181,10 @@ class Schedule:
 
 
 class Slot:
-    """A tensor that a schedule knows: torch's functions and methods of it find sizes, and are written down.
+    """A tensor without contents: torch functions and methods of it are recorded, and give results of the right sizes.
 
-    What it holds cannot be asked. meta: a tensor of its sizes on torch's meta device, whose memory stands for its own.
+    Asking for its truth value raises TypeError. meta: a tensor of its sizes on torch's meta device; views of the slot
+    have views of it.
     """
 
     __slots__ = ("_ref", "book", "dtype", "meta", "number", "shape", "stride", "whole")
@@ -195,12 +196,12 @@ class Slot:
 
     @property
     def device(self) -> torch.device:
-        """Where the call's tensors are."""
+        """The device of the call's tensors."""
         return self.book.device
 
     @property
     def ref(self) -> Ref:
-        """What a schedule says of it."""
+        """The Ref that stands for it in the schedule."""
         if self._ref is None:
             x, align = self.meta, self.book.align[self.number]
             offset: Any = x.storage_offset()
@@ -215,12 +216,12 @@ class Slot:
         return self.book.device.type == "cuda"
 
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> Slot:
-        """Memory for a tensor, contiguous, as torch makes it."""
+        """Record the allocation of a contiguous tensor, as torch's new_empty."""
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, torch.SymInt, Size)) else shape
         return self.book.memory(self.book.blank(sizes, dtype or self.dtype))
 
     def dim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return len(self.shape)
 
     def __bool__(self) -> bool:
@@ -235,7 +236,7 @@ class Slot:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's functions of tensors some of which are slots."""
+        """Record a torch function with slots among its arguments."""
         kwargs = kwargs or {}
         book = next(x.book for x in tree_leaves((args, kwargs)) if isinstance(x, Slot))
         return book.apply(function, *args, **kwargs)
@@ -255,10 +256,10 @@ Slot.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class Book:
-    """Where a schedule is written while host code runs on slots."""
+    """Records a schedule while host code runs on slots."""
 
     def __init__(self, tensors: Sequence[Any], align: Sequence[int], device: torch.device) -> None:
-        """tensors: given, known by position, or for symbolic sizes Unwritten; align: of their first bytes."""
+        """tensors: the call's, by position, Unwritten for symbolic sizes; align: of their first bytes."""
         self.device = device
         self.steps: list[Step] = []
         self.align = list(align)
@@ -271,9 +272,9 @@ class Book:
             self.given.append(None if like is None else Slot(self, number, like, True))
 
     def schedule(self, result: Any) -> Schedule:
-        """All that was written, for a call that returns `result`."""
+        """The Schedule of all that was recorded, for a call that returns `result`."""
         given = tuple(None if x is None else x.ref for x in self.given)
-        self.given = []  # which know this book, and would all wait for the garbage collector
+        self.given = []  # breaks reference cycles, which only the garbage collector would free
         return Schedule(given, tuple(self.steps), _refs(result), self.device)
 
     def blank(self, shape: Any, dtype: torch.dtype) -> Any:
@@ -281,11 +282,11 @@ class Book:
         return Unwritten(shape, None, dtype) if self.symbolic else torch.empty(shape, dtype=dtype, device="meta")
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Write down kernel[grid](*args, **named)."""
+        """Record kernel[grid](*args, **named)."""
         self.steps.append(Launch(kernel, grid, _refs(args), named))
 
     def apply(self, function: Any, *args: Any, **named: Any) -> Any:
-        """Write down one of torch's functions, and find the sizes of what it returns."""
+        """Record a call of a torch function. Returns its result as slots."""
         metas, others = _metas(args), {name: _metas(x) for name, x in named.items()}
         out = evaluate(function, metas, others) if self.symbolic else function(*metas, **others)
         title = function.__name__
@@ -309,7 +310,7 @@ class Book:
         return slot
 
     def memory(self, like: Any) -> Slot:
-        """Write down that there is memory for a tensor like this one."""
+        """Record the allocation of a tensor like this one."""
         slot = self._made(like)
         self.steps.append(Memory(slot.ref))
         return slot
@@ -319,7 +320,7 @@ class Book:
         return Slot(self, len(self.align) - 1, like, True)
 
     def seen(self, out: Any, args: Any) -> Slot | None:
-        """What a function returns that it was given, or a view of that."""
+        """The slot of `out` where that is one of the arguments or a view of one; else None."""
         storage = out.untyped_storage()._cdata
         for x in _slots(args):
             if out is x.meta:
@@ -359,5 +360,5 @@ def _refs(x: Any) -> Any:
 
 
 def book_of(args: Any) -> Book:
-    """Where the schedule of the call is written that these arguments belong to."""
+    """The Book of the slots among these arguments."""
     return next(_slots(args)).book

@@ -1,10 +1,10 @@
-"""Arithmetic of sizes by comparisons alone, so that torch.compile may leave numbers of tokens and sequences open."""
+"""Arithmetic of sizes by comparisons alone, so that numbers of tokens and sequences may be symbols."""
 
 from __future__ import annotations
 
 
 def power(size: int) -> int:
-    """The power of two that holds `size`."""
+    """The smallest power of two that is at least `size`."""
     found = 1
     while found < size:
         found *= 2
@@ -12,7 +12,7 @@ def power(size: int) -> int:
 
 
 def bits(size: int) -> int:
-    """How many binary digits it has."""
+    """The number of binary digits of `size`."""
     found = 0
     while size >= 1 << found:
         found += 1
@@ -20,7 +20,7 @@ def bits(size: int) -> int:
 
 
 def bases(first: int, stop: int, step: int) -> list[int]:
-    """range(first, stop, step)."""
+    """list(range(first, stop, step))."""
     found = []
     while first < stop:
         found.append(first)

@@ -1,10 +1,10 @@
-"""What kernels take: operands as NamedTuples of pointers and strides, and all that they are compiled for as one Config.
+"""The arguments of kernels: operands as NamedTuples of pointers and strides, compile-time constants as one Config.
 
-In a kernel a struct is read by its fields' names and handed on whole; one whose pointer has moved is a new struct.
-Triton specialises the numbers in it (to 1, to multiples of 16) whatever `do_not_specialize` says, so counts that change
-from call to call are parameters of their own. A struct's strides of tokens and counts of heads are constants.
-What is not there is a field that is None, not a struct: Triton 3.6 cannot ask whether a struct with such a field is
-None, nor return one, and in structs of structs it mistakes constants; so kernels' structs are flat.
+Kernels read a struct's fields by name and pass it on whole; moving its pointer makes a new struct. Triton specialises
+the numbers in a struct (for 1, for multiples of 16) despite `do_not_specialize`, so counts that change from call to
+call are separate parameters. Strides of tokens and counts of heads in structs are constants.
+A missing operand is a field that is None, not a struct that is None: Triton 3.6 cannot compare a struct that has a None
+field with None, nor return one. It also confuses constants in nested structs, so kernels' structs are flat.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dsf.kernels.triton.launch import constant
 
 
 class Rows(NamedTuple):
-    """x [B, T, H', ·], whose last axis is contiguous: where it begins, the strides of B, T and H', and how many heads
-    share one of H'."""
+    """x [B, T, H', ·], whose last axis is contiguous: its address, the strides of B, T and H', and how many heads share
+    one of H'."""
 
     at: Any
     batch: Any
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """x [B, T, H], if there is one: where it begins, and its strides."""
+    """x [B, T, H] or None: its address and strides."""
 
     at: Any = None
     batch: Any = None
@@ -42,7 +42,7 @@ class Numbers(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """T; H, a constant; length: rows of a head's chunks, the last one filled up; plane: those of all B · H heads."""
+    """T; H, a constant; length: rows of a head padded to whole chunks; plane: rows of all B · H heads."""
 
     tokens: Any
     heads: Any
@@ -51,15 +51,15 @@ class Sizes(NamedTuple):
 
 
 class Config:
-    """What a kernel is compiled for: frozen dataclasses of such a class, whose fields kernels read as constants.
+    """Base of frozen dataclasses whose fields are a kernel's compile-time constants.
 
-    Fields may be functions that the kernel calls. Triton knows compiled kernels by the text of what they were compiled
-    for, in memory by __repr__ and on disk by cache_key, so these hold such functions' sources, not only their names.
-    Configs are equal where these texts are, which are made once: a launch asks for hashes of all that it is given.
+    Fields may be functions that the kernel calls. Triton identifies compiled kernels by the text of their constants, in
+    memory by __repr__ and on disk by cache_key, so these texts contain such functions' sources, not only their names.
+    Configs are equal if their texts are. The texts are made once, since every launch hashes its arguments.
     """
 
     def __init_subclass__(cls) -> None:
-        for name in ("__eq__", "__hash__", "__repr__"):  # or dataclasses make others
+        for name in ("__eq__", "__hash__", "__repr__"):  # else dataclasses would replace them
             setattr(cls, name, getattr(Config, name))
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Config:
 
     @functools.cached_property
     def cache_key(self) -> str:
-        """All that it holds."""
+        """The text of all fields, with the sources of functions."""
         return self._text(lambda x: x.cache_key if isinstance(x, JITFunction) else repr(x))
 
     def __eq__(self, other: object) -> bool:
@@ -90,7 +90,7 @@ class Config:
 
 
 def derived(method: Callable[[Any], Any]) -> Any:
-    """A property of a Config that kernels read as they read its fields."""
+    """A property of a Config that kernels can read like a field."""
     return property(lambda self: constant(method(self)))
 
 
@@ -102,5 +102,5 @@ def of_head(x, batch, head):
 
 @triton.jit
 def alike(at, x):
-    """Rows at another place, of x's strides."""
+    """Rows at another address, with the strides of x."""
     return Rows(at, x.batch, x.token, x.head, x.group)

@@ -1,7 +1,7 @@
-"""Whole numbers that stand for others: what is made of them and asked of them is written down.
+"""Symbolic integers: arithmetic with them is recorded, and every comparison becomes a condition.
 
-Host code that runs on such numbers decides as it would with their values, and every decision becomes a condition. So
-what it does is what it would do with all other values that meet the conditions.
+Host code that runs on such numbers takes the decisions that it takes for their present values. Its results therefore
+hold for all other values that meet the recorded conditions.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ MADE: dict[str, Callable[[Any, Any], int]] = {
 ASKED: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-IDLE = {("+", 0), ("-", 0), ("*", 1), ("//", 1)}  # on the right side
+IDLE = {("+", 0), ("-", 0), ("*", 1), ("//", 1)}  # operations that change nothing, with their right side
 
 
 class Sheet:
-    """Lines of Python by which numbers follow from some, whose names are `given`; and the conditions on the way."""
+    """Lines of Python that compute numbers from the inputs `given`, and the conditions on these."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.given = [Size(self, f"s{i}", x) for i, x in enumerate(values)]
-        self.lines: list[tuple[bool, str]] = []  # is it a condition, and its text
+        self.lines: list[tuple[bool, str]] = []  # (whether it is a condition, text)
         self._made: dict[str, Size] = {}
         self._asked: set[str] = set()
 
     def make(self, sign: str, left: Any, right: Any) -> Any:
-        """left sign right."""
+        """The Size `left sign right`."""
         if not isinstance(left, (int, Size)) or not isinstance(right, (int, Size)):
             return NotImplemented
         if not isinstance(right, Size) and (sign, right) in IDLE:
@@ -42,7 +42,7 @@ class Sheet:
         return found
 
     def ask(self, sign: str, left: Size, right: Any) -> Any:
-        """Whether left sign right, which is as it is from now on."""
+        """The truth of `left sign right`, which becomes a condition."""
         if not isinstance(right, (int, float, Size)):
             return NotImplemented
         answer = ASKED[sign](left.value, right.value if isinstance(right, Size) else right)
@@ -53,11 +53,11 @@ class Sheet:
         return answer
 
     def text(self) -> list[str]:
-        """The lines, which return None where a condition is not met."""
+        """The lines; they return None where a condition is not met."""
         return [f"if not ({text}): return None" if asked else text for asked, text in self.lines]
 
     def values(self, given: Sequence[int]) -> dict[str, int]:
-        """All its numbers by name, for others in the place of those given; conditions are not looked at."""
+        """All numbers by name, for other values of the inputs; conditions are not checked."""
         found = {str(name): x for name, x in zip(self.given, given, strict=True)}
         for asked, text in self.lines:
             if not asked:
@@ -70,9 +70,9 @@ def _value(x: Any) -> int:
 
 
 class Size:
-    """A number of a Sheet. Where Python wants a number that it can count with, its value becomes a condition.
+    """A symbolic number of a Sheet. Where Python needs a real integer, its present value becomes a condition.
 
-    It has no hash: what remembers results by arguments would keep symbols for calls that know nothing of them.
+    It has no hash, so that no cache keeps symbols for later calls.
     """
 
     __slots__ = ("_name", "sheet", "value")

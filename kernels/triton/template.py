@@ -1,8 +1,8 @@
-"""Calls that differ in sizes alone: host code run once on symbolic sizes, and functions made of what it wrote down.
+"""Calls that differ in sizes alone: one schedule with symbolic sizes for many of them.
 
-From the second such call on, the numbers that changed (a length, strides that follow it, a count of sequences) are
-symbols. What host code writes down then holds for all sizes that meet its conditions, and for these a call's
-function takes some arithmetic.
+At the second such call the numbers that changed (a length, strides that depend on it, a number of sequences) become
+symbols, and host code runs once more. Its schedule holds for all sizes that meet the recorded conditions; for these the
+function of a call only takes some arithmetic.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dsf.kernels.triton.symbolic import Sheet, Size
 from dsf.kernels.triton.unwritten import Unwritten
 
 Function = Callable[..., Any]
-MOST = 32  # templates that are kept
+MOST = 32  # templates that are made at most
 _log = logging.getLogger(__name__)
 
 
 def _each(x: Any, change: Callable[[Any], Any]) -> Any:
-    """What a step is made of, with its symbolic numbers and Refs changed."""
+    """A step's parts with `change` applied to symbolic numbers and Refs."""
 
     def changed(y: Any) -> Any:
         if isinstance(y, Ref):
@@ -43,7 +43,7 @@ def _over(schedule: Schedule, change: Callable[[Any], Any]) -> Schedule:
 
 
 def _aligned(x: Any) -> Any:
-    """A view of a tensor with the alignment of its first byte."""
+    """A Ref with a symbolic offset, with the alignment of its first byte; others as they are."""
     offset: Any = x.offset if isinstance(x, Ref) else 0
     if not isinstance(offset, Size):
         return x
@@ -56,13 +56,13 @@ def _value(x: Any) -> Any:
 
 
 class Template:
-    """A schedule for all sizes that meet some conditions."""
+    """A schedule for all sizes that meet its conditions."""
 
     def __init__(
         self, numbers: Sequence[int], groups: Sequence[Sequence[int]], host: Callable[[Iterator[Any]], Schedule],
         runner: Runner,
     ) -> None:  # fmt: skip
-        """numbers: of a call that it is made of; groups: those of them that one symbol each stands for."""
+        """numbers: of the call from which it is made; groups: indices of numbers that share one symbol each."""
         self._sheet = Sheet([numbers[x[0]] for x in groups])
         given: list[Any] = list(numbers)
         for group, symbol in zip(groups, self._sheet.given, strict=True):
@@ -77,29 +77,29 @@ class Template:
         self._make = maker(self.written, runner, self._sheet)
 
     def function(self, numbers: Sequence[int]) -> Function | None:
-        """Of a call of these sizes; None where it does not hold."""
+        """The function of a call of these sizes; None where the template does not hold."""
         if any(numbers[i] != x for i, x in self._fixed) or any(numbers[a] != numbers[b] for a, b in self._same):
             return None
         found: Function | None = self._make(*[numbers[i] for i in self._open])
         return found
 
     def schedule(self, numbers: Sequence[int]) -> Schedule:
-        """The same as data, whether it holds there or not."""
+        """The schedule of a call of these sizes; conditions are not checked."""
         values = self._sheet.values([numbers[i] for i in self._open])
         return _over(self.written, lambda x: values[str(x)] if isinstance(x, Size) else x)
 
 
 class Templates:
-    """Calls of one operator with the same options, dtypes, alignments and axes, whatever their sizes."""
+    """The templates of one operator for one combination of options, dtypes, alignments and numbers of axes."""
 
     def __init__(self) -> None:
-        self.left = MOST  # templates that may yet be tried
+        self.left = MOST  # templates that may still be made
         self.last: tuple[int, ...] = ()
-        self.open: set[int] = set()  # which numbers have changed
+        self.open: set[int] = set()  # indices of numbers that have changed
         self.templates: list[Template] = []
 
     def function(self, numbers: tuple[int, ...]) -> Function | None:
-        """Of a call of these sizes, where a template holds for them."""
+        """The function of a call of these sizes; None where no template holds."""
         for template in self.templates:
             found = template.function(numbers)
             if found is not None:
@@ -109,7 +109,7 @@ class Templates:
     def learn(
         self, numbers: tuple[int, ...], made: Schedule, host: Callable[[Iterator[Any]], Schedule], runner: Runner
     ) -> None:
-        """Remember what was made for these sizes. host: makes the same of numbers in their places."""
+        """Make a template from a call's numbers and schedule. host: makes a schedule from other numbers."""
         last, self.last = self.last or numbers, numbers
         self.open = self.open | {i for i, pair in enumerate(zip(last, numbers, strict=True)) if pair[0] != pair[1]}
         groups: dict[tuple[int, int], list[int]] = {}
@@ -124,13 +124,13 @@ class Templates:
                 self.templates.append(template)
                 return
             _log.debug("symbols make another schedule than numbers do")
-        except Exception as error:  # what of symbolic sizes cannot be said; a schedule of one size is as good
+        except Exception as error:  # unknown for symbols: schedules of single sizes remain
             _log.debug("no schedule for other sizes: %s", error, exc_info=True)
         self.left = 0
 
 
 def numbers_of(args: Iterable[Any]) -> Iterator[int]:
-    """An operator's sizes, strides and whole numbers, in order."""
+    """All sizes, strides and integers among an operator's arguments, in order."""
     for x in args:
         if isinstance(x, Tensor):
             yield from x.shape
@@ -142,7 +142,7 @@ def numbers_of(args: Iterable[Any]) -> Iterator[int]:
 
 
 def with_numbers(args: Iterable[Any], numbers: Iterator[Any]) -> list[Any]:
-    """The operator's arguments with these numbers in the place of their own."""
+    """The operator's arguments with these numbers in place of their own."""
     found: list[Any] = []
     for x in args:
         if isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""Tiles [tokens, N, channels] of generated kernels: sums over their axes, loads and stores, tokens apart.
+"""Tiles [tokens, N, channels] of printed kernels: sums over their axes, loads, stores, and splitting into tokens.
 
 Every function runs compiled and in Triton's interpreter.
 """
@@ -11,31 +11,31 @@ from dsf.kernels.triton.functions import INTERPRETED
 
 @triton.jit
 def sum_key(x, n_ok):
-    """Sum over the Key axis of a tile, padding left out: [K, N, P] -> [K, 1, P]; a vector state has none."""
+    """Sum over the Key axis of a tile without padding: [K, N, P] -> [K, 1, P]. For a vector state: x itself."""
     return x if n_ok.shape[1] == 1 else tl.sum(tl.where(n_ok, x, 0.0), 1, keep_dims=True)
 
 
 @triton.jit
 def max_key(x, n_ok):
-    """Largest entry over the Key axis of a tile, padding left out: [K, N, P] -> [K, 1, P]."""
+    """Largest entry over the Key axis of a tile without padding: [K, N, P] -> [K, 1, P]."""
     return tl.max(tl.where(n_ok, x, -1e30), 1, keep_dims=True)
 
 
 @triton.jit
 def sum_value(x, p_ok):
-    """Sum over this program's channels, padding left out: [K, N, P] -> [K, N, 1]."""
+    """Sum over the program's channels without padding: [K, N, P] -> [K, N, 1]."""
     return tl.sum(tl.where(p_ok, x, 0.0), 2, keep_dims=True)
 
 
 @triton.jit
 def sum_time(x, n):
-    """Sum over the tokens that a thread walks: [K, N, P] -> [1, N, P], and every run's of a vector state."""
+    """Sum over the tokens of a thread: [K, N, P] -> [1, N, P]; for a vector state one sum for every run."""
     return tl.sum(x, 1 if x.shape[1] > n.shape[1] else 0, keep_dims=True)
 
 
 @triton.jit
 def of_tokens(x, t_ok, t):
-    """x of tokens that there are: of a tile of several, those past the end are computed from zeros, maybe NaN."""
+    """x, 0 for tokens past the end, which are computed from zeros and may be NaN."""
     return x if t.shape[0] == 1 else tl.where(t_ok, x, 0.0)
 
 
@@ -54,9 +54,9 @@ def swap(x, lane, bit: tl.constexpr):
 
 @triton.jit
 def fold(x, lane, bit: tl.constexpr):
-    """One step of sums over lanes: lanes with `bit` go on with the second half of the rows, the others with the first.
+    """One step of sums over lanes: lanes with `bit` keep the second half of the rows, the others the first half.
 
-    So n sums over 32 lanes cost n shuffles, not 5 n.
+    So n sums over 32 lanes take n shuffles, not 5 n.
     """
     if x.shape[1] > 1:
         low, high = halves(x)
@@ -71,7 +71,7 @@ def fold(x, lane, bit: tl.constexpr):
 
 @triton.jit
 def store_sums(pointers, x, n, p, p_ok, ok, N: tl.constexpr):
-    """Store Σ_p x[k, n, p] at pointers[k] + n, each by one lane of its own."""
+    """Store Σ_p x[k, n, p] at pointers[k] + n, each sum by one lane."""
     K: tl.constexpr = x.shape[0]
     NB: tl.constexpr = n.shape[1]
     BP: tl.constexpr = p.shape[2]
@@ -94,7 +94,7 @@ def store_sums(pointers, x, n, p, p_ok, ok, N: tl.constexpr):
 
 @triton.jit
 def widened(x):
-    """x [1, 1, channels] in float32; two neighbours in bfloat16 by two instructions instead of three."""
+    """x [1, 1, channels] as float32. Two neighbouring bfloat16 channels take two instructions instead of three."""
     if INTERPRETED or x.dtype != tl.bfloat16 or x.shape[2] < 64:
         found = x.to(tl.float32)
     else:
@@ -107,7 +107,7 @@ def widened(x):
 
 @triton.jit
 def load_run(pointer, L: tl.constexpr):
-    """L numbers from a place [1, 1, 1] on, each in all lanes; four of them lie at a multiple of 16 bytes."""
+    """L consecutive float32 from an address [1, 1, 1], each in all lanes; loaded as groups of 16 aligned bytes."""
     found = ()
     if INTERPRETED or L % 4 > 0:
         for i in tl.static_range(L):
@@ -124,7 +124,7 @@ def load_run(pointer, L: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers):
-    """Ask for what lies here, to have it in the L1."""
+    """Prefetch these addresses into the L1."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
@@ -134,7 +134,7 @@ def prefetch(pointers):
 
 @triton.jit
 def prefetch_run(pointer, stride, N, L: tl.constexpr):
-    """L numbers in a row of all entries, which are `stride` apart."""
+    """Prefetch L consecutive numbers of each of N entries, which are `stride` apart."""
     EACH: tl.constexpr = (L + 7) // 8
     for i in range((N * EACH + 31) // 32):
         j = i * 32 + tl.arange(0, 32)[None, None, :]
@@ -143,7 +143,7 @@ def prefetch_run(pointer, stride, N, L: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, stride, near, edge, P, room, L: tl.constexpr, BP: tl.constexpr):
-    """Up to L rows of a program's channels, `room` of which exist."""
+    """Prefetch up to L rows of a program's channels, `room` of which exist."""
     WIDE: tl.constexpr = 256 // pointer.dtype.element_ty.primitive_bitwidth
     EACH: tl.constexpr = (BP + WIDE - 1) // WIDE
     for i in tl.static_range((L * EACH + 31) // 32):
@@ -154,9 +154,9 @@ def prefetch_rows(pointer, stride, near, edge, P, room, L: tl.constexpr, BP: tl.
 
 @triton.jit
 def to_lanes(pointers, p):
-    """The same pointers for every channel p: all lanes touch one place.
+    """The same pointers for every channel p, so that all lanes access one address.
 
-    The hints are about layout only (a width of one element, as divisibility 1 says): lanes lie along the channels.
+    The hints only set the layout: lanes along the channels, one element wide (divisibility 1).
     """
     tile = tl.broadcast_to(pointers, (pointers.shape[0], pointers.shape[1], p.shape[2]))
     return tl.max_contiguous(tl.multiple_of(tile, [1, 1, 1]), [1, 1, 2])
@@ -164,9 +164,9 @@ def to_lanes(pointers, p):
 
 @triton.jit
 def take(x, t, k: tl.constexpr, AXIS: tl.constexpr = 0):
-    """Token k of a tile, whose tokens lie on this axis.
+    """Token k of a tile, whose tokens are along AXIS.
 
-    -0 is the exact neutral element of addition, so this compiles to picking registers.
+    A masked sum with -0, the exact neutral element of addition, compiles to a selection of registers.
     """
     zero = tl.zeros(x.shape, tl.float32) * -1.0  # a constant -0.0 would become +0.0
     return tl.sum(tl.where(t == k, x, zero), AXIS, keep_dims=True)
@@ -174,8 +174,8 @@ def take(x, t, k: tl.constexpr, AXIS: tl.constexpr = 0):
 
 @triton.jit
 def store(pointers, value, mask):
-    """Store a value that broadcasts to the pointers, in their type."""
-    if INTERPRETED:  # whose store takes no array that repeats one number
+    """Store a value, broadcast to the pointers and in their dtype."""
+    if INTERPRETED:  # its store refuses broadcast arrays
         pointers = pointers + tl.zeros(pointers.shape, tl.int32)
         value = value + tl.zeros(pointers.shape, tl.float32)
     tl.store(pointers, tl.broadcast_to(value, pointers.shape).to(pointers.dtype.element_ty), mask=mask)
@@ -183,7 +183,7 @@ def store(pointers, value, mask):
 
 @triton.jit
 def tokens_of(x):
-    """The tokens of a tile [L, N, P] as L tiles [1, N, P]: which registers they are in, no more."""
+    """The tokens of a tile [L, N, P] as L tiles [1, N, P]; only a selection of registers."""
     found = (x,)
     for _ in tl.static_range(5):
         if found[0].shape[0] > 1:
@@ -199,7 +199,7 @@ def tokens_of(x):
 
 @triton.jit
 def tile_of(found):
-    """The tile [L, N, P] of L tokens [1, N, P]."""
+    """L tokens [1, N, P] as one tile [L, N, P]."""
     for _ in tl.static_range(5):
         if len(found) > 1:
             pieces = ()
@@ -213,9 +213,9 @@ def tile_of(found):
 
 @triton.jit
 def row_of(batch, t0, T, batch_stride, stride):
-    """Where token t0 lies; batch_stride None: sequences follow each other as tokens do.
+    """The offset of token t0; batch_stride None: sequences are contiguous.
 
-    What lies alike is then found alike, and its place computed once.
+    Inputs of equal strides then have equal offsets, which the compiler computes once.
     """
     if batch_stride is None:
         found = (batch * T + t0) * stride
@@ -226,10 +226,10 @@ def row_of(batch, t0, T, batch_stride, stride):
 
 @triton.jit
 def fixed(pointers, offsets):
-    """The pointers so much further on, for tokens that lie in registers, where the compiler is to add them up in turn.
+    """pointers + offsets, hidden from the compiler, for tokens in registers.
 
-    Knowing what the first are the sum of, it would keep an offset for each token, in more registers than there are.
-    Lanes lie along the channels, as in to_lanes.
+    Otherwise it would keep a precomputed offset for each token, which takes too many registers. Lanes are along the
+    channels, as in to_lanes.
     """
     if not INTERPRETED:
         places = tl.inline_asm_elementwise(
@@ -241,8 +241,8 @@ def fixed(pointers, offsets):
 
 @triton.jit
 def in_order(pointers):
-    """The same pointers, to be accessed in the layout that all tiles begin with, so that none has to be converted.
+    """The same pointers, with hints that give their accesses the layout of all other tiles, so that none is converted.
 
-    The hints are about layout only: lanes lie along the channels, then come entries and tokens.
+    The layout: lanes along the channels, then entries, then tokens.
     """
     return tl.max_contiguous(tl.multiple_of(pointers, [1, 1, 1]), [1, 2, 4])

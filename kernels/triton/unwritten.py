@@ -1,7 +1,7 @@
-"""Tensors without memory whose sizes may be symbolic: what torch's functions would make of them.
+"""Tensors without memory whose sizes may be symbolic, and the results of torch functions on them.
 
-Views are worked out here; of all else torch says the dtype, for the sizes of one call. Where it cannot be said what
-sizes a result has for others, or in which order of its axes torch would lay it out, `Unsaid` is raised.
+Views are computed here; dtypes of other results come from torch, for the sizes of one call. Where the sizes of a result
+for other sizes, or the order of its strides, are not known, `Unsaid` is raised.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ALIKE = frozenset({
     "to", "float", "long", "clone", "exp", "neg", "clamp", "where", "masked_fill", "zeros_like", "empty_like", "sub",
     "add", "mul", *(f"__{x}__" for x in SIGNS),
 })  # fmt: skip  # functions of tensors of one shape, but for axes of 1
-KEPT = frozenset({"to", "float", "long", "clone", "zeros_like", "empty_like"})  # of strides
+KEPT = frozenset({"to", "float", "long", "clone", "zeros_like", "empty_like"})  # functions that keep strides
 
 
 class Unsaid(Exception):
-    """What follows from symbolic sizes is not known."""
+    """A result for symbolic sizes is not known."""
 
 
 class Storage:
-    """Which memory a tensor lies in."""
+    """The identity of a tensor's memory."""
 
     @property
     def _cdata(self) -> int:
@@ -40,7 +40,7 @@ class Storage:
 
 
 class Unwritten:
-    """A tensor's sizes, strides and place in its memory."""
+    """A tensor's sizes, strides and offset in its memory."""
 
     def __init__(
         self, shape: Sequence[Any], strides: Sequence[Any] | None, dtype: torch.dtype, offset: Any = 0,
@@ -51,33 +51,33 @@ class Unwritten:
         self.dtype, self._offset, self._storage = dtype, offset, storage or Storage()
 
     def stride(self, axis: int | None = None) -> Any:
-        """In elements."""
+        """The stride of an axis, or all of them, in elements."""
         return self.strides if axis is None else self.strides[axis]
 
     def storage_offset(self) -> Any:
-        """Where it begins in its memory."""
+        """The offset in its memory, in elements."""
         return self._offset
 
     def untyped_storage(self) -> Storage:
-        """Its memory."""
+        """The Storage."""
         return self._storage
 
     def view(self, axes: Sequence[tuple[Any, Any]], offset: Any = 0) -> Unwritten:
-        """The same memory by other axes (size, stride), from `offset` on."""
+        """A view of the same memory with other axes (size, stride), from `offset` on."""
         shape, strides = [x[0] for x in axes], [x[1] for x in axes]
         return Unwritten(shape, strides, self.dtype, self._offset + offset, self._storage)
 
     @property
     def axes(self) -> list[tuple[Any, Any]]:
-        """(size, stride) of each."""
+        """(size, stride) of each axis."""
         return list(zip(self.shape, self.strides, strict=True))
 
     def is_dense(self) -> bool:
-        """True where it is laid out as torch lays out new tensors."""
+        """True for the strides of a new contiguous tensor."""
         return all(a == b or size == 1 for a, b, size in zip(self.strides, dense(self.shape), self.shape, strict=True))
 
     def order(self) -> list[int]:
-        """Its axes from the largest stride to the smallest, as torch sorts them; none where that is not known."""
+        """The axes from the largest to the smallest stride, as torch sorts them; empty where that is not known."""
         found = sorted(range(len(self.shape)), key=lambda i: -_number(self.strides[i]))
         axes = [self.axes[i] for i in found]
         pairs = itertools.pairwise(axes)
@@ -85,7 +85,7 @@ class Unwritten:
         return found if known and self.strides[-1:] != (0,) else []
 
     def is_filled(self) -> bool:
-        """True where it has all of a piece of memory, its axes in any order."""
+        """True for a dense tensor with its axes in any order."""
         step: Any = 1
         for size, stride in sorted(self.axes, key=lambda x: _number(x[1])):
             if size != 1:
@@ -96,7 +96,7 @@ class Unwritten:
 
 
 def dense(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of a new tensor."""
+    """The strides of a new contiguous tensor."""
     found: list[Any] = []
     step: Any = 1
     for size in reversed(shape):
@@ -204,7 +204,7 @@ def _flatten(x: Unwritten, start: int = 0, end: int = -1) -> Unwritten:
 
 
 def _reshape(x: Unwritten, *sizes: Any) -> Unwritten:
-    """A view, as torch finds its strides: axes that lie side by side are one, which is cut anew from its end."""
+    """A view by torch's rule: axes that are contiguous to each other are merged, and split again from the last one."""
     shape = list(_sizes(sizes))
     for i, size in enumerate(shape):
         if isinstance(size, int) and size == -1:
@@ -242,7 +242,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 
 
 def evaluate(function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """What the function returns, for some of whose arguments `Unwritten` stand."""
+    """The result of a torch function with Unwritten arguments. Raises Unsaid."""
     title = function.__name__
     if title == "__setitem__" or (title[-1] == "_" and title[-2] != "_"):
         return args[0]
@@ -267,7 +267,7 @@ def evaluate(function: Callable[..., Any], args: Sequence[Any], named: dict[str,
 
 
 def _strides(title: str, given: Sequence[Unwritten], shape: Sequence[Any]) -> Sequence[Any] | None:
-    """Of what a function makes of tensors, in the order of its axes (None) or of theirs."""
+    """The strides of a function's result: None for contiguous ones, else those that it takes from its arguments."""
     first = given[0]
     if title in KEPT and first.is_filled():
         return first.strides
@@ -278,14 +278,14 @@ def _strides(title: str, given: Sequence[Unwritten], shape: Sequence[Any]) -> Se
     order = first.order()
     if (
         title in ALIKE and not title.startswith("__r") and order and list(first.shape) == list(shape)
-    ):  # torch asks it first
+    ):  # torch gives it precedence
         steps = dict(zip(order, dense([shape[i] for i in order]), strict=True))
         return [steps[i] for i in range(len(shape))]
     raise Unsaid(f"how {title} lays out what it makes")
 
 
 def _shape(title: str, given: Sequence[Unwritten], args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
-    """Of what a function makes of tensors."""
+    """The shape of a function's result."""
     if title in ALIKE:
         length = max(len(x.shape) for x in given)
         wide = [(1,) * (length - len(x.shape)) + x.shape for x in given]
@@ -308,7 +308,7 @@ def _shape(title: str, given: Sequence[Unwritten], args: Sequence[Any], named: d
 
 
 def _common(sizes: Sequence[Any]) -> Any:
-    """The size of axes that all but those of 1 have."""
+    """The common size of axes that broadcast."""
     found = [x for x in sizes if x != 1]
     if any(x != found[0] for x in found[1:]):
         raise Unsaid("sizes that differ")
@@ -316,7 +316,7 @@ def _common(sizes: Sequence[Any]) -> Any:
 
 
 def _number(x: Any) -> int:
-    """x, or its value."""
+    """The present value of x."""
     return x.value if isinstance(x, Size) else x
 
 
@@ -327,7 +327,7 @@ def _leaves(x: Any) -> list[Any]:
 
 
 def _meta(x: Any) -> Any:
-    """x with numbers in the place of symbols, on torch's meta device."""
+    """x on torch's meta device, with the present values of symbols."""
     if isinstance(x, Unwritten):
         return torch.empty_strided(_meta(x.shape), _meta(x.strides), dtype=x.dtype, device="meta")
     if isinstance(x, Size):

@@ -1,7 +1,7 @@
-"""Attention of queries with the keys that they see, and its two gradients: by queries, and by keys.
+"""Attention and its two gradient kernels: one by queries, one by keys.
 
 q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P] in one dtype, y as q with P.
-c: [B, H, 2, T] float32, two parts of the sums of log decays, whose differences are added to scores part by part, so
+c: [B, H, 2, T] float32, running sums of log decays as two float32 parts; scores get the differences of both parts, so
 that those of near tokens are exact. lse: [B, H, T], the logarithm of the sum of a row's weights.
 """
 
@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Attended(NamedTuple):
-    """q, k, v, c and the scale of scores; how many heads q, k and v have, and how wide they are."""
+    """q, k, v, c and the scale of scores; the numbers of heads and the widths of q, k and v."""
 
     q: Any
     k: Any
@@ -35,7 +35,7 @@ class Attended(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Tiles(Config):
-    """WINDOW: the last tokens that a row sees, 0 for all. BIASED: by c. R rows (queries) and C columns (keys) a tile.
+    """WINDOW: how many tokens a row sees, 0 for all. BIASED: there is c. R rows (queries) and C columns (keys) a tile.
 
     WIDE: float32 inputs, where the gradient of c is summed in float64. D, E: N and P, filled up to a power of two.
     """
@@ -90,7 +90,7 @@ def _seen(rows, columns, T, WINDOW: tl.constexpr):
 
 @triton.jit
 def _queries(H, tile: tl.constexpr):
-    """The rows of this program, the longest first: (sequence and head in one, sequence, head, rows, first column)."""
+    """(sequence and head in one, sequence, head, rows, first column) of this program; the longest rows come first."""
     first, bh = (tl.num_programs(1) - 1 - tl.program_id(1)) * tile.R, tl.program_id(0)
     begin = 0
     if tile.WINDOW > 0:
@@ -115,7 +115,7 @@ def _values(x, b, h, columns, T, tile: tl.constexpr):
 
 @triton.jit
 def _exponents(x, a, level, bh, rows, columns, T, tile: tl.constexpr):
-    """The keys `columns`, and log2 of the weights that a, queries `rows`, give them, less `level` if there is one."""
+    """The keys `columns`, and log2 of their weights for the queries a (`rows`), minus `level` where given."""
     keys = _keys(x, bh // x.H, bh % x.H, columns, T, tile)
     s = tl.dot(a, tl.trans(keys), input_precision="ieee") * x.scale
     if tile.BIASED:
@@ -169,10 +169,10 @@ def _totals(ds, tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def attention_deltas(x, dy, lse, given, dlse, delta, T, tile: tl.constexpr):
-    """delta, which makes the ds of each row add up to its dlse, from `given`, ⟨dy, y⟩ less dlse: [B, H, T].
+    """delta [B, H, T], with which the ds of each row add up to its dlse, from `given` = ⟨dy, y⟩ - dlse.
 
-    That errs, since y was rounded, and where one weight is nearly 1 by more than all of ds. Of the same ds, rounded
-    alike, what the gradient of an angle or a decay takes from rows and keys cancels.
+    `given` itself is inexact because y was rounded; where one weight is nearly 1 its error exceeds all of ds. With
+    consistent ds the contributions of rows and keys to the gradient of an angle or decay cancel as they should.
     """
     bh, b, h, first, begin = _queries(x.H, tile)
     rows = first + tl.arange(0, tile.R)
@@ -187,7 +187,7 @@ def attention_deltas(x, dy, lse, given, dlse, delta, T, tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
-    """The gradients of R queries and of c as their rows have it. delta: [B, H, T]."""
+    """The gradients of R queries, and the rows' part of the gradient of c. delta: [B, H, T]."""
     bh, b, h, first, begin = _queries(x.H, tile)
     rows = first + tl.arange(0, tile.R)
     a, up = _reads(x, b, h, rows, T, tile), _tile(dy, b, h, x.H, rows, T, x.P, tile.E)
@@ -205,7 +205,7 @@ def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def attention_columns(x, dy, lse, delta, dk, dv, dc, T, tile: tl.constexpr):
-    """The gradients of C keys and values, one for each head of q, and what they take from c (added to its rows').
+    """The gradients of C keys and values for each head of q, and the columns' part of the gradient of c.
 
     Scores of half precision are made transposed, because what is to be multiplied again must not be a product that was
     transposed; those of float32 as attention_rows makes them, so that both sum the same bits into the gradient of c.

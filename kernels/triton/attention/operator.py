@@ -25,8 +25,8 @@ WAY_OUT = "the attention kernels; ask for form='recurrent' or 'kernel', which ha
 def tiles(n: int, p: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
     """Rows and columns of a tile, warps and stages. float32 products are not on tensor cores and need small tiles.
 
-    Where neither N nor P is a multiple of 16 and v is filled up to fewer channels than k, Triton 3.6 on an H100 adds up
-    64 values at a time wrongly, 32 rightly; the gradients' products are right (test_uneven_heads_on_a_gpu).
+    Where neither N nor P is a multiple of 16 and v is padded to fewer channels than k, Triton 3.6 on an H100 sums 64
+    values at a time wrongly, 32 correctly; the products of the gradients are correct (test_uneven_heads_on_a_gpu).
     """
     wide, large = dtype == torch.float32, max(n, p) > 128
     uneven = not backward and n % 16 > 0 and p % 16 > 0
@@ -43,10 +43,10 @@ def _padded(size: int) -> int:
 def _given(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, spare: Tensor, scale: float, window: int, backward: bool
 ) -> tuple[Attended, int, int, dict[str, Any]]:
-    """What all kernels take, rows and columns of a tile, what they are compiled for. spare: in the place of no c.
+    """The kernels' common arguments, rows and columns of a tile, and compile-time options. spare: used where c is None.
 
-    q and k are rounded to the dtype of v here: kernels that load float32 and round it are among those that Triton 3.6
-    compiles wrongly, where P is small.
+    q and k are rounded to the dtype of v here, since Triton 3.6 compiles some kernels wrongly that load float32 and
+    round it, where P is small.
     """
     (heads, n), p = q.shape[2:], v.shape[3]
     q, k = q.to(v.dtype), k.to(v.dtype)
@@ -62,8 +62,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, scale: float, wi
     """y [B, T, H, P] in the dtype of v and lse [B, H, T] in float32.
 
     q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. c: [B, H, 2, T] float32, two parts of a
-    number whose difference between query and key is added to their score, or None. scale: of scores. window: the last
-    tokens that are seen, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores.
+    number whose difference between query and key is added to their score, or None. scale: of scores. window: how many
+    tokens a query sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores.
     """
     batch, tokens, heads, _ = q.shape
     y = v.new_empty(batch, tokens, heads, v.shape[3])
@@ -85,7 +85,7 @@ def _adjoint(
     own = dlse.float().contiguous()
     about = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - own).contiguous()
     delta = torch.empty_like(about)
-    alone = k.shape[2] == heads == v.shape[2]  # else every head's share, to be added in float32
+    alone = k.shape[2] == heads == v.shape[2]  # else one gradient for each head, to be summed in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
     dc = lse.new_empty(batch, heads, tokens, dtype=torch.float64 if v.dtype == torch.float32 else torch.float32)

@@ -1,4 +1,4 @@
-"""One call of the matrix families: runs the printed kernels before and after the chunk kernels on tensors by name."""
+"""One call of the matrix families: its tensors by name, the printed kernels, and the chunk kernels' arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dsf.kernels.triton.pointwise.kernel import level_blocks, levels
 from dsf.kernels.triton.pointwise.programs import EMPTY, LARGEST, MADE_THERE, PADDING, VECTORS, Pointwise, Program
 from dsf.kernels.triton.sizes import power
 
-LEVEL_TOKENS = 1024  # tokens a program of the running maximum
+LEVEL_TOKENS = 1024  # tokens of a program of the running maximum
 
 
 class ChunkCall(Pointwise):
-    """One call of the matrix families."""
+    """One call. packed: its packed sequences or None; columns: of values, `beside` of them added for a normaliser."""
 
     def __init__(self, program: Program, operands: Sequence[Tensor], bounds: Tensor | None = None) -> None:
         super().__init__(program, operands)
@@ -29,16 +29,16 @@ class ChunkCall(Pointwise):
         self.columns = self.p + self.beside
 
     def beside_values(self, start: Tensor) -> Tensor:
-        """A state [..., P + 1] with all columns: the normaliser's twice, as it is driven twice."""
+        """A state [..., P + 1] padded to all columns, with the normaliser's column twice."""
         twice = torch.cat([start, start[..., self.p :]], dim=-1)[..., : self.columns]
         return torch.nn.functional.pad(twice, (0, self.columns - twice.shape[-1]))
 
     def of_ones(self, x: Tensor) -> Tensor:
-        """The normaliser's [...] of a gradient [..., COLUMNS]: its column's, and what that one has no room for."""
+        """The normaliser's part [...] of a gradient [..., COLUMNS]: the sum of its two columns."""
         return x[..., self.p : self.p + 2].sum(-1, dtype=torch.float32)
 
     def make(self) -> list[Tensor]:
-        """Run the prologue: every operand that is no bare input, in order."""
+        """Run the prologue. Returns the operands that are not bare inputs, in order."""
         made = []
         for m in self.program.made:
             rows = (m.rows,) if self.program.micro > 1 and m.name not in ("query", "read") else ()
@@ -56,7 +56,7 @@ class ChunkCall(Pointwise):
         return made
 
     def keep(self, made: Sequence[Tensor]) -> None:
-        """Name what the prologue makes or made."""
+        """Register the prologue's outputs by name."""
         for m, x in zip(self.program.made, made, strict=True):
             self.tensors[f".{m.name}"] = x
             if m.name == "value" and self.program.column:
@@ -64,7 +64,7 @@ class ChunkCall(Pointwise):
                 self.tensors[".values"] = x
 
     def operand(self, name: str) -> Tensor | None:
-        """An operand of the chunk kernels, [B, rows, H, ·]; query and read still one row a token."""
+        """An operand of the chunk kernels, [B, rows, H, ·]; query and read have one row a token."""
         role = self.program.roles.get(name)
         if name == "read" and ".factor" in self.tensors:
             return self.tensors[".factor"]
@@ -83,24 +83,27 @@ class ChunkCall(Pointwise):
         return x.flatten(1, 2) if x.dim() > 3 + wide else x
 
     def reading(self, name: str) -> Tensor | None:
-        """query or read as the chunk kernels take them: of the row that is read, of the next token for "before"."""
+        """query or read as the chunk kernels take them, [B, rows, H, ·]: at the row that is read.
+
+        For read="before" that is the last row of the token before.
+        """
         x = self.operand(name)
         if x is None:
             return None
-        if self.program.before:  # the last rows of packed sequences get others' queries: what they read nobody takes
+        if self.program.before:  # last rows of packed sequences get the next one's; unused
             x = torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
         if self.program.micro > 1:
             x = last_rows(x, self.program.micro)
         return x
 
     def level(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The running maximum before and after every token [2, B, H, T], and the last; it begins with `first` [B, H].
+        """The running maximum before and after every token [2, B, H, T], and the last one [B, H].
 
-        Of packed sequences the first and the last are [S, H].
+        first: m_0 [B, H], or None. Both are [S, H] for packed sequences.
         """
         out = self.empty(2, self.batch, self.heads, self.tokens)
         last = self.empty(self.ends, self.heads) if first is None else first.clone()
-        if self.packed is not None and first is None:  # some may have no tokens
+        if self.packed is not None and first is None:  # some sequences may have no tokens
             last.fill_(EMPTY)
         block = min(LEVEL_TOKENS, max(16, power(self.tokens)))
         blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None
@@ -116,13 +119,13 @@ class ChunkCall(Pointwise):
         return out, last
 
     def keep_level(self, level: Tensor) -> None:
-        """Name the running maximum before, after and as seen by the readout of every token."""
+        """Register the running maximum before and after every token, and at its readout, by name."""
         before, after = level.movedim(2, 3)
         self.tensors[".level_before"], self.tensors[".level_after"] = before, after
         self.tensors[".level_read"] = before if self.program.before else after
 
     def keep_output(self, num: Tensor, den: Tensor | None) -> None:
-        """Name what was read: of the values, and of the normaliser."""
+        """Register the read of the values (num) and of the normaliser (den) by name."""
         if self.program.column:
             num, den = num[..., : self.p], num[..., self.p]
         self.tensors[".num"], self.tensors[".den"] = num, den
@@ -145,24 +148,24 @@ class ChunkCall(Pointwise):
         return found | {"state": start, "normal": normal}
 
     def printed_with(self, name: str) -> tuple[Any, tuple[Any, ...]] | None:
-        """A printed function that chunk kernels call, and its pointers and strides; None where there is none."""
+        """A printed function that the chunk kernels call, with its pointers and strides; None if there is none."""
         accesses = self.program.accesses.get(name)
         return None if accesses is None else (getattr(self.program.functions, name), self.arguments(accesses))
 
     @property
     def ends(self) -> int:
-        """How many sequences have a state."""
+        """The number of sequences, each of which has a state."""
         return self.batch if self.packed is None else self.packed.count
 
     @property
     def firsts(self) -> Tensor:
-        """The first tokens of packed sequences [S]; T for those that have none."""
+        """The first tokens of packed sequences [S]; T for sequences without tokens."""
         assert self.packed is not None
         bounds = self.packed.bounds.long()
         return torch.where(bounds[1:] > bounds[:-1], bounds[:-1], self.tokens)
 
     def first(self, x: Tensor) -> Tensor:
-        """Rows [B or sequences, ...] of x [B, T, ...] at first tokens, zeros where there are none."""
+        """x [B, T, ...] at first tokens: [B or sequences, ...], zeros for sequences without tokens."""
         if self.packed is None:
             return x[:, 0]
         at = self.firsts
@@ -170,14 +173,14 @@ class ChunkCall(Pointwise):
         return rows.masked_fill((at == self.tokens).view(-1, *[1] * (rows.dim() - 1)), 0)
 
     def later(self, x: Tensor, first: Tensor) -> Tensor:
-        """x [B, T, ...] a token later, with `first` [B or sequences, ...] at first tokens."""
+        """x [B, T, ...] of the token before, `first` [B or sequences, ...] at first tokens."""
         if self.packed is None:
             return torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1)
         moved = torch.cat([x[0, :1], x[0]])
         return moved.index_copy_(0, self.firsts, first.to(x.dtype))[None, : self.tokens]
 
     def earlier(self, x: Tensor) -> Tensor:
-        """x [B, T, ...] of the token after each, zeros at last tokens."""
+        """x [B, T, ...] of the token after, zeros at last tokens."""
         whole = torch.cat([x, torch.zeros_like(x[:, :1])], dim=1)
         if self.packed is not None:
             whole[0].index_fill_(0, self.firsts, 0)
@@ -195,11 +198,11 @@ class ChunkCall(Pointwise):
 
     @property
     def refined(self) -> bool:
-        """True where the backward pass reads y with more digits than it is given in."""
+        """True where the backward pass needs y with more digits than the output has."""
         return self.program.quotient and self.dtype in (torch.bfloat16, torch.float16)
 
     def split(self, state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """A state [B, H, N, P + 1] as that of the values and the normaliser [B, H, N]."""
+        """A state [B, H, N, P + 1] split into that of the values and the normaliser's [B, H, N]."""
         if state is None:
             return None, None
         return state[..., : self.p].contiguous(), state[..., self.p].contiguous()

@@ -59,7 +59,7 @@ class Outputs(NamedTuple):
 
 
 class Normal(NamedTuple):
-    """The normaliser, if there is one: what drives it [B, H, T] or None, what is read of it, states between chunks."""
+    """The normaliser, if any: its input [B, H, T] or None, its readout, its states between chunks."""
 
     ones: Any = None
     weights: Any = None
@@ -67,7 +67,7 @@ class Normal(NamedTuple):
 
 
 class Early(NamedTuple):
-    """What is loaded of a chunk before its state is used."""
+    """Values of a chunk that are loaded before its state is used."""
 
     found: Any
     weight: Any
@@ -75,7 +75,7 @@ class Early(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What is loaded of a chunk one chunk before."""
+    """Values of a chunk that are loaded one chunk before."""
 
     write: Any
     scores: Any
@@ -97,7 +97,7 @@ class ForwardWalk(Walk):
 
     @derived
     def WRITE_TERMS(self) -> int:
-        """Of rows as they are written into states."""
+        """Terms of rows as they are written into states."""
         return self.TERMS if self.DELTA or self.DECAY or self.SCALED else 1
 
 
@@ -108,11 +108,11 @@ def forward_walk(
 ):  # fmt: skip
     """Walk from chunk `base` up to `limit`, in segments of per_segment chunks.
 
-    SUMMARY (`passed` is wanted): also what a segment does to its first state: [S, B, H, N], or (DELTA) [S, B, H, N, N].
-    extra: what LOADS finds things with early: whatever feeds no product is not loaded ahead.
-    START: how many of the states in `start` there are for a segment, which begins with its first one; -1: there is one
-    segment, which begins with zeros where `base` is 0.
-    beside: programs along the grid's third axis that come before its segments.
+    SUMMARY (`passed` is wanted): also what a segment multiplies its first state by: [S, B, H, N], or (DELTA)
+    [S, B, H, N, N]. extra: arguments of LOADS, which is called early, because loads that feed no product are not
+    prefetched. START: `start` has that many states for each segment, which begins with the first of them; -1: there is
+    one segment, which begins with zeros where `base` is 0. beside: programs along the grid's third axis that come
+    before its segments.
     """
     piece, lane, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) - beside
     SUMMARY: tl.constexpr = to.passed is not None
@@ -142,7 +142,7 @@ def forward_walk(
         rows = chunk * C.L + part.local + shift
         if C.LATE:
             _store_y(to, rows - C.L, tl.where(chunk > first, end, NOWHERE), held, part, sizes, C)
-        if to.states is not None:  # before what is loaded is waited for
+        if to.states is not None:  # stored before the wait for loads
             at = place_of_state(to.states, kept + chunk, C.N * C.P)
             store_state(at, part.place, part.inside, piece, state, C.N * C.P)
         rows_of_k = chunk * C.L + part.local if C.KEYWISE else rows
@@ -177,7 +177,7 @@ def forward_walk(
 
 @triton.jit
 def _ahead(x, v, rows, here, filled, part, sizes, C: tl.constexpr):
-    """Load what is used one chunk later; of two stages what is left of scores is used `here`, now."""
+    """Load what is used one chunk later; with two stages, rounding errors of scores are those of this chunk, `here`."""
     write = load_rows(v.at, v.token, rows, filled, part.columns, C.P, C.BP, C.KIND)
     scores, rest = write, write
     if C.KEY_TERMS == 2 and C.DELTA:
@@ -191,7 +191,7 @@ def _ahead(x, v, rows, here, filled, part, sizes, C: tl.constexpr):
 
 @triton.jit
 def _early(extra, normal, chunk, rows, part, sizes, C: tl.constexpr):
-    """What y takes beside queries and states."""
+    """What y needs besides queries and states."""
     found, weight, drive = rows, rows, rows
     if C.FINISH is not None:
         at = (
@@ -210,7 +210,7 @@ def _early(extra, normal, chunk, rows, part, sizes, C: tl.constexpr):
 
 @triton.jit
 def _entries(write, rows_k, rows_of_k, rows, seen, chunk, kept, x, to, part, sizes, C: tl.constexpr):
-    """What a chunk's rows write under the delta rule, in float32 and in terms, which are kept where states are."""
+    """The entries (v_new) of a chunk, in float32 and in terms; they are stored where states are."""
     read_k = rows_k
     if C.KEYWISE:
         read_k = load_wide(x.erased, rows_of_k, part, sizes, C)
@@ -236,7 +236,7 @@ def _entries(write, rows_k, rows_of_k, rows, seen, chunk, kept, x, to, part, siz
 def _read(
     state, seen, written, rows_k, rows_of_k, rows, write, early, pairs, chunk, x, normal, part, sizes, C: tl.constexpr
 ):  # fmt: skip
-    """y of a chunk [L, BP]: what its queries read of its first state and of its rows. pairs: scores loaded ahead."""
+    """y of a chunk [L, BP]: its queries' reads of the first state and of its rows. pairs: scores loaded before."""
     rows_q = load_wide(x.q, rows_of_k, part, sizes, C)
     if C.KEY_TERMS == 2 and C.DELTA:
         tl.static_assert(C.AHEAD and C.KEYWISE)
@@ -278,7 +278,7 @@ def _read(
 
 @triton.jit
 def _read_normal(den, scores, early, rows, x, normal, part, sizes, C: tl.constexpr):
-    """What a chunk's queries read of the normaliser [L], of the very weights that the values have; stores it."""
+    """The normaliser's readout of a chunk [L], with the same rounded weights as the values; stores it."""
     if C.SCORE_TERMS == 1:
         scores = scores.to(C.KIND).to(tl.float32)
     if normal.ones is not None:
@@ -293,7 +293,7 @@ def _read_normal(den, scores, early, rows, x, normal, part, sizes, C: tl.constex
 
 @triton.jit
 def _onward(state, decayed, entry, written, rows_k, rows_of_k, rows, chunk, x, to, part, sizes, C: tl.constexpr):
-    """The state after a chunk; and, where it is wanted, the product of decays by key."""
+    """The state after a chunk and, where wanted, the product of decays by key."""
     if C.DELTA:
         if C.DECAY:
             scale = written_scale(x.scalars, sizes.plane, rows, C.DECAY, False)
@@ -325,7 +325,7 @@ def _onward(state, decayed, entry, written, rows_k, rows_of_k, rows, chunk, x, t
 
 @triton.jit
 def _store_y(to, rows, end, y, part, sizes, C: tl.constexpr):
-    """Rows of y, and where they are wanted the digits that it has no room for."""
+    """Store rows of y and, where wanted, their rounding errors."""
     at = part.row * C.P
     store_rows(to.y + at, sizes.heads * C.P, rows, end, part.columns, C.P, C.BP, y)
     if to.more is not None:
@@ -335,7 +335,7 @@ def _store_y(to, rows, end, y, part, sizes, C: tl.constexpr):
 
 @triton.jit
 def _store_ends(state, decayed, carries, to, table, segment, segments, part, C: tl.constexpr):
-    """Write a segment's last state, and what it does to its first one."""
+    """Store a segment's last state, and what it multiplies its first state by."""
     at = segment * tl.num_programs(1) + part.lane
     if to.passed is not None:
         if C.DELTA:
@@ -351,7 +351,7 @@ def _store_ends(state, decayed, carries, to, table, segment, segments, part, C: 
                 tl.store(to.passed + at * C.N + part.keys, decayed, mask=part.keys < C.N)
     elif to.final is not None:
         inside = part.inside
-        if table is None:  # of the only sequence
+        if table is None:  # there is only one sequence
             inside &= segment == segments - 1
             at = part.lane
         tl.store(to.final + at * C.N * C.P + part.place, state, mask=inside)

@@ -58,7 +58,7 @@ def chunk_gradient(
     q, k, v, dy, g, known, to, normal, extra, table, sizes, batches, base, count, first, shift, kept, since, held,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk from `first` on: dv of a slice of P, and that slice's part of all the others."""
+    """Gradients of one chunk, from `first` on: dv of a slice of P, and that slice's part of all other gradients."""
     role, chunk = tl.program_id(0) % C.ROLES, tl.program_id(0) // C.ROLES + first
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // sizes.heads, lane % sizes.heads
@@ -69,7 +69,7 @@ def chunk_gradient(
     at_row = (((piece.to(tl.int64) * batches + batch) * kept - shift) * sizes.heads + head) * C.N
     slot = slot_to_read(table, chunk, begin, end, first)
     known = Known(
-        known.scalars + (lane * sizes.length + (chunk * C.L - begin)),  # by rows of tokens, not of slots
+        known.scalars + (lane * sizes.length + (chunk * C.L - begin)),  # indexed by rows of tokens, not of slots
         known.entries + (lane * held + slot - since) * C.L * C.P * C.TERMS,
         known.adjoint_entries + (lane * count + slot - base) * C.L * C.P * C.ADJOINT_TERMS,
         place_of_state(known.states, lane * held + slot - since, C.N * C.P),
@@ -109,7 +109,7 @@ def chunk_gradient(
         )  # fmt: skip
     else:
         if role == 0:
-            if EARLY:  # under other names: both were rows of keys
+            if EARLY:  # both names had rows of keys
                 read = load_rows(q.at, q.token, rows, end, keys, C.N, C.BN, C.KIND)
                 entered = Loaded(read, rows_k, load_given(dy, here, sizes, C), written)
                 grad = _of_reads(entered, known, to, at_row, beside, here, sizes, C)
@@ -130,11 +130,11 @@ def chunk_gradient(
 
 @triton.jit
 def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
-    """dq and dc. Returns dlog decay's sum over the products of decays that end in a read [L]."""
+    """dq and dc. Returns the part of dlog decay from products of decays that end in a read [L]."""
     scalars, rows, local = known.scalars, here.rows, here.local
     place = place_of(here.part + rows.to(tl.int64) * sizes.heads, here, C)
     grad = tl.zeros([C.L], tl.float32)
-    # beside both terms of pairs, or of e, shared memory has no room for the state, of two programs a processor
+    # with both terms of pairs or of e, shared memory does not suffice for the state and two programs a processor
     LATER: tl.constexpr = C.PAIR_TERMS == 2 and (C.TERMS > C.ADJOINT_TERMS or not C.DELTA)
     if not LATER:
         state, carried = _carried(known, beside, place, here, sizes, C)
@@ -181,7 +181,7 @@ def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _carried(known, beside, place, here, sizes, C: tl.constexpr):
-    """S, and what the gradients of all decays of the chunk have of S carried through it, the normaliser's added."""
+    """S, and the part of every decay's gradient from the state carried through the chunk, normaliser included."""
     piece = tl.program_id(2)
     state, carried = load_state(known.states, place.state, place.inside, piece, C.N, C.P, C.KIND), 0.0
     if C.DECAY:
@@ -198,7 +198,7 @@ def _carried(known, beside, place, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def _beside(normal, lane, at, piece, here, C: tl.constexpr):
-    """A chunk of the normaliser. lane, at: where its head begins, and the chunk's states."""
+    """The normaliser in a chunk. lane, at: offsets of its head, and of the chunk's states."""
     drive, keys = tl.full([C.L], 1.0, tl.float32), here.keys
     if C.NORMAL == 2:
         drive = tl.load(normal.ones + lane + here.rows, mask=here.rows < here.end, other=0.0)

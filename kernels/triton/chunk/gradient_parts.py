@@ -48,8 +48,8 @@ class Gradients(NamedTuple):
 
 
 class NormalGradients(NamedTuple):
-    """Of the normaliser: its input, the gradient of its readout [B, H, T], its states and their gradients between
-    chunks, and where the gradient of its input is stored."""
+    """The normaliser: its input, the gradient of its readout [B, H, T], its states and their gradients between chunks,
+    and where the gradient of its input is stored."""
 
     ones: Any = None
     slopes: Any = None
@@ -83,7 +83,7 @@ class Chunk(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a chunk's scalars' gradients lie, its entries in a state, and which of them there are."""
+    """Addresses of a chunk's scalars' gradients; offsets of its entries in a state, and which of them exist."""
 
     scalars: Any
     state: Any
@@ -133,14 +133,14 @@ def load_given(dy, here, sizes, C: tl.constexpr):
 
 @triton.jit
 def place_of(scalars, here, C: tl.constexpr):
-    """The Place of a chunk. scalars: where their gradients lie."""
+    """The Place of a chunk. scalars: address of their gradients."""
     state = here.keys[:, None] * C.P + here.columns[None, :]
     return Place(scalars, state, (here.keys[:, None] < C.N) & (here.columns[None, :] < C.P))
 
 
 @triton.jit
 def entry_gradients(known, here, C: tl.constexpr):
-    """f, in terms."""
+    """f (the gradient of v_new) of a chunk, in terms."""
     wide = C.P * C.ADJOINT_TERMS
     return load_terms(
         known.adjoint_entries, wide, here.local, None, here.columns, C.P, C.BP, C.KIND, C.ADJOINT_TERMS
@@ -149,7 +149,7 @@ def entry_gradients(known, here, C: tl.constexpr):
 
 @triton.jit
 def decay_gradient(grad, decays, rows, tokens, DECAY: tl.constexpr):
-    """The gradient of what is given of a decay, from its logarithm's: itself, or at `decays` the decay (DECAY 2)."""
+    """The gradient of a decay's operand from that of its logarithm, which is the operand but for DECAY 2."""
     if DECAY == 2:
         decay = tl.load(decays, mask=rows < tokens, other=1.0)
         grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
@@ -158,7 +158,7 @@ def decay_gradient(grad, decays, rows, tokens, DECAY: tl.constexpr):
 
 @triton.jit
 def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
-    """[t]: the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, whose product of decays contains row t's."""
+    """For every row t the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, which the decay of t scales."""
     later, upto = local[:, None] > local[None, :], local[:, None] <= local[None, :]
     if transposed:
         gathered = tl.where(later, 1.0, 0.0).to(KIND)  # [t, j]
@@ -172,7 +172,7 @@ def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISI
 
 @triton.jit
 def weigh(x, scalars, plane, rows, seen, transposed: tl.constexpr, C: tl.constexpr):
-    """x times the decays between its rows and columns, 0 where not `seen`."""
+    """x times the decay between its row and column, 0 where not `seen`."""
     if C.DECAY:
         return x * between(scalars, plane, rows, seen, transposed, C.FINE)
     return tl.where(seen, x, 0.0)

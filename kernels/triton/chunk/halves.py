@@ -1,6 +1,6 @@
-"""Rows kept in float16: three digits more than bfloat16, times powers of two so that their size is of no account.
+"""Rows stored in float16, which has three more binary digits than bfloat16, with a power of two for each row.
 
-The power of two by which a row must be multiplied is in an array of its own, which other dtypes do not have.
+The factors of the rows are in a separate array, which other dtypes do not have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dsf.kernels.triton.chunk.tiles import load_rows, store_rows
 
 @triton.jit
 def store_half(base, row_stride, factors, rows, end, local, columns, width: tl.constexpr, padded: tl.constexpr, x):
-    """Write rows of float32 x where load_half would read them."""
+    """Store rows of float32 x for load_half."""
     if base.dtype.element_ty == tl.float16:
         powers = power_of(tl.max(tl.abs(x), axis=1))
         tl.store(factors + local, power_of_two(powers))
@@ -24,7 +24,7 @@ def store_half(base, row_stride, factors, rows, end, local, columns, width: tl.c
 
 @triton.jit
 def load_half(base, row_stride, factors, rows, end, local, columns, width: tl.constexpr, padded: tl.constexpr):
-    """Rows `rows` of a matrix as load_rows reads them, in float32; local: their numbers in factors."""
+    """Rows `rows` of a matrix as float32, as load_rows; local: their positions in factors."""
     found = load_rows(base, row_stride, rows, end, columns, width, padded, tl.float32)
     if base.dtype.element_ty == tl.float16:
         found *= tl.load(factors + local)[:, None]

@@ -50,7 +50,7 @@ from dsf.kernels.triton.structs import Rows, of_head
 
 
 class Gradients(NamedTuple):
-    """What both kernels write, in slices of P. pairs: dy_i·x_j and (DELTA) f_i·x_j for j < i
+    """Outputs of both kernels, in slices of P. pairs: dy_i·x_j and (DELTA) f_i·x_j for j < i
     [slices, B, T, H, L or 2L].
 
     alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq, dk, dg [slices, B, T, H, N], to be summed over slices; and
@@ -85,12 +85,12 @@ class KeyGradient(Keyed):
 
     @property
     def PITCH(self) -> Any:
-        """Entries of a row of `pairs`."""
+        """Width of a row of `pairs`."""
         return 2 * self.L if self.DELTA else self.L
 
     @property
     def BETWEEN(self) -> Any:
-        """What the products between rows are made of."""
+        """The dtype of operands of products between rows."""
         return tl.float32 if self.TERMS == 2 else self.KIND
 
 

@@ -48,9 +48,10 @@ def room(call: _Call, keep: bool) -> KeyRows:
 
 
 def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
-    """Prepare the chunks of log decays g [B, T, Hg, N]; keep: for the backward pass, too.
+    """Prepare the chunks of log decays g [B, T, Hg, N]; keep: also for the backward pass.
 
-    Beside the rows what the transform inverts [B, T, H, L] (delta rules), or what rounding left of the written keys.
+    Returns the KeyRows, and the matrices that the transform inverts [B, T, H, L] (delta rules) or the rounding errors
+    of the written keys.
     """
     made, terms = room(call, keep), call.terms.keys
     left = torch.empty_like(made.scores, dtype=torch.float32) if call.delta else made.writes
@@ -69,7 +70,7 @@ def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
 def key_scalars(
     call: _Call, pieces: int, source: Tensor | None, erase: Tensor | None, read: Tensor | None
 ) -> list[Tensor]:
-    """Room for the gradients of the scalars, in parts that are to be added."""
+    """Uninitialised memory for partial sums of the gradients of s, b and c."""
     lead = (call.batch, call.tokens, call.heads)
     blocks = pieces * -(-call.n // call.key_block)
     parts = (pieces if call.delta else blocks, blocks, blocks)
@@ -81,7 +82,7 @@ def key_gradients(
     call: _Call, dy: Tensor, found: Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor],
     scalars: Sequence[Tensor], source_wanted: bool, read_wanted: bool,
 ) -> None:  # fmt: skip
-    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found."""
+    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) for the chunks in `found`."""
     t, (dq, dk, dv), (dg, ds, db, dc) = call.tiles, rows, scalars
     pieces, blocks = dq.shape[0], -(-call.n // call.key_block)
     lead = (pieces, call.batch, call.tokens, call.heads)

@@ -28,8 +28,8 @@ from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head
 
 SPAN = tl.constexpr(100.0)
-GROUP = tl.constexpr(8)  # chunks that a program looks through for those whose rows do not all meet at once
-REACH = tl.constexpr(80.0)  # one decay at least: -LOG_TINY * LOG2E
+GROUP = tl.constexpr(8)  # chunks that a program checks for those whose rows do not all meet in one product
+REACH = tl.constexpr(80.0)  # at least the largest log decay, -LOG_TINY * LOG2E
 
 
 class KeyRows(NamedTuple):
@@ -79,9 +79,10 @@ def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
     """Log decays -> G, the rows for the walks, and scores[i, j] = Σ_n q_i k_j exp(G_i - G_j), i ≥ j [B, T, H, L].
 
     DELTA: also the erased keys, and in `left` [B, T, H, L] the scores of k_i with k_j for i > j. first_levels: the
-    highest where all rows meet at once; elsewhere 0, and some scores are left to prepare_far_keys. TERMS 2: also
-    `rest`, what rounding leaves of the scores (DELTA); else in `left` of written keys, and (KEEP), in `rest`, of the
-    queries' rows. Products between rows are of 11 bits: three more than bfloat16's.
+    highest level for chunks in which all rows meet in one product, else 0, and prepare_far_keys computes their missing
+    scores. TERMS 2: also rounding errors: with DELTA of the scores (in `rest`), else of written keys (in `left`) and,
+    with KEEP, of the queries' rows (in `rest`). Products between rows are in tf32, which has three more bits than
+    bfloat16.
     """
     heads: tl.constexpr = sizes.heads
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -190,7 +191,7 @@ def prepare_far_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
                     readers = operand(rows_k * reader, C.PRECISION)
                     product = tl.dot(readers, weighed, input_precision=C.PRECISION)
                     between_keys += tl.where(met, product, 0.0)
-            rows = tl.where(fallen <= SPAN, end, rows)  # those rows have their scores
+            rows = tl.where(fallen <= SPAN, end, rows)  # these rows already have their scores
             _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C)
 
 
@@ -209,7 +210,7 @@ def _store_scores(scores, rest, system, between_rows, between_keys, rows, end, h
 
 @triton.jit
 def store_chunk(base, x, local, keys, N: tl.constexpr, BN: tl.constexpr):
-    """Write x [L, BN] as the rows of one chunk, without gaps."""
+    """Store x [L, BN] as the rows of one chunk, without gaps."""
     at = base + local[:, None] * N + keys[None, :]
     if N % BN == 0:
         tl.store(at, x.to(base.dtype.element_ty))
@@ -246,13 +247,13 @@ def load_middle(running, local, keys, level, N: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def power(main, rest, FINE: tl.constexpr):
-    """2 to the power of a number in two parts, if it has two."""
+    """2^(main + rest) if FINE, else 2^main."""
     return tl.exp2(main) * tl.exp2(rest) if FINE else tl.exp2(main)
 
 
 @triton.jit
 def from_row(running, row, local, keys, N: tl.constexpr, BN: tl.constexpr, FINE: tl.constexpr):
-    """G less G of one row of the chunk [L, BN]."""
+    """G minus G of one row of the chunk [L, BN]."""
     gap = load_chunk(running.at, local, keys, N, BN) - load_row(running.at, row, keys, N)[None, :]
     if FINE:
         gap += load_chunk(running.rest, local, keys, N, BN) - load_row(running.rest, row, keys, N)[None, :]
@@ -261,7 +262,7 @@ def from_row(running, row, local, keys, N: tl.constexpr, BN: tl.constexpr, FINE:
 
 @triton.jit
 def factors(running, local, keys, level, N: tl.constexpr, BN: tl.constexpr, FINE: tl.constexpr):
-    """exp(G - G') of rows that read and exp(G' - G) of rows that write [L, BN]; finite where the row never does."""
+    """exp(G - G') for rows that read and exp(G' - G) for rows that write [L, BN]; finite also where unused."""
     gap = load_chunk(running.at, local, keys, N, BN) - load_middle(running.at, local, keys, level, N, BN)
     if FINE:
         gap += load_chunk(running.rest, local, keys, N, BN) - load_middle(running.rest, local, keys, level, N, BN)
@@ -284,13 +285,13 @@ def first_level(far, running, local, N: tl.constexpr, BK: tl.constexpr, LEVELS: 
 
 @triton.jit
 def meeting(local, first):
-    """[L, L] whose highest bit is the level where rows i and j meet, no lower than the first."""
+    """[L, L]: its highest bit is the level at which rows i and j meet, at least `first`."""
     return tl.maximum(local[:, None] ^ local[None, :], 1 << first)
 
 
 @triton.jit
 def operand(x, PRECISION: tl.constexpr):
-    """float32 x for a product, rounded where that is in tf32, which leaves out the bits behind its 10."""
+    """float32 x for a product; with tf32 rounded to nearest, since tensor cores truncate."""
     if PRECISION == "tf32":
         x = (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
     return x
@@ -298,7 +299,7 @@ def operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(x, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """float32 x as products take it: rounded to KIND, or to tf32's 10 bits."""
+    """float32 x as an operand of products: rounded to KIND, or to the 10 bits of tf32."""
     if KIND == tl.float32 and PRECISION == "tf32":
         out = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     else:

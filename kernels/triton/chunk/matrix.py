@@ -32,7 +32,7 @@ from dsf.kernels.triton.launch import constant
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.structs import Rows, Sizes
 
-# Printed: what loads, what makes y of that and of what is read; pointers; where more digits of y go.
+# (printed function that loads, printed function that computes y, their pointers, memory for y's rounding errors).
 Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
 
 
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 
 
 class _Call:
-    """What every launch of one call shares: sizes, tiles, strides, switches, and the prepared scalars."""
+    """What all launches of one call share: sizes, tiles, strides, options, and the prepared scalars."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
@@ -55,7 +55,7 @@ class _Call:
         kept: Sequence[Tensor] | None = None, packed: Sequences | None = None, positive: bool = False,
         back: bool = False,
     ) -> None:  # fmt: skip
-        """kept: where decays differ by key, what the forward pass left, or an empty list to make room for it.
+        """kept: where decays differ by key, the forward pass's KeyRows, or an empty list to allocate those to keep.
 
         positive: no s is negative. back: in the backward pass.
         """
@@ -74,7 +74,7 @@ class _Call:
             self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device,
             self.kind == "scalar" and packed is None,
         )  # fmt: skip
-        self.sequences, self.ends = 1, self.batch  # that follow each other in a row, and those that have states
+        self.sequences, self.ends = 1, self.batch  # sequences in a row, sequences with states
         self.chunk_table: Tensor | None = None
         self.segment_table: Tensor | None = None
         self.sequence_table: Tensor | None = None
@@ -83,10 +83,10 @@ class _Call:
         self.length = self.chunks * self.tiles.chunk
         self.plane = self.lanes * self.length
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
-        self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # 2: signs travel with them
+        self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # decay 2: they carry signs
         kind, precision = arithmetic(q.dtype, self.delta or normal is not None)
         self.fine = precision == "ieee"
-        exponents = self.decay == 1 and not (self.delta or self.fine)  # where they have digits enough
+        exponents = self.decay == 1 and not (self.delta or self.fine)  # where exponents have enough digits
         if positive and s is not None and exponents:
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
@@ -102,13 +102,13 @@ class _Call:
             "READ_SCALED": self.read,
         }  # fmt: skip
         self.key_block = self.tiles.gradient_keys
-        if q.dtype != torch.bfloat16:  # where narrower blocks of keys were seen wrong
+        if q.dtype != torch.bfloat16:  # narrower blocks of keys gave wrong results
             self.key_block = min(self.tiles.keys, self.key_block)
         self.levels = self.tiles.chunk.bit_length() - 1
         self.scalars = prepared_scalars(self, None if self.keywise else g, s, b, c)
         self.running = self.first_levels = self.scores = self.system = q
-        self.reads, self.writes, self.erased = q, k, k  # what the walks multiply with states
-        self.rest_of_reads = self.rest_of_writes = q  # what rounding left of them, or of scores
+        self.reads, self.writes, self.erased = q, k, k  # rows that the walks multiply with states
+        self.rest_of_reads = self.rest_of_writes = q  # their rounding errors, or those of scores
         self.held: Held | None = None
         self.made: KeyRows | None = None
         if self.keywise:
@@ -124,9 +124,9 @@ class _Call:
 
     @property
     def marks(self) -> tuple[int, int] | None:
-        """(how many states, chunks between them) that the forward pass keeps for the backward pass to walk from.
+        """(number, chunks between them) of the states that the forward pass stores and the backward pass walks from.
 
-        Without segments S_0 is not among them.
+        None for no such states. Without segments S_0 is not among them.
         """
         if self.chunk_table is not None or self.keywise or (self.delta and self.is_cut):
             return None
@@ -137,16 +137,16 @@ class _Call:
 
     @property
     def pieces(self) -> int:
-        """How many pieces of T are summed up at once where it is walked in segments: several a segment."""
+        """The number of pieces of all segments, whose effects on a state are computed in parallel."""
         return self.count * self.finer
 
     @property
     def is_cut(self) -> bool:
-        """True where sequences are walked in several segments at once."""
+        """True where sequences are walked in parallel segments."""
         return self.count > self.sequences
 
     def _pack(self, packed: Sequences) -> None:
-        """Number chunks and segments so that every sequence begins with one of its own."""
+        """Number chunks and segments so that every sequence begins with a new one."""
         self.sequences = self.ends = packed.count
         self.chunks = slots(self.tokens, packed.count, self.tiles.chunk)
         tables = packed.tables(self.tokens, self.tiles.chunk, self.span if self.count > 1 else None)
@@ -154,7 +154,7 @@ class _Call:
         self.count = tables.segments.shape[0]
 
     def rows(self, x: Tensor) -> tuple[int, Any, int, int]:
-        """Strides of batch, token (a constant) and head, and how many heads share one of x's."""
+        """Strides of batch, token (a constant) and head of x, and how many heads share one head of x."""
         return x.stride(0), constant(x.stride(1)), x.stride(2), self.heads // x.shape[2]
 
     def struct(self, x: Tensor) -> Rows:
@@ -171,17 +171,17 @@ class _Call:
         return self.empty(self.batch, self.heads, chunks, *size, dtype=self.terms.state_dtype)
 
     def entries(self, chunks: int, terms: int) -> Tensor:
-        """Uninitialised entries of chunks, or their gradients, in so many terms; of decays by key by token."""
+        """Uninitialised memory for entries (v_new) of chunks or their gradients; by token where decays are by key."""
         if self.keywise:
             return self.empty(self.batch, chunks * self.tiles.chunk, self.heads, self.p * terms)
         return self.empty(self.batch, self.heads, chunks, self.tiles.chunk, self.p * terms)
 
     def segments(self, count: int | None = None) -> Tensor:
-        """Uninitialised states of segments [segments, B, H, N, P]."""
+        """Uninitialised memory for states of segments [segments, B, H, N, P]."""
         return self.empty(count or self.count, self.batch, self.heads, self.n, self.p, dtype=torch.float32)
 
     def end(self, states: Tensor, last: bool) -> Tensor:
-        """Of the segments' states those of every sequence's last (or first) one, [B or sequences, H, N, P]."""
+        """The states of every sequence's last (or first) segment, [B or sequences, H, N, P]."""
         if self.sequence_table is None:
             return states[-1 if last else 0]
         if self.is_cut:
@@ -191,15 +191,15 @@ class _Call:
 
     @property
     def whole(self) -> bool:
-        """True where walks need no masks for rows beyond the tokens: of delta rules, where they are worth a kernel."""
+        """True where walks need no masks for rows beyond the tokens; for delta rules only."""
         packed = self.chunk_table is not None
         return self.delta and not self.keywise and not packed and self.tokens % self.tiles.chunk == 0
 
     @property
     def beside(self) -> bool:
-        """True where the backward pass walks both ways at once, a stretch of T after the other, from known states.
+        """True where the backward pass runs both walks of a stretch of T in one launch, from stored states.
 
-        Of decays alone also where the forward pass walks in segments, if two walks have programs enough.
+        For decays alone also where the forward pass walks in segments, if two walks have enough programs.
         """
         if self.delta:
             return not self.keywise and self.chunk_table is None and not self.is_cut
@@ -209,22 +209,22 @@ class _Call:
 
     @property
     def walked(self) -> int:
-        """Chunks of a stretch of T, of which the backward pass walks all before it walks more."""
+        """Chunks of a stretch of T, which the backward pass completes before the next one."""
         if self.is_cut:
             return max(1, self.stretch(self.tiles.stretches) // self.span) * self.span if self.beside else self.chunks
         return self.stretch(self.tiles.stretches)
 
     def stretch(self, most: int) -> int:
-        """Chunks of a stretch of T, when the backward pass may work in so many of them."""
+        """Chunks of a stretch of T, for at most so many stretches."""
         return -(-self.chunks // stretches(self.chunks * self.lanes, most, self.delta))
 
 
 def _cut(
     found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device, alone: bool
 ) -> tuple[int, int, int]:  # fmt: skip
-    """(segments of T that are walked at once, chunks a segment, equal pieces of it that are summed up at once).
+    """(number of parallel segments of T, chunks a segment, pieces a segment).
 
-    alone: of decays that are numbers a head, not packed, where pieces need no walk and may forget.
+    alone: scalar decays without packing, whose pieces need no walk.
     """
     count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
     span = -(-chunks // count)
@@ -234,12 +234,12 @@ def _cut(
 
 
 def _kind(decay: Tensor | None) -> str:
-    """The table's word for a decay operand."""
+    """The tile table's name for a decay operand."""
     return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
 
 
 def _decay_gradient(decay: Tensor | None, heads: int) -> torch.dtype:
-    """The dtype of the decays' gradient: that of log decays by key and head, else float32."""
+    """The dtype of the decays' gradient: their own if they are by key and head, else float32."""
     same = decay is not None and decay.dim() == 4 and decay.shape[2] == heads
     return decay.dtype if decay is not None and same else torch.float32
 

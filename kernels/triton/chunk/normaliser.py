@@ -56,7 +56,7 @@ def by_lane(x: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def _after(decay, value, decay_next, value_next):
-    """n → decay n + value after another such map."""
+    """Composition of two maps n → decay n + value."""
     return decay * decay_next, value * decay_next + value_next
 
 
@@ -67,9 +67,9 @@ def carry_weights(
     N: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
     DECAY: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers before each chunk [B·H, chunks, N] from what chunks add, and the last one; REVERSE: after each.
+    """Normalisers before each chunk (REVERSE: after it) [B·H, chunks, N] from what chunks add, and the last one.
 
-    table: of packed sequences, of which each has a start and a last one [S, H, N].
+    table: of packed sequences, which have initial and last normalisers [S, H, N] each.
     """
     lane, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     low, stop = chunks_of(table, sequence, chunks)
@@ -119,7 +119,7 @@ def between_chunks(
 
 
 def gradients_between_chunks(call: Any, normal: Normaliser) -> NormalGradients:
-    """Fill the gradients of its states, and of the first one; what the chunks' gradients take and give of it."""
+    """Fill the gradients of the normaliser's states. Returns what the gradient kernels need of it."""
     assert normal.added is not None
     normal.adjoints, normal.first = between_chunks(call, normal.added, normal.final_gradient, True)
     if normal.ones is not None:

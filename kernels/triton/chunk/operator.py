@@ -1,9 +1,9 @@
 """A whole call of the matrix families as one custom operator: printed pointwise kernels around the chunk kernels.
 
-Prologue (it computes the operands that are no bare inputs), stabiliser, chunk kernels, readout; backwards the same in
-reverse. A registered Program says which tensor is which. The operator takes the Program's name, so that torch.compile,
-autocast, checkpointing and graph capture see one operator on tensors. No chain of elementwise torch operations computes
-anything.
+Forward: running maximum, prologue (it computes the operands that are not bare inputs), chunk kernels, readout. The
+backward pass runs their adjoints in reverse order. The operator takes the name of a registered Program, so that
+torch.compile, autocast, checkpointing and graph capture see one operator on tensors. There are no chains of elementwise
+torch operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsf.kernels.triton.pointwise.programs import PROGRAMS, gathered
 
 
 def starting(call: ChunkCall, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """S_0 [B or sequences, H, N, columns] beside its normaliser's column, the first running maximum, its rescaling."""
+    """(S_0 [B or sequences, H, N, columns], m_0 of the running maximum, the factor by which S_0 was rescaled)."""
     if state is None:
         return None, None, None
     used = call.p + call.program.ones
@@ -40,7 +40,7 @@ def starting(call: ChunkCall, state: Tensor | None) -> tuple[Tensor | None, Tens
 
 
 def _read_first(call: ChunkCall, start: Tensor | None, y: Tensor) -> Tensor:
-    """What the first token reads of S_0, for read="before": [B or sequences, H, columns]."""
+    """The first tokens' reads of S_0 [B or sequences, H, columns], for read="before"."""
     if start is None:
         return y.new_zeros(call.ends, call.heads, call.columns + call.inside)
     query, read = call.operand("query"), call.operand("read")
@@ -51,7 +51,7 @@ def _read_first(call: ChunkCall, start: Tensor | None, y: Tensor) -> Tensor:
 
 
 def _read(q: Tensor, state: Tensor) -> Tensor:
-    """qᵀ S [..., columns] of q [..., N]: no matmul, which users may have set to tf32."""
+    """qᵀ S [..., columns] for q [..., N]. Not by matmul, for which users may have chosen tf32."""
     return (q.unsqueeze(-1) * state).sum(-2)
 
 
@@ -61,8 +61,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs.
 
-    bounds: [S + 1], where packed sequences begin and end in one row; each has a state [S, H, N, columns] then. held:
-    what dsf.kernels.triton.chunk.shard found before.
+    bounds: boundaries [S + 1] of packed sequences, which then have states [S, H, N, columns]. held: results of
+    dsf.kernels.triton.chunk.shard, or None.
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands, bounds)
@@ -88,12 +88,12 @@ def _forward(
     saved += kept
     if wide:
         call.keep_output(y, den)
-        if known.ones or known.gated:  # the backward pass of a quotient needs y, not num
+        if known.ones or known.gated:  # for a quotient the backward pass needs y, not num
             saved += ([] if known.quotient else [y]) + ([] if den is None else [den])
         y = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
         call.tensors[".y"] = y
         call.launch("readout")
-    elif den is not None:  # a quotient, already divided
+    elif den is not None:  # a quotient, divided by the chunk kernels
         saved.append(den)
     saved += [] if more is None else [more]
     if known.column:
@@ -107,7 +107,7 @@ def _forward(
 def _chunks(
     call: ChunkCall, start: Tensor | None, wide: bool, keep: bool, held: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor | None]:
-    """By the chunk kernels: y (float32 when `wide`), S_T's columns, what they keep for backward, the normaliser."""
+    """The chunk kernels: y (float32 when `wide`), S_T's columns, what the backward pass needs, the normaliser."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
         y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep)
@@ -126,7 +126,7 @@ def _chunks(
 
 
 def read_gradient(call: ChunkCall, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients of what the chunk kernels read, [B, T, H, columns] and of a normaliser [B, T, H], from y's."""
+    """The gradients of the read [B, T, H, columns] and of the normaliser's read [B, T, H] or None, from y's."""
     call.tensors[".dy"] = dy
     if "readout_adjoint" not in call.program.accesses:
         return dy, None
@@ -145,7 +145,8 @@ def read_gradient(call: ChunkCall, dy: Tensor) -> tuple[Tensor, Tensor | None]:
 def _pull_first(
     call: ChunkCall, d_first: Tensor, start: Tensor | None, gradients: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of the next token's query (and read scale) back at their own token; what the first one reads of S_0."""
+    """For read="before": the gradients of queries and read scales moved to their own tokens, with those of the first
+    token's read of S_0; `state`: the gradient of S_0 through it."""
     found = {}
     query, read = call.operand("query"), call.operand("read")
     for name, x in gradients.items():
@@ -166,7 +167,7 @@ def _pull_first(
 
 
 def first_reads(call: ChunkCall, d_first: Tensor) -> Tensor:
-    """The gradient of S_0 through what first tokens read of it, for read="before"."""
+    """The gradient of S_0 through first tokens' reads, for read="before"."""
     query, read = call.operand("query"), call.operand("read")
     assert query is not None
     q, d = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1), d_first.float()
@@ -177,8 +178,8 @@ def first_reads(call: ChunkCall, d_first: Tensor) -> Tensor:
 def by_row(
     call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of what tokens read as the chunk kernels' rows have them: of the first token's, of the rows', of a
-    normaliser's, and of the final state's columns."""
+    """The gradients (of first tokens' reads, of all reads, of the normaliser's reads, of the final state), arranged by
+    the chunk kernels' rows: micro-steps, shifted for read="before"."""
     known, micro = call.program, call.program.micro
     d_first = dy[:, 0]
     if known.before:
@@ -197,7 +198,7 @@ def _chunk_gradients(
     call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
     held: Sequence[Tensor],
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """Gradients of the operands, [B, T, (n), H, ·] as the prologue stores them, all heads apart; and of S_0."""
+    """Gradients of the operands [B, T, (n), H, ·] with all H heads, and of S_0."""
     known, micro = call.program, call.program.micro
     d_first, dy, slope, dfinal = by_row(call, dy, slope, dfinal)
     found, first = _unchunk(call, dy, slope, dfinal, start, kept, held)
@@ -220,7 +221,7 @@ def _unchunk(
     call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
     held: Sequence[Tensor],
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """Gradients of the operands row by row, and of S_0, by the chunk kernels."""
+    """The chunk kernels' gradients of the operands by rows, and of S_0."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
         pull = call.printed_with("vectors_adjoint")
@@ -254,7 +255,7 @@ def _unchunk(
 def resumed(
     call: ChunkCall, state: Tensor | None, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """S_0 and its rescaling (`_start`), and what the chunk kernels kept; the rest of `saved` is named."""
+    """S_0 and its factor (`starting`), and what the chunk kernels kept; registers the rest of `saved` by name."""
     known = call.program
     start, _, scale = starting(call, state)
     rest = list(saved)
@@ -298,7 +299,7 @@ def _backward(
         like = wanted[a.role]
         operand = "skip" if a.role == known.skip else known.direct.get(a.role)
         x = call.need(f".grad_{a.role}") if operand is None else found[operand]
-        if operand is not None and a.step == 1:  # the kernels' rows are its micro-steps: they have no axis for one
+        if operand is not None and a.step == 1:  # the kernels' rows are micro-steps, without an axis for them
             x = x.unsqueeze(2)
         out.append(gathered(a, x, like))
     if state is None:
@@ -311,7 +312,7 @@ def _backward(
 
 
 class _Differentiable(torch.autograd.Function):
-    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+    """The operator with its gradient; faster on the host than the wrapper of torch.library."""
 
     @staticmethod
     def forward(

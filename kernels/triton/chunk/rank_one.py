@@ -60,9 +60,10 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class RankOne(Config):
-    """What all kernels of a call are compiled for: N and P, L rows a chunk. KEY_TERMS: of products between its rows.
+    """Fields of all kernels' Configs: N and P, L rows a chunk. KEY_TERMS: terms of products between a chunk's rows.
 
-    KIND and PRECISION: of products (`arithmetic`). AT_ONCE: the rows of a chunk meet at once, else in blocks of LEVELS.
+    KIND and PRECISION: of products (`arithmetic`). AT_ONCE: one product for all rows of a chunk, else one a level of
+    LEVELS.
     """
 
     N: int
@@ -76,7 +77,7 @@ class RankOne(Config):
 
     @property
     def ROWS(self) -> Any:
-        """What the products between rows are made of."""
+        """The dtype of operands of products between rows."""
         return tl.float32 if self.KEY_TERMS == 2 else self.KIND
 
 
@@ -96,7 +97,7 @@ class Chunk(RankOne):
 
 @dataclass(frozen=True, repr=False)
 class Walk(RankOne):
-    """BN: N filled up to a power of two; BP channels a program; REVERSE: in time."""
+    """BN: N padded to a power of two; BP channels a program; REVERSE: from the last chunk to the first."""
 
     BN: int
     BP: int
@@ -107,7 +108,7 @@ class Walk(RankOne):
 
 @triton.jit
 def rows_of(x, MAKE: tl.constexpr, inputs, rows, end, keys, N: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
-    """Rows of a vector [L, BK], zeros beyond the last: from memory, or as a printed function makes them.
+    """Rows of a vector [L, BK], zeros beyond the last: loaded, or computed by the printed function MAKE.
 
     inputs: its pointers and strides, batch, head, tokens, heads.
     """
@@ -128,7 +129,7 @@ def place_of_rows(batch, head, t0, t, there, keys, tokens, heads, P, N: tl.const
 
 @triton.jit
 def store_parted(high, low, x, local, keys, N: tl.constexpr, BK: tl.constexpr):
-    """Write float32 x [L, BK] as rows of a chunk, its digits split between two places if one has no room for them."""
+    """Store float32 x [L, BK] as rows of a chunk; in 16 bits its rounding error is stored in `low`."""
     main = x.to(high.dtype.element_ty)
     store_chunk(high, main, local, keys, N, BK)
     if high.dtype.element_ty != tl.float32:
@@ -137,7 +138,7 @@ def store_parted(high, low, x, local, keys, N: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_parted(high, low, local, keys, N: tl.constexpr, BK: tl.constexpr):
-    """What store_parted wrote."""
+    """Load what store_parted stored, as float32."""
     x = load_chunk(high, local, keys, N, BK)
     if high.dtype.element_ty != tl.float32:
         x += load_chunk(low, local, keys, N, BK)
@@ -161,8 +162,8 @@ def middle_of(running, local, keys, level, N: tl.constexpr, BK: tl.constexpr):
 def factor(gap, AT_ONCE: tl.constexpr):
     """exp(gap): the decay between rows and the middle of their block.
 
-    AT_ONCE: the middle is the chunk's start, and writes grow towards it; else rows of a block's upper half meet those
-    of its lower half, and what is above one is not used (but where states grow).
+    AT_ONCE: the middle is the chunk's start, and factors of writes are above one. Else factors above one are not used,
+    except where decays are above one.
     """
     return tl.exp2(gap) if AT_ONCE else tl.exp2(tl.minimum(gap, REACH))
 
@@ -297,7 +298,7 @@ def _scores(
             read, source = factor(at, True), factor(-own, True)
             with_a, with_k = _products(with_a, with_k, rows_x, read, rows_a, rows_k, source, C.ROWS, C.PRECISION)
         else:
-            if DISTANCE == 0:  # the row's own, which no decay touches
+            if DISTANCE == 0:  # a row with itself, without decay
                 same, wide = local[:, None] == local[None, :], rows_x.to(tl.float32)
                 with_a += tl.where(same, tl.sum(wide * rows_a.to(tl.float32), axis=1)[:, None], 0.0)
                 with_k += tl.where(same, tl.sum(wide * rows_k.to(tl.float32), axis=1)[:, None], 0.0)
@@ -319,7 +320,7 @@ def _scores(
 def _products(
     with_a, with_k, reads, read_factor, rows_a, rows_k, write_factor, ROWS: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """with_a, with_k [L, L] plus the products of one kind of reads with both kinds of writes."""
+    """with_a, with_k [L, L] plus the products of some reads with both kinds of writes."""
     reads = rounded(reads.to(tl.float32) * read_factor, ROWS, PRECISION)
     writes = tl.trans(rounded(rows_a.to(tl.float32) * write_factor, ROWS, PRECISION))
     with_a = tl.dot(reads, writes, with_a, input_precision=PRECISION)
@@ -331,8 +332,8 @@ def _products(
 def rank_one_walk(kept, x, y, states, start, final, table, sizes, C: tl.constexpr):
     """S ← exp(G_L) S + outerᵀ (inner S) + writesᵀ x, from chunk to chunk, in either direction.
 
-    Forwards x is v; the adjoint of S walks backwards with outer and inner exchanged, Q for K and dy for v. Every S
-    before its step goes to `states`, the last one to `final`, and reads S + M x to y, if they are not None.
+    Forward, x is v; the adjoint of S is walked in reverse with outer and inner exchanged, Q for K and dy for v. Stores
+    each chunk's first S to `states`, the last one to `final`, and reads S + M x to y, where these are not None.
     """
     tokens, length = sizes.tokens, sizes.length
     heads: tl.constexpr = sizes.heads

@@ -53,7 +53,7 @@ class Between(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where gradients go [B, T, H, ·], or None: of the four vectors, log decays, v; own [B, H, T]: of y's own v."""
+    """Where gradients are stored, or None: of the four vectors, log decays and v [B, T, H, ·], of own [B, H, T]."""
 
     dq: Any
     db: Any
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
 
 
 class Around(NamedTuple):
-    """A chunk, for a block of keys: `Between` of it, G and its rows."""
+    """One chunk and block of keys: its `Between`, G and rows."""
 
     weights: Any
     scales: Any
@@ -81,7 +81,7 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Entries(RankOne):
-    """BN: N filled up to a power of two; BP channels at a time."""
+    """BN: N padded to a power of two; BP channels at a time."""
 
     BN: int
     BP: int
@@ -89,10 +89,10 @@ class Entries(RankOne):
 
 @dataclass(frozen=True, repr=False)
 class Gradient(RankOne):
-    """BK keys a program, BP channels at a time; PIECE channels of u and of f share scales.
+    """BK keys a program, BP channels at a time; PIECE channels of u and of f share a scale.
 
-    LEFT: the printed function that computes a. PULL: the printed function that takes the gradients of a, b and the
-    decays, which are then not stored, and stores the gradients of the inputs that they are made of.
+    LEFT: the printed function that computes a. PULL: the printed function that turns the gradients of a, b and the
+    decays, which are then not stored, into those of their inputs, and stores these.
     """
 
     BK: int
@@ -225,7 +225,7 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
     )  # fmt: skip
     carried += at_end
     log = -of_k
-    tl.debug_barrier()  # or loads move up, and registers run out
+    tl.debug_barrier()  # keeps loads from moving up, which takes too many registers
     _, of_q, at_end = _of_a_vector(
         dy + at * C.P, row, None, states, q, None, a, C.LEFT, k, to.dq + at * C.N, around, last, 0, True, C
     )  # fmt: skip
@@ -255,13 +255,14 @@ def _of_a_vector(
     field, field_t, scales_of_field, state_of, x, X: tl.constexpr, first, FIRST: tl.constexpr, second, out, around,
     last, turn: tl.constexpr, READS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the vector x of every row: field meets the state, weights the vectors first and second of other rows.
+    """The gradient of the vector x (q, b, a or k) of every row.
 
-    READS: x reads first and second, else first and second read x. turn: 1 for the second of both kinds; where that is
-    b, it reads what was before its row. AT_ONCE: products that no decay touches cancel in what the log
-    decays are given. scales_of_field: if it is u or f. X, FIRST: what makes x and first. KEY_TERMS 2: what rows give
-    each other in tf32. Returns the gradient, what each row of x gives the decays up to it, or takes from them [L, BK],
-    and all of them [BK].
+    It is the product of `field` with the state plus products of the weights with the vectors first and second of other
+    rows. READS: x reads first and second, else they read x. turn: 1 for b and k, 0 for q and a; b reads the rows before
+    its own. AT_ONCE: products without decay cancel in the gradient of log decays. scales_of_field: where it is u or f.
+    X, FIRST: the functions that compute x and first, or None. KEY_TERMS 2: products between rows are in tf32.
+
+    Returns the gradient, and its part in the gradients of the decays up to each row [L, BK] and of all decays [BK].
     """
     HALF: tl.constexpr = C.KEY_TERMS == 2 and scales_of_field is not None
     weights, scales, running, plane, rows, end, heads, keys, local, of_left = around
@@ -314,7 +315,7 @@ def _of_a_vector(
         if READS:
             grad *= tl.exp2(before)
             of_rows = grad * rows_x.to(tl.float32)
-        else:  # what is carried to the chunk's end gives to the decays after its row: to all, less those up to it
+        else:  # carried to the chunk's end: it belongs to the decays after its row, all less those up to it
             grad *= tl.exp2(last[None, :] - own)
             of_rows = tl.where((local < C.L - 1)[:, None], grad * rows_x.to(tl.float32), 0.0)
             carried = tl.sum(of_rows, axis=0)
@@ -351,8 +352,8 @@ def _of_a_vector(
 def _meet(start, nothing, with_one, with_two, rows_1, rows_2, theirs, others, PRECISION: tl.constexpr):
     """start plus the products of the weights with first and second rows [L, BK], rounded as the weights are.
 
-    nothing: zeros that the compiler does not know to be; it would make one product start from the other one's result,
-    which gets its warps in another order.
+    nothing: zeros that the compiler cannot recognise. Otherwise it would chain the two products, with another layout of
+    warps.
     """
     scaled = rounded(rows_1.to(tl.float32) * theirs, with_one.dtype, PRECISION)
     out = tl.dot(with_one, scaled, start, input_precision=PRECISION)
@@ -365,7 +366,7 @@ def _neighbours(
     own_rows, x, MAKE: tl.constexpr, of_left, rows, end, keys, turn: tl.constexpr, READS: tl.constexpr,
     SECOND: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The rows that meet without decay: their own, or for b those before; of b those after."""
+    """The rows that meet without decay: the same row; for b the row before, for rows that b reads the row after."""
     if READS:
         return rows_of(x, MAKE, of_left, tl.maximum(rows - turn, 0), end, keys, N, BK, tl.float32)
     if SECOND:
@@ -375,7 +376,7 @@ def _neighbours(
 
 @triton.jit
 def load_whole(base, keys, piece, BP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr):
-    """A piece of a kept state [N, P] in KIND."""
+    """A piece of a stored state [N, P] in KIND."""
     columns = piece * BP + tl.arange(0, BP)
     inside = (keys[:, None] < N) & (columns[None, :] < P)
     found, scale = load_state(base, keys[:, None] * P + columns[None, :], inside, piece, N, P, KIND)

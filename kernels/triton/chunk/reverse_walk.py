@@ -1,4 +1,4 @@
-"""The walk backwards, of adjoint states; and both walks side by side (dsf.kernels.triton.chunk.walk)."""
+"""The reverse walk, of adjoint states, and both walks in one launch (dsf.kernels.triton.chunk.walk)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ReverseWalk(Walk):
 
     @derived
     def GIVEN_TERMS(self) -> int:
-        """Of dy as it is written into adjoint states."""
+        """Terms of dy as it is written into adjoint states."""
         return self.TERMS if self.READ_SCALED or self.DECAY else 1
 
 
@@ -78,7 +78,7 @@ class ReverseWalk(Walk):
 def reverse_walk(
     q, k, operands, dy, start, to, v, values, table, sizes, segments, per_segment, base, limit, C: tl.constexpr
 ):  # fmt: skip
-    """Walk from chunk `limit` down to `base`: gradients with respect to last states and, under the delta rule, entries.
+    """Walk from chunk `limit` down to `base`: gradients of last states and, with the delta rule, of entries (v_new).
 
     START -1: there is one segment, which begins with zeros where `limit` is the end. start and final may be the same.
     """
@@ -91,7 +91,7 @@ def reverse_walk(
     part = part_of(piece, lane, shift, end, sizes, True, C)
     x = of_lane(q, k, operands, part, sizes, True, C)
     dy += part.row * C.P
-    kept = lane * (limit - base) - base  # chunks kept before the first one of all
+    kept = lane * (limit - base) - base  # stored chunks before chunk 0
     ends = (segment * tl.num_programs(1) + lane) * C.N * C.P
     state = first_state(start, ends, limit < sizes.length // C.L, part, C)
     within = None if C.WHOLE else end
@@ -102,7 +102,7 @@ def reverse_walk(
     for step in tl.range(0, stop - first, num_stages=C.STAGES):
         chunk = stop - 1 - step
         rows = chunk * C.L + part.local + shift
-        if to.states is not None:  # before what is loaded is waited for
+        if to.states is not None:  # stored before the wait for loads
             at = place_of_state(to.states, kept + chunk, C.N * C.P)
             store_state(at, part.place, part.inside, piece, state, C.N * C.P)
         rows_of_k = chunk * C.L + part.local if C.KEYWISE else rows
@@ -131,7 +131,7 @@ def reverse_walk(
 
 @triton.jit
 def _adjoint(state, given, scores, rows_q, rows_k, rows, chunk, x, part, sizes, C: tl.constexpr):
-    """The gradient of a chunk's entries [L, BP]. scores: loaded ahead."""
+    """The gradient of a chunk's entries [L, BP]. scores: loaded one chunk before."""
     if C.AHEAD:
         weights = turn((scores, load_pairs(x.rest.at, rows, part, sizes, C)))
         scores = weights[0]
@@ -159,7 +159,7 @@ def _adjoint(state, given, scores, rows_q, rows_k, rows, chunk, x, part, sizes, 
 
 @triton.jit
 def _store_values(v, values, adjoint, rows, x, part, sizes, C: tl.constexpr):
-    """Write dv, and ds if it is wanted."""
+    """Store dv, and ds if it is wanted."""
     within = None if C.WHOLE else part.end
     batch, head = part.lane // sizes.heads, part.lane % sizes.heads
     grad_v = adjoint
@@ -186,7 +186,7 @@ def _keep(to, adjoint, rows, chunk, kept, base, limit, part, sizes, C: tl.conste
 
 @triton.jit
 def _onward(state, given, adjoint, rows_q, rows_k, rows_of_k, rows, chunk, x, part, sizes, C: tl.constexpr):
-    """The gradient with respect to a chunk's first state, from that of its last one."""
+    """The gradient of a chunk's first state from that of its last state."""
     read = given, given
     if C.READ_SCALED or C.DECAY:
         scale = read_scale(x.scalars, sizes.plane, rows, C.DECAY, C.READ_SCALED, C.DELTA)
@@ -223,10 +223,10 @@ def both_walks(
     q, k, operands, v, start, to, dy, behind, adjoints, values, sizes, pieces, per_piece, base, limit,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Of scalar decays or none: adjoint states of chunks base to limit, and beside them their first states from known
-    ones; with the delta rule also e and its adjoint.
+    """For scalar decays or none: adjoint states of chunks base to limit and, in other programs, their first states from
+    known ones; with the delta rule also e and its adjoint.
 
-    In pieces of per_piece chunks. start, to: of the walk forwards, behind, adjoints: of that backwards.
+    In pieces of per_piece chunks. start, to: of the forward walk; behind, adjoints: of the reverse walk.
     """
     if tl.program_id(2) < pieces:
         reverse_walk(

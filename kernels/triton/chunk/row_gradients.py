@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
     from dsf.kernels.triton.chunk.walks import Adjoints
 
-SUMMED = 8  # rows of a program that sums heads
+SUMMED = 8  # rows for each program that sums heads
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Stretch(NamedTuple):
 def stretches_of(
     first: int, count: int, span: int, chunk: int, tokens: int, parts: tuple[int, ...], sums: tuple[Tensor, Tensor],
 ) -> Iterator[Stretch]:  # fmt: skip
-    """`span` chunks at a time of `count`; what is written to each is summed into sums [B, T, heads, N].
+    """`count` chunks in ranges of `span`. Gradients written to a Stretch are summed into sums [B, T, heads, N].
 
-    parts: slices, B, H, N of what the kernel writes, in float32, so that sums alone are rounded.
+    parts: slices, B, H, N of the gradients that the kernel writes; float32, so that only the sums are rounded.
     """
     slices, batch, heads, n = parts
     for begin in bases(first, first + count, span):
@@ -80,7 +80,7 @@ def stretches_of(
 
 
 def in_turn(call: _Call) -> int:
-    """Consecutive heads that one program could take in turn: those that share both q and k, of decays alone."""
+    """How many consecutive heads one program may process in turn: those that share q and k; 1 but for decays alone."""
     if call.delta or call.keywise or call.normal is not None:
         return 1
     return math.gcd(call.heads // call.q.shape[2], call.heads // call.k.shape[2])
@@ -91,7 +91,7 @@ def row_gradients(
     rows: Sequence[Tensor], scalars: Sequence[Tensor], decay: Tensor | None, together: int, summed: bool,
     normal: NormalGradients, source_wanted: bool, read_wanted: bool, skip: Skip | None,
 ) -> None:  # fmt: skip
-    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) of the chunks whose adjoints were found.
+    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) for the chunks in `found`.
 
     together: heads in one program. summed: dq and dk over the heads that share q and k.
     """
@@ -137,6 +137,6 @@ def row_gradients(
 
 def sum_pieces(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Gradients [slices, ...] that were computed slice by slice, in `dtype`."""
-    if x.shape[0] == 2:  # one pass where sum and cast are two
+    if x.shape[0] == 2:  # one pass over memory; sum and cast take two
         return torch.add(x[0], x[1], out=torch.empty_like(x[0], dtype=dtype))
     return (x[0] if x.shape[0] == 1 else x.sum(0)).to(dtype)

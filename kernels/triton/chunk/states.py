@@ -1,8 +1,8 @@
-"""States as they are kept between the walks and the gradients: in the operands' dtype, float32, or float16.
+"""States as they are stored between the walks and the gradients: in the operands' dtype, float32, or float16.
 
-States in float16 are kept times powers of two, so that any magnitude fits: one power for each SLICE of channels. The
-logarithms of these powers lie behind the entries. The operands that states are multiplied with become float16, too, row
-by row.
+float16 states are divided by a power of two for each SLICE of channels, so that any magnitude fits; the logarithms of
+these powers are stored after the entries. Operands that float16 states are multiplied with become float16, too, with a
+power of two a row.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ POWERS = tl.constexpr(16)
 
 
 def sizes_of_state(n: int, p: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The sizes of one kept state [N, P]."""
+    """The shape in which one state [N, P] is stored."""
     return (n * p + POWERS.value,) if dtype == torch.float16 else (n, p)
 
 
 @triton.jit
 def place_of_state(states, index, SIZE: tl.constexpr):
-    """Where one of the kept states of SIZE entries begins."""
+    """The address of a stored state; SIZE: N P."""
     if states.dtype.element_ty == tl.float16:
         return states + index * (SIZE + POWERS)
     else:
@@ -33,19 +33,19 @@ def place_of_state(states, index, SIZE: tl.constexpr):
 
 @triton.jit
 def power_of(largest):
-    """The logarithm of what float16 numbers are times whose largest is 2^14 to 2^15."""
+    """x such that 2^-x times numbers up to `largest` is below 2^15 and, unless it underflows, at least 2^14."""
     return tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15) - 141
 
 
 @triton.jit
 def power_of_two(x):
-    """2^x of whole numbers in float32."""
+    """2^x in float32, for int32 x."""
     return ((x + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_state(to, place, inside, piece, x, SIZE: tl.constexpr):
-    """Keep a slice of a state."""
+    """Store a slice of a state."""
     if to.dtype.element_ty == tl.float16:
         tl.static_assert(x.shape[1] == SLICE)
         power = power_of(tl.max(tl.max(tl.abs(x), axis=1), axis=0))
@@ -56,7 +56,7 @@ def store_state(to, place, inside, piece, x, SIZE: tl.constexpr):
 
 @triton.jit
 def load_state(at, place, inside, piece, N: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr):
-    """A kept state, or one or two slices of it, in KIND or float16, and what the latter's are to be times [1, P]."""
+    """A stored state, or one or two slices of it: (numbers in KIND or float16, their factor, 1 or [1, P])."""
     found = tl.load(at + place, mask=inside, other=0.0)
     if at.dtype.element_ty == tl.float16:
         BP: tl.constexpr = place.shape[1]
@@ -74,14 +74,14 @@ def load_state(at, place, inside, piece, N: tl.constexpr, P: tl.constexpr, KIND:
 
 @triton.jit
 def _halved(x):
-    """float32 x in float16 and what its rows are to be times [L, 1]."""
+    """float32 x as float16 numbers, and the factors of its rows [L, 1]."""
     power = power_of(tl.max(tl.abs(x), axis=1, keep_dims=True))
     return (x * power_of_two(-power)).to(tl.float16), power_of_two(power)
 
 
 @triton.jit
 def times_state(x, state, TERMS: tl.constexpr, PRECISION: tl.constexpr, out=None):
-    """out + x Sᵀ, of x [L, P] in TERMS terms, and of what load_state found; in float16 x is rounded to one term."""
+    """out + x Sᵀ, for x [L, P] in TERMS terms and state from load_state; x becomes float16 for a float16 state."""
     if state[0].dtype == tl.float16:
         rows, factor = _halved(whole(x, TERMS) * state[1])
         found = tl.dot(rows, tl.trans(state[0])) * factor
@@ -95,7 +95,7 @@ def times_state(x, state, TERMS: tl.constexpr, PRECISION: tl.constexpr, out=None
 
 @triton.jit
 def times_slices(x, state, PRECISION: tl.constexpr):
-    """x S, of x [L, N] and of what load_state found."""
+    """x S, for x [L, N] and state from load_state."""
     if state[0].dtype == tl.float16:
         rows, factor = _halved(x.to(tl.float32))
         return tl.dot(rows, state[0]) * factor * state[1]

@@ -1,4 +1,4 @@
-"""Triton pieces that every skeleton uses: a chunk's scalars and decay products, and loads of tiles by rows.
+"""Functions that all chunk kernels use: a chunk's scalars and decays, and loads and stores of rows.
 
 Notation inside the kernels (per head, one chunk of L rows): G the running sum of log decays from the chunk's first row,
 M[i, j] = exp(G_i - G_j) for i ≥ j the decay between two rows, prefix = exp(G_i) seen from the chunk's first state,
@@ -23,27 +23,27 @@ from dsf.kernels.triton.structs import Config, of_head
 
 LOG_TINY = tl.constexpr(-55.262042)
 LOG2E = tl.constexpr(1.4426950408889634)
-TINY = tl.constexpr(1e-24)  # a decay of zero counts as this: what it forgets is gone, and its gradient keeps its digits
+TINY = tl.constexpr(1e-24)  # smallest decay: it still clears the state, and its gradient keeps its digits
 
 # Planes of `prepare`'s output, each [B·H, chunks · L].
 RUNNING = tl.constexpr(0)
 SIGN = tl.constexpr(1)
-LOWERED = tl.constexpr(1)  # or, of decays without signs, RUNNING less log2 of SOURCE where that is not negative
+LOWERED = tl.constexpr(1)  # instead of SIGN, for decays and sources without signs: RUNNING - log2 of SOURCE
 SOURCE = tl.constexpr(2)
 ERASE = tl.constexpr(3)
 READ = tl.constexpr(4)
-PREFIX_ERASE = tl.constexpr(5)  # where there are decays: what scales the rows of the walks
+PREFIX_ERASE = tl.constexpr(5)  # PREFIX times ERASE (READ), where there are decays
 PREFIX_READ = tl.constexpr(6)
 SUFFIX = tl.constexpr(7)
 TOTAL = tl.constexpr(8)  # at each chunk's first row
-WRITE = tl.constexpr(5)  # or, without delta rule, SUFFIX times SOURCE
-REST = tl.constexpr(9)  # of float32 calls: what RUNNING has no digits for
+WRITE = tl.constexpr(5)  # instead of PREFIX_ERASE, without delta rule: SUFFIX times SOURCE
+REST = tl.constexpr(9)  # rounding errors of RUNNING, in float32 calls
 PLANES = 10
 
 
 @dataclass(frozen=True, repr=False)
 class Chunked(Config):
-    """What all chunk kernels of a call are compiled for: N and P, L rows a chunk; BN: N, filled up to a power of two.
+    """Config fields of all chunk kernels of a call: N and P, L rows a chunk; BN: N padded to a power of two.
 
     DECAY 0: none, or with KEYWISE one for every key; 1: logarithms; 2: decays of any sign. DELTA: the delta rule.
     SCALED: written rows have a write strength s (2: a positive one, which goes into exponents). READ_SCALED: rows that
@@ -64,15 +64,15 @@ class Chunked(Config):
 
     @property
     def FINE(self) -> Any:
-        """G is in two numbers: of strong decays it is so large that one has too few digits for float32 results."""
+        """True where G is stored as two numbers: with strong decays one would be too inaccurate for float32."""
         return self.PRECISION == "ieee"
 
 
 def arithmetic(dtype: torch.dtype, cancels: bool) -> tuple[Any, str]:
-    """What products are computed in: float16 as tf32, which has its digits and float32's range for the states.
+    """(dtype of operands, precision) of matrix products for inputs of `dtype`.
 
-    cancels: what is made of them may all but cancel, as corrections and quotients do, which bfloat16 takes in two
-    terms; float16 is then computed in float32.
+    float16 inputs take tf32, which has as many digits and float32's range. cancels: results may nearly cancel, as with
+    corrections and quotients; float16 inputs then take float32 (and bfloat16 operands two terms).
     """
     if dtype == torch.bfloat16:
         return tl.bfloat16, "tf32"
@@ -83,7 +83,7 @@ def arithmetic(dtype: torch.dtype, cancels: bool) -> tuple[Any, str]:
 def load_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
     """Rows `rows` < tokens of a matrix of `width` contiguous columns, a block of `padded` of them; zeros beyond.
 
-    tokens None: all of these rows are there.
+    tokens None: all of these rows exist.
     """
     at = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     if tokens is None:
@@ -100,7 +100,7 @@ def load_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, padd
 
 @triton.jit
 def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x):
-    """Write x where load_rows would read it."""
+    """Store x for load_rows."""
     at = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     x = x.to(base.dtype.element_ty)
     if tokens is None:
@@ -116,9 +116,9 @@ def store_rows(base, row_stride, rows, tokens, columns, width: tl.constexpr, pad
 
 @triton.jit
 def split(x, TERMS: tl.constexpr, kind: tl.constexpr, ALONE: tl.constexpr = False):
-    """float32 x in `kind`, and (TERMS 2) what that leaves of it.
+    """float32 x in `kind`, and with TERMS 2 its rounding error.
 
-    ALONE: the first term is also read alone, and so rounded; else its digits are cut off, which is cheaper.
+    ALONE: the first term is also used alone and therefore rounded; otherwise it is truncated, which is faster.
     """
     if TERMS == 1:
         main = x.to(kind)
@@ -135,7 +135,7 @@ def split(x, TERMS: tl.constexpr, kind: tl.constexpr, ALONE: tl.constexpr = Fals
 
 @triton.jit
 def first_term(x, TERMS: tl.constexpr):
-    """Of float32 x in two bfloat16 terms the first: its digits are cut off, so that it takes no conversion."""
+    """The first of two bfloat16 terms of float32 x, by truncation, which needs no conversion."""
     if TERMS == 2:
         return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return x
@@ -143,7 +143,7 @@ def first_term(x, TERMS: tl.constexpr):
 
 @triton.jit
 def whole(x, TERMS: tl.constexpr):
-    """Both terms in float32."""
+    """The sum of both terms, in float32."""
     out = x[0].to(tl.float32)
     if TERMS == 2:
         out += x[1].to(tl.float32)
@@ -152,7 +152,7 @@ def whole(x, TERMS: tl.constexpr):
 
 @triton.jit
 def product(a, b, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, out=None):
-    """out + a b, of operands in A and B terms (`split`); that of both second terms is left out."""
+    """out + a b, for operands in A and B terms (`split`), without the product of both second terms."""
     if out is None:
         out = tl.dot(a[0], b[0], input_precision=PRECISION)
     else:
@@ -166,7 +166,7 @@ def product(a, b, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, out
 
 @triton.jit
 def turn(x):
-    """Both terms transposed."""
+    """All terms, transposed."""
     return tl.trans(x[0]), tl.trans(x[1])
 
 
@@ -175,7 +175,7 @@ def load_terms(
     base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr,
     TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of which the second term lies `width` columns behind the first."""
+    """Rows in terms, the second `width` columns after the first."""
     main = load_rows(base, row_stride, rows, tokens, columns, width, padded, kind)
     rest = main
     if TERMS == 2:
@@ -187,7 +187,7 @@ def load_terms(
 def store_terms(
     base, row_stride, rows, tokens, columns, width: tl.constexpr, padded: tl.constexpr, x, TERMS: tl.constexpr
 ):
-    """Write x where load_terms would read it."""
+    """Store x for load_terms."""
     store_rows(base, row_stride, rows, tokens, columns, width, padded, x[0])
     if TERMS == 2:
         store_rows(base + width, row_stride, rows, tokens, columns, width, padded, x[1])
@@ -195,9 +195,9 @@ def store_terms(
 
 @triton.jit
 def running_sums(log, axis: tl.constexpr, FINE: tl.constexpr):
-    """Running sums of log decays in units of log 2, and (FINE) what their float32 leaves out.
+    """Running sums of log decays in units of log 2, and (FINE) their rounding errors.
 
-    FINE: multiples of 1/1024 add up without rounding, and what they leave of 32 rows is below 1/64.
+    FINE: multiples of 1/1024 add up without rounding; the remainders are summed apart, below 1/64 for 32 rows.
     """
     if FINE:
         log *= LOG2E
@@ -222,11 +222,11 @@ class Prepare(Chunked):
 
 @triton.jit
 def prepare(g, s, b, c, planes, table, vectors, drive, added, sizes, C: tl.constexpr):
-    """Scalars [B, T, H] of any strides -> planes [B·H, length], contiguous in time and filled up to whole chunks.
+    """Scalars [B, T, H] of any strides -> planes [B·H, length], contiguous in time and padded to whole chunks.
 
     DECAY 1: g holds log decays; 2: decays of any sign, whose running product's sign gets a plane of its own. SUMMED:
-    also added [B·H, chunks, N]: 1, Σ of the chunk's vectors, times their scales, their decays to its end and what there
-    is in drive [B, H, T]; 2, times their read scales and decays from its start instead.
+    also added [B·H, chunks, N]: 1, Σ of the chunk's vectors, times their scales, their decays to its end and `drive`
+    [B, H, T] if given; 2, times their read scales and decays from its start instead.
     """
     chunk, lane, local = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, C.L)
     axis: tl.constexpr = 0 if C.SUMMED else 1
@@ -245,7 +245,7 @@ def prepare(g, s, b, c, planes, table, vectors, drive, added, sizes, C: tl.const
         scale = tl.full([C.L], 1.0, tl.float32)
         if drive is not None:
             scale = tl.load(drive + lane * sizes.tokens + rows, mask=inside, other=0.0)
-    sign = tl.where(known, 1.0, 1.0)  # in the shape of the others
+    sign = tl.where(known, 1.0, 1.0)  # 1, in the shape of the others
     if C.DECAY == 1:
         log = tl.load(g.at + batch * g.batch + head * g.head + time * g.token, mask=inside, other=0.0).to(tl.float32)
         running, rest = running_sums(tl.maximum(log, LOG_TINY), axis, C.FINE)
@@ -316,7 +316,7 @@ def prefix_of(scalars, rows):
 
 @triton.jit
 def read_scale(scalars, plane, rows, DECAY: tl.constexpr, READ_SCALED: tl.constexpr, DELTA: tl.constexpr = False):
-    """What rows that read a chunk's first state are scaled by; [L]."""
+    """The scale of rows that read a chunk's first state [L]."""
     if DECAY == 1 and not READ_SCALED and not DELTA:
         return prefix_of(scalars, rows)
     else:
@@ -337,7 +337,7 @@ def suffix_of(scalars, plane, rows):
 
 @triton.jit
 def written_scale(scalars, plane, rows, DECAY: tl.constexpr, SCALED: tl.constexpr):
-    """What rows are scaled by when they are written into the state, without delta rule; [L]."""
+    """The scale of rows as they are written into the state, without delta rule [L]."""
     if DECAY and SCALED:
         return tl.load(scalars + WRITE * plane + rows)
     elif DECAY:
@@ -348,10 +348,7 @@ def written_scale(scalars, plane, rows, DECAY: tl.constexpr, SCALED: tl.constexp
 
 @triton.jit
 def between(scalars, plane, rows, seen, transposed: tl.constexpr, FINE: tl.constexpr, LOWER: tl.constexpr = False):
-    """Decay between two rows where `seen`, else 0: M with rows down and sources across [L, L], or Mᵀ.
-
-    LOWER: times the sources' scales.
-    """
+    """M [L, L], the decay between row i and source j, where `seen`, else 0; or Mᵀ. LOWER: times the sources' scales."""
     running = tl.load(scalars + rows)
     source = running
     if LOWER:
@@ -365,7 +362,7 @@ def between(scalars, plane, rows, seen, transposed: tl.constexpr, FINE: tl.const
 
 @triton.jit
 def turned(x, scalars, plane, rows, DECAY: tl.constexpr):
-    """The gradient of a scale that carries the sign of decays."""
+    """The gradient of a scale from that of the scale times the sign of decays."""
     if DECAY == 2:
         x *= tl.load(scalars + SIGN * plane + rows)
     return x

@@ -20,9 +20,9 @@ from dsf.kernels.triton.structs import of_head
 
 @dataclass(frozen=True, repr=False)
 class Transform(Chunked):
-    """STATE_TERMS: bfloat16 terms of the inverse as it is kept. ROW_TERMS: the same of SCORES.
+    """STATE_TERMS: bfloat16 terms of the stored inverse. ROW_TERMS: terms of the stored scores.
 
-    Triangles of a chunk lie PITCH entries behind those of the one before; there are 2 ^ LEVELS rows in it.
+    PITCH: numbers stored for each chunk. A chunk has 2 ^ LEVELS rows.
     """
 
     LEVELS: int
@@ -34,9 +34,9 @@ class Transform(Chunked):
 
 @triton.jit
 def delta_transform(q, k, scalars, system_of, solve, scores_of, table, sizes, C: tl.constexpr):
-    """Write the inverse less the identity, in STATE_TERMS; rows beyond the sequence are zero.
+    """Store the inverse less the identity, in STATE_TERMS; rows beyond the sequence are zero.
 
-    SCORES: also, in ROW_TERMS, c_i q_i·k_j M_ij of j ≤ i, for both walks and every slice of P.
+    SCORES: also store c_i q_i·k_j M_ij for j ≤ i, in ROW_TERMS, for both walks and all slices of P.
     """
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // sizes.heads, lane % sizes.heads
@@ -76,9 +76,9 @@ def delta_transform(q, k, scalars, system_of, solve, scores_of, table, sizes, C:
 def unit_lower_inverse(system, local, LEVELS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """(I + system)^-1 - I of a strictly lower triangular matrix [L, L], by block doubling.
 
-    Less the identity all along, so that what products start from is never rounded, and operands are but corrections.
+    The identity is never added, so that products start from unrounded numbers and only corrections are rounded.
     """
-    # blocks of size one have inverse 1, so the first doubling needs no product
+    # blocks of size one are their own inverse, so the first doubling needs no product
     inverse = tl.where((local[:, None] ^ local[None, :]) == 1, -system, 0.0)
     for level in tl.static_range(1, LEVELS):
         block = local >> level
@@ -90,7 +90,7 @@ def unit_lower_inverse(system, local, LEVELS: tl.constexpr, KIND: tl.constexpr, 
 
 @triton.jit
 def refined(system, inverse, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of Newton's method on (I + system)^-1 - I that was made of rounded operands: twice their digits."""
+    """One Newton step for (I + system)^-1 - I, which doubles the digits of an inverse made from rounded operands."""
     main = split(inverse, 2, KIND)
     left = product(split(system, 2, KIND), main, 2, 2, PRECISION, inverse + system)  # (I + system) inverse - I
     return inverse - tl.dot(main[0], left.to(KIND), left, input_precision=PRECISION)

@@ -1,8 +1,9 @@
-"""Launches of a delta rule's transform, and of the walks: forwards with outputs, or with states of all chunks, and
-backwards with adjoint states.
+"""Launches of a delta rule's transform and of the walks: forward with outputs or with the states of all chunks, and
+reverse with adjoint states.
 
-T is walked in segments at once where whole sequences would leave the GPU idle. The backward pass takes one segment of T
-after the other where that saves memory.
+Segments of T are walked in parallel where whole sequences would not fill the GPU. The backward pass processes one
+stretch of T after the other where that saves memory. A *piece* is a part of a segment whose effect on a state is
+computed on its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from dsf.kernels.triton.chunk.matrix import _Call
 
 
-REGISTERS = 255  # the most of a thread: unasked, ptxas gave both walks of a delta rule in float32 only 32
+REGISTERS = 255  # of a thread, the most; without this ptxas gave both walks of a delta rule in float32 only 32
 
 
 NONE = Values()
@@ -47,8 +48,8 @@ class Held(NamedTuple):
 class Adjoints(NamedTuple):
     """The reverse walk's results for `chunks` chunks from `base` on; last: the gradient of their first state.
 
-    known: first states of chunks, the chunk that they begin with, and how many chunks there is room for; written: the
-    entries (v_new) of these chunks.
+    entries: gradients of v_new; states: gradients of the chunks' last states. known: (first states of chunks, the first
+    of these chunks, how many chunks they have memory for); written: v_new of these chunks.
     """
 
     base: int
@@ -61,9 +62,9 @@ class Adjoints(NamedTuple):
 
 
 def prepared_scalars(call: _Call, *given: Tensor | None) -> Tensor:
-    """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk.
+    """Scalars [B, T, H] as planes contiguous in time, decays as running sums over each chunk (`tiles.prepare`).
 
-    Of a normaliser also what each chunk adds to it, or of queries to its gradient where that is what is known.
+    With a normaliser also what each chunk adds to it or, where the gradient of its readout is known, to its gradient.
     """
     normal, none = call.normal, all(x is None for x in given)
     if none and normal is None:
@@ -77,7 +78,7 @@ def prepared_scalars(call: _Call, *given: Tensor | None) -> Tensor:
     config = call.common | {
         "P": 0, "SCALED": 0 if given[1] is None else call.scaled, "READ_SCALED": int(given[3] is not None),
         "SUMMED": summed, "LANES": lanes,
-        "BACK": call.back or call.scaled != 2,  # else one kernel for both directions: it changes nothing
+        "BACK": call.back or call.scaled != 2,  # for other calls both directions share one kernel
     }  # fmt: skip
     launch(
         prepare, (call.chunks, -(-call.lanes // lanes)),
@@ -89,7 +90,7 @@ def prepared_scalars(call: _Call, *given: Tensor | None) -> Tensor:
 
 
 def transform(call: _Call) -> Tensor:
-    """The delta rule's triangular inverses [B, H, chunks, ·], in their terms; with scalar decays scores lie behind."""
+    """The delta rule's triangular inverses [B, H, chunks, ·], each followed by the scores with scalar decays."""
     t = call.tiles
     solve = call.empty(call.batch, call.heads, call.chunks, call.pitch)
     config = Transform(
@@ -109,10 +110,10 @@ def forward(
     call: _Call, solve: Tensor, start: Tensor | None, y: Tensor | None, final: bool,
     saved: tuple[Tensor, Tensor] | None, marks: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Run the forward walk, segmented where the GPU would idle. saved: (entries, states) to fill; marks: filled with
-    the first states of all stretches but the first one, or of pieces of segments, and what each does to its first one.
+    """Run the forward walk, with parallel segments where needed. saved: (entries, states) to fill.
 
-    Returns S_T when `final`, and what each segment multiplies its first state by: of all segments but the last, or with
+    marks: a list to fill with the first states of all stretches but the first or, with segments, with [the first states
+    of pieces, `passed`]. Returns S_T when `final`, and `passed` (see `summed`): of all segments but the last, or with
     `saved` of all.
     """
     passed, every = call.q, call.finer if marks is None else 1
@@ -144,9 +145,10 @@ def forward(
 
 
 def summed(call: _Call, solve: Tensor, back: bool, every: int, whole: bool) -> tuple[Tensor, Tensor]:
-    """What pieces of T add to states [pieces, B, H, N, P] and do to their first ones (`passed`).
+    """What each piece of T adds to a state, [pieces, B, H, N, P], and what it multiplies its first state by (`passed`,
+    [pieces, B·H, N] or with the delta rule [pieces, B·H, N, N]).
 
-    back: in the backward pass; every: of so many pieces only the sum is of use; whole: of the last segment, too.
+    back: in the backward pass; every: pieces of which only the sum is needed; whole: also the last segment.
     """
     local = call.segments(call.pieces)
     passed = call.empty(call.pieces, call.lanes, *(call.n,) * (2 if call.delta else 1), dtype=torch.float32)
@@ -162,7 +164,7 @@ def summed(call: _Call, solve: Tensor, back: bool, every: int, whole: bool) -> t
 def forward_launch(
     call: _Call, solve: Tensor, start: Tensor | None, to: Outputs, chunks: tuple[int, int], back: bool, held: int = 1
 ) -> None:
-    """Walk forwards from one chunk up to another. back: in the backward pass; held: the walk's START, of `start`."""
+    """Launch the forward walk over a range of chunks. back: in the backward pass; held: START of the walk."""
     t, finish, reads = call.tiles, call.finish, to.y is not None
     pieces = -(-call.p // t.piece)
     if to.passed is not None and call.delta:
@@ -212,7 +214,7 @@ def _reverse_config(call: _Call, stages: int) -> dict[str, Any]:
 
 
 def _operands(call: _Call, solve: Tensor, rest: Tensor) -> tuple[Rows, Rows, Operands]:
-    """What both walks take. rest: what rounding left of scores, or of the rows that a walk writes into states."""
+    """The operands of both walks. rest: rounding errors of scores, or of the rows that a walk writes into states."""
     reads, writes = call.struct(call.reads), call.struct(call.writes)
     return reads, writes, Operands(call.erased, call.scalars, call.running, scores_of(call, solve), rest, solve)
 
@@ -221,9 +223,9 @@ def reverse(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, states: Tensor, written: Tensor,
     first: bool, values: Values,
 ) -> Iterator[Adjoints]:  # fmt: skip
-    """Run the reverse walk, and stop after each stretch of chunks whose adjoints are to be used before the next.
+    """Run the reverse walk, and yield after each stretch of chunks, whose adjoints must be used before the next.
 
-    states: the first ones of all chunks, written: their entries. first: the gradient of S_0 is wanted. values: to fill.
+    states: first states of all chunks; written: their v_new. first: the gradient of S_0 is wanted. values: to fill.
     """
     if call.is_cut:
         start = _adjoint_starts(call, dy, solve, start, passed, call.finer)
@@ -232,7 +234,7 @@ def reverse(
     if call.delta:
         entries = call.entries(stretch, call.terms.kept_adjoints)
     adjoints = call.states(stretch)
-    last = call.segments() if first or stretch < call.chunks else None  # of every stretch in turn, in one place
+    last = call.segments() if first or stretch < call.chunks else None  # of each stretch in turn, in the same memory
     for base in reversed(bases(0, call.chunks, stretch)):
         limit, to = min(base + stretch, call.chunks), last if first or base > 0 else None
         reverse_launch(call, dy, solve, start, AdjointOutputs(entries, adjoints, to), (base, limit), values)
@@ -244,9 +246,9 @@ def both(
     call: _Call, dy: Tensor, solve: Tensor, state: Tensor | None, start: Tensor | None, marks: Sequence[Tensor],
     values: Values,
 ) -> Iterator[Adjoints]:  # fmt: skip
-    """The reverse walk of each stretch of T, and its first states from those that the forward pass kept, or from S_0.
+    """The reverse walk of each stretch of T, together with its chunks' first states from stored ones or from S_0.
 
-    In pieces, if the forward pass walked in segments. marks: what `forward` filled; values: dv and ds to fill.
+    In pieces, if the forward pass walked in segments. marks: filled by `forward`; values: dv and ds to fill.
     """
     t, unused, stretch = call.tiles, call.q, call.walked
     adjoints, states = call.states(stretch), call.states(stretch)
@@ -280,7 +282,7 @@ def both(
 def _adjoint_starts(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, passed: Tensor, every: int
 ) -> Tensor:  # fmt: skip
-    """The gradient of the last state of each piece, or of the last one of `every`, from that of S_T."""
+    """The gradient of the last state of each piece, or of every group of `every` pieces, from that of S_T (start)."""
     if call.held is not None and call.held.adjoints is not None:
         local = call.held.adjoints
     else:
@@ -289,7 +291,7 @@ def _adjoint_starts(
 
 
 def adjoints_summed(call: _Call, dy: Tensor, solve: Tensor, every: int, whole: bool) -> Tensor:
-    """What pieces of T add to adjoint states, as `summed` has it; whole: of the first segment, too."""
+    """What each piece of T adds to an adjoint state, as in `summed`; whole: also the first segment."""
     local, low = call.segments(call.pieces), 0 if whole else 1
     if call.delta or call.keywise:
         outputs = AdjointOutputs(None, None, local[low:])
@@ -302,9 +304,9 @@ def adjoints_summed(call: _Call, dy: Tensor, solve: Tensor, every: int, whole: b
 def _sum_pieces(
     call: _Call, a: Tensor, b: Tensor, sums: Tensor, passed: Tensor | None, pieces: tuple[int, int], every: int
 ) -> None:  # fmt: skip
-    """What pieces from one up to another add to states (passed: to fill, too) or, without it, to adjoint states.
+    """Fill what a range of pieces adds to states (and `passed`) or, where passed is None, to adjoint states.
 
-    every: of so many only their sum is of use.
+    every: pieces of which only the sum is needed.
     """
     t, span = call.tiles, call.span // call.finer
     config = Sum(
@@ -323,7 +325,7 @@ def reverse_launch(
     call: _Call, dy: Tensor, solve: Tensor, start: Tensor | None, to: AdjointOutputs, chunks: tuple[int, int],
     values: Values = NONE,
 ) -> None:  # fmt: skip
-    """Walk backwards from one chunk down to another."""
+    """Launch the reverse walk over a range of chunks."""
     t = call.tiles
     count = call.count if call.segment_table is not None else -(-(chunks[1] - chunks[0]) // call.span)
     launch(
@@ -338,10 +340,10 @@ def reverse_launch(
 def segment_starts(
     call: _Call, local: Tensor, passed: Tensor, start: Tensor | None, reverse: bool, every: int
 ) -> Tensor:  # fmt: skip
-    """First state of every piece [pieces, B, H, N, P] from what each adds on its own (local) and S_0.
+    """The first state of every piece [pieces, B, H, N, P] from what each adds (local) and S_0 (start).
 
-    passed: what a piece does to its first state. reverse: the walk runs backwards, so that a piece starts from
-    those after it. every: of so many pieces only the first one's.
+    passed: what a piece multiplies its first state by. reverse: of the reverse walk, where a piece starts from those
+    after it. every: only for the first of so many pieces.
     """
     starts, size = call.segments(call.pieces // every), call.n * call.p
     given, how = local if start is None else start, {"START": start is not None, "REVERSE": reverse}

@@ -1,1 +1,1 @@
-"""What a layer has beside its matrix products and its recurrence: short convolution, norm and gate, one launch each."""
+"""The parts of a layer besides its projections and recurrence: short convolution, norm and gate, one launch each."""

@@ -1,11 +1,11 @@
-"""The causal short convolution on [B, T, C] as it lies: channels on lanes, tokens in registers.
+"""The causal short convolution of [B, T, C] in place: channels on lanes, tokens in registers.
 
-A program owns BC channels of a run of tokens, and walks them with the last K - 1 inputs in registers, so every number
-is read once but for K - 1 rows a run. What comes out goes to several tensors side by side, its pieces (q, k, v of one
-projection), some of them normalised head by head.
+A program handles BC channels of a run of tokens and keeps the last K - 1 inputs in registers, so every number is read
+once, except K - 1 rows a run. The output is split into several tensors, its *pieces* (q, k, v of one projection), some
+of them normalised by head.
 
-Memory: x [B, T, C] with any strides of B and T; weight [C, K]; bias [C]; state, final [S, C, K - 1], S sequences;
-bounds [S + 1], where packed ones begin and end. Of a sequence's tokens, those before its first are its state's.
+Memory: x [B, T, C] with any strides of B and T; weight [C, K]; bias [C]; state, final [S, C, K - 1] for S sequences;
+bounds [S + 1], the boundaries of packed sequences. The tokens before a sequence's first one are in its state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dsf.kernels.triton import functions as fn
 
 @triton.jit
 def piece_of(ys, block, about: tl.constexpr, BC: tl.constexpr):
-    """The piece that a block of channels lies in: its tensor, strides of batch and time, width; and in it the first
-    channel, where it begins among all channels, what its heads are scaled with, and whether they are normalised.
+    """The piece of a block of channels: its tensor, strides of batch and time, width; the block's first channel in it;
+    the piece's first channel among all; the scale of its heads; whether they are normalised.
     """
     zero = block * 0
     to, batch_stride, stride = ys[0], ys[1] + zero.to(tl.int64), ys[2] + zero.to(tl.int64)
@@ -38,7 +38,7 @@ def piece_of(ys, block, about: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def sequence_of(bounds, t, T, count, steps):
-    """The sequence of token t, its first token and the one after its last. Bounds beyond the row are its ends."""
+    """(sequence of token t, its first token, the one after its last). Bounds are clamped to the row."""
     sequence, begin, end = t * 0, t * 0, t * 0 + T
     if bounds is not None:
         above = t * 0 + count
@@ -54,7 +54,7 @@ def sequence_of(bounds, t, T, count, steps):
 
 @triton.jit
 def span_of(bounds, sequence, T):
-    """First token of a sequence, and the one after its last."""
+    """(first token of a sequence, the one after its last)."""
     begin, end = sequence * 0, sequence * 0 + T
     if bounds is not None:
         begin = tl.minimum(tl.maximum(tl.load(bounds + sequence).to(tl.int32), 0), T)
@@ -89,7 +89,7 @@ def start_of(state, sequence, SIZE: tl.constexpr):
 
 @triton.jit
 def first_before(state, c, ok, K: tl.constexpr):
-    """What is before a sequence's first token: its state, or zeros."""
+    """The inputs before a sequence's first token: its state, or zeros."""
     found = ()
     for j in tl.static_range(1, K):
         value = tl.zeros(c.shape, tl.float32)
@@ -101,7 +101,7 @@ def first_before(state, c, ok, K: tl.constexpr):
 
 @triton.jit
 def rows_of(x, t0, end, stride, c, ok, L: tl.constexpr):
-    """L tokens from t0 on, zeros from `end` on: loaded at once, so that all wait together."""
+    """L tokens from t0 on, zeros from `end` on; all loads are issued together."""
     found = ()
     for i in tl.static_range(L):
         at = x + (t0 + i) * stride + c
@@ -145,7 +145,7 @@ def convolved(now, past, taps, added):
 
 @triton.jit
 def sum_heads(x, HEAD: tl.constexpr):
-    """Sums over heads of HEAD channels side by side, in all of their channels. x: [BC]."""
+    """Sums over heads of HEAD contiguous channels, repeated for all channels of the head. x: [BC]."""
     apart = tl.reshape(x, (x.shape[0] // HEAD, HEAD))
     sums = tl.broadcast_to(tl.sum(apart, axis=1)[:, None], apart.shape)
     return tl.reshape(sums, x.shape)
@@ -153,7 +153,7 @@ def sum_heads(x, HEAD: tl.constexpr):
 
 @triton.jit
 def length_of(u, scale, normed, HEAD: tl.constexpr):
-    """What makes every head a vector of length `scale`; 1 in pieces that are not normalised."""
+    """The factor that makes every head a vector of length `scale`; 1 in pieces that are not normalised."""
     return tl.where(normed, scale * tl.rsqrt(sum_heads(u * u, HEAD) + 1e-6), 1.0)
 
 
@@ -232,9 +232,9 @@ def convolve(
     x, batch_stride, stride, weight, bias, state, bounds, ys, final, T, runs, count, steps,
     about: tl.constexpr, K: tl.constexpr, SPAN: tl.constexpr, L: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """y and the final state: grid (BLOCKS · (runs · B + S)), blocks of channels fastest, last what fills `final`.
+    """y and the final state. Grid (BLOCKS · (runs · B + S)), blocks of channels fastest; the last S fill `final`.
 
-    ys: (tensor, stride of batch, stride of time) of every piece, one after the other. about: (widths, heads, scales of
+    ys: (tensor, stride of batch, stride of time) of every piece, in order. about: (widths, heads, scales of
     the pieces, SiLU, the largest head, C, the pieces' first blocks, their first channels). steps: bits of S.
     """
     run = tl.program_id(0) // BLOCKS
@@ -269,7 +269,7 @@ def convolve_step(
     if HEAD > 0:
         u *= length_of(u, scale, normed, HEAD)
     tl.store(to + i_b * y_batch + c0 + lane, u.to(to.dtype.element_ty), mask=ok)
-    tl.debug_barrier()  # the state's numbers need not be written by the thread that read them
+    tl.debug_barrier()  # another thread may have read the state's numbers
     past = pushed(now, past)
     for j in tl.static_range(1, K):
         tl.store(new + own + c * (K - 1) + (K - 1 - j), past[j - 1].to(new.dtype.element_ty), mask=ok)

@@ -1,7 +1,7 @@
-"""Gradients of the short convolution: one walk for those of x, weight, bias and the state, one sum of weights' parts.
+"""Gradients of the short convolution: one kernel for those of x, weight, bias and state, one that sums the weights'.
 
-The walk recomputes what the forward pass made. Token t adds to the gradients of x_t, …, x_{t-K+1}; those that later
-tokens will still add to wait in registers, so dx is written once, K - 1 tokens late.
+The first recomputes the forward pass. Token t adds to the gradients of x_t, …, x_{t-K+1}; incomplete ones stay in
+registers, so dx is written once, K - 1 tokens late.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def slope_of(g, z, scale, normed, SILU: tl.constexpr, HEAD: tl.constexpr):
 
 @triton.jit
 def spread(dz, waiting, taps, t, begin, PACKED: tl.constexpr):
-    """What token t adds: (gradients of x_t, …, x_{t-K+2}, that of x_{t-K+1}, which nothing is added to any more).
+    """Add token t's contribution: (gradients of x_t, …, x_{t-K+2}, the complete one of x_{t-K+1}).
 
-    Nothing is added to tokens before `begin`, of other sequences.
+    Tokens before `begin` are of other sequences and get nothing.
     """
     K: tl.constexpr = len(taps)
     done = tl.zeros(dz.shape, tl.float32)
@@ -138,7 +138,7 @@ def _walk(
 def _enter(
     of_x, given, bounds, piece, sequence, dfinal, dstate, T, about: tl.constexpr, K: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """The gradient of one sequence's state: what its first tokens add to those before it."""
+    """The gradient of one sequence's state, from its first tokens."""
     x, batch_stride, stride = of_x
     weight, bias, state = given
     dy, g_batch, g_stride, width, c0, low, scale, normed = piece
@@ -163,7 +163,7 @@ def _enter(
         z = convolved(now, past, taps, added)
         dz = slope_of(slopes[i].to(tl.float32), z, scale, normed, about[3], about[4])
         waiting, done = spread(dz, waiting, taps, begin, begin, False)
-        if dfinal is not None:  # a sequence shorter than the state hands on some of what it was given
+        if dfinal is not None:  # the final state of a short sequence contains some of its initial state
             column = i - (end - begin)
             at = dfinal + i_b * SIZE + c * (K - 1) + column
             done += tl.load(at, mask=ok & (column >= 0), other=0.0).to(tl.float32)
@@ -180,7 +180,7 @@ def pull(
     """dx, dstate, and rows of sums for the weights: grid (BLOCKS · (runs · B + S)), without + S where no dstate.
 
     outs: dx [B, T, C], dstate [S, C, K - 1] or None, sums [B · runs, K + 1, C]: of dz_t x_{t-j}, then of dz_t. A run is
-    ROWS - K + 1 tokens long: its walk goes on over K - 1 tokens of the next. The other arguments as in `convolve`.
+    ROWS - K + 1 tokens long; its program also reads K - 1 tokens of the next run. The other arguments as in `convolve`.
     """
     run = tl.program_id(0) // BLOCKS
     piece = piece_of(dys, tl.program_id(0) % BLOCKS, about, BC)

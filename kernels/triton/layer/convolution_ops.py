@@ -1,4 +1,4 @@
-"""The short convolution as custom operators: one launch forwards, two backwards, one for a decoded token."""
+"""The short convolution as custom operators: one launch forward, two backward, one for a decode step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _options(silu: bool, widths: Sequence[int], heads: Sequence[int], scales: Se
 
 
 def _about(x: Tensor, options: Options, tile: table.Tile) -> tuple[Any, ...]:
-    """What the kernels are compiled for."""
+    """The compile-time options of the kernels."""
     silu, widths, heads, scales = options
     blocks = accumulate((-(-w // tile.channels) for w in widths[:-1]), initial=0)
     firsts = accumulate(widths[:-1], initial=0)
@@ -55,7 +55,7 @@ def _sequences(x: Tensor, bounds: Tensor | None) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x, its last axis contiguous."""
+    """x with a contiguous last axis."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -119,7 +119,7 @@ def _backward(
 
 
 class _Differentiable(torch.autograd.Function):
-    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+    """The operator with its gradient; faster on the host than the wrapper of torch.library."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ def _differentiable(
 def _step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, new: Tensor, options: Options
 ) -> Tensor:
-    """y [B, 1, C] of one token x, its pieces side by side; writes the state after it into `new`, maybe the old one."""
+    """y [B, 1, C] of one token x, with all pieces; writes the new state into `new`, which may be the old one."""
     x, weight = _rows(x), weight.contiguous()
     y = x.new_empty(x.shape)
     tile = _tile(x, weight.shape[-1], options, False)

@@ -1,8 +1,8 @@
-"""RMS norm and gate, before or after it, of groups of numbers side by side, where they lie; and its gradients.
+"""RMS norm of groups of contiguous numbers, with a gate before or after it, and its gradients.
 
 Groups are rows of a tile, their numbers on lanes. A token has `inner` groups for each of `ways` weights: heads that
-share a weight are groups of one way; parts of a channel axis, each with a weight of its own, are ways. Nothing is kept
-for the backward pass but the inputs: it sums squares again beside the sum that it needs anyway.
+share a weight are groups of one way; parts of a channel axis with separate weights are ways. The backward pass needs
+only the inputs: it computes the sum of squares again, along with another sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsf.kernels.triton import functions as fn
 
 @triton.jit
 def _where(batch_stride, stride, r, c, way, T, inner: tl.constexpr, GROUP: tl.constexpr):
-    """Where the numbers c of groups r lie."""
+    """The offsets of the numbers c of groups r."""
     token = r // inner
     at = (token // T).to(tl.int64) * batch_stride + (token % T).to(tl.int64) * stride
     return (at + (r % inner + way) * GROUP)[:, None] + c
@@ -70,7 +70,7 @@ def norm_backward(
     inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
     SIGMOID: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """dx, dgate, contiguous, and a row of sums for the weight from each program, which owns `tiles` tiles.
+    """dx, dgate, contiguous, and a row of sums for the weight from each program of `tiles` tiles.
 
     of_x, of_gate: (tensor, strides of batch and time). outs: dx, dgate or None, sums [programs / ways, ways · GROUP] or
     None. Grid (ways · rows / R / tiles).

@@ -1,4 +1,4 @@
-"""Norm and gate as custom operators: one launch forwards; backwards one, and one for the weight's gradient."""
+"""Norm and gate as custom operators: one launch forward; backward one, and one for the weight's gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dsf.kernels.triton.layer.norm import norm_backward, norm_forward, sum_weigh
 from dsf.kernels.triton.operators import operator
 
 WAY_OUT = "the fused norm and gate; ask for backend='torch', which has them"
-PLAIN = 1024  # numbers of a group where nothing is summed over groups
+PLAIN = 1024  # numbers of a group without norm
 Options = tuple[int, bool, bool, bool, float]  # group, norm, gate first, sigmoid, eps
 
 
 def _flat(x: Tensor) -> Tensor:
-    """x [..., D] as [B, T, W] whose last axis is contiguous, where it lies if it can be: [B, T, H, P] as H · P."""
+    """x [..., D] as [B, T, W] with a contiguous last axis, without a copy if possible ([B, T, H, P]: W = H · P)."""
     if x.dim() == 4:
         x = x.flatten(2)
     elif x.dim() == 2:
@@ -93,7 +93,7 @@ def _backward(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None,
 
 
 class _Differentiable(torch.autograd.Function):
-    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+    """The operator with its gradient; faster on the host than the wrapper of torch.library."""
 
     @staticmethod
     def forward(ctx: Any, options: Options, x: Tensor, gate: Tensor | None, weight: Tensor | None) -> Tensor:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from dsf.kernels.triton.sizes import power
 
-PROGRAMS = 1056  # that a launch should have at least: eight for each multiprocessor of the GPUs that were tried
+PROGRAMS = 1056  # fewest programs of a launch: eight for each multiprocessor of an H100 or H200
 
 
 @dataclass(frozen=True)
 class Tile:
-    """channels: a program's; rows: tokens that it walks; block: tokens that are loaded at once; warps."""
+    """channels and rows (tokens) of a program; block: tokens that are loaded together; warps."""
 
     channels: int
     rows: int
@@ -20,10 +20,10 @@ class Tile:
 
 
 def convolution(widths: tuple[int, ...], tokens: int, batch: int, size: int, taps: int, backward: bool) -> Tile:
-    """Of a short convolution of numbers of `size` bytes, into pieces of these widths.
+    """The tile of a short convolution of numbers of `size` bytes, with pieces of these widths.
 
-    A lane holds 16 bytes of a row forwards and 8 backwards, where it has the sums for the weights to keep. A run of
-    tokens is as long as leaves enough programs; what it reads beyond its own are K - 1 or 2 (K - 1) rows.
+    A lane holds 16 bytes of a row forward, and 8 backward, where it also holds the sums for the weights. A run of
+    tokens is as long as possible with enough programs; it reads K - 1 (backward 2 (K - 1)) further rows.
     """
     lane = (8 if backward else 16) // size or 1
     channels = min(128 * lane, power(max(widths)))

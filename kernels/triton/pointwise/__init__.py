@@ -1,1 +1,1 @@
-"""Printed functions run a token and head at a time: prologues, readouts, decode steps."""
+"""Kernels that run printed functions for every token and head: prologues, readouts, decode steps."""

@@ -1,13 +1,13 @@
-"""The pointwise skeleton: a spec's expressions of one token and head, before and after the matrix kernels.
+"""The pointwise kernels: run a spec's printed expressions for every token and head, and the running maximum.
 
-A program owns one head and `span` tokens, and walks them `K` at a time; a tile is [K, N, P] with size one where an
-expression lacks an axis, so that Key and Value vectors lie whole in one program and sums over them stay inside it. What
-is computed comes in as a printed function (dsf.triton.print_chunk) that loads, computes and stores:
+A program handles one head and `span` tokens, K tokens at a time. A tile is [K, N, P], of size one along axes that an
+expression lacks, so that a program has whole Key and Value vectors and their sums. The expressions are printed
+functions (dsf.triton.print_chunk) that load, compute and store:
 
-    body(args, sums, at) -> sums, after storing a tile      zeros(NB, BP) -> sums before the first
+    body(args, sums, at) -> sums, after storing a tile      zeros(NB, BP) -> sums before the first tile
     finish(args, sums, at, row): stores the sums over this program's tokens as row `row`
 
-`args`: pointers and strides. `at`: where the tile lies, as in the fused scan.
+args: pointers and strides; at: the position of the tile, as in the fused scan (scan/tiles.py).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dsf.kernels.triton.packed import place_of_chunk, sequence_of_chunk
 
 @triton.jit
 def no_sums(NB: tl.constexpr, BP: tl.constexpr):
-    """Nothing is summed over tokens."""
+    """`zeros` where nothing is summed over tokens."""
     return (tl.zeros((1, 1, 1), tl.float32),)
 
 
 @triton.jit
 def no_finish(args, sums, at, row):
-    """Nothing was summed over tokens."""
+    """`finish` where nothing is summed over tokens."""
     pass
 
 
 @triton.jit
 def place_of(i_b, i_h, t0, T, H, P, N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr):
-    """Where the tile at token t0 lies."""
+    """The position of the tile at token t0."""
     t = tl.arange(0, K)[:, None, None]
     n = tl.arange(0, NB)[None, :, None]
     p = tl.arange(0, BP)[None, None, :]
@@ -45,7 +45,7 @@ def pointwise(
     body: tl.constexpr, zeros: tl.constexpr, finish: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Every token of B sequences and H heads: grid (H · segments · B), heads fastest."""
+    """All tokens of B sequences and H heads. Grid (H · segments · B), heads fastest."""
     program = tl.program_id(0)
     i_h = (program % H).to(tl.int64)
     segment = (program // H) % segments
@@ -59,13 +59,13 @@ def pointwise(
 
 @triton.jit
 def _later(drift, level, drift_next, level_next):
-    """m → max(m + drift, level) after another such map."""
+    """Composition of two maps m → max(m + drift, level)."""
     return drift + drift_next, tl.maximum(level + drift_next, level_next)
 
 
 @triton.jit
 def _maps(args, i_b, i_h, t0, T, H, body: tl.constexpr, K: tl.constexpr):
-    """The running maximum's map of every row of a block and of all rows up to it, [K]."""
+    """For every row of a block, the running maximum's map over all rows up to it: (drift, level) [K]."""
     log, gain = body(args, place_of(i_b, i_h, t0, T, H, 1, 1, K, 1, 1))
     inside = t0 + tl.arange(0, K) < T
     log = tl.where(inside, tl.reshape(tl.broadcast_to(log, (K, 1, 1)), (K,)), 0.0)
@@ -75,7 +75,7 @@ def _maps(args, i_b, i_h, t0, T, H, body: tl.constexpr, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "blocks"])
 def level_blocks(args, maps, table, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
-    """What each block of K tokens does to the running maximum: its map (drift, level), two planes [B·H, blocks]."""
+    """The running maximum's map of each block of K tokens: maps [B·H, blocks, 2] of (drift, level)."""
     block, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, end = place_of_chunk(table, block, T, K)
     drift, level = _maps(args, lane // H, lane % H, lane * 0 + begin, end, H, body, K)
@@ -87,9 +87,9 @@ def level_blocks(args, maps, table, T, H, blocks, body: tl.constexpr, K: tl.cons
 
 @triton.jit(do_not_specialize=["T", "blocks"])
 def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr, K: tl.constexpr):
-    """m_r = max(m_{r-1} + log decay_r, gain_r): out [2, B·H, T] before and after every row, and the last one.
+    """m_r = max(m_{r-1} + log decay_r, gain_r): out [2, B·H, T] before and after every row, and the last m.
 
-    It begins with first [B·H], None where there is nothing yet; of packed sequences first and last are [S, H].
+    first: m_0 [B·H], or None; for packed sequences first and last are [S, H].
     """
     block, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, end = place_of_chunk(table, block, T, K)
@@ -105,7 +105,7 @@ def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr
     local = tl.arange(0, K)
     rows = begin + local
     to, after = out + lane * T + rows, tl.maximum(level + drift, own)
-    # nothing is there to decay: a logarithm of -1e30 would only take the digits of those that are added to it
+    # before the first write there is nothing to decay, and adding to -1e30 would lose all digits
     level = tl.where(level > -1e29, level, tl.sum(tl.where(local == 0, after, 0.0), 0))
     tl.store(to, tl.zeros([K], tl.float32) + level, mask=(local == 0) & (rows < end))
     tl.store(to + 1, after, mask=(local < K - 1) & (rows + 1 < end))
@@ -118,9 +118,10 @@ def step(
     args, H, P, body: tl.constexpr, shared: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr,
     BP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One token of every sequence: a program owns BLOCKS · BP channels of one head. Grid (P / those · H · B).
+    """One token of every sequence. A program handles BLOCKS · BP channels of one head. Grid (P / those · H · B).
 
-    shared: what all channels need, with the columns of the state that it overwrites; None where there is nothing.
+    shared: printed function for what all channels share, which overwrites the state's columns of the normaliser and the
+    running maximum; None without a normaliser.
     """
     program = tl.program_id(0)
     parts = tl.cdiv(P, BP * BLOCKS)
@@ -128,7 +129,7 @@ def step(
     i_h = (program // parts % H).to(tl.int64)
     i_b = (program // parts // H).to(tl.int64)
     t = tl.arange(0, 1)[:, None, None]
-    n = tl.arange(0, NB)[None, :, None].to(tl.int64)  # constant multiples of it become offsets inside instructions
+    n = tl.arange(0, NB)[None, :, None].to(tl.int64)  # its constant multiples become offsets inside instructions
     p = tl.arange(0, BP)[None, None, :]
     held = (t,)
     if shared is not None:

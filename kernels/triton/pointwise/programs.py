@@ -1,4 +1,4 @@
-"""What operators know of printed files, and one call of their functions: sizes, tensors by name, pointwise launches.
+"""What operators need to know of printed files (`Program`), and a call of the printed functions (`Pointwise`).
 
 A `Program` is registered for every file of the matrix families (dsf.triton.print_chunk).
 """
@@ -18,22 +18,22 @@ from dsf.kernels.triton.pointwise.kernel import no_finish, no_sums, pointwise
 from dsf.kernels.triton.registry import Registry
 from dsf.kernels.triton.sizes import power
 
-PADDING = 16  # columns beside a normalised system's values, the first two of them driven by ones: rows stay aligned
+PADDING = 16  # columns added to a normalised system's values, so that rows stay aligned; ones drive the first two
 LARGEST = 256
-EMPTY = -1e30  # the running maximum of no tokens
-MANY = 12  # vectors that a printed function loads and stores, beyond which its tiles are smaller
+EMPTY = -1e30  # running maximum before the first token
+MANY = 12  # a printed function that loads and stores more vectors has smaller tiles
 VECTORS = ("query", "key", "value", "left", "right")
-MADE_THERE = ("left", "decay", "own")  # what the chunk kernels can make themselves: `made_` functions
+MADE_THERE = ("left", "decay", "own")  # operands that the chunk kernels can compute, by `made_` functions
 
 
 @dataclass(frozen=True)
 class Access:
-    """A tile of a tensor: [B, T, (n), H, (N), (P)] a token, [H, (N), (P)] for a Param, by its name.
+    """A tensor of a printed function: [B, T, (n), H, (N), (P)] per token, [H, (N), (P)] for a Param. role: its name.
 
-    step: micro-step (of an input: how many it has). stored: fewer heads than the launch are written once. tail: the
-    columns beside the values, the first two of them driven alike; again: the second holds the first again, else what
-    the first one's dtype has no room for. summed: the sums over a program's tokens, one row a program. column: of the
-    state [B, H, N, COLUMNS], contiguous: the first that is meant.
+    step: which micro-step (in Program.inputs: how many). stored: it is written, by one head of those that share a head
+    of it. tail: the PADDING columns after the values, whose first two hold the normaliser; again: the second repeats
+    the first, else it holds the first one's rounding error. summed: sums over a program's tokens, one row a program.
+    column: for the contiguous state [B, H, N, COLUMNS], the first column.
     """
 
     role: str
@@ -49,7 +49,7 @@ class Access:
 
     @property
     def width(self) -> int:
-        """How many places of `args` it takes."""
+        """How many entries of `args` it takes."""
         if self.summed or self.column is not None:
             return 1
         return 1 + (2 if self.time else 0) + 2 + self.key + self.value + self.tail
@@ -61,9 +61,9 @@ class Access:
 
 @dataclass(frozen=True)
 class Role:
-    """Where an operand of the chunk kernels comes from: the input of that name as given, or None: it is made.
+    """An operand of the chunk kernels. bare: the input that it is, or None where it is computed.
 
-    varies: it has inputs, and so a gradient. positive: it is never negative.
+    varies: it depends on inputs, and so has a gradient. positive: it is never negative.
     """
 
     bare: str | None
@@ -73,7 +73,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Made:
-    """An operand that the prologue makes, from the inputs named in `of`; rows: micro-steps a token."""
+    """An operand that the prologue computes from the inputs `of`. key, value: its axes; rows: micro-steps a token."""
 
     name: str
     key: bool
@@ -84,13 +84,16 @@ class Made:
 
 @dataclass(frozen=True)
 class Program:
-    """What the operator knows of a spec. accesses: of each printed function; direct: input -> operand whose gradient
-    is its own; ones: there is a normaliser, column: as a column beside the values, where the chunk kernels have none;
-    gated: channels are read with gains of their own, whose gradients need what was read;
-    quotient: y is what was read times a factor that the normaliser makes; skip: the Param in what is added to it, where
-    the chunk kernels make its gradient; floor: what no log decay is further from
-    zero than, given where transitions are diagonal plus rank one; vectors: inputs whose gradients the chunk kernels
-    make there, of those of left, right and decay; the rest is as the declaration has it."""
+    """What the operator knows of a spec.
+
+    roles: of the operands, by name; made: those that the prologue computes; direct: {input: operand with the same
+    gradient}; micro: micro-steps a token; before: y reads the state before the update; log: decays are logarithms;
+    keywise: one for each key entry; ones: there is a normaliser, column: as a column of the values; gated: C has a
+    factor of single channels; quotient: y is the read times a factor of the denominator; skip: the Param of a skip
+    whose gradient the chunk kernels compute; stabilised: there is a running maximum; floor: log decays are between it
+    and -floor (transitions that are diagonal plus rank one, else None); vectors: inputs of left, right and decay whose
+    gradients the chunk kernels compute; accesses: the tensors of each printed function.
+    """
 
     inputs: tuple[Access, ...]
     roles: Mapping[str, Role]
@@ -118,9 +121,9 @@ PROGRAMS: Registry[Program] = Registry("program")
 def arguments_of(
     accesses: Sequence[Access], tensors: Mapping[str, Tensor | None], heads: int, fixed: bool
 ) -> tuple[Any, ...]:
-    """Pointers and strides of tensors in the order that a printed function reads them.
+    """Pointers and strides of tensors, in the order in which a printed function reads them.
 
-    fixed: strides of time are constants where they can be, which the host has to look at in every call.
+    fixed: strides of time are compile-time constants where possible, which the host then checks in every call.
     """
     found: list[Any] = []
     for a in accesses:
@@ -139,7 +142,7 @@ def arguments_of(
 
 
 class Printed(Protocol):
-    """What a printed file's launches need to know. accesses: of each of its functions."""
+    """What the launches of a printed file need. accesses: the tensors of each function."""
 
     @property
     def inputs(self) -> tuple[Access, ...]: ...  # noqa: D102
@@ -150,7 +153,7 @@ class Printed(Protocol):
 
 
 class Pointwise:
-    """One call of printed functions: sizes, tensors by role, and launches."""
+    """One call of printed functions. heads, n, p, batch, tokens: sizes from the operands; tensors: by role."""
 
     def __init__(self, printed: Printed, operands: Sequence[Tensor]) -> None:
         self.printed = printed
@@ -171,11 +174,11 @@ class Pointwise:
         self.like, self.dtype = first, first.dtype
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uninitialised memory of the call's device."""
+        """Uninitialised memory on the call's device."""
         return self.like.new_empty(shape, dtype=dtype)
 
     def need(self, role: str) -> Tensor:
-        """A tensor that is there."""
+        """The tensor of a role, which must exist."""
         x = self.tensors[role]
         assert x is not None
         return x
@@ -197,26 +200,26 @@ class Pointwise:
         )  # fmt: skip
 
     def tile(self, accesses: Sequence[Access]) -> tuple[int, int, int]:
-        """Key entries, channels and tokens of a tile."""
+        """(key entries, channels, tokens) of a tile."""
         key = power(self.n) if any(a.key for a in accesses) else 1
         value = power(self.p) if any(a.value and not a.tail for a in accesses) else 1
         held = sum((a.key or a.value) and not a.summed for a in accesses)
-        room = 4096 if held <= MANY else 1024  # entries of a tile: what is loaded stays in registers
+        room = 4096 if held <= MANY else 1024  # entries of a tile, so that it fits the registers
         return key, value, max(4, min(128, room // max(key, value)))
 
     def span(self, name: str) -> int:
-        """Tokens of one program: several tiles where sums over tokens leave a row a program."""
+        """Tokens of one program: several tiles where each program stores a row of sums over its tokens."""
         accesses = self.printed.accesses[name]
         return self.tile(accesses)[2] * (8 if any(a.summed for a in accesses) else 1)
 
     def arguments(self, accesses: Sequence[Access]) -> tuple[Any, ...]:
-        """Pointers and strides in the order that a printed function reads them."""
+        """`arguments_of` for tensors of this call, with constant strides of time."""
         return arguments_of(accesses, self.tensors, self.heads, True)
 
     def room(self, a: Access, like: Tensor) -> Tensor:
-        """Room for an input's gradient: all heads apart, one row a program of `adjoint` for a Param.
+        """Memory for an input's gradient with all H heads; for a Param one row for each program of `adjoint`.
 
-        Zeros where printed functions store no gradient of one of its steps, which nothing reads.
+        Zeros where printed functions do not store the gradient of every micro-step.
         """
         last = like.shape[like.dim() - a.key - a.value :]
         if not a.time:
@@ -230,16 +233,16 @@ class Pointwise:
 
     @property
     def _stored(self) -> Iterator[Access]:
-        """The accesses of what stores gradients of inputs."""
+        """The accesses of the functions that store gradients of inputs."""
         return (x for name in ("adjoint", "vectors_adjoint") for x in self.printed.accesses.get(name, ()))
 
     def heads_of(self, names: Sequence[str]) -> int:
-        """Heads of what is made of these inputs."""
+        """How many heads an expression of these inputs has."""
         return math.lcm(*(self.inputs[name].heads(self.need(name)) for name in names), 1)
 
 
 def gathered(a: Access, x: Tensor, like: Tensor) -> Tensor:
-    """An input's gradient of all heads apart (of all programs, for a Param) as that of `like`, in its dtype."""
+    """An input's gradient from `room`, summed over shared heads (over programs, for a Param), in dtype of `like`."""
     if not a.time:
         x = x.sum(0)
     axis = like.dim() - 1 - a.key - a.value

@@ -1,7 +1,6 @@
-"""What is made once a token before the fused scan, as custom operators: one launch, and one for its adjoint.
+"""The kernel before the fused scan and its adjoint, as custom operators of one launch each.
 
-A registered Prologue says which tensor is which (dsf.triton.print_prologue prints the kernels); the operators take its
-name.
+They take the name of a registered Prologue, which dsf.triton.print_prologue makes with the kernels' source.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dsf.kernels.triton.registry import Registry
 
 @dataclass(frozen=True)
 class Prologue:
-    """What the operators know of a spec. inputs: those that it reads; accesses: of each printed function."""
+    """What the operators know of a spec. inputs: those read; made: the outputs; accesses: of each printed function."""
 
     inputs: tuple[Access, ...]
     made: tuple[Made, ...]
@@ -33,7 +32,7 @@ PROLOGUES: Registry[Prologue] = Registry("prologue")
 
 
 def _room(call: Pointwise, m: Made) -> Tensor:
-    """Room for what is made: [B, T, H, N], or [B, T, H] contiguous in time."""
+    """Memory for an output: [B, T, H, N], or [B, T, H] contiguous in time."""
     heads = call.heads_of(m.of)
     if m.key:
         return call.empty(call.batch, call.tokens, heads, call.n)
@@ -41,7 +40,7 @@ def _room(call: Pointwise, m: Made) -> Tensor:
 
 
 def _make(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
-    """What the scan takes instead of these inputs, in float32: [B, T, H, N] or [B, T, H] each."""
+    """The scan's inputs that are computed from these operands, float32 [B, T, H, N] or [B, T, H] each."""
     known = PROLOGUES[prologue]
     call = Pointwise(known, operands)
     made = [_room(call, m) for m in known.made]
@@ -51,7 +50,7 @@ def _make(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
 
 
 def _pull(given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]) -> list[Tensor]:
-    """Gradients of the operands that need one, in order, from those of all that was made."""
+    """Gradients of the operands that need one, in order, from the gradients `given` of all outputs."""
     known = PROLOGUES[prologue]
     call = Pointwise(known, operands)
     call.tensors |= {f".d{m.name}": x for m, x in zip(known.made, given, strict=True)}

@@ -1,6 +1,6 @@
-"""The decode step as custom operators: one launch a token, the state new or overwritten.
+"""The decode step as custom operators: one launch a token, with a new or an overwritten state.
 
-A registered StepProgram says which tensor is which (dsf.emit_step prints the kernel); the operators take its name.
+They take the name of a registered StepProgram, which dsf.triton.print_step makes with the kernel's source.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from dsf.kernels.triton.sizes import power
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What the operators know of a spec. ones: the state has a column driven by ones, stabilised: and one of running
-    maxima; whole: a sum over all channels needs them in one program; corrected: A sums over the Key axis; general:
-    more than delta rules do; plain: it is the identity."""
+    """What the operators know of a spec.
+
+    ones: the state has a column of the normaliser; stabilised: and one of the running maximum. whole: a sum over
+    channels needs all of them in one program. corrected: A has corrections; general: that are no delta rules; plain: A
+    is the identity.
+    """
 
     inputs: tuple[Access, ...]
     accesses: tuple[Access, ...]
@@ -41,7 +44,7 @@ STEPS: Registry[StepProgram] = Registry("step")
 
 
 def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
-    """B, H, N, P."""
+    """(B, H, N, P) of a call."""
     batch = heads = n = p = 1
     for a, x in zip(program.inputs, operands, strict=True):
         if a.time:
@@ -52,11 +55,11 @@ def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, 
 
 
 def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
-    """Padded N, channels at a time and warps of a program.
+    """(padded N, channels at a time, warps) of a program.
 
-    Sums over many keys are best kept inside one warp where the new state waits for them; beside a normaliser's column
-    a program has several blocks to walk, and as many numbers under way as registers allow. Where A is the identity 8
-    warps were found faster than 4.
+    Sums over many keys are fastest inside one warp where the new state depends on them. With a normaliser a program
+    walks several blocks of channels, with as many loads in flight as registers allow. Where A is the identity, 8 warps
+    were faster than 4.
     """
     keys, channels = power(n), power(p)
     numbers, own = 4096, 1024
@@ -72,7 +75,7 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
 
 
 def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new: Tensor) -> Tensor:
-    """Write the new state (into the old one where they are the same) and return y [B, 1, H, P]."""
+    """Write the new state into `new`, which may be `state`, and return y [B, 1, H, P]."""
     batch, heads, n, p = _sizes(program, operands)
     first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
     y = first.new_empty(batch, 1, heads, p)
@@ -81,7 +84,7 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     tensors |= {".state": state, ".new_state": new}
     keys, channels, warps = tile(n, p, program)
     parts = -(-p // channels)
-    together = program.ones and new is state  # the column that all channels read: one program must own them
+    together = program.ones and new is state  # one program must own the column
     blocks = parts if together else 1
     args = arguments_of(program.accesses, tensors, heads, False)  # one token has no stride
     launch(

@@ -58,16 +58,13 @@ class Room(NamedTuple):
 
 @triton.jit
 def tile_at(at, t0, end):
-    """The tile at t0; end: None where all its tokens exist, as a single one always does."""
+    """The position of the tile at t0; end: None where all its tokens exist, as for tiles of one token."""
     return moved(at, t0, at.t >= 0 if end is None or at.t.shape[0] == 1 else t0 + at.t < end)
 
 
 @triton.jit
 def fetch_both(x, at, holes: tl.constexpr):
-    """The tile's tokens, and its outputs' gradients (float32).
-
-    All of it one tile ahead: memory answers while the walk computes.
-    """
+    """The tile's tokens, and its outputs' gradients (float32); loaded one tile ahead of their use."""
     tokens = holes.load(x.args, at)
     base = x.given.dy + given_offset(at)
     return tokens, tl.load(base + at.t * (at.H * at.P) + at.p, mask=at.t_ok & at.p_ok, other=0.0).to(tl.float32)
@@ -75,7 +72,7 @@ def fetch_both(x, at, holes: tl.constexpr):
 
 @triton.jit
 def fetch_group(x, at, t0, end, holes: tl.constexpr, shape: tl.constexpr):
-    """The tokens of U tiles; the last token again past the end."""
+    """The tokens of U tiles; past the end the last token again."""
     found = ()
     for u in tl.static_range(shape.U):
         here = tile_at(at, tl.minimum(t0 + u * shape.K, end - 1), end)
@@ -85,7 +82,7 @@ def fetch_group(x, at, t0, end, holes: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def pass_tile(x, tokens, state, at, holes: tl.constexpr, shape: tl.constexpr):
-    """The state after a whole tile that `state` enters."""
+    """The state after a whole tile, from `state` before it."""
     a, b, c, e, d = holes.step(tokens, x.held, at)
     a, b = blend(a, b, True, shape, False)
     return last_state(a, b, state, shape.K)
@@ -93,9 +90,9 @@ def pass_tile(x, tokens, state, at, holes: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def walk_back(a, written, late, cotangent, shape: tl.constexpr, ARRIVING: tl.constexpr):
-    """The cotangents of the states after every token, and the one that leaves the tile on its left.
+    """The cotangents of the states after every token, and of the state before the tile.
 
-    written: what outputs add, late: what final states add (ARRIVING).
+    written: contributions of outputs; late: of final states (ARRIVING).
     """
     K: tl.constexpr = shape.K
     G: tl.constexpr = shape.G
@@ -124,7 +121,7 @@ def walk_back(a, written, late, cotangent, shape: tl.constexpr, ARRIVING: tl.con
 def pass_back(
     a, written, late, cotangent, t, k: tl.constexpr, AXIS: tl.constexpr, BEFORE: tl.constexpr, ARRIVING: tl.constexpr
 ):
-    """The cotangent of the state after token k, and of the one before it."""
+    """The cotangents of the states after and before token k."""
     if ARRIVING:
         cotangent += take(late, t, k, AXIS)
     if not BEFORE:
@@ -137,7 +134,7 @@ def pass_back(
 
 @triton.jit
 def entering(saved, at, t0, end, shape: tl.constexpr):
-    """The states saved before the runs of the tile at t0, [G, 1, BP], of a vector state; end: None where all exist."""
+    """The stored states before the runs of a vector state's tile at t0, [G, 1, BP]; end: None where all exist."""
     run = t0 + firsts(shape.K, shape.G, True)
     to = saved + saved_offset(run, at.n, at, shape.M)
     return tl.load(to, mask=at.p_ok if end is None else (run < end) & at.p_ok, other=0.0)
@@ -147,14 +144,14 @@ def entering(saved, at, t0, end, shape: tl.constexpr):
 def pull_tile(
     x, tokens, dd, state, cotangent, sums, at, holes: tl.constexpr, shape: tl.constexpr, MASKED: tl.constexpr
 ):
-    """One tile backwards: `state` enters it from the left, `cotangent` from the right; the holes store gradients."""
+    """One tile, from the last token to the first. state: before it; cotangent: after it. The holes store gradients."""
     a, b, c, e, d = holes.step(tokens, x.held, at)
     a, b = blend(a, b, at.t_ok, shape, MASKED)
     before, after, _ = walk(a, b, state, shape.K, shape.G)
     seen = before if shape.BEFORE else after
     scaled = e * dd
     written = fill(c * scaled, shape, shape.NB)
-    if MASKED:  # computed from zeros past the end, where it may be NaN
+    if MASKED:  # past the end it is computed from zeros and may be NaN
         written = tl.where(at.t_ok, written, 0.0)
     late = written
     if x.given.states is not None:
@@ -170,7 +167,7 @@ def pull_tile(
 
 @triton.jit
 def find_states(x, saved, mine, at, c0, c1, end, holes: tl.constexpr, shape: tl.constexpr):
-    """The states before every group of U tiles from c0 to c1, to `mine`; returns the last one, which is not stored."""
+    """Store the states before the groups of U tiles from c0 to c1 in `mine`; the last one is returned instead."""
     long = row_of(at) * 0  # makes offsets 64-bit
     state = tl.load(saved + saved_offset(c0, at.n, at, shape.M), mask=at.n_ok & at.p_ok, other=0.0)
     EACH: tl.constexpr = shape.U * shape.K
@@ -189,7 +186,7 @@ def find_states(x, saved, mine, at, c0, c1, end, holes: tl.constexpr, shape: tl.
 
 @triton.jit
 def pull_rest(x, state, sums, cotangent, at, r0, c1, end, holes: tl.constexpr, shape: tl.constexpr):
-    """The tokens r0 to c1 backwards, which fill no group, each tile from the state before the first."""
+    """The tokens r0 to c1, less than a group, in reverse; each tile is walked from the state before the first."""
     long = row_of(at) * 0
     rest = tl.cdiv(c1 - r0, shape.K)
     for i in range(rest):
@@ -205,7 +202,7 @@ def pull_rest(x, state, sums, cotangent, at, r0, c1, end, holes: tl.constexpr, s
 
 @triton.jit
 def pull_chunk(x, saved, mine, sums, cotangent, at, c0, c1, end, holes: tl.constexpr, shape: tl.constexpr):
-    """The tokens c0 to c1 backwards, at most M of them, from the state saved before the first."""
+    """The tokens c0 to c1, at most M, in reverse, from the stored state before the first."""
     long = row_of(at) * 0
     K: tl.constexpr = shape.K
     U: tl.constexpr = shape.U
@@ -242,14 +239,14 @@ def pull_chunk(x, saved, mine, sums, cotangent, at, c0, c1, end, holes: tl.const
 
 @triton.jit
 def total_places(totals, like, i: tl.constexpr, lane, shape: tl.constexpr):
-    """Where sum i lies between two calls."""
+    """The address of sum i between two launches."""
     places = totals + i * (shape.NB * shape.BP) + lane
     return places + tl.arange(0, shape.NB)[None, :, None] * shape.BP if like.shape[1] == shape.NB else places
 
 
 @triton.jit
 def recall(totals, sums, lane, shape: tl.constexpr):
-    """The Params' sums as they were kept."""
+    """Load the Params' sums of the launch before."""
     found = ()
     for i in tl.static_range(len(sums)):
         found = found + (tl.load(total_places(totals, sums[i], i, lane, shape)),)  # type: ignore[assignment]  # noqa: RUF005
@@ -258,7 +255,7 @@ def recall(totals, sums, lane, shape: tl.constexpr):
 
 @triton.jit
 def keep(totals, sums, lane, shape: tl.constexpr):
-    """Keep the Params' sums for the next launch."""
+    """Store the Params' sums for the next launch."""
     for i in tl.static_range(len(sums)):
         places = total_places(totals, sums[i], i, lane, shape)
         tl.store(places, tl.broadcast_to(sums[i], places.shape))
@@ -266,7 +263,7 @@ def keep(totals, sums, lane, shape: tl.constexpr):
 
 @triton.jit
 def spread(sums, shape: tl.constexpr):
-    """A Params' sum for every run, in the first of which are those so far."""
+    """The Params' sums with one for every run; the first run has those so far."""
     found = ()
     for i in tl.static_range(len(sums)):
         first = tl.arange(0, shape.G)[:, None, None] == 0
@@ -277,7 +274,7 @@ def spread(sums, shape: tl.constexpr):
 
 @triton.jit
 def joined(sums):
-    """All runs' sums as one."""
+    """The sum over all runs."""
     found = ()
     for i in tl.static_range(len(sums)):
         found = found + (tl.sum(sums[i], 0, keep_dims=True),)  # type: ignore[assignment]  # noqa: RUF005
@@ -286,9 +283,9 @@ def joined(sums):
 
 @triton.jit
 def pull_runs(x, saved, at, end, low, high, sums, chunks, cotangent, holes: tl.constexpr, shape: tl.constexpr):
-    """Chunks `low` to `chunks` of a segment backwards, a tile each, from the states before its runs.
+    """Chunks `low` to `chunks` of a segment in reverse, one tile each, from the stored states before its runs.
 
-    high: the last one's number and 1, from the sequence's first.
+    high: the last chunk's number plus 1, counted from the start of the sequence.
     """
     CHUNK: tl.constexpr = shape.K * shape.G
     long = row_of(at) * 0
@@ -312,10 +309,10 @@ def gradients(
     args, grads, given, room, T, H, P, segments, span, low, high, rows, each, holes: tl.constexpr,
     shape: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the tokens in chunks `low` to `high` of every segment; at low = 0 the Params' part.
+    """Gradients of the tokens in chunks `low` to `high` of every segment; at low = 0 also of Params.
 
-    Of the room, scratch holds M / (U K) states a program; states between two of those stay in registers. Gradients
-    summed over channels go to buffers of `rows` tokens a batch row, `each` a segment.
+    room.scratch holds M / (U K) states a program; states between these stay in registers. Gradients summed over
+    channels are stored in buffers of `rows` tokens a batch row, `each` a segment.
     """
     at, segment = program(T, H, P, segments, shape, True)
     begin = segment * span

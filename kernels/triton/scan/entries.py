@@ -1,26 +1,27 @@
-"""The adjoint of a fused scan whose state entries need nothing of each other: one entry after the other.
+"""The adjoint of a fused scan with independent state entries: it processes one entry after the other.
 
-A program of one warp owns BP channels of one head and one segment of time. K tokens lie in registers, a tuple of
-tiles [1, 1, BP]; a loop over the state entries walks them forward and backward, so that states never leave the
-registers, and what has no Key axis is computed once for all entries. What an entry needs of its own waits in shared
-memory where there is room (scan_table.shared_states): the L2 has none for that of all programs, and what is asked for
-an entry ahead comes too late, because ptxas moves loads down to save registers. Besides `setup`, `step` and `finish`
-(dsf.kernels.triton.scan.tiles) the printed holes are (the first two with _back after their names)
+A program of one warp handles BP channels of one head and one segment of time. K tokens are in registers, as a tuple of
+tiles [1, 1, BP]. A loop over the state entries walks these tokens forward and backward, so states stay in registers,
+and whatever has no Key axis is computed once for all entries. Each entry has a row of numbers (rows.py), in shared
+memory where there is room (table.shared_states): the rows of all programs do not fit the L2, and loading a row one
+entry ahead does not help, because ptxas delays loads to save registers. The printed holes are `setup`, `step` and
+`finish` (dsf.kernels.triton.scan.tiles) and these; *held* are values computed from Params alone:
 
-    plain(args, at) -> tokens' inputs without a Key axis
-    runs(args, at, L) -> L tokens of one entry (lanes.load_lanes), or of a tile of entries with a token a lane
-    spread(run, L) -> these tokens apart    parted(held) -> (what has a Key axis, what has none) of what Params make
-    whole(args, tokens, at) -> a token's inputs of both axes     merge(keyed, loose) -> what is held, in order
+    plain, plain_back(args, at) -> the inputs without a Key axis, of one token or of K
+    runs, runs_back(args, at, L) -> Key inputs of one entry: L tokens in every lane, or a token a lane (lanes.py)
+    spread(run, L) -> the L tokens of runs_back as separate values
+    whole(args, tokens, at) -> a token's inputs with both axes
+    parted(held) -> (held values with a Key axis, those without)    merge(keyed, loose) -> the held values, in order
     moved(tokens, held, A, B, state, at) -> the state after a token; A, B: of `step`
-    passed(tokens, held, A, dB, at) -> the cotangent of the state before it; dB: of the state after it
-    entry(tokens, held, grads, dA, dB, dC, dA_A, state, at) -> a token's terms of sums over the entries, of sums over
-        channels, and of Params' sums; state: before it
-    keys_added(grads, values, at) -> L tokens' terms summed over the channels, as far as takes no waiting
-    keys_stored(grads, places, sums, ok, sink, L, BP): stores them -> the next entry's places
-    keys_at(grads, at, sink, L, BP) -> an entry's places, and zeros in the form of such sums
+    passed(tokens, held, A, dB, at) -> the cotangent of the state before a token; dB: of the state after it
+    entry(tokens, held, grads, dA, dB, dC, dA_A, state, at) -> a token's terms of sums over entries, of sums over
+        channels, and of Params' sums; state: before the token
+    keys_added(grads, values, at) -> L tokens' terms partly summed over channels, without waiting for other lanes
+    keys_stored(grads, places, sums, ok, sink, L, BP): finishes and stores these sums -> the next entry's addresses
+    keys_at(grads, at, sink, L, BP) -> the first entry's addresses, and zeros for such sums
     after(tokens, held, found, dE, dD, at) -> gradients of a token's inputs without a Key axis, and Params' terms
-    puts(grads, values, at, sink): stores L tokens' gradients
-    blank(BP) -> zeros for the sums over entries, Params' sums of an entry, and those without
+    puts(grads, values, at, sink): stores these gradients of L tokens
+    blank(BP) -> zeros for the sums over entries, for Params' sums of an entry, and for those without a Key axis
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from dsf.kernels.triton.tile import fixed, in_order, tokens_of
 
 @triton.jit
 def walk_entry(x, tokens, held, run, state, at, t0, end, n, holes: tl.constexpr, shape: tl.constexpr):
-    """The states before and after every one of K tokens of an entry, and what each of them does."""
+    """The states of an entry before and after each of K tokens, and each token's (A, C, E)."""
     states = (state,)
     steps = ()
     for i in tl.static_range(shape.K):
@@ -71,9 +72,10 @@ def pull_entry(
     x, tokens, held, run, states, steps, dd, cotangent, totals, at, t0, end, n, holes: tl.constexpr,
     shape: tl.constexpr,
 ):  # fmt: skip
-    """K tokens of an entry backwards; totals: (sums over entries, C S) of every token so far, and the Params' sums.
+    """K tokens of an entry, from the last to the first.
 
-    Returns the cotangent before them, the new totals, and every token's terms of sums over channels.
+    totals: (sums over entries, Σ C S) of every token so far, and the Params' sums. Returns the state's cotangent before
+    the tokens, the new totals, and every token's terms of sums over channels.
     """
     found, read, summed = totals
     adds = ()
@@ -114,9 +116,10 @@ def pull_entry(
 
 @triton.jit
 def pull_run(x, at, t0, end, kept, place, loose, holes: tl.constexpr, shape: tl.constexpr):
-    """K tokens backwards, from the states before them, `place` of every row; cotangents in the rows become earlier.
+    """K tokens of all entries, from the last to the first.
 
-    end: None where all tokens exist. Returns the Params' sums without a Key axis, with what was added to `loose`.
+    place: the position in every row of the state before the tokens. The cotangents in the rows become those before the
+    tokens. end: None where all tokens exist. Returns the Params' sums without a Key axis: `loose` plus these tokens'.
     """
     K: tl.constexpr = shape.K
     BP: tl.constexpr = shape.BP
@@ -138,7 +141,7 @@ def pull_run(x, at, t0, end, kept, place, loose, holes: tl.constexpr, shape: tl.
         ahead = entry_of(x, at, t0, row, shelf, place, 0, holes, shape, True)
     places, sums = holes.keys_at(x.grads, place_of(at, t0, -1), x.sink, K, BP)
     for n in range(shape.N):
-        places = holes.keys_stored(x.grads, places, sums, n > 0, x.sink, K, BP)  # of the last turn: they wait no more
+        places = holes.keys_stored(x.grads, places, sums, n > 0, x.sink, K, BP)  # of the turn before, now complete
         mine = row
         row = lanes.behind(row, shape.ROW * BP, shape.SHARED)
         if shape.SHARED:
@@ -175,7 +178,10 @@ def pull_run(x, at, t0, end, kept, place, loose, holes: tl.constexpr, shape: tl.
 
 @triton.jit
 def pull_group(x, before, left, at, c0, end, kept, loose, holes: tl.constexpr, shape: tl.constexpr):
-    """M tokens from c0 on backwards, from the states `before` them; left: scratch for those between, or None."""
+    """M tokens from c0 on, from the last to the first.
+
+    before: the stored states before them; left: scratch for states between runs of K tokens, or None.
+    """
     STATES: tl.constexpr = shape.STATES
     c1 = tl.minimum(c0 + shape.M, end)
     t0 = row_of(at) * 0 + c0
@@ -190,7 +196,7 @@ def pull_group(x, before, left, at, c0, end, kept, loose, holes: tl.constexpr, s
         )  # fmt: skip
     for turn in range(tl.cdiv(count, shape.S)):
         if left is not None:
-            for j in range(tl.minimum(turn, 1) * shape.S):  # none in the first turn
+            for j in range(tl.minimum(turn, 1) * shape.S):  # not in the first turn
                 if skip + j == shape.S:
                     begin(before, at.P, at.p_ok, kept.rows, STATES, shape)
                 else:
@@ -212,11 +218,11 @@ def entry_gradients(
     args, grads, given, room, T, H, P, segments, span, low, high, rows, each, holes: tl.constexpr,
     shape: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the tokens in groups `low` to `high` of M tokens of every segment; at low = 0 the Params' part.
+    """Gradients of the tokens in groups `low` to `high` (M tokens each) of every segment; at low = 0 also of Params.
 
-    Of the room, totals are zeros at first, [programs, KEYED N + LOOSE, BP]: those with a Key axis, and those without.
-    Gradients of Key inputs are summed over the program's channels to buffers [blocks, B, H, N, rows], `rows` tokens a
-    batch row, `each` a segment.
+    room.totals: [programs, KEYED N + LOOSE, BP], Params' sums with a Key axis and those without; zeros before the first
+    launch. Gradients of Key inputs are summed over the program's channels into buffers [blocks, B, H, N, rows] with
+    `rows` tokens a batch row and `each` a segment.
     """
     N: tl.constexpr = shape.N
     BP: tl.constexpr = shape.BP

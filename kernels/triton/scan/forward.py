@@ -2,14 +2,14 @@
 
 A program of one warp owns `BP` channels of one head and one segment of time: lanes lie along the channels. It loads K
 tokens at a time into registers, as a tuple of tiles [1, 1, BP], and walks them once for every state entry. What has no
-Key axis is computed once for all entries; what has only a Key axis is the same in all lanes. The state of an entry
-waits in memory for its next turn. Entries must be independent of each other. Besides the holes of
+Key axis is computed once for all entries; what has only a Key axis is the same in all lanes. An entry's state is in
+memory between its turns. Entries must be independent of each other. Besides the holes of
 dsf.kernels.triton.scan.tiles this pass needs five:
 
     plain(args, at) -> a token's inputs without a Key axis
-    runs(args, at, L) -> of each input with a Key axis alone, L tokens of an entry, which lie side by side
-    whole(args, tokens, at) -> a token's inputs of both axes; `tokens`: those without a Key axis
-    ahead(args, at, L, BP): asks for what L tokens will load
+    runs(args, at, L) -> L tokens of one entry for each input with a Key axis alone; these tokens are contiguous
+    whole(args, tokens, at) -> a token's inputs with both axes; tokens: those without a Key axis
+    ahead(args, at, L, BP): prefetches the inputs of L tokens
     moved(tokens, held, A, B, state, at) -> the state after a token; A, B: of `step`
 """
 
@@ -28,11 +28,10 @@ from dsf.kernels.triton.tile import widened
 
 @dataclass(frozen=True, repr=False)
 class Entries(Shape):
-    """NB is 1. U: entries whose turns are unrolled, so that values that are loaded one turn ahead need no move; it
-    divides N.
+    """NB is 1. U: entries whose turns are unrolled, so that values loaded one turn ahead are not copied; it divides N.
 
-    NEAR: the L1 has room for what is loaded next. For summaries: LOW: products up to this size are taken for zero;
-    PARTS: programs that share the entries of a segment; LAST: the summary of the last segment is needed, too.
+    NEAR: the L1 can hold what is prefetched. For summaries: LOW: products up to this size count as zero; PARTS:
+    programs that share the entries of a segment; LAST: the summary of the last segment is needed, too.
     """
 
     NEAR: bool = False
@@ -42,13 +41,13 @@ class Entries(Shape):
 
     @property
     def single(self) -> Any:
-        """The same for one token."""
+        """The Shape with K = 1."""
         return constant(replace(self, K=1))
 
 
 @triton.jit
 def plain_tokens(args, at, c0, holes: tl.constexpr, shape: tl.constexpr):
-    """What has no Key axis, of K tokens."""
+    """The inputs without a Key axis of K tokens."""
     found = ()
     for k in tl.static_range(shape.K):
         found = found + (holes.plain(args, place_of(at, c0, 0, k)),)  # type: ignore[assignment]  # noqa: RUF005
@@ -57,7 +56,7 @@ def plain_tokens(args, at, c0, holes: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def token(args, tokens, run, at, k: tl.constexpr, holes: tl.constexpr):
-    """Token k as `step` knows it."""
+    """Token k in the form that `step` takes."""
     found = tokens[k]
     for i in tl.static_range(len(run)):
         found = found + (run[i][k],)  # noqa: RUF005
@@ -66,7 +65,7 @@ def token(args, tokens, run, at, k: tl.constexpr, holes: tl.constexpr):
 
 @triton.jit
 def turn(args, at, c0, n, states, holes: tl.constexpr, shape: tl.constexpr):
-    """What a turn of entry n (or the last one) begins with: what Params make, K tokens of Key inputs, the state."""
+    """The loads of a turn of entry n (or the last one): held values, K tokens of Key inputs, the state."""
     n = tl.minimum(n, shape.N - 1)
     here = place_of(at, c0, n)
     state = states + n * at.P + at.p
@@ -75,7 +74,7 @@ def turn(args, at, c0, n, states, holes: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def endings(ends, c0, K: tl.constexpr):
-    """The numbers of the packed sequences that end with each of K tokens, 0 for none, and whether there is one."""
+    """The numbers of packed sequences that end at each of K tokens, 0 for none; and whether any does."""
     found = ()
     some = 0
     for k in tl.static_range(K):
@@ -87,11 +86,11 @@ def endings(ends, c0, K: tl.constexpr):
 
 @triton.jit
 def forward(args, out, states, numbers, at, c0, holes: tl.constexpr, shape: tl.constexpr):
-    """The outputs of K tokens from c0 on, and what becomes of the states [N, P].
+    """The outputs of K tokens from c0 on; updates the states [N, P].
 
-    numbers: None, or of the sequences that end with each token, whose states are their final ones.
+    numbers: None, or the numbers of the sequences that end at each token, whose final states are stored.
     """
-    if out.saved is None:  # to their own place: no load of the next turn's is moved behind a store, to where it is used
+    if out.saved is None:  # to the same memory; this store keeps ptxas from delaying the next turn's loads
         saved = states
     else:
         saved = out.saved + (row_of(at) * tl.cdiv(at.T, shape.M) + c0 // shape.M) * (shape.N * at.P)
@@ -121,7 +120,7 @@ def forward(args, out, states, numbers, at, c0, holes: tl.constexpr, shape: tl.c
                 added = added + (tl.fma(c, before if shape.BEFORE else state, sums[k]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = added
             tl.store(states + n * at.P + at.p, state, mask=at.p_ok)
-    tokens = plain_tokens(args, at, c0, holes, shape)  # again: few registers hold them through all entries
+    tokens = plain_tokens(args, at, c0, holes, shape)  # loaded again, to save registers
     first = out.y + ((at.batch * at.T + c0) * at.H + at.head) * at.P + at.p
     for k in tl.static_range(shape.K):
         here = place_of(at, c0, 0, k)
@@ -132,7 +131,7 @@ def forward(args, out, states, numbers, at, c0, holes: tl.constexpr, shape: tl.c
 
 @triton.jit
 def advance(args, out, states, at, c0, holes: tl.constexpr, shape: tl.constexpr):
-    """`forward`, with the final states of the packed sequences that end in it, which few stretches have."""
+    """`forward`, also with final states for the few ranges in which packed sequences end."""
     if out.ends is None:
         forward(args, out, states, None, at, c0, holes, shape)
     else:
@@ -145,9 +144,9 @@ def advance(args, out, states, at, c0, holes: tl.constexpr, shape: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "span"])
 def outputs_by_entry(args, out, states, T, H, P, segments, span, holes: tl.constexpr, shape: tl.constexpr):
-    """y [B, T, H, P], walking each segment of `span` tokens from its first state; of packed sequences the final states.
+    """y [B, T, H, P] of each segment of `span` tokens from its first state, and final states of packed sequences.
 
-    states: [B, H, segments, N, P], what enters each segment, replaced by what leaves it. M is a multiple of K.
+    states: [B, H, segments, N, P], the entering states, overwritten by the segments' last states. M is a multiple of K.
     """
     at, segment = program(T, H, P, segments, shape)
     row = row_of(at)
@@ -166,13 +165,13 @@ def outputs_by_entry(args, out, states, T, H, P, segments, span, holes: tl.const
 
 @triton.jit
 def absorb(args, given, local, products, at, c0, low, high, holes: tl.constexpr, shape: tl.constexpr):
-    """What K tokens from c0 on add to the summary of entries `low` to `high`.
+    """Add K tokens from c0 on to the summary of entries `low` to `high`.
 
-    Returns how many products of A were not yet down to LOW before them.
+    Returns how many products of A were above LOW before these tokens.
     """
     K: tl.constexpr = shape.K
     LAST: tl.constexpr = K - 1
-    STATES: tl.constexpr = given.dy is None  # not cotangents
+    STATES: tl.constexpr = given.dy is None  # states, not cotangents
     tokens = plain_tokens(args, at, c0, holes, shape)
     scales = ()
     if given.dy is not None:
@@ -187,8 +186,8 @@ def absorb(args, given, local, products, at, c0, low, high, holes: tl.constexpr,
         then = tl.minimum(n + 1, high - 1) * at.P + at.p
         next_product = tl.load(products + then, mask=at.p_ok, other=0.0)
         next_state = tl.load(local + then, mask=at.p_ok, other=0.0)
-        some = tl.sum((~(tl.abs(product) <= shape.LOW)).to(tl.int32))  # NaN is more
-        for _ in range(tl.minimum(some, 1)):  # a loop, not a branch, out of which nothing would be moved
+        some = tl.sum((~(tl.abs(product) <= shape.LOW)).to(tl.int32))  # counts NaN as above LOW
+        for _ in range(tl.minimum(some, 1)):  # a loop, since the compiler moves nothing out of a branch
             held = holes.setup(args, place_of(at, c0, n))
             run = holes.runs(args, place_of(at, c0, n), K)
             for k in tl.static_range(LAST if STATES else 0, -1 if STATES else K, -1 if STATES else 1):
@@ -220,13 +219,13 @@ def absorb(args, given, local, products, at, c0, low, high, holes: tl.constexpr,
 def summaries_by_entry(
     args, given, local, products, T, H, P, segments, span, origin, holes: tl.constexpr, shape: tl.constexpr
 ):
-    """What a segment of `span` tokens does to the state that enters it: multiplies by `products`, adds `local`.
+    """The effect of a segment of `span` tokens on its entering state: multiplied by `products`, plus `local`.
 
-    With dy (the adjoint): what it does to the cotangent entering from its end. Both [B, H, segments, N, P], ones and
-    zeros at first; segments begin at origin + segment span, and all but the last (with dy, the first) have a program.
-    Tokens come in the order in which what enters would meet them last, and no more of them than it takes to bring all
-    products down to LOW: at zero, what lies beyond does not reach the other end. The last segment alone may not be a
-    multiple of K tokens. Programs on the second axis of the grid have stretches of entries.
+    With dy (the adjoint): on the cotangent that enters from its end. Both are [B, H, segments, N, P], initially ones
+    and zeros. Segments begin at origin + segment span; all but the last (with dy, the first) have a program. Tokens are
+    processed from the end of the segment at which the result leaves, until all products are at most LOW: tokens farther
+    away then no longer count. Only the last segment may not be a multiple of K tokens. The second axis of the grid
+    divides the entries.
     """
     at, segment = program(T, H, P, segments - 1, shape)
     K: tl.constexpr = shape.K
@@ -250,7 +249,7 @@ def summaries_by_entry(
             holes.ahead(args, place_of(at, then, 0), K, shape.BP)
         alive = absorb(args, given, local, products, at, row * 0 + c0, low, high, holes, shape)
         i += 1
-    if given.dy is not None:  # of states, no segment but the last ends otherwise, and that one's reaches no other
+    if given.dy is not None:  # for states only the last segment may end within a tile, and its result is not used
         for c0 in range(begin + count * K, end):
             absorb(args, given, local, products, at, row * 0 + c0, low, high, holes, shape.single)
     elif shape.LAST:

@@ -1,4 +1,4 @@
-"""Gradients of the fused scan: launches of its adjoint, buffers, and the deterministic sums of what programs share."""
+"""Gradients of the fused scan: buffers, launches of the adjoint, and sums over programs in a fixed order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsf.kernels.triton.scan.table import AHEAD, shared_states
 from dsf.kernels.triton.scan.tiles import Cotangents
 from dsf.kernels.triton.sizes import bases
 
-SHARED = 64 << 20  # bytes for gradients that programs share, over which the adjoint takes its time in stretches
+SHARED = 64 << 20  # bytes of partial gradients beyond which the adjoint runs in several launches, stretches of time
 
 
 def fused_scan_adjoint(
@@ -40,9 +40,11 @@ def fused_scan_adjoint(
     ends: Tensor | None,
     held: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (packed: of nothing).
+    """Gradients of the operands that need one, in order, and of the first state [B, H, N, P] (empty for packed ones).
 
-    held: what `dsf.kernels.triton.scan.shard` found of segments before.
+    dy: [B, T, H, P]; dfinal: gradient of the final state, or None; saved: the states that the forward pass stored;
+    needs: which operands need a gradient; ends: of packed sequences, or None; held: the segments' cotangents from
+    `dsf.kernels.triton.scan.shard`, or None.
     """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
@@ -86,23 +88,23 @@ def fused_scan_adjoint(
 
 
 def _axis(o: Operand, go: Launch) -> int:
-    """Which axis of a shared gradient's parts are tokens."""
+    """The axis of tokens in the partial sums of a shared gradient."""
     return 4 if go.by_entry and o.along else 2
 
 
 def _by_token(o: Operand, g: Tensor, go: Launch) -> Tensor:
-    """A gradient's parts as [blocks, B, T, H, N], where they came as [blocks, B, H, N, T]."""
+    """A gradient's parts [blocks, B, H, N, T] as [blocks, B, T, H, N]; others as they are."""
     return g.permute(0, 1, 4, 2, 3) if _axis(o, go) == 4 else g
 
 
 def _totals(hole: Hole, go: Launch, like: Tensor) -> Tensor:
-    """Room for the Params' sums of every program, zeros."""
+    """Zeros for the Params' sums of every program."""
     each = hole.sums + hole.keyed * (go.sizes.n - 1) if go.by_entry else max(hole.sums, 1) * go.tile.NB
     return like.new_zeros(go.grid[0] * max(each, 1) * go.tile.BP, dtype=torch.float32)
 
 
 def _initial(cotangents: Tensor, ends: Tensor | None) -> Tensor:
-    """Gradient of the first state; of packed sequences it is an operand's."""
+    """The gradient of the first state; empty for packed sequences, whose initial states are an operand."""
     return cotangents[:, :, 0].contiguous() if ends is None else cotangents.new_empty(0)
 
 
@@ -110,7 +112,7 @@ def _pull(
     go: Launch, hole: Hole, args: Any, partial: Sequence[Tensor | None], given: Cotangents, saved: Tensor,
     cotangents: Tensor, totals: Tensor | None, chunks: tuple[int, int], rows: tuple[int, int],
 ) -> None:  # fmt: skip
-    """One launch of the adjoint, over these chunks of every segment."""
+    """One launch of the adjoint, for a range of chunks of every segment."""
     t = go.tile
     if go.by_entry:
         options, states = _rows(go, hole, saved.device)
@@ -125,7 +127,7 @@ def _pull(
 
 
 def _rows(go: Launch, hole: Hole, device: torch.device) -> tuple[dict[str, Any], int]:
-    """What entry_gradients is compiled for, and the numbers a channel that a program has in scratch."""
+    """The compile-time options of entry_gradients, and how many numbers a channel a program has in scratch memory."""
     t, n, runs = go.tile, go.sizes.n, go.tile.M // go.tile.K
     keys = sum(o.along for o in hole.operands)
     found = shared_states(t, n, hole.keyed, keys, device)
@@ -141,12 +143,12 @@ def _rows(go: Launch, hole: Hole, device: torch.device) -> tuple[dict[str, Any],
 
 
 def _is_shared(o: Operand) -> bool:
-    """True for what has a value a token and none a channel: all programs of a head add to its gradient."""
+    """True for per-token inputs without a Value axis: all programs of a head add to their gradients."""
     return o.time and not o.value
 
 
 def _stretch(wanted: Sequence[tuple[Operand, Tensor]], go: Launch) -> int:
-    """Chunks of every segment that one launch of the adjoint takes, so that parts of gradients fit in SHARED."""
+    """How many chunks of every segment one launch of the adjoint handles, so that partial gradients fit in SHARED."""
     s = go.sizes
     width = sum(s.n if o.key else 1 for o, _ in wanted if _is_shared(o))
     stretches = min(-(-4 * go.blocks * s.rows * s.tokens * width // SHARED), go.chunks)
@@ -154,7 +156,7 @@ def _stretch(wanted: Sequence[tuple[Operand, Tensor]], go: Launch) -> int:
 
 
 def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
-    """Room for one operand's gradient: a part for every program that shares an entry, and all heads."""
+    """Memory for one operand's gradient: all heads, and a partial sum for every block of channels that adds to it."""
     if o.start:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     s = go.sizes
@@ -171,15 +173,15 @@ def _partial(o: Operand, x: Tensor, go: Launch, length: int) -> Tensor:
 
 
 def _gathered(g: Tensor, go: Launch, axis: int) -> Tensor:
-    """Room for one shared gradient of all tokens, parts added, with segments before a segment's tokens."""
+    """Memory for a shared gradient with its partial sums added: [..., segments, tokens of a segment, ...]."""
     return g.new_empty(*g.shape[1:axis], go.segments, go.chunks * go.tile.chunk, *g.shape[axis + 1 :])
 
 
 def _whole(o: Operand, x: Tensor, g: Tensor) -> Tensor:
-    """Sum the parts, in a fixed order, to the operand's shape and dtype."""
+    """The gradient in the operand's shape and dtype: parts summed in a fixed order."""
     if o.start:
         return g
-    if o.time:  # without the tokens behind the last one, which nobody wrote
+    if o.time:  # without padding after the last token, which is not written
         g = g[:, : x.shape[1]] if o.value else g[:, :, : x.shape[1]]
     if not o.value:
         g = g.sum(0) if g.shape[0] > 1 else g[0]

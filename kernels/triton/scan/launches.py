@@ -1,6 +1,6 @@
-"""Calls of the fused scan: launches, buffers, and the deterministic sums of what programs share.
+"""Calls of the fused scan: sizes, tiles, buffers and launches.
 
-HOLES holds the generated functions of every spec under a name, which calls take (dsf.kernels.triton.scan.operator).
+HOLES has the printed functions of every spec by name; calls take the name (dsf.kernels.triton.scan.operator).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from dsf.kernels.triton.scan.tiles import NAMES, Cotangents, Holes, Shape
 from dsf.kernels.triton.scan.walk import Outputs, outputs
 from dsf.kernels.triton.sizes import power
 
-ALL_TOKENS = 1 << 20  # a checkpoint distance that saves nothing between
-COMBINE = 1024  # state numbers of one program of the combination
-ALIGNED = 16  # tokens that rows of Key inputs along time are a multiple of
+ALL_TOKENS = 1 << 20  # distance of stored states that stores none between
+COMBINE = 1024  # numbers of a state in one program of `combine`
+ALIGNED = 16  # rows of Key inputs along time are padded to a multiple of it
 NOTHING = Cotangents(None, None, None)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What a tensor of the list holds: [B, T, H, (N), (P)], one value a token; [H, (N), (P)], a Param; or (start)
-    the states [sequences, H, N, P] in which packed sequences begin."""
+    """An operand's layout: [B, T, H, (N), (P)] per token; [H, (N), (P)] for a Param; or (start) the initial states
+    [sequences, H, N, P] of packed sequences."""
 
     time: bool
     key: bool
@@ -57,20 +57,21 @@ class Operand:
 
     @property
     def along(self) -> bool:
-        """True for what has a Key axis and a value a token, and no Value axis."""
+        """True for per-token operands with a Key axis and no Value axis."""
         return self.time and self.key and not self.value
 
     def heads(self, x: Tensor) -> int:
-        """Its heads."""
+        """The number of heads of x, a tensor of this layout."""
         return x.shape[2 if self.time else 0]
 
 
 @dataclass(frozen=True)
 class Hole:
-    """A registered spec: its generated functions, its operands in order, where y is read, and how it may be run.
+    """A registered spec: its printed functions, its operands in order, and what the launches need to know.
 
-    light: a step computes next to nothing. fades: a state that has decayed to next to nothing may be taken for zero.
-    sums, separable, special, keyed: as in the printed source.
+    before: y reads the state before the update. light: a step computes next to nothing. fades: summaries may treat a
+    state as zero once it has decayed to FORGOTTEN (table.py). sums, separable, special, keyed: as in
+    dsf.triton.source.Source.
     """
 
     functions: ModuleType
@@ -89,7 +90,7 @@ class Hole:
         return Holes(*(getattr(self.functions, name, None) for name in NAMES))
 
     def by_entry(self, s: Sizes) -> bool:
-        """True where kernels may take one state entry after the other, whose inputs they find by 32-bit offsets."""
+        """True where kernels by entry can run: independent entries, and inputs within 32-bit offsets."""
         return self.separable and s.n > 1 and s.n * (s.tokens + ALIGNED) < 1 << 31
 
 
@@ -98,7 +99,7 @@ HOLES: Registry[Hole] = Registry("hole")
 
 @dataclass(frozen=True)
 class Sizes:
-    """B, T, H, N, P of one call. dense: the channels of every token lie side by side in memory."""
+    """B, T, H, N, P of one call. dense: the channels of every token are contiguous in memory."""
 
     batch: int
     tokens: int
@@ -109,17 +110,17 @@ class Sizes:
 
     @property
     def rows(self) -> int:
-        """States side by side."""
+        """The number of states, B H."""
         return self.batch * self.heads
 
     @property
     def fixed(self) -> bool:
-        """True where H, P and strides are constants of the kernels, which measured slower for vector states."""
+        """True where H, P and strides are compile-time constants; for vector states that was slower."""
         return self.n > 1
 
 
 def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
-    """The sizes, read off the operands."""
+    """The sizes of a call, from its operands."""
     pairs = [(o, x) for o, x in zip(hole.operands, operands, strict=True) if not o.start]
     batch, tokens = next((x.shape[0], x.shape[1]) for o, x in pairs if o.time)
     heads = max(o.heads(x) for o, x in pairs)
@@ -130,14 +131,14 @@ def sizes_of(hole: Hole, operands: Sequence[Tensor]) -> Sizes:
 
 
 def _arguments(hole: Hole, operands: Sequence[Tensor], s: Sizes, rows: bool = False) -> tuple[Any, ...]:
-    """Pointers and strides in the order that the printed holes read them; rows: tokens of a state entry in a row."""
+    """Pointers and strides, in the order in which the holes read them; rows: Key inputs are copied by `_in_rows`."""
     found: list[Any] = []
     for o, x in zip(hole.operands, operands, strict=True):
         if o.start:
             found.append(x.contiguous())
             continue
         if o.key and not o.value:
-            # every lane reads these: converting them once is cheaper than in every program
+            # every lane reads these, so converting them once is faster
             x = _in_rows(x) if rows and o.time else x.float()
         lead, at = (row_strides(x) if s.fixed else x.stride()[:2], 2) if o.time else ((), 0)
         found += [x, *lead, x.stride(at), s.heads // o.heads(x), *x.stride()[at + 1 :]]
@@ -145,7 +146,7 @@ def _arguments(hole: Hole, operands: Sequence[Tensor], s: Sizes, rows: bool = Fa
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """x [B, T, H, N] in float32, an entry's tokens side by side, in rows filled up with zeros to whole tiles."""
+    """x [B, T, H, N] as float32 with an entry's tokens contiguous, in rows padded with zeros to whole tiles."""
     batch, tokens, heads, n = x.shape
     padded = -(-tokens // ALIGNED) * ALIGNED
     room = x.new_empty(batch, heads, n, padded, dtype=torch.float32)
@@ -166,22 +167,22 @@ class Launch:
 
     @property
     def grid(self) -> tuple[int]:
-        """One program a channel block, segment and state."""
+        """One program for each block of channels, segment and state."""
         return (self.blocks * self.segments * self.sizes.rows,)
 
     @property
     def by_entry(self) -> bool:
-        """True where a program takes single state entries one after the other."""
+        """True where a program processes one state entry after the other."""
         return self.tile.NB == 1 and self.sizes.n > 1
 
     @property
     def padded(self) -> bool:
-        """True where it takes tokens past the end, so that buffers of shared gradients must have room for them."""
+        """True where tiles reach past the end, so that buffers of shared gradients need padding."""
         return self.by_entry and self.sizes.tokens % self.tile.K > 0
 
     @property
     def chunks(self) -> int:
-        """Stretches of a segment that the adjoint takes one after the other."""
+        """The number of chunks (tokens between two stored states) of a segment."""
         return -(-self.span // self.tile.chunk)
 
     @property
@@ -192,7 +193,7 @@ class Launch:
         return s.tokens, *width, self.segments, self.span
 
     def options(self, hole: Hole, kind: type[Shape] = Shape, **more: Any) -> dict[str, Any]:
-        """What kernels are compiled for; more: of their kind of shape."""
+        """Compile-time options of a kernel; more: further fields of its Shape."""
         t, n, p = self.tile, self.sizes.n, self.sizes.p
         shape = kind(n, t.K, t.NB, t.BP, t.V, p % t.BP == 0, hole.before, **more)
         found = {"holes": hole.holes, "shape": shape, "num_warps": t.warps}
@@ -200,19 +201,19 @@ class Launch:
 
     @property
     def near(self) -> bool:
-        """True where the L1 has room for what such a kernel loads next."""
+        """True where the L1 can hold what such a kernel loads next."""
         return self.sizes.n <= BLOCK
 
     def states(self, like: Tensor, count: int) -> Tensor:
-        """Room for `count` states a row: [B, H, count, N, P] float32."""
+        """Uninitialised memory for states [B, H, count, N, P], float32."""
         s = self.sizes
         return like.new_empty(s.batch, s.heads, count, s.n, s.p, dtype=torch.float32)
 
 
 def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
-    """The tile of one direction. The forward pass cuts time where the adjoint finds a state saved.
+    """The tile of one direction. Forward segments begin where states are stored for the adjoint.
 
-    Tiles of `vector` want channels side by side, which lanes then load for shared memory.
+    Tiles of `vector` need contiguous channels, which are copied to shared memory.
     """
     if s.n == 1 and s.dense:
         t = vector(adjoint, s.p, s.rows, hole.light, device)
@@ -225,10 +226,10 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
 
 
 def _outputs_by_entry(hole: Hole, s: Sizes, device: torch.device) -> bool:
-    """True where the output pass takes one state entry after the other: where that is faster.
+    """True where the output pass by entry is faster.
 
-    With BLOCK entries that is where an entry needs no function, for the others too few warps hide what one takes. With
-    many it is where sequences alone fill the GPU, with so few warps.
+    With up to BLOCK entries: where an entry needs no special function, whose latency the few warps would not hide. With
+    many entries: where the GPU is full without segments.
     """
     if not hole.by_entry(s) or s.n <= BLOCK:
         return hole.by_entry(s) and hole.special == 0
@@ -237,7 +238,7 @@ def _outputs_by_entry(hole: Hole, s: Sizes, device: torch.device) -> bool:
 
 
 def launch(hole: Hole, sizes: Sizes, adjoint: bool, device: torch.device) -> Launch:
-    """Tile and segments of one call."""
+    """The Launch of one direction: its tile and segments."""
     t = tile_of(hole, sizes, adjoint, device)
     blocks = -(-sizes.p // t.BP)
     count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
@@ -245,9 +246,9 @@ def launch(hole: Hole, sizes: Sizes, adjoint: bool, device: torch.device) -> Lau
 
 
 def _entering(go: Launch, hole: Hole, args: Any, given: Cotangents, first: Tensor | None, like: Tensor) -> Tensor:
-    """What enters every segment: states, or with dy cotangents from the segments' ends.
+    """The entering state of every segment or, with dy, the cotangent at its end.
 
-    Found from finer segments, enough of them to fill the GPU, of all time but the last (first) segment's.
+    Computed from summaries of pieces, enough of them to fill the GPU, of all segments but the last (first).
     """
     sums, local, product = summed(go, hole, args, given, like)
     fine = (local.shape[2] - 1) // (go.segments - 1)
@@ -257,13 +258,13 @@ def _entering(go: Launch, hole: Hole, args: Any, given: Cotangents, first: Tenso
 def summed(
     go: Launch, hole: Hole, args: Any, given: Cotangents, like: Tensor, whole: bool = False
 ) -> tuple[Launch, Tensor, Tensor]:
-    """What pieces of segments add and multiply [B, H, pieces + 1, N, P] (`summaries`), and how they were launched.
+    """The summaries of pieces of segments: (added, factor) [B, H, pieces + 1, N, P], and their Launch.
 
-    whole: of the last (first) segment, too. args: with tokens in rows where the hole is taken by entry.
+    whole: also of the last (first) segment. args: with `rows` where the hole runs by entry.
     """
     if hole.by_entry(go.sizes):
         return _summed_by_entry(go, hole, args, given, like, whole)
-    if go.tile.G * go.tile.stages > 1:  # wide, and without runs, for which this would need a scan more
+    if go.tile.G * go.tile.stages > 1:  # wide tiles without runs, which would need one more scan
         t = tile(FORWARD if given.dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
     fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
@@ -277,7 +278,7 @@ def summed(
 
 
 def _places(go: Launch, fine: int, given: Cotangents, whole: bool) -> tuple[int, int, int]:
-    """(pieces and one more, tokens a piece, where the piece before the first begins) of `summaries`."""
+    """(pieces + 1, tokens a piece, origin) of `summaries`."""
     span = go.span // fine
     origin = 0 if given.dy is None else (0 if whole else go.span) - span
     return (go.segments - (not whole)) * fine + 1, span, origin
@@ -286,7 +287,7 @@ def _places(go: Launch, fine: int, given: Cotangents, whole: bool) -> tuple[int,
 def _summed_by_entry(
     go: Launch, hole: Hole, args: Any, given: Cotangents, like: Tensor, whole: bool
 ) -> tuple[Launch, Tensor, Tensor]:
-    """The same, by one state entry after the other."""
+    """`summed` by entry."""
     t = by_entry(go.sizes.p)
     go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
     fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
@@ -302,7 +303,7 @@ def _summed_by_entry(
 
 
 def combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
-    """What enters every piece [B, H, pieces, N, P], in place of what each adds."""
+    """The entering state (cotangent) of every piece [B, H, pieces, N, P]; overwrites `local`."""
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, power(size))
     grid = (-(-size // block) * go.sizes.rows,)
@@ -311,7 +312,7 @@ def combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, r
 
 
 def between(go: Launch, held: Sequence[Tensor], first: Tensor | None, reverse: bool) -> Tensor:
-    """What enters every segment, from what was `summed` of the whole."""
+    """The entering state (cotangent) of every segment, from `held`, the result of `summed` with `whole`."""
     local, product = held
     fine = (local.shape[2] - 1) // go.segments
     every = combined(go, local.clone(), product, first, reverse)
@@ -328,11 +329,11 @@ def fused_scan(
     sequences: int,
     held: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [B, T, H, P], the final state [B, H, N, P], with `keep` the adjoint's checkpoints.
+    """y [B, T, H, P], the final state [B, H, N, P] and, if `keep`, the stored states for the adjoint.
 
-    y has the operands' dtype, or float32 where `wide`. ends: None, or the last tokens of this many packed sequences
-    (dsf.kernels.triton.scan.tiles.packed_ends), which have a final state each; B is 1, and `state` None. held: what
-    `dsf.kernels.triton.scan.shard` found of segments before.
+    y has the operands' dtype, or float32 if `wide`. ends: None, or the last tokens of `sequences` packed sequences
+    (dsf.kernels.triton.scan.tiles.packed_ends), each of which has a final state; B is then 1 and `state` None. held:
+    the summaries from `dsf.kernels.triton.scan.shard`, or None.
     """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)
@@ -364,12 +365,12 @@ def fused_scan(
 
 
 def _states(sizes: Sizes, like: Tensor, sequences: int) -> Tensor:
-    """Room for a state a sequence, [sequences, H, N, P] float32."""
+    """Uninitialised memory for the sequences' states [sequences, H, N, P], float32."""
     return like.new_empty(sequences, sizes.heads, sizes.n, sizes.p, dtype=torch.float32)
 
 
 def _timed(hole: Hole, operands: Sequence[Tensor]) -> Tensor:
-    """An input a token as it came: what is made for the scan is in float32, and has no Value axis."""
+    """A per-token input in the call's dtype: one with a Value axis, since a kernel before the scan makes none."""
     found = [(o, x) for o, x in zip(hole.operands, operands, strict=True) if o.time and not o.start]
     wide = [x for o, x in found if o.value]
     return wide[0] if wide else next(x for _, x in found if x.dtype != torch.int32)

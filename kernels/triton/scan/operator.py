@@ -1,7 +1,7 @@
 """The fused scan as custom operators, dsf::fused_scan and dsf::fused_scan_adjoint.
 
-They take the name under which a spec's generated functions are registered, so that torch.compile, autocast,
-checkpointing and graph capture see plain operators on tensors.
+They take the registered name of a spec's holes, so that torch.compile, autocast, checkpointing and graph capture see
+plain operators on tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsf.kernels.triton.scan.launches import HOLES, fused_scan, sizes_of
 
 
 class _Differentiable(torch.autograd.Function):
-    """The operator with its gradient, cheaper on the host than what torch.library builds."""
+    """The operator with its gradient; faster on the host than the wrapper of torch.library."""
 
     @staticmethod
     def forward(

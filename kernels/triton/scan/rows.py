@@ -36,22 +36,22 @@ class Rows(Shape):
 
     @property
     def STATES(self) -> int:
-        """Where the states of a row begin."""
+        """The position of the first state in a row."""
         return 1 + 2 * self.KEYED
 
     @property
     def ROW(self) -> int:
-        """Numbers a channel of a row."""
+        """How many numbers a channel a row has."""
         return self.STATES + self.S
 
     @property
     def LEFT(self) -> int:
-        """States of an entry in scratch."""
+        """How many states of an entry are in scratch memory."""
         return ((self.M // self.K + self.S - 1) // self.S - 1) * self.S
 
 
 class Kept(NamedTuple):
-    """Where rows begin, and the shelf; a number a channel."""
+    """Addresses of the rows and of the shelf, by channel."""
 
     rows: Any
     shelf: Any
@@ -59,7 +59,7 @@ class Kept(NamedTuple):
 
 @triton.jit
 def all_at(at, t0, end, K: tl.constexpr):
-    """What the holes know of K tokens; end: None where all exist."""
+    """`at` of the holes for K tokens; end: None where all exist."""
     t = tl.arange(0, K)[:, None, None]
     zero = tl.zeros((1, 1, 1), tl.int32)
     t_ok = t >= 0 if end is None else t0 + t < end
@@ -71,7 +71,7 @@ def all_at(at, t0, end, K: tl.constexpr):
 
 @triton.jit
 def apart(tiles, L: tl.constexpr):
-    """A tuple of tiles, as a tuple of every token's."""
+    """A tuple of tiles of L tokens as a tuple of the tokens' tuples."""
     columns = ()
     for j in tl.static_range(len(tiles)):
         columns = columns + (tokens_of(tiles[j]),)  # type: ignore[assignment]  # noqa: RUF005
@@ -83,7 +83,7 @@ def apart(tiles, L: tl.constexpr):
 
 @triton.jit
 def together(tokens):
-    """A tuple of every token's, as a tuple of tiles."""
+    """A tuple of the tokens' tuples as a tuple of tiles: the inverse of `apart`."""
     found = ()
     for j in tl.static_range(len(tokens[0])):
         found = found + (tile_of(in_turn(tokens, j, len(tokens))),)  # type: ignore[assignment]  # noqa: RUF005
@@ -92,7 +92,7 @@ def together(tokens):
 
 @triton.jit
 def plus(sums, terms):
-    """Two tuples, added."""
+    """The sum of two tuples, element by element."""
     found = ()
     for i in tl.static_range(len(terms)):
         found = found + (sums[i] + terms[i],)  # type: ignore[assignment]  # noqa: RUF005
@@ -101,11 +101,11 @@ def plus(sums, terms):
 
 @triton.jit
 def existing(values, ok, MASKED: tl.constexpr):
-    """A tuple of tiles, zeros where MASKED says that the token may lie past the end and ok that it does.
+    """A tuple of tiles, with zeros for tokens past the end (MASKED and not ok).
 
-    What lies there is computed from zeros, so it may be infinite or NaN, and 0 · NaN is not 0: all that is added to
-    other tokens' (Params' sums, and sums by tensor cores, which multiply all tokens of a run by 0 or 1) goes through
-    here.
+    Values there are computed from zeros and may be infinite or NaN, and 0 · NaN is not 0. So everything that is added
+    to other tokens' values (Params' sums, and sums by tensor cores, which multiply all tokens of a run by 0 or 1) must
+    be masked.
     """
     found = ()
     for i in tl.static_range(len(values)):
@@ -115,7 +115,7 @@ def existing(values, ok, MASKED: tl.constexpr):
 
 @triton.jit
 def in_turn(terms, j: tl.constexpr, COUNT: tl.constexpr):
-    """Number j of each of COUNT tuples (given, because Triton takes tuples of as many tensors for one type)."""
+    """Element j of each of COUNT tuples. COUNT is passed, since Triton confuses tuples of as many tensors."""
     found = ()
     for i in tl.static_range(COUNT):
         found = found + (terms[i][j],)  # type: ignore[assignment]  # noqa: RUF005
@@ -124,7 +124,7 @@ def in_turn(terms, j: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def shelve(x, at, t0, kept, holes: tl.constexpr, shape: tl.constexpr):
-    """Put the Key inputs of K tokens and all entries on the shelf, in order: input, entry, token."""
+    """Store the Key inputs of K tokens and all entries on the shelf, in the order input, entry, token."""
     K: tl.constexpr = shape.K
     BP: tl.constexpr = shape.BP
     lane = tl.arange(0, BP)[None, None, :]
@@ -137,7 +137,7 @@ def shelve(x, at, t0, kept, holes: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def shelf_of(kept, shape: tl.constexpr):
-    """The shelf's address, which ptxas does not know to be the same in all lanes."""
+    """The shelf's address, in a form that ptxas cannot see to be uniform (lanes.apart)."""
     return lanes.apart(kept.rows) + shape.N * shape.ROW * shape.BP * 4
 
 
@@ -152,7 +152,7 @@ def numbers_of(row, FIRST: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def entry_of(x, at, t0, row, shelf, place, n, holes: tl.constexpr, shape: tl.constexpr, BACK: tl.constexpr):
-    """Of entry n: what Params make, the state, K tokens of Key inputs, BACK: the cotangent and the Params' sums."""
+    """Of entry n: held values, the state, K tokens of Key inputs and, if BACK, the cotangent and the Params' sums."""
     run = ()
     if shape.SHARED:
         for i in tl.static_range(shape.KEYS):
@@ -167,7 +167,7 @@ def entry_of(x, at, t0, row, shelf, place, n, holes: tl.constexpr, shape: tl.con
 
 @triton.jit
 def entries_of(x, at, t0, row, shelf, place, n, holes: tl.constexpr, shape: tl.constexpr):
-    """U of entry_of, from n on."""
+    """entry_of for U entries from n on."""
     found = ()
     for u in tl.static_range(shape.U):
         m = tl.minimum(n + u, shape.N - 1)
@@ -179,7 +179,7 @@ def entries_of(x, at, t0, row, shelf, place, n, holes: tl.constexpr, shape: tl.c
 
 @triton.jit
 def begin(first, step, p_ok, rows, place, shape: tl.constexpr):
-    """Bring every entry's state into its row; in memory they lie `step` apart."""
+    """Copy every entry's state into its row; in memory entries are `step` apart."""
     for n in range(0, shape.N, shape.U):
         states = ()
         for u in tl.static_range(shape.U):
@@ -191,9 +191,9 @@ def begin(first, step, p_ok, rows, place, shape: tl.constexpr):
 
 @triton.jit
 def advance(x, at, t0, kept, place, then, left, stored, holes: tl.constexpr, shape: tl.constexpr):
-    """From the states before K tokens, `place` of every entry's row, to those after them, `then` of it.
+    """Walk K tokens for every entry, from the state at position `place` of its row to one at position `then`.
 
-    Where `stored` says so, they go to `left` [N, BP], too. U entries at a time, none of which waits.
+    If `stored`, the states are also stored to `left` [N, BP]. U entries at a time, without dependencies between them.
     """
     U: tl.constexpr = shape.U
     tokens = apart(holes.plain_back(x.args, all_at(at, t0, None, shape.K)), shape.K)

@@ -1,6 +1,6 @@
-"""What a shard of a sequence does to states, by the fused scan's summaries: dsf::scan_shard.
+"""The effect of a shard of a sequence on states, from the fused scan's summaries: dsf::scan_shard.
 
-What each segment does is computed once: the scan or adjoint that follows reuses it.
+The summaries of segments are computed once; the scan or adjoint that follows reuses them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["between", "scan_shard"]
 def _run(
     operands: Sequence[Tensor], dy: Tensor | None, state: Tensor | None, hole: str, moves: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The state that T tokens leave [B, H, N, P], with dy the gradient of that they are entered with; M; what is held.
+    """(the state after T tokens [B, H, N, P], or with dy the gradient of the state before them; M; held).
 
-    state: the one they are entered with (with dy the gradient of the one they leave), or None for zeros. moves: M is
-    wanted, the product of their decays [B, H, N, P]. held: for the scan (or its adjoint) of the same operands.
+    state: the one before the tokens (with dy the gradient of the one after them), or None for zeros. M: if `moves`, the
+    product of the tokens' decays [B, H, N, P]. held: for the scan (or its adjoint) of the same operands.
     """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)

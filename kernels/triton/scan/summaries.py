@@ -1,4 +1,4 @@
-"""What segments of the fused scan do to states: passes that run before the output pass, and before the adjoint."""
+"""The effect of segments of the fused scan on states (*summaries*): passes before the output pass and the adjoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsf.kernels.triton.tile import take
 
 @triton.jit
 def fetch_outer(args, given, at, t0, end, holes: tl.constexpr, INSIDE: tl.constexpr = False):
-    """The tokens of the tile at t0, and its outputs' gradients (float32) if there are some.
+    """The tokens of the tile at t0, and in the adjoint the gradients of its outputs (float32).
 
     INSIDE: no token lies past the end.
     """
@@ -27,9 +27,9 @@ def fetch_outer(args, given, at, t0, end, holes: tl.constexpr, INSIDE: tl.conste
 def absorb_tile(
     found, held, given, state, decay, at, t0, end, holes: tl.constexpr, shape: tl.constexpr, MASKED: tl.constexpr
 ):
-    """One tile of a summary: the state after it (with dy: the cotangent before it), and what that was multiplied by.
+    """One tile of a summary: the state after it (with dy: the cotangent before it), and the product of A so far.
 
-    With a rate, log2 of that without its factor along the Key axis, a sum.
+    With the hole `rate`, instead of the product the sum of its log2 without the factor along the Key axis.
     """
     at = moved(at, t0, t0 + at.t < end)
     K: tl.constexpr = shape.K
@@ -77,19 +77,18 @@ def absorb_rest(args, held, given, state, decay, at, whole, end, holes: tl.const
 
 @triton.jit
 def _inside(t0, begin, end, K: tl.constexpr):
-    """A tile that begins in a segment: its last token again past the end, where a tile is one token."""
+    """t0 clamped to the segment where a tile is one token, so that its last token is read again past the end."""
     t0 = tl.maximum(t0, begin)
     return tl.minimum(t0, end - 1) if K == 1 else t0
 
 
 @triton.jit(do_not_specialize=["T", "span", "segments", "origin"])
 def summaries(args, given, local, product, T, H, P, segments, span, origin, holes: tl.constexpr, shape: tl.constexpr):
-    """What a segment does to the state that enters it: multiplies by `product`, adds `local`.
+    """The effect of each segment on its entering state: multiplied by `product`, plus `local`.
 
-    With dy (the adjoint): what it does to the cotangent entering from its end, walking backwards in time. Both
-    [B, H, segments, N, P]. What leaves the last segment (the first, for cotangents) enters no other, so the grid has
-    one segment less. Segment s begins at origin + s span. Where there are `rate` and `kept`, the product is made of a
-    sum over tokens.
+    With dy (the adjoint): the effect on the cotangent that enters from the segment's end. Both are [B, H, segments, N,
+    P]. The last segment (the first, for cotangents) has no effect on another, so the grid has one segment less. Segment
+    s begins at origin + s span. With the holes `rate` and `kept`, the product is computed from a sum over tokens.
     """
     at, segment = program(T, H, P, segments - 1, shape)
     if given.dy is not None:
@@ -123,7 +122,7 @@ def summaries(args, given, local, product, T, H, P, segments, span, origin, hole
             if AHEAD == 1:
                 found = fetch_outer(args, given, at, ahead, end, holes, K == 1)
             state, decay = absorb_tile(line[u], held, given, state, decay, at, here, end, holes, shape, False)
-            if AHEAD > 1:  # into the registers that are free now
+            if AHEAD > 1:  # into registers that are free now
                 found = fetch_outer(args, given, at, ahead, end, holes, K == 1)
             coming = coming + (found,)  # type: ignore[assignment]  # noqa: RUF005
         line = coming
@@ -138,9 +137,9 @@ def summaries(args, given, local, product, T, H, P, segments, span, origin, hole
 
 @triton.jit(do_not_specialize=["segments"])
 def combine(local, product, first, size, segments, BLOCK: tl.constexpr, K: tl.constexpr, REVERSE: tl.constexpr):
-    """Replace each segment's `local` by what enters the segment: states in time order, cotangents in reverse.
+    """Replace each segment's `local` by its entering state, in time order, or by its cotangent, in reverse order.
 
-    local, product: [rows, segments, size]; first: [rows, size] or None (zeros) enters the first (last) segment.
+    local, product: [rows, segments, size]; first: [rows, size], enters the first (last) segment, or None for zeros.
     """
     blocks = tl.cdiv(size, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)

@@ -1,4 +1,8 @@
-"""Tile sizes of the fused scan: a table by state entries, filled from measurements (benchmarks/gpu_scan.py)."""
+"""Tile sizes of the fused scan by number of state entries, measured on an H200 (benchmarks/gpu_scan.py).
+
+*By entry* are kernels that process one state entry after the other (entries.py); *light* is a step that computes next
+to nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ import torch
 from dsf.kernels.triton.sizes import power
 
 LANES = 32
-BLOCK = 16  # state entries up to which forward passes by entry pay only where no entry needs a function
-SKIM = 2  # tiles between loading one and its use in summaries (of one warp, a token a tile)
-ENOUGH = 4  # warps a processor for summaries by entry, each of which stops when the state it started from is forgotten
-CROWD = 16  # most warps a processor that share entries in summaries by entry: all that registers leave room for
-FEW = 4  # entries that it takes to be worth a program, which computes again what has no Key axis
-SUMMARIES = 32  # the same of other summaries, some of them after others
-FULL = 6  # one-warp programs a processor that need no segments beside them
+BLOCK = 16  # with no more state entries, forward passes go by entry only where no entry needs a special function
+SKIM = 2  # tiles between the load of a tile and its use in summaries (programs of one warp, one token a tile)
+ENOUGH = 4  # warps a processor for summaries by entry, which stop once the state they started from has decayed
+CROWD = 16  # most warps a processor that share the entries of summaries by entry; the registers suffice for no more
+FEW = 4  # fewest entries for such a program, which repeats the work without a Key axis
+SUMMARIES = 32  # warps a processor for other summaries, not all of which run at once
+FULL = 6  # one-warp programs a processor from which on time is not cut into segments
 
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
@@ -24,13 +28,12 @@ Row = tuple[int, int, int, int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Tile:
-    """K tokens by NB state entries by BP channels; V neighbouring channels a thread; the warps of a program.
+    """K tokens by NB state entries by BP channels; V neighbouring channels a thread; warps: of a program.
 
-    M: tokens between two states saved for the adjoint, U: tiles between two that it keeps for itself. span: fewest
-    tokens worth a segment of their own. busy: warps a processor is to have before time is cut into segments.
-    registers: most that a thread may take (0: as many as it likes). A vector state's tile has G runs of K tokens
-    instead of NB state entries. stages: tiles whose loads are under way, where a state is saved for every tile. skim:
-    tiles between loading one and its use in summaries.
+    M: tokens between two states stored for the adjoint; U: tiles between two states that the adjoint itself stores.
+    span: fewest tokens of a segment. busy: warps a processor below which time is cut into segments. registers: most
+    that a thread may have (0: no limit). G: runs of K tokens in a vector state's tile, which has no NB. stages: tiles
+    in flight, where a state is stored for every tile. skim: tiles between the load of a tile and its use in summaries.
     """
 
     K: int
@@ -49,12 +52,12 @@ class Tile:
 
     @property
     def chunk(self) -> int:
-        """Tokens that the adjoint takes from the states saved at one time."""
+        """Tokens between two stored states, which the adjoint processes from the first of them."""
         return max(self.M, self.K * self.G)
 
 
-# State entries up to -> (K, BP, V, warps, M, U, span, busy, registers), forward and adjoint. With a Key axis K is 1:
-# longer tiles make Triton spread tokens over lanes, which costs shuffles.
+# {most state entries: (K, BP, V, warps, M, U, span, busy, registers)}, forward and adjoint. With a Key axis K is 1:
+# with longer tiles Triton spreads tokens over lanes, which costs shuffles.
 FORWARD: dict[int, Row] = {
     1: (4, 512, 4, 4, 64, 1, 64, 32, 0),
     16: (1, 32, 1, 1, 32, 1, 128, 16, 128),
@@ -72,31 +75,30 @@ ADJOINT: dict[int, Row] = {
     256: (1, 32, 1, 16, 32, 1, 128, 8, 0),
 }
 
-# Forward passes that take one state entry after the other: (K, V, M, span, busy, registers).
+# Forward passes by entry: (K, V, M, span, busy, registers).
 ENTRIES = (16, 2, 32, 128, 8, 0)
-# The adjoint where no entry waits for another's: (K, M, busy, registers), a program of one warp.
+# The adjoint by entry, programs of one warp: (K, M, busy, registers).
 BACKWARD = (8, 64, 16, 128)
-DEAR = 16  # its M where an entry takes several functions, which a walk to the states computes again
-AHEAD = 4  # entries that its walk to the states takes at a time
-MOST = 2  # states an entry that it keeps in shared memory: more leave the L1 less
-SYSTEM = 1024  # bytes of shared memory that every program takes besides its own
-# What is left of a state at which summaries by entry of 16-bit inputs take it for forgotten. Others wait for zero.
+DEAR = 16  # its M where an entry takes several special functions, since recomputing states repeats them
+AHEAD = 4  # entries for which it recomputes states at a time
+MOST = 2  # most states an entry in shared memory; more would take too much from the L1
+SYSTEM = 1024  # bytes of shared memory that the system reserves for every program
+# Summaries by entry of 16-bit inputs stop when this share of a state is left; others stop at zero.
 FORGOTTEN = 2.0**-48
 
-# A vector state's tiles in programs of one warp: (tokens, tiles of them under way), by whether a step computes next to
-# nothing.
+# A vector state's tiles in programs of one warp: {whether a step is light: (tokens, tiles in flight)}.
 ALONE: dict[bool, tuple[int, int]] = {True: (16, 3), False: (8, 3)}
-BUSY = 8  # their warps a processor, as `Tile.busy`: registers leave no room for more
-# Its tiles of several runs where sequences alone do not fill the GPU so, forward and adjoint: (K, G, BP, V, warps,
-# stages, busy, registers). G = 32 V warps / BP: runs take all lanes and warps that channels leave, or Triton would
-# spread the K tokens of a run over lanes. K > 1, and the forward K divides the adjoint's.
+BUSY = 8  # their Tile.busy; the registers suffice for no more warps
+# A vector state's tiles of several runs, where such programs do not fill the GPU, forward and adjoint: (K, G, BP, V,
+# warps, stages, busy, registers). G = 32 V warps / BP: runs fill all lanes and warps left by the channels, since Triton
+# would otherwise spread the K tokens of a run over lanes. K > 1, and the forward K divides the adjoint's.
 Runs = tuple[int, int, int, int, int, int, int, int]
 RUNS_FORWARD: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 0, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
 RUNS_ADJOINT: dict[bool, Runs] = {True: (8, 4, 64, 2, 4, 3, 8, 128), False: (8, 4, 64, 2, 4, 3, 8, 0)}
 
 
 def tile(table: dict[int, Row], n: int, p: int) -> Tile:
-    """The row of the table for n state entries, made narrower where there are few channels."""
+    """The tile for n state entries and p channels, narrower where there are few channels."""
     padded = power(n)
     K, BP, V, warps, M, U, span, busy, registers = table[min(size for size in table if size >= padded)]
     while BP > LANES and BP // 2 >= p:
@@ -110,7 +112,7 @@ def tile(table: dict[int, Row], n: int, p: int) -> Tile:
 
 
 def by_entry(p: int) -> Tile:
-    """The tile of forward passes that take K tokens for one state entry after the other."""
+    """The tile of forward passes by entry."""
     K, V, M, span, busy, registers = ENTRIES
     while V > 1 and LANES * V // 2 >= p:
         V //= 2
@@ -118,19 +120,16 @@ def by_entry(p: int) -> Tile:
 
 
 def backward(t: Tile, dear: bool = False) -> Tile:
-    """A tile of the adjoint that takes single state entries one after the other, tokens in registers.
-
-    dear: an entry takes several functions.
-    """
+    """The tile of the adjoint by entry, with tokens in registers. dear: an entry takes several special functions."""
     K, M, busy, registers = BACKWARD
     M = DEAR if dear else M
     return replace(t, K=K, NB=1, BP=min(t.BP, LANES), V=1, warps=1, M=M, U=1, busy=busy, registers=registers, skim=1)
 
 
 def shared_states(t: Tile, n: int, keyed: int, keys: int, device: torch.device) -> int:
-    """States an entry that a program of `backward` keeps in shared memory, with all that its rows have else.
+    """How many states an entry a program of `backward` keeps in shared memory, with the rest of its rows; 0 for none.
 
-    0 where there is no room. keyed: sums for Params, and numbers made of them; keys: inputs of a Key axis alone.
+    keyed: how many held values have a Key axis, each with its gradient's sum; keys: inputs with a Key axis alone.
     """
     if n * t.K % t.BP:
         return 0
@@ -140,17 +139,16 @@ def shared_states(t: Tile, n: int, keyed: int, keys: int, device: torch.device) 
 
 
 def narrow(t: Tile, light: bool) -> Tile:
-    """A vector state's tile in programs of one warp: many small ones, whose tokens wait in shared memory.
+    """A vector state's tile in many small programs of one warp, with loads in flight to shared memory.
 
-    A state is saved for every tile, so that the adjoint walks none again. light: the step computes next to nothing, so
-    that more tokens fit the registers.
+    A state is stored for every tile, so that the adjoint recomputes none. light: more tokens fit the registers.
     """
     K, stages = ALONE[light]
     return replace(t, K=K, BP=2 * LANES, V=2, warps=1, M=K, U=1, busy=BUSY, stages=stages)
 
 
 def vector(adjoint: bool, p: int, rows: int, light: bool, device: torch.device) -> Tile:
-    """The tile of a vector state, of a call with `rows` states side by side."""
+    """The tile of a vector state, for a call with `rows` states (batch x heads)."""
     t = tile(ADJOINT if adjoint else FORWARD, 1, p)
     alone = narrow(t, light)
     if p < alone.BP:
@@ -159,13 +157,13 @@ def vector(adjoint: bool, p: int, rows: int, light: bool, device: torch.device) 
     few = -(-p // BP) * rows * warps * 2 <= BUSY * _processors(device)
     if -(-p // alone.BP) * rows >= FULL * _processors(device) or (few and not light):
         return alone
-    if few and not busy:  # more programs, rather than segments
+    if few and not busy:  # more programs instead of segments
         G, BP, warps = 4 * G, BP // 2, 2 * warps
     return Tile(K, 1, BP, V, warps, K, 1, K * G, busy, registers, G, stages)
 
 
 def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple[int, int]:
-    """(how many, tokens each): as many as keep the GPU busy, each a multiple of M and at least `span` tokens."""
+    """(number of segments, tokens of each): enough to fill the GPU, multiples of t.chunk, at least t.span tokens."""
     wanted = t.busy * _processors(device) // (programs * t.warps)
     if wanted < 2 or tokens < 2 * t.span:
         return 1, tokens
@@ -175,7 +173,7 @@ def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple
 
 
 def finer(count: int, span: int, programs: int, t: Tile, warps: int, device: torch.device) -> int:
-    """Into how many pieces each of all but one segments is cut: so that summaries have these warps a processor."""
+    """Pieces of each segment but one, so that summaries have `warps` warps a processor."""
     wanted = -(-warps * _processors(device) // (programs * (count - 1) * t.warps))
     pieces = 1
     while pieces < wanted and span % (2 * pieces * t.chunk) == 0 and span >= 2 * pieces * t.span:
@@ -184,9 +182,9 @@ def finer(count: int, span: int, programs: int, t: Tile, warps: int, device: tor
 
 
 def shares(n: int, programs: int, device: torch.device) -> int:
-    """How many programs of one warp share the n entries of what `programs` of them would do, in summaries by entry.
+    """How many programs of one warp share n entries in summaries by entry, where there are `programs` without sharing.
 
-    Pieces of time are no way to have more of them: each walks until what entered is forgotten.
+    Shorter pieces of time would not help, since each piece is walked until the entering state has decayed.
     """
     found = 1
     while n % (2 * found) == 0 and n >= 2 * found * FEW and 2 * found * programs <= CROWD * _processors(device):
@@ -196,7 +194,7 @@ def shares(n: int, programs: int, device: torch.device) -> int:
 
 @functools.cache
 def _shared(device: torch.device) -> int:
-    """Bytes of shared memory a processor (without a GPU, as if on an H200)."""
+    """Bytes of shared memory of a processor; those of an H200 without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 228 << 10
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -207,7 +205,7 @@ PROCESSORS = 132  # of an H100 or H200, where these tables were measured
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Of the GPU, or of an H200 where there is none; one where the interpreter runs, on the CPU."""
+    """Processors of the GPU; 132 without a GPU, 1 for the interpreter on a CPU."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 1 if device.type == "cpu" else PROCESSORS

@@ -12,7 +12,7 @@ registers and the sum over N stays inside a thread. A vector state (N = 1) comes
     zeros(NB, BP) -> the Params' sums before the first token
     finish(args, grads, sums, segment, segments, at): stores the Params' gradients of this program
 
-`args`, `grads`: the pointers and strides that the holes use. `at` is the place of the tile (`At`). `sink`: the layout
+args, grads: the pointers and strides that the holes use; at: the position of the tile (`At`); sink: the layout
 of gradients that programs share (rows for each batch row, and what to add to a token's number). A, B, C, D are in
 registers only.
 
@@ -33,9 +33,9 @@ from dsf.kernels.triton.tile import take
 
 
 class At(NamedTuple):
-    """Where a tile lies: its sequence and head, tokens t0 + t, entries n and channels p, and which of these exist.
+    """The position of a tile: its sequence and head, tokens t0 + t, entries n, channels p, and which of these exist.
 
-    place: the block of channels, edge: its first one.
+    place: number of the block of channels; edge: its first channel.
     """
 
     batch: Any
@@ -56,7 +56,7 @@ class At(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of y [B, T, H, P], and of the final states of packed sequences [sequences, H, N, P], with where these end.
+    """Gradients of y [B, T, H, P] and of packed sequences' final states [sequences, H, N, P]; ends: `packed_ends`.
 
     dy is None where states are walked instead of cotangents; ends and states are None where nothing is packed.
     """
@@ -71,13 +71,13 @@ NAMES = (
     "spread", "whole", "ahead", "parted", "merge", "moved", "passed", "entry", "keys_at", "keys_added", "keys_stored",
     "after", "puts", "blank",
 )  # fmt: skip
-# The printed functions of a spec, None for those that it has no need of.
+# The printed functions of a spec, None for those that it does not need.
 Holes = make_dataclass("Holes", [(x, Any, None) for x in NAMES], bases=(Config,), frozen=True, repr=False)
 
 
 @dataclass(frozen=True, repr=False)
 class Shape(Config):
-    """What else the kernels of a scan are compiled for. A tile: K tokens of NB entries, or G runs of K; BP channels.
+    """Config fields of scan kernels. A tile: K tokens of NB entries, or G runs of K tokens; BP channels.
 
     V neighbouring channels share a thread. EVEN: all channels exist. BEFORE: y is of the state before a token's write.
     M: tokens between two states that are saved, U: tiles between two that the adjoint keeps for itself. STAGES, AHEAD:
@@ -100,9 +100,9 @@ class Shape(Config):
 
 @triton.jit
 def program(T, H, P, segments, shape: tl.constexpr, BACK: tl.constexpr = False, lane=None):
-    """Where this program's tiles lie, before any token, and its segment. BACK: the last run of a tile comes first.
+    """(`At` of the program without tokens, its segment). BACK: the last run of a tile comes first.
 
-    lane: the channels' numbers in their block, if the program has them.
+    lane: the channels' numbers in their block, or None.
     """
     number = tl.program_id(0)
     blocks = tl.cdiv(P, shape.BP)
@@ -120,7 +120,7 @@ def program(T, H, P, segments, shape: tl.constexpr, BACK: tl.constexpr = False, 
 
 @triton.jit
 def moved(at, t0, t_ok):
-    """The same at tokens t0 + t, of which t_ok exist."""
+    """`at` moved to tokens t0 + t, of which t_ok exist."""
     return At(
         at.batch, at.head, t0, at.t, at.n, at.p, t_ok, at.n_ok, at.p_ok, at.place, at.edge, at.T, at.H, at.P, at.N
     )
@@ -128,35 +128,35 @@ def moved(at, t0, t_ok):
 
 @triton.jit
 def place_of(at, t0, n, k: tl.constexpr = 0, end=None):
-    """The same at token t0 + k and entry n alone; end: None where the token exists."""
+    """`at` for the single token t0 + k and entry n; end: None where the token exists."""
     zero = tl.zeros((1, 1, 1), tl.int32)
     ok = zero == 0
-    t = zero.to(tl.int64) + k  # with 64 bits its product with a stride is one instruction
+    t = zero.to(tl.int64) + k  # int64, so that its product with a stride is one instruction
     t_ok = ok if end is None else t0 + t < end
     return At(at.batch, at.head, t0, t, n + zero, at.p, t_ok, ok, at.p_ok, at.place, at.edge, at.T, at.H, at.P, at.N)
 
 
 @triton.jit
 def row_of(at):
-    """Sequence and head in one number, of 64 bits."""
+    """Sequence and head in one number, int64."""
     return at.batch * at.H + at.head
 
 
 @triton.jit
 def state_offset(row, n, at):
-    """Where entry n of state number `row` lies in a buffer [rows, N, P], at a tile's channels."""
+    """The offset of entry n of state `row` in [rows, N, P], at a tile's channels."""
     return row * (at.N * at.P) + n * at.P + at.p
 
 
 @triton.jit
 def saved_offset(t0, n, at, M: tl.constexpr):
-    """Where entry n of the state before token t0, a multiple of M, lies in a buffer [B, H, ⌈T/M⌉, N, P]."""
+    """The offset of entry n of the state before token t0, a multiple of M, in [B, H, ⌈T/M⌉, N, P]."""
     return state_offset(row_of(at) * tl.cdiv(at.T, M) + t0 // M, n, at)
 
 
 @triton.jit
 def packed_ends(ends, at):
-    """Where the states after sequences' last tokens lie in a buffer [sequences, H, N, P], and which tokens are last.
+    """(offsets of final states in [sequences, H, N, P], whether a token is its sequence's last).
 
     ends: [T], a sequence's number from 1 at its last token, 0 elsewhere.
     """
@@ -166,7 +166,7 @@ def packed_ends(ends, at):
 
 @triton.jit
 def given_offset(at):
-    """Where y of a tile lies, of token t0 and head, in [B, T, H, P]."""
+    """The offset of y of token t0 and a head in [B, T, H, P]."""
     return ((at.batch * at.T + at.t0) * at.H + at.head) * at.P
 
 
@@ -189,7 +189,7 @@ def numbers(K: tl.constexpr, G: tl.constexpr, BACK: tl.constexpr = False):
 
 @triton.jit
 def turns(K: tl.constexpr, G: tl.constexpr):
-    """The tokens that a thread walks, on their axis: [K, 1, 1], or [1, K, 1] of every run."""
+    """The tokens of a thread along their axis: [K, 1, 1], or [1, K, 1] for runs."""
     return tl.arange(0, K)[:, None, None] if G == 1 else tl.arange(0, K)[None, :, None]
 
 
@@ -205,7 +205,7 @@ def fill(x, shape: tl.constexpr, NB: tl.constexpr):
 
 @triton.jit
 def blend(a, b, t_ok, shape: tl.constexpr, MASKED: tl.constexpr):
-    """A and B as full tiles; MASKED: tokens past the end leave the state as it is."""
+    """A and B as full tiles; MASKED: tokens past the end leave the state unchanged."""
     a = fill(a, shape, shape.NB)
     b = fill(b, shape, shape.NB)
     if MASKED:
@@ -216,7 +216,7 @@ def blend(a, b, t_ok, shape: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def link(keep, add, kept, added, later_keep, later_add, later_kept, later_added):
-    """Two stretches of runs as one: s -> keep s + add through all of it, kept s + added up to its last run."""
+    """Composition of two ranges of runs: s -> keep s + add over the whole range, kept s + added before its last run."""
     return (
         keep * later_keep,
         later_keep * add + later_add,
@@ -227,9 +227,9 @@ def link(keep, add, kept, added, later_keep, later_add, later_kept, later_added)
 
 @triton.jit
 def join(keep, add, G: tl.constexpr):
-    """What enters every run but the first, and what leaves the last, of runs s -> keep s + add [G, 1, BP].
+    """The states before all runs but the first, and after the last, for runs s -> keep s + add [G, 1, BP].
 
-    The state that enters the first is in its `add`.
+    `add` of the first run includes the state before it.
     """
     one = tl.full(add.shape, 1.0, tl.float32)
     keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link)
@@ -241,7 +241,7 @@ def join(keep, add, G: tl.constexpr):
 def walk(a, b, state, K: tl.constexpr, G: tl.constexpr):
     """States before and after every token of a tile, and the last one.
 
-    state: what enters the tile, or (then there is no last one) every run [G, 1, BP].
+    state: before the tile, or before every run [G, 1, BP], and then no last one is returned.
     """
     t = turns(K, G)
     last = state
