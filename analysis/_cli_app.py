@@ -87,11 +87,11 @@ def zoo(
     """List the mixers: structure, forms, state, eigenvalues, parameters, source; with a NAME, all about that one."""
     if name is not None:
         found = zoo_data.record(find(name))
-        _print_json(found.plain()) if as_json else _print_one(found)
+        _print_json(found.to_dict()) if as_json else _print_one(found)
         return
     records = zoo_data.rows()
     if as_json:
-        _print_json([r.plain() for r in records])
+        _print_json([r.to_dict() for r in records])
         return
     console = _cli_analyze.console()
     title = f"The zoo: {len(records)} mixers"
@@ -264,7 +264,7 @@ def analyze(
     found = _cli_analyze.found(model, saved, text, choice)
     written = _cli_analyze.write(found, out, pictures)
     if as_json:
-        _print_json(found.data.plain())
+        _print_json(found.data.to_dict())
     else:
         console = _cli_analyze.console()
         console.print(_cli_analyze.summary(found))

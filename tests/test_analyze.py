@@ -157,7 +157,8 @@ def test_json_on_request_and_layers_and_heads_narrow_it_down(folder, text, tmp_p
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "recurrent_gemma", "kimi_linear", "rwkv", "zamba", "bert"])
 def test_every_kind_of_mixer_has_a_page(name):
-    found = analyze(letters(name), "The wife had found out. " * 4, "text", Choice(tokens=40))
+    layers = "1-3" if name == "zamba" else None  # all of its others are alike
+    found = analyze(letters(name), "The wife had found out. " * 4, "text", Choice(tokens=40, layers=layers))
     html = Report(found).page().html()
     shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
     assert not {"nan", "inf", "None"} & set(shown.split())
@@ -190,7 +191,7 @@ def test_a_saved_analysis_is_drawn_again_as_it_was(analysed, tmp_path):
     again = run("--from", beside, "--out", page).stdout
     assert again.replace(str(page), str(out)) == said.stdout[: said.stdout.rindex(f"wrote {out}")] + f"wrote {out}\n"
     assert list(tmp_path.iterdir()) == [page]  # the data stays where it is
-    report.write_json(tmp_path / "again.json", Analysed.load(beside).plain())
+    report.write_json(tmp_path / "again.json", Analysed.load(beside).to_dict())
     assert (tmp_path / "again.json").read_bytes() == beside.read_bytes()
     assert without_the_wall(page.read_text(encoding="utf-8")) == without_the_wall(out.read_text(encoding="utf-8"))
 
@@ -421,7 +422,7 @@ def test_unknown_mixers_are_listed(text):
     model = letters("llama")
     model.model.add_module("odd", torch.nn.LSTM(4, 4))
     found = analyze(model, TEXT, "text", Choice(tokens=20))
-    assert [x.plain() for x in found.data.conversion.left_alone] == [
+    assert [x.to_dict() for x in found.data.conversion.left_alone] == [
         {"name": "odd", "type": "LSTM", "why": "its recurrence is nonlinear in its state"}
     ]
     assert "nonlinear in its state" in Report(found).page().html()

