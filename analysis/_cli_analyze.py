@@ -62,7 +62,7 @@ def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
         report.page().write(out)
         lines = [f"wrote {out}"]
         if analysis.maps:  # or it was read from a file
-            write_json(beside, analysis.data.plain())
+            write_json(beside, analysis.data.to_dict())
             lines = [f"wrote {out} and {beside}"]
         if pictures is not None:
             bar.step("draw the pictures", 0, 1)

@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 import dsf
 from dsf.analysis import _cli_analyze, _cli_bench, _cli_compare, _cli_doctor, _cli_train
@@ -30,7 +31,7 @@ from dsf.analysis.subjects import find
 from dsf.call.plan import FORMS
 
 LAW_BROKEN, BAD_INPUT = 1, 2
-WIDE = 106  # columns that the zoo's whole table takes
+WIDE = 110  # columns that the zoo's whole table takes
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 app = typer.Typer(
@@ -86,20 +87,22 @@ def zoo(
     """List the mixers: structure, forms, state, eigenvalues, parameters, source; with a NAME, all about that one."""
     if name is not None:
         found = zoo_data.record(find(name))
-        _print_json(found.plain()) if as_json else _print_one(found)
+        _print_json(found.to_dict()) if as_json else _print_one(found)
         return
     records = zoo_data.rows()
     if as_json:
-        _print_json([r.plain() for r in records])
+        _print_json([r.to_dict() for r in records])
         return
     console = _cli_analyze.console()
     title = f"The zoo: {len(records)} mixers"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     rows = [_zoo_cells(r) for r in records]
     labels = [label for label in rows[0] if console.width >= WIDE or label not in ("numbers", "parameters", "forms")]
+    widths = {label: _narrowest(label, rows) for label in labels}  # left to itself, rich cuts words in two
+    widths["structure"] = console.width - sum(widths.values()) + widths["structure"] - 2 * len(labels)
     for label in labels:
         side: Literal["left", "right"] = "right" if label in ("numbers", "parameters") else "left"
-        table.add_column(label, justify=side, no_wrap=label != "structure")
+        table.add_column(label, justify=side, width=widths[label])
     for cells in rows:
         table.add_row(*(cells[label] for label in labels))
     console.print(table)
@@ -113,6 +116,12 @@ def zoo(
         style="dim",
         highlight=False,
     )
+
+
+def _narrowest(label: str, rows: list[dict[str, str]]) -> int:
+    """Columns that the longest word of these cells takes; the longest of all where a cell is one formula."""
+    cells = [label, *(Text.from_markup(row[label]).plain for row in rows)]
+    return max(len(word) for cell in cells for word in ([cell] if label == "state" else cell.split()))
 
 
 def _zoo_cells(found: zoo_data.ZooRecord) -> dict[str, str]:
@@ -130,9 +139,10 @@ def _zoo_cells(found: zoo_data.ZooRecord) -> dict[str, str]:
 
 
 def _short_source(source: str) -> str:
-    """Authors and number of the paper: Schlag et al. 2102.11174."""
-    paper = re.match(r"(.*?)[ ,(]+arXiv (\d+\.\d+)", source)
-    return f"{paper[1]} {paper[2]}" if paper else source[:30]
+    """Authors and number of the first paper: Schlag et al. 2102.11174."""
+    first = source.partition(";")[0]
+    paper = re.match(r"(.*?)[ ,(]+arXiv (\d+\.\d+)", first)
+    return f"{paper[1]} {paper[2]}" if paper else first[:30]
 
 
 def _print_one(found: zoo_data.ZooRecord) -> None:
@@ -254,7 +264,7 @@ def analyze(
     found = _cli_analyze.found(model, saved, text, choice)
     written = _cli_analyze.write(found, out, pictures)
     if as_json:
-        _print_json(found.data.plain())
+        _print_json(found.data.to_dict())
     else:
         console = _cli_analyze.console()
         console.print(_cli_analyze.summary(found))

@@ -91,7 +91,7 @@ def compare(
     _show(result, out, png, as_json, [out / "compare.html", out / "compare.json"])
     if kept is not None and not as_json:
         typer.echo(f"wrote {sum(len(c.weights) for m in result.mixers for c in m.columns)} models to {kept}")
-    if result.failed or result.worst() > engine.LAW:
+    if result.failed or result.worst_disagreement > engine.LAW:
         raise typer.Exit(LAW_BROKEN)
 
 

@@ -26,9 +26,9 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data: the fields that were set, by their names in JSON."""
-        return self.model_dump(exclude_unset=True, by_alias=True)
+        return self.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
 class File(Record):
@@ -36,9 +36,9 @@ class File(Record):
 
     schema_: str = Field(default="", validation_alias="schema", serialization_alias="schema")
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data, the schema's name first."""
-        return {"schema": self.schema_, **super().plain()}
+        return {"schema": self.schema_, **super().to_dict()}
 
     @classmethod
     def load(cls: type[Found], path: Path) -> Found:

@@ -78,22 +78,14 @@ def analysed(folder, text, tmp_path_factory):
 
 def test_a_saved_model_becomes_a_page_data_and_pictures(analysed):
     out, result, data = analysed
-    assert "0 S6" in result.stdout and "1 softmax" in result.stdout and str(out) in result.stdout
-    assert "4 mixers ran as recurrences on 60 tokens" in result.stdout
+    for found in data["runs"]:
+        assert any(line.startswith(found["name"] + " ") for line in result.stdout.splitlines())
+        assert found["found"] in result.stdout
+    assert str(out) in result.stdout
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     pictures = {p.name for p in (out.parent / "png").iterdir()}
     assert {"maps.png", "map_0_S6.png", "map_1_softmax.png", "half_lives.png", "tokens_write.png"} <= pictures
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (out.parent / "png").iterdir())
-
-
-def test_every_layer_gets_one_sentence(analysed):
-    out, result, data = analysed
-    html = out.read_text(encoding="utf-8")
-    for run in data["runs"]:
-        assert run["found"].startswith(run["name"] + " ") and run["found"].count(". ") == 0
-        assert run["found"].split(" (")[0] in html
-        assert run["found"] in result.stdout
-    assert "keeps every key and value" in next(r["found"] for r in data["runs"] if r["kind"] == "softmax")
 
 
 def lives(low, median, high):
@@ -102,31 +94,23 @@ def lives(low, median, high):
 
 
 @pytest.mark.parametrize(
-    ("run", "expected"),
+    ("run", "numbers"),
     [
-        (
-            {"half_life": lives(2.0, 5.0, 400.0), "distance": 9.6,
-             "effective_state_size": EffectiveSize(entropy=3.21, tolerance=4)},
-            "3 X has forgotten half after 5 tokens (a tenth of its state lasts 400 tokens), looks 10 tokens back on "
-            "average and uses about 3.2 of 16 state entries a channel.",
-        ),
-        (
-            {"half_life": lives(0.1, 0.2, 0.4), "distance": 0.7},
-            "3 X forgets within a token and looks at the newest tokens only.",
-        ),
-        (
-            {"half_life": lives(math.inf, math.inf, math.inf), "distance": 24.0,
-             "heads": [Head(head=0, distance=1.0), Head(head=1, distance=30.0)],
-             "eigenvalues": of_eigenvalues(torch.tensor([-1.0, 1.0, 1.0, 1.0]))},
-            "3 X forgets nothing and looks 24 tokens back on average, at all of them nearly alike; its heads differ, "
-            "from 1 to 30 tokens back; 25% of its eigenvalues are negative, which flips what is stored.",
-        ),
-        ({"kind": "softmax", "window": 64}, "3 X keeps the last 64 tokens as they were."),
+        ({"half_life": lives(2.0, 5.0, 400.0), "distance": 9.6,
+          "effective_state_size": EffectiveSize(entropy=3.21, tolerance=4)}, [5, 400, 10, 3.2, 16]),
+        ({"half_life": lives(4.0, 5.0, 9.0), "distance": 9.6}, [5, 10]),  # no tail to speak of
+        ({"half_life": lives(0.1, 0.2, 0.4), "distance": 0.7}, []),  # within a token
+        ({"half_life": lives(math.inf, math.inf, math.inf), "distance": 24.0,
+          "heads": [Head(head=0, distance=1.0), Head(head=1, distance=30.0)],
+          "eigenvalues": of_eigenvalues(torch.tensor([-1.0, 1.0, 1.0, 1.0]))}, [24, 1, 30, 25]),
+        ({"kind": "softmax", "window": 64}, [64]),
     ],
 )  # fmt: skip
-def test_sentences_say_what_the_numbers_say(run, expected):
-    about = {"name": "3 X", "layer": "x", "recurrence": "x", "structure": "x", "kind": "own", "N": 16, "P": 1, **run}
-    assert in_a_sentence(Run(call=0, part=0, backward=False, **about), 100) == expected
+def test_a_layers_sentence_is_one_and_has_the_numbers_that_were_found(run, numbers):
+    about = {"name": "a X", "layer": "x", "recurrence": "x", "structure": "x", "kind": "own", "N": 16, "P": 1, **run}
+    said = in_a_sentence(Run(call=0, part=0, backward=False, **about), 100)
+    assert said.startswith("a X ") and said.endswith(".") and ". " not in said
+    assert [float(x) for x in re.findall(r"\d+(?:\.\d+)?", said)] == numbers
 
 
 def test_the_page_loads_nothing_and_says_no_nan(analysed):
@@ -134,8 +118,9 @@ def test_the_page_loads_nothing_and_says_no_nan(analysed):
     assert not re.search(r"https?:|src=\"(?!data:)|href=\"(?!#|data:)", html)
     shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
     assert not {"nan", "inf", "None"} & set(shown.split())
-    for title in ("Layer by layer", "What they look at", "What they remember", "What it keeps", "What was converted"):
-        assert f">{title}</h2>" in html
+    assert set(re.findall(r'href="#([^"]*)"', re.sub(r"<svg.*?</svg>", "", html, flags=re.S))) <= set(
+        re.findall(r'id="([^"]*)"', html)
+    )
 
 
 def test_the_data_says_what_was_converted_and_found(analysed):
@@ -172,7 +157,8 @@ def test_json_on_request_and_layers_and_heads_narrow_it_down(folder, text, tmp_p
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "recurrent_gemma", "kimi_linear", "rwkv", "zamba", "bert"])
 def test_every_kind_of_mixer_has_a_page(name):
-    found = analyze(letters(name), "The wife had found out. " * 4, "text", Choice(tokens=40))
+    layers = "1-3" if name == "zamba" else None  # all of its others are alike
+    found = analyze(letters(name), "The wife had found out. " * 4, "text", Choice(tokens=40, layers=layers))
     html = Report(found).page().html()
     shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
     assert not {"nan", "inf", "None"} & set(shown.split())
@@ -205,7 +191,7 @@ def test_a_saved_analysis_is_drawn_again_as_it_was(analysed, tmp_path):
     again = run("--from", beside, "--out", page).stdout
     assert again.replace(str(page), str(out)) == said.stdout[: said.stdout.rindex(f"wrote {out}")] + f"wrote {out}\n"
     assert list(tmp_path.iterdir()) == [page]  # the data stays where it is
-    report.write_json(tmp_path / "again.json", Analysed.load(beside).plain())
+    report.write_json(tmp_path / "again.json", Analysed.load(beside).to_dict())
     assert (tmp_path / "again.json").read_bytes() == beside.read_bytes()
     assert without_the_wall(page.read_text(encoding="utf-8")) == without_the_wall(out.read_text(encoding="utf-8"))
 
@@ -436,7 +422,7 @@ def test_unknown_mixers_are_listed(text):
     model = letters("llama")
     model.model.add_module("odd", torch.nn.LSTM(4, 4))
     found = analyze(model, TEXT, "text", Choice(tokens=20))
-    assert [x.plain() for x in found.data.conversion.left_alone] == [
+    assert [x.to_dict() for x in found.data.conversion.left_alone] == [
         {"name": "odd", "type": "LSTM", "why": "its recurrence is nonlinear in its state"}
     ]
     assert "nonlinear in its state" in Report(found).page().html()

@@ -139,7 +139,7 @@ def test_all_models_have_the_same_number_of_parameters(result):
     sizes = [c.parameters.model for m in result.mixers for c in m.columns]
     assert len(sizes) == 5 and max(sizes) <= 1.02 * min(sizes)
     assert len({c.parameters.mixer for m in result.mixers for c in m.columns}) > 1
-    assert result.parameters_apart() == max(sizes) / min(sizes) - 1
+    assert result.parameters_apart == max(sizes) / min(sizes) - 1
 
 
 def test_parameters_of_the_whole_zoo_are_equal_to_two_percent():
@@ -226,7 +226,7 @@ def test_training_lowers_bits_per_byte_of_held_out_text(result):
 
 
 def test_forms_agree_on_the_text_forward_and_backward(result):
-    assert 0 < result.worst() <= 1e-9
+    assert 0 < result.worst_disagreement <= 1e-9
     for m in result.mixers:
         assert set(m.forms) == {"recurrent", "scan", "chunk", "kernel"}
         assert all(errors.worst <= 1e-9 for errors in m.forms.values())
@@ -235,7 +235,7 @@ def test_forms_agree_on_the_text_forward_and_backward(result):
 def test_kernel_pictures_are_causal_shares_of_the_sentence(result):
     for m in result.mixers:
         shares = torch.tensor(m.kernel.shares)
-        assert shares.shape == (len(result.sentence.encode()),) * 2
+        assert shares.shape == (len(result.text.sentence.encode()),) * 2
         assert float(shares.triu(1).abs().max()) == 0
         torch.testing.assert_close(shares.sum(1), torch.ones(len(shares)), atol=1e-3, rtol=0)
 
@@ -262,14 +262,16 @@ def test_a_mixer_that_fails_is_listed_and_the_others_go_on(text, own):
 
 def test_the_page_shows_every_mixer_and_loads_nothing(result):
     pytest.importorskip("matplotlib")
-    from dsf.analysis.compare.page import page
+    from dsf.analysis.compare.page import Builder
 
-    html = page(result).html()
+    builder = Builder(result)
+    html = builder.build().html()
     assert not re.search(r"https?:|src=\"(?!data:)|href=\"(?!#|data:)", html)
-    for m in result.mixers:
-        assert f"{m.equal.after.mean:.3f} ± {m.equal.after.spread:.3f}" in html and m.name in html
-    assert html.count("<svg") == 8 + 2 * len(result.mixers)
-    assert "parameters equal to" in html and "2 seeds" in html
+    assert [html.count(drawn) for drawn in builder.drawn.values()] == [1] * len(builder.figures())
+    best_first = sorted(result.mixers, key=lambda m: m.equal.after.mean)
+    first_table = html[html.index("<tbody") : html.index("</tbody>")]
+    places = [first_table.index(f">{m.name}<") for m in best_first]
+    assert places == sorted(places)
     shown = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.S)
     assert not {"nan", "inf", "None"} & set(shown.split())
 

@@ -194,33 +194,35 @@ def test_a_plan_of_tensors_is_the_plan_of_their_sizes():
     assert structures.gated_delta.plan(**inputs) == structures.gated_delta.plan(B=2, T=40, H=3, N=5, P=7)
 
 
-def test_plans_are_immutable_and_print():
-    plan = structures.gated_delta.plan(B=1, T=2048, H=2, N=64, P=32)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.form = "scan"
-    lines = str(plan).splitlines()
-    assert lines[0] == "gated_delta"
-    assert [line.split()[0] for line in lines[1:7]] == ["structure", "forms", "chosen", "why", "state", "work"]
-    assert "chunk on torch: WY chunks, 64 tokens" in lines[3]
-    assert "[1, 2, 64, 32], 16,384 bytes" in lines[5]
+@ALL
+def test_a_plan_is_immutable_and_prints_what_it_holds(recurrence):
+    for form in recurrence.forms:
+        plan = recurrence.plan(B=1, T=2048, H=2, N=64, P=32, form=form)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            plan.form = "scan"
+        held = [plan.recurrence, plan.structure, *plan.forms, plan.form, plan.backend, plan.kernel, plan.reason]
+        held += [str(list(plan.state_shape)), *(f"{n:,}" for n in (plan.state_bytes, plan.flops, plan.bytes))]
+        assert [x for x in held if not re.search(rf"(?<![\d,]){re.escape(x)}(?!,?\d)", str(plan))] == []
 
 
-def test_specs_print_as_they_were_written():
-    assert str(structures.key_delta) == (
-        "key_delta(q: Key, k: Key, v: Value, a: Key, b: Scalar)\n"
-        "  A = (I - sigmoid(b) * outer(k, k)) @ diag(sigmoid(a))\n"
-        "  B = k * (sigmoid(b) * v)\n"
-        "  C = q\n"
-        "  D = 0\n"
-        "  read after the update\n"
-        "  structure: key-diagonal decay + delta\n"
-        "  log decay = logsigmoid(a)"
-    )
-    text = str(structures.product)
-    assert "A [1] = sigmoid(a) * (I - sigmoid(b[0]) * outer(k[0], k[0]))" in text
-    assert "A [2] = I - sigmoid(b[1]) * outer(k[1], k[1])" in text
-    assert "read before the update" in text
-    assert "y = num / maximum(abs(den), one), den driven by v = 1" in str(structures.stabilised)
+PLAIN = [r for r in structures.ALL if "\n  y = " not in str(r) and r is not structures.softmax]
+
+
+@pytest.mark.parametrize("recurrence", PLAIN, ids=lambda r: r.name)
+def test_what_a_recurrence_prints_declares_it_again(recurrence):
+    """But for quotients, whose rule is a function that prints as what it returns."""
+    signature, *lines = str(recurrence).splitlines()
+    found = dict(line.strip().partition(" = ")[::2] for line in lines if " = " in line)
+    steps = ["", *(f" [{i}]" for i in range(1, 9))]
+    systems = [f"A={found[f'A{i}']}, B={found[f'B{i}']}" for i in steps if f"A{i}" in found]
+    read = "before" if "  read before the update" in lines else "after"
+    systems[-1] += f", C={found['C']}, D={found['D']}, read={read!r}"
+    body = f"    return dsf.compose({', '.join(f'System({x})' for x in systems)})"
+    names = {name: getattr(dsf, name) for name in dsf.__all__} | {"dsf": dsf}
+    exec(f"def {signature}:\n{body}", names)
+    again = dsf.recurrence(names[recurrence.name])
+    inputs = structures.sample(recurrence, T=9)
+    assert str(again) == str(recurrence) and torch.equal(again(**inputs), recurrence(**inputs))
 
 
 def test_the_plan_says_why_a_cuda_call_stays_on_torch():

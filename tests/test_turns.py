@@ -268,7 +268,7 @@ def test_reports_show_complex_eigenvalues_in_the_plane():
     assert shares.sum().item() == pytest.approx(1)
     assert (shares[(radius < 0.8) | (radius > 1)] == 0).all()
     assert len(eigenvalue_histogram(found, "#123456", True).axes[0].images) == 1
-    assert "plane" not in of_eigenvalues(torch.rand(9)).plain()
+    assert "plane" not in of_eigenvalues(torch.rand(9)).to_dict()
 
 
 def test_plans_name_what_runs():

@@ -12,26 +12,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 import dsf
 from dsf.analysis import probe
 from dsf.analysis.compare import fair, recall
 from dsf.analysis.compare.fair import Protocol
-from dsf.analysis.compare.records import Kind, Learnt, Map, MixerRecord, StateNumbers
-from dsf.analysis.records import Machine
+from dsf.analysis.compare.records import Kind, Learnt, Map, MixerRecord, ReadText, RecallTask, StateNumbers
+from dsf.analysis.records import Endless, File, Machine
 from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.text import Text
 from dsf.analysis.training import ByteLM, Setup
 
-if TYPE_CHECKING:
-    from dsf.analysis.compare.saved import SavedText
-
-SCHEMA = "dsf.compare/2"
 LAW = 1e-9  # how far forms may be apart in float64
 CONTEXTS = tuple(4**i for i in range(11))  # 1 … 1,048,576 tokens
 PAPER_WIDTH, PAPER_HEADS = 2048, 16  # a layer of a 1.3B model
@@ -40,55 +37,28 @@ LAW_TOKENS, SPEED_TOKENS = 80, 256
 Report = Callable[[str, int, int, float], None]  # (what is trained, steps done, of so many, bits per byte)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was run and what came out. mixers: a record each (the JSON's), failed: name -> what went wrong.
+class Comparison(File):
+    """What was run and what came out, the content of compare.json. failed: name -> what went wrong.
 
-    machine, version: what it ran on, this machine and release where None. dsf.analysis.compare.saved reads it back.
+    parameters_apart: how much larger the largest model is than the smallest, as a share. worst_disagreement: of any
+    form of any mixer. seconds: that it took. dsf.analysis.compare.saved reads it back.
     """
 
+    schema_: Literal["dsf.compare/2"] = Field(
+        default="dsf.compare/2", validation_alias="schema", serialization_alias="schema"
+    )
+    dsf: str
+    machine: Machine
     setup: Setup
     protocol: Protocol
-    text: Text | SavedText
-    sentence: str
-    mixers: list[MixerRecord]
-    failed: dict[str, str]
+    parameters_apart: float
+    recall: RecallTask
+    text: ReadText
+    contexts: list[int]
     seconds: float
-    machine: Machine | None = None
-    version: str = dsf.__version__
-
-    def worst(self) -> float:
-        """The largest disagreement of any form of any mixer."""
-        return max((m.worst_disagreement for m in self.mixers), default=0.0)
-
-    def parameters_apart(self) -> float:
-        """How much larger the largest model is than the smallest, as a share."""
-        sizes = [c.parameters.model for m in self.mixers for c in m.columns]
-        return max(sizes) / min(sizes) - 1 if sizes else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, the content of compare.json."""
-        return {
-            "schema": SCHEMA,
-            "dsf": self.version,
-            "machine": (self.machine or machine()).plain(),
-            "setup": asdict(self.setup),
-            "protocol": {**asdict(self.protocol), "keep": str(self.protocol.keep) if self.protocol.keep else None},
-            "parameters_apart": self.parameters_apart(),
-            "recall": {"pairs": recall.PAIRS, "gaps": list(recall.GAPS), "chance": recall.CHANCE},
-            "text": {
-                "name": self.text.name,
-                "train_bytes": len(self.text.train),
-                "held_out_bytes": len(self.text.held_out),
-                "sentence": self.sentence,
-                "yardsticks_bits_per_byte": self.text.yardsticks(),
-            },
-            "contexts": list(CONTEXTS),
-            "seconds": self.seconds,
-            "worst_disagreement": self.worst(),
-            "failed": self.failed,
-            "mixers": [m.plain() for m in self.mixers],
-        }
+    worst_disagreement: Endless
+    failed: dict[str, str]
+    mixers: list[MixerRecord]
 
 
 @dataclass(frozen=True)
@@ -152,7 +122,27 @@ def compare(
             failed[f"{subject.name}, paper's layer"] = paper
             paper = None
         mixers.append(_assembled(subject, equal, None if paper is None else paper[0]))
-    return Comparison(setup, protocol, text, sentence, mixers, failed, time.perf_counter() - begin)
+    sizes = [c.parameters.model for m in mixers for c in m.columns]
+    return Comparison(
+        dsf=dsf.__version__,
+        machine=machine(),
+        setup=setup,
+        protocol=protocol,
+        parameters_apart=max(sizes) / min(sizes) - 1 if sizes else 0.0,
+        recall=RecallTask(pairs=recall.PAIRS, gaps=list(recall.GAPS), chance=recall.CHANCE),
+        text=ReadText(
+            name=text.name,
+            train_bytes=len(text.train),
+            held_out_bytes=len(text.held_out),
+            sentence=sentence,
+            yardsticks_bits_per_byte=text.yardsticks(),
+        ),
+        contexts=list(CONTEXTS),
+        seconds=time.perf_counter() - begin,
+        worst_disagreement=max((m.worst_disagreement for m in mixers), default=0.0),
+        failed=failed,
+        mixers=mixers,
+    )
 
 
 def _assembled(subject: Subject, equal: Any, paper: Learnt | None) -> MixerRecord:

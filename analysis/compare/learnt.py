@@ -104,7 +104,7 @@ def learning(builder: Builder, out: Page) -> None:
         "The same text, seeds and order of batches for all; only the mixer differs.",
         grid(drawn, 480),
         text(*notes),
-        text(f"**What they write** after “{builder.comparison.sentence}”, drawn at temperature 0.8:"),
+        text(f"**What they write** after “{builder.comparison.text.sentence}”, drawn at temperature 0.8:"),
         *samples,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, machine, pictures, recall
+from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, pictures, recall
 from dsf.analysis.compare.learnt import learning, summary
 from dsf.analysis.compare.records import MixerRecord
 from dsf.analysis.probe import MATRIX_TOKENS
@@ -74,7 +74,7 @@ class Builder:
         self.comparison = comparison
         self.records = comparison.mixers
         self.colors = dict(zip((r.name for r in self.records), palette(len(self.records)), strict=True))
-        self.yardsticks = comparison.text.yardsticks()
+        self.yardsticks = comparison.text.yardsticks_bits_per_byte
         self.negative = any(r.eigenvalues.share_negative > 1e-3 for r in self.records)
 
     def figures(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Builder:
 
     def equal(self) -> str:
         """What is equal for all, and how often it was tried, in words."""
-        protocol, apart = self.comparison.protocol, self.comparison.parameters_apart()
+        protocol, apart = self.comparison.protocol, self.comparison.parameters_apart
         rates = "rate: the best of " + ", ".join(f"{r:g}" for r in protocol.rates) if len(protocol.rates) > 1 else ""
         seeds = f"{protocol.seeds} seeds, bars: ± one standard deviation" if protocol.seeds > 1 else "one seed"
         return "; ".join(filter(None, [f"parameters equal to {max(apart, 0.001):.1%}", seeds, rates]))
@@ -120,7 +120,7 @@ class Builder:
             "Mixers": str(len(self.records)),
             "Training": f"{setup.steps} steps · {count(setup.steps * setup.batch * setup.seq)} bytes each",
             "Text": data.name if len(data.name) < 40 else "Python's documentation",
-            "Forms agree to": f"{self.comparison.worst():.0e}",
+            "Forms agree to": f"{self.comparison.worst_disagreement:.0e}",
         }
         out.intro.append(facts(entries))
         if not self.records:
@@ -177,7 +177,7 @@ class Builder:
         maps = [figure(self.drawn[f"kernel_{r.name}"], r.name, "", self.colors[r.name]) for r in self.records]
         out.section(
             "What they look at",
-            f"The sentence “{self.comparison.sentence}” through the first layer: each row is one output, "
+            f"The sentence “{self.comparison.text.sentence}” through the first layer: each row is one output, "
             f"each column an "
             "earlier character, and the stronger the colour, the more it counts.",
             text(
@@ -278,9 +278,9 @@ class Builder:
     def what_was_run(self, out: Page) -> None:
         """Machine, versions, sizes."""
         setup, data = self.comparison.setup, self.comparison.text
-        box = self.comparison.machine or machine()
+        box = self.comparison.machine
         rows = {
-            "Text": f"{data.name}: {len(data.train):,} bytes to train on, the last {len(data.held_out):,} held out",
+            "Text": f"{data.name}: {data.train_bytes:,} bytes to train on, the last {data.held_out_bytes:,} held out",
             "Model": f"byte embedding, {setup.layers} blocks of norm, mixer, norm, MLP; tied head; width "
             f"{setup.d_model}; "
             f"{setup.n_heads} heads, d_state {setup.d_state}, headdim {setup.headdim} where a mixer has them"
@@ -291,7 +291,7 @@ class Builder:
             if self.comparison.protocol.recall_steps
             else "not trained",
             "Machine": f"{box.cpu}, {box.cores} cores, {box.system}",
-            "Versions": f"dsf {self.comparison.version}, torch {box.torch}, Python {box.python}",
+            "Versions": f"dsf {self.comparison.dsf}, torch {box.torch}, Python {box.python}",
             "Time": f"{self.comparison.seconds:.0f} s",
         }
         out.section(

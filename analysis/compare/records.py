@@ -75,6 +75,24 @@ class StateNumbers(Record):
     at_paper_width: list[int]
 
 
+class ReadText(Record):
+    """The text, as a comparison keeps it. yardsticks_bits_per_byte: of coders that everybody knows."""
+
+    name: str
+    train_bytes: int
+    held_out_bytes: int
+    sentence: str
+    yardsticks_bits_per_byte: dict[str, float]
+
+
+class RecallTask(Record):
+    """Pairs told, bytes of noise between telling and asking, share of right answers by chance."""
+
+    pairs: int
+    gaps: list[int]
+    chance: float
+
+
 class MixerRecord(Record):
     """One mixer: what it is, what its layers learnt, and what the first model of the equal layer is made of."""
 

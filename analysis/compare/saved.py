@@ -4,85 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from dsf.analysis.compare import CONTEXTS, Comparison
 from dsf.analysis.compare.fair import Protocol
-from dsf.analysis.compare.records import MixerRecord
-from dsf.analysis.records import File, Machine, Number, Record, first, read
+from dsf.analysis.records import first, read
 from dsf.analysis.training import Setup
 from dsf.language.errors import InputError
 
 KINDS: tuple[Any, Any] = (Setup, Protocol)
 
 
-class SavedText(Record):
-    """What a comparison keeps of its text: all that its page says of it."""
-
-    name: str
-    train_bytes: int
-    held_out_bytes: int
-    sentence: str
-    yardsticks_bits_per_byte: dict[str, float]
-
-    @property
-    def train(self) -> range:
-        """As many places as the part that was trained on has bytes."""
-        return range(self.train_bytes)
-
-    @property
-    def held_out(self) -> range:
-        """As many places as the held-out part has bytes."""
-        return range(self.held_out_bytes)
-
-    def yardsticks(self) -> dict[str, float]:
-        """Bits per byte of coders that everybody knows."""
-        return self.yardsticks_bits_per_byte
-
-
-class SavedRecall(Record):
-    """What the recall task was: pairs told, bytes of noise between, share of right answers by chance."""
-
-    pairs: int
-    gaps: list[int]
-    chance: float
-
-
-class Saved(File):
-    """The content of compare.json."""
-
-    schema_: Literal["dsf.compare/2"] = Field(
-        default="dsf.compare/2", validation_alias="schema", serialization_alias="schema"
-    )
-    dsf: str
-    machine: Machine
-    setup: Setup
-    protocol: Protocol
-    parameters_apart: float
-    recall: SavedRecall
-    text: SavedText
-    contexts: list[int]
-    seconds: float
-    worst_disagreement: Number
-    failed: dict[str, str]
-    mixers: list[MixerRecord]
-
-    def comparison(self) -> Comparison:
-        """The comparison, to be drawn."""
-        return Comparison(
-            self.setup, self.protocol, self.text, self.text.sentence, self.mixers, self.failed, self.seconds,
-            self.machine, self.dsf,
-        )  # fmt: skip
-
-
 def load(path: Path) -> Comparison:
     """A comparison from its compare.json. Raises InputError for a file that is none, or of another schema."""
-    saved = Saved.load(path)
+    saved = Comparison.load(path)
     if saved.contexts != list(CONTEXTS):
         raise InputError(f"{path}: contexts are {saved.contexts}; expected {list(CONTEXTS)}")
-    return saved.comparison()
+    return saved
 
 
 def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
