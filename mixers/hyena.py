@@ -97,7 +97,7 @@ class Hyena(Owner):
             self.to(device=device, dtype=dtype)
 
     def cut(self, to: Cuts) -> None:
-        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
         channels, filters = [self.d_model] * (self.order + 1), [self.d_model] * (self.order - 1)
         to.count(channels=self.d_model)
         to.rows(self.in_proj, *channels)

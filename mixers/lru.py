@@ -51,7 +51,7 @@ class ComplexUnits(Mixer):
         self.out = None if bare else nn.Linear(d_model, 2 * d_model)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose complex numbers are shared (`dsf.parallel.HeadShard`).
+        """Declare a rank's part of this layer where ranks share its complex numbers (`dsf.parallel.HeadShard`).
 
         What comes behind them, D and the unit across channels, all ranks have whole.
         """

@@ -134,7 +134,7 @@ class Mamba3(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`).
 
         The angles that all heads share, and a single group's B and C, are made by all ranks, a part each, and gathered.
         """
