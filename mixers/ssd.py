@@ -97,7 +97,7 @@ class SSD(Mixer):
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`).
 
-        A single group's b and c are made by all ranks, a part each, and gathered.
+        Of a single group's b and c each rank computes a part; the parts are gathered.
         """
         heads, n, p = self.dims
         to.count(n_heads=heads)
