@@ -1,4 +1,4 @@
-"""What `dsf analyze` does between its options and its exit code."""
+"""The work of the command `dsf analyze`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dsf.language.errors import InputError
 
 
 def console() -> Console:
-    """Standard output: the terminal's width, or 120 columns where it is piped and nobody says otherwise."""
+    """Standard output: in the terminal's width, or by default 120 columns where it is piped."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(file=sys.stdout, width=120 if piped else None)
 
 
 def run(model: str, text: Path | None, choice: Choice) -> Analysis:
-    """Load, analyze, show how far it is."""
+    """Load the model and analyze it, with a progress bar."""
     require_matplotlib()
     name, data = read_text(text)
     with Bar() as bar, _quiet_transformers():
@@ -61,7 +61,7 @@ def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
 
 
 def out_file(out: Path) -> Path:
-    """The page's path, its folder made. Raises InputError for a name without .html, or a folder that cannot be."""
+    """The page's path, after creating its folder. Raises InputError for a folder, or a name without .html."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {out} is the page to write; expected a name that ends in .html")
     if out.is_dir():
@@ -71,7 +71,7 @@ def out_file(out: Path) -> Path:
 
 
 def folder(path: Path, option: str) -> Path:
-    """The folder, made if it is not there. Raises InputError."""
+    """The folder, created if missing. Raises InputError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -80,7 +80,7 @@ def folder(path: Path, option: str) -> Path:
 
 
 def heads_of(spec: str | None) -> slice | None:
-    """The heads that `2` or `0-3` stands for. Raises InputError."""
+    """The heads of a text such as `2` or `0-3`. Raises InputError."""
     if spec is None:
         return None
     between = re.fullmatch(r"(\d+)(?:-(\d+))?", spec.strip())
@@ -106,7 +106,7 @@ def summary(analysis: Analysis) -> Table:
 
 
 def verdict(analysis: Analysis) -> list[str]:
-    """What was converted, found of each layer, and left alone, in lines."""
+    """Lines that say what was converted, found for each layer, and not converted."""
     found = analysis.data["conversion"]
     lines = [
         f"{analysis.data['model']['class']}: {len(found['layers'])} mixers ran as recurrences on "
@@ -117,7 +117,7 @@ def verdict(analysis: Analysis) -> list[str]:
 
 
 class Bar:
-    """One progress bar on stderr, if that is a terminal; its words change with the step, and nothing is left of it."""
+    """One progress bar on stderr, if that is a terminal; it shows the current step and vanishes at the end."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -141,7 +141,7 @@ class Bar:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' own bars and warnings, which would run over ours."""
+    """Suppress transformers' progress bars and warnings inside."""
     try:
         logging: Any = importlib.import_module("transformers.utils.logging")
     except ImportError:

@@ -66,7 +66,7 @@ if guard.EVERYWHERE:
 
     guard.everywhere = Guard()
 
-# Rooms and tools that load only when used: attribute -> module.
+# Subpackages and tools that are imported on first use: attribute -> module.
 _LAZY = {
     "check": "dsf.checking.check",
     "validate": "dsf.checking.validate",
