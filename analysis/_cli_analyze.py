@@ -1,4 +1,4 @@
-"""What `dsf analyze` does between its options and its exit code."""
+"""The work of the command `dsf analyze`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsf.language.errors import InputError
 
 
 def console() -> Console:
-    """Standard output: the terminal's width, or 120 columns where it is piped and nobody says otherwise."""
+    """Standard output: in the terminal's width, or by default 120 columns where it is piped."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(file=sys.stdout, width=120 if piped else None)
 
@@ -71,7 +71,7 @@ def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
 
 
 def out_file(out: Path) -> Path:
-    """The page's path, its folder made. Raises InputError for a name without .html, or a folder that cannot be."""
+    """The page's path, after creating its folder. Raises InputError for a folder, or a name without .html."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {out} is the page to write; expected a name that ends in .html")
     if out.is_dir():
@@ -81,7 +81,7 @@ def out_file(out: Path) -> Path:
 
 
 def folder(path: Path, option: str) -> Path:
-    """The folder, made if it is not there. Raises InputError."""
+    """The folder, created if missing. Raises InputError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -90,7 +90,7 @@ def folder(path: Path, option: str) -> Path:
 
 
 def heads_of(spec: str | None) -> slice | None:
-    """The heads that `2` or `0-3` stands for. Raises InputError."""
+    """The heads of a text such as `2` or `0-3`. Raises InputError."""
     if spec is None:
         return None
     between = re.fullmatch(r"(\d+)(?:-(\d+))?", spec.strip())
@@ -126,7 +126,7 @@ def verdict(analysis: Analysis) -> list[str]:
 
 
 class Bar:
-    """One progress bar on stderr, if that is a terminal; its words change with the step, and nothing is left of it."""
+    """One progress bar on stderr, if that is a terminal; it shows the current step and vanishes at the end."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -150,7 +150,7 @@ class Bar:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' own bars and warnings, which would run over ours."""
+    """Suppress transformers' progress bars and warnings inside."""
     try:
         logging: Any = importlib.import_module("transformers.utils.logging")
     except ImportError:

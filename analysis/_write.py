@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: beside first, then in the place of what was there."""
+"""Atomic writes: a file is first written beside its path, then moved into place."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dsf.language.errors import DsfError
 
 
 def whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let write(other) make a file beside `path`, then put it in its place.
+    """Call write(other) for a file beside `path`, then move that file to `path`.
 
-    Raises DsfError, which names the path, where the disk is full or refuses; what stood there is untouched then.
+    Raises DsfError, which names the path, where the disk is full or not writable; an old file then stays unchanged.
     """
     beside = path.with_name(f".{path.stem}-{os.getpid()}.part{path.suffix}")
     try:
         write(beside)
         beside.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save says a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         beside.unlink(missing_ok=True)
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise DsfError(f"cannot write {path}: {why}; what was there before is untouched") from error
@@ -28,5 +28,5 @@ def whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def whole_text(path: Path, text: str) -> None:
-    """The same for a text in UTF-8."""
+    """`whole` for a text in UTF-8."""
     whole(path, lambda other: other.write_text(text, encoding="utf-8"))

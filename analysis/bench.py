@@ -1,4 +1,4 @@
-"""`dsf bench`: what one recurrence, or its layer, costs on this machine; beside its floor and the peers installed."""
+"""`dsf bench`: times and memory of a recurrence or its layer on this machine, its lower bound, and installed peers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Sizes(BaseModel):
 
 
 class Row(BaseModel):
-    """What one side costs. Times in ms: medians of calls that were repeated; first: the first call, compiling and all.
+    """The cost of one implementation. Times in ms, medians of repeated calls; first: the first call, with compilation.
 
-    kept: MiB that forward keeps for backward. peak: MiB allocated at most by forward and backward over what was there
-    before, None on a CPU. failed: why there are no numbers.
+    kept: MiB that forward keeps for backward. peak: the most MiB that forward and backward allocate in addition,
+    None on a CPU. failed: the reason for missing numbers.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,7 +57,7 @@ class Row(BaseModel):
 
 
 class Bench(BaseModel):
-    """One `dsf bench`. floor: ms that bytes and operations need at the rates measured here, forward."""
+    """One `dsf bench`. floor: the least ms of forward, by its bytes and operations at measured rates."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,10 +75,10 @@ class Bench(BaseModel):
 
 
 def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 1.0) -> Bench:
-    """Time a recurrence on random inputs in their legal ranges, its layers if asked for, and the peers that are here.
+    """Time a recurrence on random inputs in their legal ranges, with `layer` its layers, and the installed peers.
 
     layer: also the `Layer` made of the declaration and the paper's, of width heads · P. seconds: for each timing.
-    Raises InputError for a device or a type that is not there.
+    Raises InputError for a missing device or unknown type.
     """
     if sizes.dtype not in DTYPES:
         raise InputError(f"--dtype {sizes.dtype!r} is unknown; dtypes are {', '.join(DTYPES)}")
@@ -110,7 +110,7 @@ def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 
 
 
 def inputs_of(subject: Subject, sizes: Sizes) -> dict[str, Tensor]:
-    """Random inputs of these sizes that a gradient can be taken in."""
+    """Random inputs of these sizes that require gradients."""
     one = random_inputs(subject.recurrence, tokens=sizes.tokens, heads=sizes.heads, N=sizes.n, P=sizes.p)
     timed = {i.name for i in subject.recurrence.spec.inputs if i.kind.time}
     found = {}
@@ -121,7 +121,7 @@ def inputs_of(subject: Subject, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def step_of(subject: Subject, sizes: Sizes) -> Callable[[], Any]:
-    """One token more, after a state that `tokens` of them left."""
+    """A call for one more token, from the state after `tokens` tokens."""
     recurrence: Any = subject.recurrence
     inputs = inputs_of(subject, sizes)
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
@@ -168,7 +168,7 @@ def layer_row(name: str, make: Callable[..., Any], sizes: Sizes, seconds: float)
 
 
 def peers_of(subject: Subject, sizes: Sizes) -> tuple[list[str], list[str]]:
-    """(peers that compute this recurrence here, those that would where they are installed or had a GPU)."""
+    """(Peers that compute this recurrence here, peers that would if they were installed or had a GPU)."""
     from dsf.analysis.peers import PEERS
 
     known = [who for who, (_, table) in PEERS.items() if subject.entry is not None and subject.name in table]
@@ -187,7 +187,7 @@ def peer_row(who: str, subject: Subject, sizes: Sizes, seconds: float) -> Row:
     try:
         call, leaves = operator(who, subject.name, inputs_of(subject, sizes))
         return side(who, call, leaves, sizes, seconds, None)
-    except Exception as error:  # other people's code, which refuses in many ways
+    except Exception as error:  # other projects' code may raise anything
         return Row(who=who, failed=f"{type(error).__name__}: {' '.join(str(error).split())}"[:200])
 
 
@@ -199,7 +199,7 @@ def side(
     seconds: float,
     step: Callable[[], Any] | None,
 ) -> Row:
-    """Time a call: the first, forward alone, with backward, a decode step; measure what it keeps."""
+    """Time the first call, forward, forward with backward and a decode step; measure the memory that forward keeps."""
     with clock(sizes.device) as now:
         begin = now()
         with torch.no_grad():
@@ -240,15 +240,15 @@ def side(
 
 
 class Kept:
-    """Counts the memory that a forward pass keeps for its backward pass, each piece once, `leaves` not at all."""
+    """Counts the memory that a forward pass keeps for its backward pass, each storage once, without `leaves`."""
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self.bytes = 0
-        self.held: list[Tensor] = []  # so that no memory is given out twice meanwhile
+        self.held: list[Tensor] = []  # so that no memory is reused meanwhile
         self.known = {x.untyped_storage().data_ptr() for x in leaves}
 
     def pack(self, x: Tensor) -> Tensor:
-        """Count a tensor as autograd puts it away."""
+        """Count a tensor that autograd saves."""
         storage = x.untyped_storage()
         if storage.data_ptr() not in self.known:
             self.known.add(storage.data_ptr())
@@ -258,7 +258,7 @@ class Kept:
 
 
 def first_of(found: Any) -> Tensor:
-    """The output of a call that may return its state too."""
+    """The output of a call that may also return its state."""
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -275,7 +275,7 @@ def rates(sizes: Sizes) -> tuple[float, float]:
 
 @contextmanager
 def clock(device: str) -> Iterator[Callable[[], float]]:
-    """Milliseconds on the host's clock, the device's work done."""
+    """A clock in ms on the host, which waits for the device's work."""
 
     def now() -> float:
         if device != "cpu":
@@ -286,7 +286,7 @@ def clock(device: str) -> Iterator[Callable[[], float]]:
 
 
 def median(call: Callable[[], Any], device: str, seconds: float) -> float:
-    """Median ms of a call, repeated for so many seconds, three times at least, after one that does not count."""
+    """Median ms of a call, repeated for `seconds` and at least three times, after one warm-up."""
     call()
     with clock(device) as now:
         times: list[float] = []

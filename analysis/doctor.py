@@ -1,4 +1,4 @@
-"""What `dsf doctor` finds out: versions, devices, whether each backend that should run is right, what runs where."""
+"""The examination of `dsf doctor`: versions, devices, a test of each backend, and what runs where."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXTRAS = {
 # One of every family of kernels and torch forms: masked matrix products, decays by key, triangular systems, scans.
 PROBES = ("ssd", "gla", "gated_deltanet", "rwkv7", "s6", "mingru")
 INTERPRETED = PROBES[:3]  # scans take minutes in Triton's interpreter
-LENGTHS = (70, 33)  # tokens: past a chunk of 64, and another call of other shapes
+LENGTHS = (70, 33)  # tokens: more than a chunk of 64, and a second call with other shapes
 VARIABLES = {
     "DSF_VALIDATE": "holds every call to its ranges (dsf.validate)",
     "DSF_CACHE_DIR": "where generated source is kept",
@@ -65,13 +65,13 @@ Step = Callable[[str], None]
 
 
 def examine(calls: bool = True, step: Step = lambda _: None) -> dict[str, Any]:
-    """Everything that `dsf doctor` shows, as plain data.
+    """All results of `dsf doctor`, as plain data.
 
-    calls: False leaves out the calls (`backends` is then empty). step: told what is being looked at.
+    calls: False omits the tests of backends (`backends` is then empty). step: called with each step's name.
 
     Keys: versions; gpus; backends, a line for each backend, device and probe with its status "works", "broken" or
-    "cannot run", the worst error of outputs and gradients in float32 against the float64 oracle and what is allowed;
-    caches; environment; runs, what is chosen for each structure of the zoo on each device; warnings; ok, False when
+    "cannot run", the worst error of outputs and gradients in float32 against the float64 oracle and its tolerance;
+    caches; environment; runs, the plan for each structure of the zoo on each device; warnings; ok, False when
     something that should work is broken.
     """
     environment, gpus = _environment(), _gpus()
@@ -148,13 +148,13 @@ def _backends(place: str, step: Step) -> list[dict[str, Any]]:
 
 
 def _probe(name: str, backend: str, place: str) -> dict[str, Any]:
-    """Outputs, final states and every gradient of a few calls against the oracle, unless the planner refuses them."""
+    """The test of a few calls' outputs, final states and gradients, unless the planner raises FormError."""
     begin = time.perf_counter()
     try:
         worst, at = _worst(name, backend, place)
-    except FormError as error:  # in the planner's own words
+    except FormError as error:  # the planner's message
         return {"status": REFUSED, "why": str(error).partition("but ")[2] or str(error)}
-    except Exception as error:  # a compiler's, a driver's, a launcher's: whatever it is, this backend is broken
+    except Exception as error:  # of compiler, driver or launcher: any exception means a broken backend
         return {"status": BROKEN, "why": _words(error), "seconds": round(time.perf_counter() - begin, 2)}
     allowed = TOLERANCE["float32"]
     return {
@@ -220,7 +220,7 @@ def _refusals(runs: list[dict[str, Any]]) -> list[str]:
 
 def _caches() -> list[dict[str, Any]]:
     found = {"generated source": _source_folder(), "Triton": _triton_cache()}
-    with contextlib.suppress(Exception):  # torch's own, which moves from release to release
+    with contextlib.suppress(Exception):  # torch's internals, which change between releases
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         found["torch.compile"] = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
@@ -228,7 +228,7 @@ def _caches() -> list[dict[str, Any]]:
 
 
 def _source_folder() -> Path:
-    """Where printed source goes. A folder that was asked for is not made by looking."""
+    """The folder of printed source, without creating it."""
     chosen = os.environ.get("DSF_CACHE_DIR")
     return Path(chosen) if chosen else source.cache_directory()
 
@@ -239,7 +239,7 @@ def _triton_cache() -> Path:
 
 
 def is_writable(folder: Path) -> bool:
-    """True when files can be written in a folder, or in the nearest one above it that there is."""
+    """True when files can be written in a folder, or in its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -250,14 +250,14 @@ def is_writable(folder: Path) -> bool:
 
 
 def _environment() -> dict[str, dict[str, str]]:
-    """The variables that are set, of those that matter and all of dsf's own."""
+    """The relevant environment variables that are set, including all of dsf's."""
     names = [n for n in VARIABLES if n in os.environ]
     names += sorted(n for n in os.environ if n.startswith("DSF_") and n not in VARIABLES)
     return {n: {"value": os.environ[n], "meaning": VARIABLES.get(n, "nothing that dsf knows")} for n in names}
 
 
 def _import_triton() -> str:
-    """Empty, or why triton cannot be imported."""
+    """The reason why triton cannot be imported, or ""."""
     if _version("triton") is None and importlib.util.find_spec("triton") is None:
         return "not installed"
     try:
@@ -268,7 +268,7 @@ def _import_triton() -> str:
 
 
 def _warnings(gpus: list[dict[str, Any]], caches: list[dict[str, Any]], triton: str) -> list[str]:
-    """What works less well than it could, and what nobody tried."""
+    """Warnings: settings that could work better, and untested versions."""
     on = {name for name in VARIABLES if guard.asked_for(os.environ.get(name))}
     cached = [c for c in caches if not c["writable"]]
     said: list[tuple[object, str]] = [
@@ -297,7 +297,7 @@ def _compiler() -> bool:
 
 
 def _untried() -> list[str]:
-    """Releases outside what the distribution asks for; nothing where it is not installed."""
+    """Installed releases outside the distribution's requirements; empty where it is not installed."""
     try:
         from packaging.requirements import Requirement
 

@@ -89,7 +89,7 @@ if TYPE_CHECKING:  # what is lazy below
     from dsf.checking.validate import validate as validate
     from dsf.triton.names import register_operators as register_operators
 
-# Rooms and tools that load only when used: attribute -> module.
+# Subpackages and tools that are imported on first use: attribute -> module.
 _LAZY = {
     "check": "dsf.checking.check",
     "validate": "dsf.checking.validate",

@@ -1,4 +1,4 @@
-"""The input that drives a system: what u is in B_t u_t and D_t u_t, found in the declaration."""
+"""The driving input u of a system, for B_t u_t and D_t u_t, found from the declaration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsf.language.spec import Spec
 
 @dataclass(frozen=True)
 class Drive:
-    """A system written as linear in one Value input u, which is inputs[r] in row r (None where a row writes nothing).
+    """A system that is linear in one Value input u, inputs[r] in row r (None where a row writes nothing).
 
     gains: per row, per term, the term's value with u = 1; dense: per row, B with u = 1 where B does not factor.
     skip: D with the last row's u = 1.

@@ -7,7 +7,7 @@
     def test_mine(inputs):
         y = gated_deltanet(**inputs)
 
-`examples` draws what `dsf.check` draws: `dsf.checking.examples.Example`, small, printable, shrinking to the simplest.
+`examples` draws the `dsf.checking.examples.Example`s of `dsf.check`, which print as source and shrink.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shapes(
 
 
 def lengths(shortest: int = 1, longest: int = 130) -> st.SearchStrategy[int]:
-    """Numbers of tokens; those around 16, 32, 64 and 128, where chunks end, as often as all others."""
+    """Numbers of tokens; half of them are near 16, 32, 64 or 128, where chunks end."""
     edges = [t for e in (16, 32, 64, 128) for t in (e - 1, e, e + 1) if shortest <= t <= longest]
     plain = st.integers(shortest, longest)
     return st.one_of(plain, st.sampled_from(edges)) if edges else plain
@@ -105,7 +105,7 @@ def examples(
     dtype: str = "float64",
     plain: bool = False,
 ) -> st.SearchStrategy[Example]:
-    """Inputs of a recurrence as `Example`s. plain: every input in its plainest regime, at most 2 of anything else."""
+    """`Example`s of a recurrence. plain: every input in its plainest regime, all other sizes at most 2."""
     spec, allowed = recurrence.spec, ranges_of(recurrence.spec, ranges)
     timed = tuple(i.name for i in spec.inputs if i.kind.time)
     ways = {i.name: regimes_of(spec, i.name, allowed[i.name]) for i in spec.inputs}
@@ -121,7 +121,7 @@ def _examples(
     dtype: str,
     plain: bool,
 ) -> Example:
-    """Of a recurrence with these inputs, and the regimes in which each can be drawn."""
+    """`Example`s for these inputs and each one's possible regimes."""
     most = {"heads": 2, "n": 2, "p": 2, "batch": 1} if plain else {}
     b, t, h, n, p = draw(shapes(tokens, **most))
     shared = {name: draw(groups(h)) for name in timed[1:]} if h > 1 else {}
@@ -142,7 +142,7 @@ def inputs_for(
     tokens: tuple[int, int] = (1, 130),
     dtype: str = "float64",
 ) -> dict[str, Tensor]:
-    """Valid inputs of any recurrence, by name. ranges: as in `dsf.check`, instead of what the expressions demand."""
+    """Valid inputs of any recurrence, by name. ranges: as in `dsf.check`, instead of the inferred ones."""
     allowed = ranges_of(recurrence.spec, ranges)
     example: Example = draw(examples(recurrence, ranges, tokens, dtype))
     return example.inputs(recurrence, allowed)
@@ -150,7 +150,7 @@ def inputs_for(
 
 @st.composite
 def simpler(draw: Any, example: Example) -> Example:
-    """Examples no more complicated than the given one, in every place either something simpler or the same."""
+    """Examples of which every field is the given one's or simpler."""
 
     def some(simple: int, same: Any) -> Any:
         """0 … simple - 1 or `same`, as one choice, so that Hypothesis can go from the second to the first."""

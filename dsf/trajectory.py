@@ -1,4 +1,4 @@
-"""`Trajectory`: a recurrence on real inputs, as the linear time-varying system that it is."""
+"""`Trajectory`: a recurrence on given inputs as a linear time-varying system."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dsf.torch.evaluate import Evaluator
 class Attention:
     """Softmax attention's operands: a [B, H, T, N] scaled queries, k [B, G, S, N], v [B, G, S, P].
 
-    seen: bool [B|1, H|1, T, S], True where a query sees a key, or None for plain causal attention (S = T).
+    seen: bool [B|1, H|1, T, S], True where a query reads a key, or None for plain causal attention (S = T).
     bias: added to the scores, [B|1, H|1, T, S] (ALiBi), or None. sink: [H] score of a key without value, or None.
-    decay: [B, T, H] of a declaration's A, or None for I. share: [B, H, T], what a rule makes of a row of weights that
-    sum to 1, or None for 1. exponential: False for a window of a finite state, where scores are weights themselves,
-    times e^bias; their quotient is in share, and log_eta knows no sum.
+    decay: [B, T, H] of a declaration's A, or None for I. share: [B, H, T], the rule's factor on a row of weights with
+    sum 1, or None for 1. exponential: False for a window of a finite state, whose weights are scores times e^bias; then
+    share contains the quotient, and log_eta does not apply.
     """
 
     a: Tensor
@@ -42,7 +42,7 @@ class Attention:
     exponential: bool = True
 
     def matrix(self) -> Tensor:
-        """The attention matrix [B, H, T, S]; rows sum to 1, or to less where a sink takes its share."""
+        """The attention matrix [B, H, T, S]; rows sum to 1, or to less with a sink."""
         k = spread_heads(self.k, self.a.shape[1])
         if self.exponential:
             found = attention_matrix(self.a, k, self.seen, self.bias, self.sink)
@@ -51,7 +51,7 @@ class Attention:
         return found if self.share is None else found * self.share.unsqueeze(-1)
 
     def log_eta(self) -> Tensor:
-        """log Σ_j exp(score of key j), what each row is divided by, [B, H, T]."""
+        """log Σ_j exp(score of key j), the logarithm of each row's divisor, [B, H, T]."""
         scores = attention_scores(self.a, spread_heads(self.k, self.a.shape[1]), self.seen, self.bias)
         if self.sink is not None:
             own = self.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -66,8 +66,8 @@ class Trajectory:
 
     spec: the recurrence. problem: the tensors (kernels.Problem), rows = tokens x micro-steps, None for softmax.
     gauge: [B, T, H] η_t or None: the framework paper's state is S_t / η_t, so its transition is (η_{t-1}/η_t) A_t.
-    attention: for softmax, its operands. drive: [B, rows, H, P] the input u that the system is linear in, or None
-    where it cannot be told. unit: the system with u = 1, whose injection and skip are the paper's B_t and D_t.
+    attention: for softmax, its operands. drive: [B, rows, H, P] the input u in which the system is linear, or None
+    where there is no unique one. unit: the system with u = 1, whose injection and skip are the paper's B_t and D_t.
     scale: for quotients, (factor on unit's output, the true scale's 1), [B, T, H, p] or None each.
     initial_state: [B, H, N, P] the state before the first token, None for zeros.
     """
@@ -105,7 +105,7 @@ class Trajectory:
     def transition(self) -> Transition:
         """Structured A of every row: decay [B, rows, H, n, p], corrections [B, rows, H, R, N, p].
 
-        Of attention its decay, turns left out; FormError where it has none.
+        For attention its decay, without turns; FormError where it has none.
         """
         if self.attention is not None and self.attention.decay is not None:
             return Transition(self.attention.decay[..., None, None])
@@ -166,7 +166,7 @@ class Trajectory:
         return -(one * self._quotient(den, one)).abs().log()
 
     def _quotient(self, den: Tensor, one: Tensor) -> Tensor:
-        """What the rule makes of num = 1."""
+        """The rule's value for num = 1."""
         assert self.spec.rule is not None and self.unit is not None
         if inputs_of(self.spec.rule):
             raise FormError(
@@ -201,7 +201,7 @@ class Trajectory:
     def kernel_matrix(self) -> Tensor:
         """Phi [B, H, T, rows, p] with y = Phi · u for the driving input u (DSF eq. 12, D on its diagonal).
 
-        Exact for every system, quotients included: with a micro-step per token, Phi[..., i, j, p] is what u_j weighs
+        Exact for every system, quotients included: with a micro-step per token, Phi[..., i, j, p] is the weight of u_j
         in y_i. For softmax, the attention matrix [B, H, T, S, 1]. p = 1 where channels agree. Where no input drives
         the system (`drive` is None) Phi refers to the written values and leaves D out, with B's groups as columns.
         """
@@ -225,7 +225,7 @@ class Trajectory:
         return phi * self._quotient(den, one)
 
     def walk(self) -> Iterator[Tensor]:
-        """S_t [B, H, N, P] after every token in turn, holding one state at a time."""
+        """Yield S_t [B, H, N, P] after every token, with one state in memory at a time."""
         problem = self._finite()
         a = self.transition
         state = problem.zero_state() if self.initial_state is None else self.initial_state
@@ -235,7 +235,7 @@ class Trajectory:
                 yield state
 
     def states(self) -> Tensor:
-        """S_t after every token [B, T, H, N, P]: walks the recurrence."""
+        """S_t after every token [B, T, H, N, P], by running the recurrence."""
         return torch.stack(list(self.walk()), dim=1)
 
     def select(
@@ -245,7 +245,7 @@ class Trajectory:
         heads: slice | None = None,
         channels: slice | None = None,
     ) -> Trajectory:
-        """Part of the trajectory, as views. A later start forgets the state before it unless nothing is cut off."""
+        """Part of the trajectory, as views. With a later start the initial state is dropped."""
         parts = [slice(None) if s is None else s for s in (batch, tokens, heads, channels)]
         if any(s.step not in (None, 1) for s in parts):
             raise InputError(f"{self.spec.name}: select takes slices without a step")

@@ -1,8 +1,8 @@
-"""Elementwise transitions scanned and read in one step: states are written once, read in place and never returned.
+"""The scan of elementwise transitions together with the readout: states are written once, read in place, not returned.
 
-A sequence may be cut into segments. Then A and B exist for one segment at a time: the backward pass computes them again
-from the segment's first state (the recomputation of Mamba, arXiv 2312.00752 §3.3.2, on any machine) unless told to keep
-the states. A decay that comes as two factors of its logarithm is multiplied out inside a segment too.
+A sequence may be cut into segments. Then A and B exist for one segment at a time, and unless states are kept, the
+backward pass computes them again from the segment's first state (the recomputation of Mamba, arXiv 2312.00752 §3.3.2).
+A decay given as two factors of its logarithm is also multiplied out segment by segment.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dsf.kernels.operators import reduce_to, refuse_second_order
 from dsf.kernels.problem import Problem, read
 from dsf.kernels.scan import scan_backward_, scan_forward_
 
-BLOCK = 1 << 19  # state numbers that the chain of products in the decays' gradients takes at a time (2 MiB a tensor)
+BLOCK = 1 << 19  # state numbers in one piece of the decays' gradients (2 MiB a tensor)
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which rows are read, after the last or before the first of every token's `micro` rows, and where T is cut.
+    """The rows that are read (after the last or before the first of every token's `micro` rows), and the segments.
 
-    span: tokens a segment. keep: states are stored for the backward pass, not computed again.
+    span: tokens of a segment. keep: store states for the backward pass instead of computing them again.
     """
 
     tokens: int
@@ -37,12 +37,12 @@ class Cuts:
 
     @property
     def first(self) -> int:
-        """First token of a segment that reads one of its rows (before them all is the segment's first state)."""
+        """The first token of a segment that reads one of its rows; an earlier one reads the segment's first state."""
         return int(self.before)
 
     @property
     def read_rows(self) -> slice:
-        """The rows of a segment that are read by its tokens from `first` on."""
+        """The rows of a segment that its tokens from `first` on read."""
         return slice(self.micro - 1, -self.micro if self.before else None, self.micro)
 
     @property
@@ -59,10 +59,10 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Given:
-    """The scan's inputs, of all tokens or of one segment.
+    """The scan's inputs for all tokens or for one segment.
 
-    decay [B|1, R|1, H|1, n, p], its logarithm when `log`; factor: what the logarithm of a decay alike for all rows has
-    still to be multiplied by, [B|1, R, H|1, n, p] with one axis at most, or None; key [B, R, H, n, 1],
+    decay [B|1, R|1, H|1, n, p], its logarithm when `log`; factor: None, or a factor of the logarithm for every row,
+    [B|1, R, H|1, n, p] with at most one axis, where `decay` is equal for all rows; key [B, R, H, n, 1],
     value [B, R, H, 1|n, P]; c [B, T, H, n, p].
     """
 
@@ -74,14 +74,14 @@ class Given:
     log: bool
 
     def cut(self, tokens: slice, rows: slice) -> Given:
-        """One segment's."""
+        """The inputs of one segment."""
         factor = None if self.factor is None else _cut(self.factor, rows)
         return Given(
             _cut(self.decay, rows), factor, self.key[:, rows], self.value[:, rows], self.c[:, tokens], self.log
         )
 
     def decays(self, memory: Tensor | None) -> Tensor:
-        """[B|1, R, H|1, n, p], in `memory` where they are a product."""
+        """The decays [B|1, R, H|1, n, p]; a product is written to `memory`."""
         a = self.decay
         if self.factor is not None:
             assert memory is not None
@@ -101,7 +101,7 @@ class Given:
 
 
 def _cut(x: Tensor, rows: slice) -> Tensor:
-    """One segment of x, which may be the same for all rows."""
+    """One segment of x, or x itself where it is equal for all rows."""
     return x if x.shape[1] == 1 else x[:, rows]
 
 
@@ -110,21 +110,20 @@ def _view(memory: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """x · y in `out`.
+    """x · y, written to `out`; in a traced graph by a copy.
 
-    A traced graph has no memory: there `out=` would give out the strides of x and y (a transposed Param's, say), and
-    a view of it could not be found again.
+    There `out=` would take the strides of x and y (of a transposed Param, for example), and views of it would be lost.
     """
     return torch.mul(x, y, out=out) if type(out) is Tensor else out.copy_(x * y)
 
 
 def _memory(like: Tensor, cuts: Cuts) -> Tensor:
-    """Memory for what one segment has for every number of the state."""
+    """Memory for one segment's states."""
     return like.new_empty(like.numel() * min(cuts.span, cuts.tokens) * cuts.micro)
 
 
 class ReadScan(torch.autograd.Function):
-    """y_t = Σ_n C h, h_r = a_r h_{r-1} + key_r value_rᵀ, as a tree; its adjoint is the same tree backwards in time."""
+    """y_t = Σ_n C h, h_r = a_r h_{r-1} + key_r value_rᵀ, by a tree scan; the adjoint is this scan in reversed time."""
 
     @staticmethod
     def forward(
@@ -151,8 +150,8 @@ class ReadScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Segment after segment from the last: the gradient of a segment's first state is the next one's last."""
-        refuse_second_order()  # it works in place
+        """Segment by segment from the last: the gradient of its first state is that of the previous one's last."""
+        refuse_second_order()  # the backward pass works in place
         decay, factor, key, value, c, *rest = ctx.saved_tensors
         given, cuts = Given(decay, factor, key, value, c, ctx.log), ctx.cuts
         pieces = list(cuts.segments())
@@ -173,7 +172,7 @@ class ReadScan(torch.autograd.Function):
 
 
 def _join(parts: Sequence[Tensor | None], whole: Tensor) -> Tensor | None:
-    """Gradients of all segments side by side, or summed where the input is the same in all of them."""
+    """Gradients of all segments concatenated, or summed for an input that all segments share."""
     if len(parts) == 1 or parts[0] is None:
         return parts[0]
     present = [x for x in parts if x is not None]
@@ -181,7 +180,7 @@ def _join(parts: Sequence[Tensor | None], whole: Tensor) -> Tensor | None:
 
 
 def _read(c: Tensor, states: Tensor, initial: Tensor, y: Tensor, cuts: Cuts) -> None:
-    """y of one segment."""
+    """Compute y of one segment."""
     if cuts.before:
         y[:, 0] = read(c[:, 0], initial)
     y[:, cuts.first :] = read(c[:, cuts.first :], states[:, cuts.read_rows])
@@ -190,7 +189,7 @@ def _read(c: Tensor, states: Tensor, initial: Tensor, y: Tensor, cuts: Cuts) -> 
 def _adjoint(
     c: Tensor, a: Tensor, states: Tensor, dy: Tensor, dlast: Tensor, cuts: Cuts, spare: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """G_r = C dyᵀ + a_{r+1} G_{r+1} of one segment, and the gradient of its first state."""
+    """G_r = C dyᵀ + a_{r+1} G_{r+1} for one segment, and the gradient of its first state."""
     adjoint = torch.empty_like(states) if spare is None else _view(spare, states.shape)
     if cuts.every_row:
         _product(c.expand_as(states), dy, adjoint)
@@ -219,7 +218,7 @@ def _gradients(
 def _decay_gradients(
     piece: Given, a: Tensor, states: Tensor, initial: Tensor, adjoint: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """da_r = ⟨G_r, h_{r-1}⟩ and from it those of the decay and its factor, in G's place: nothing reads it any more."""
+    """da_r = ⟨G_r, h_{r-1}⟩ and from it the gradients of the decay and its factor; they overwrite G."""
     adjoint[:, 0].mul_(initial)
     if piece.factor is None:
         adjoint[:, 1:].mul_(states[:, :-1])
@@ -248,15 +247,15 @@ def _contract(states: Tensor, row: Tensor, shape: torch.Size) -> Tensor:
 def scan_elementwise(
     problem: Problem, state: Tensor | None, span: int | None = None, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The scan form of every transition without corrections. Returns y [B, T, H, P] and the final state.
+    """The scan form of all transitions without corrections: y [B, T, H, P] and the final state.
 
-    span: tokens a segment, all by default; keep: store states for the backward pass instead of computing them again.
+    span: tokens of a segment, by default all; keep: store states for the backward pass instead of computing them again.
     """
     initial = problem.zero_state() if state is None else state
     if problem.dense is None and problem.key is not None and problem.key.shape[3] == 1:
         assert problem.value is not None
         key, value = problem.key.transpose(-1, -2), problem.value
-    else:  # several terms, or an injection that does not factor: written out
+    else:  # several terms, or an injection that does not factor: as a dense B
         value = problem.injection()
         key = value.new_ones(()).expand(*value.shape[:-1], 1)
     cuts = Cuts(problem.tokens, span or problem.tokens, problem.before, problem.micro, keep)

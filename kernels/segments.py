@@ -1,8 +1,8 @@
-"""The chunk form of elementwise transitions: segments of the scan, A and B never stored for the whole sequence.
+"""The chunk form of elementwise transitions: segments of the scan, without A and B of the whole sequence.
 
-A segment's A, B, C, D are computed from the small inputs when the segment is reached, scanned, read and forgotten;
-in the backward pass they are computed again from the segment's first state. Memory is the inputs plus one state a
-segment, instead of several tensors [T, N, P] (the recomputation of Mamba, arXiv 2312.00752 §3.3.2, on any machine).
+Each segment's A, B, C, D are computed from the small inputs, used and freed; the backward pass computes them again from
+the segment's first state. Memory is the inputs plus one state for each segment, instead of several tensors [T, N, P]
+(the recomputation of Mamba, arXiv 2312.00752 §3.3.2).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Body = Callable[..., tuple[Tensor, Tensor]]
 def segments(
     body: Body, inputs: tuple[Tensor, ...], state: Tensor, length: int, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Run segment after segment.
+    """Run `body` segment by segment.
 
     body: (state, *pieces) -> (y, state) on slices [B, ≤length, ...] of `inputs`, each [B, T, ...].
-    keep: store what the backward pass needs instead of computing it again, for sequences where it is little.
+    keep: store the tensors of the backward pass instead of computing them again, for short sequences.
     Returns y of all segments, joined along axis 1, and the last state.
     """
     outputs = []

@@ -1,4 +1,4 @@
-"""Two steps of the chunkwise form with their adjoints written once: the triangular system and the walk over chunks."""
+"""Two steps of the chunk form with explicit backward passes: the triangular system and the scan over chunks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from dsf.kernels.operators import reduce_to, refuse_second_order
 
-BASE = 8  # rows of a diagonal block that are substituted directly
+BASE = 8  # rows of a diagonal block that uses forward substitution
 
 
 def unit_lower_inverse(system: Tensor) -> Tensor:
     """(I - M)^-1 for strictly lower triangular M [..., L, L], by blocks.
 
-    With the diagonal blocks inverted, X21 = X22 M21 X11: a third of the work of a dense inverse, all of it matrix
-    products. Every block is substituted forward like LAPACK's, so no power of M is ever formed (they overflow when keys
-    repeat and β is near 2).
+    From the inverses of the diagonal blocks, X21 = X22 M21 X11: a third of the work of a dense inverse, all in matrix
+    products. The smallest blocks use forward substitution like LAPACK, without powers of M, which overflow when keys
+    repeat and β is near 2.
     """
     length = system.shape[-1]
     if length <= BASE:
@@ -38,13 +38,13 @@ def unit_lower_inverse(system: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, y: Tensor, n: int) -> Tensor:
-    """Sums of x y over P [..., N, 1], or over N and P [..., 1, 1] when n = 1."""
+    """The sum of x · y over P, [..., N, 1], or over N and P, [..., 1, 1], when n = 1."""
     x, y = (z.unsqueeze(-2) if n > 1 else z.flatten(-2)[..., None, None, :] for z in (x, y))
     return (x @ y.transpose(-1, -2)).squeeze(-1)
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x + a b for x [..., L, P], a [..., L, K], b [..., K, P], without storing the product first."""
+    """x + a b for x [..., L, P], a [..., L, K], b [..., K, P], without a tensor for the product."""
     a, b = (y.expand(*x.shape[:-2], -1, -1).flatten(0, -3) for y in (a, b))
     return torch.baddbmm(x.flatten(0, -3), a, b).view_as(x)
 
@@ -55,7 +55,7 @@ class UnitLowerSolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, system: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """system M: [..., L, L] strictly lower triangular; R: [..., L, K] each. Returns X [..., L, K] of each."""
-        # Repeated keys with β near 2 give alternating sums whose rounding every later chunk inherits.
+        # Repeated keys with β near 2 give alternating sums, whose rounding errors reach every later chunk.
         inverse = unit_lower_inverse(system.double()).to(system.dtype)
         solved = inverse @ first, inverse @ second
         ctx.save_for_backward(inverse, *solved)
@@ -64,7 +64,7 @@ class UnitLowerSolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dR = (I - M)^-T dX;  dM = Σ dR Xᵀ below the diagonal."""
-        refuse_second_order()  # the saved inverse would be taken for a constant
+        refuse_second_order()  # the saved inverse would count as a constant
         inverse, *solved = ctx.saved_tensors
         first, second = (inverse.transpose(-1, -2) @ x for x in cotangents)
         system = (first @ solved[0].transpose(-1, -2)).add_(second @ solved[1].transpose(-1, -2))
@@ -104,7 +104,7 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """The adjoint walk, backwards: with G the cotangent of a chunk's last state, dE = dentries + ends G."""
+        """The adjoint, from the last chunk: with G the gradient of a chunk's last state, dE = dentries + ends G."""
         total, ends, entries, weight, starts = ctx.saved_tensors
         dstarts, dentries, state = cotangents
         count = starts.shape[2]
@@ -112,7 +112,7 @@ class Walk(torch.autograd.Function):
         lasts = torch.empty_like(starts)  # G of every chunk
         if weight is not None:
             dentries = dentries.clone()
-        for c in range(count - 1, -1, -1):  # nothing written with out=: this pass can be differentiated again
+        for c in range(count - 1, -1, -1):  # without out=, so that this pass can be differentiated again
             lasts[:, :, c] = state
             before = torch.addcmul(dstarts[:, :, c], totals[:, :, c], state)
             if weight is not None:

@@ -81,7 +81,7 @@ from dsf.mixers.vision_mamba import VisionMamba
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the zoo; what is not stated is read off the recurrence.
+    """One line of the zoo; the other properties are read from the recurrence.
 
     recurrence: the paper's system. module: makes its layer (`module(d_model=..., ...)`), or None.
     """
@@ -101,7 +101,7 @@ class Entry:
 
     @property
     def source(self) -> str:
-        """Where the recurrence's docstring says that it comes from."""
+        """The source in the recurrence's docstring."""
         _, _, rest = " ".join((self.recurrence.__doc__ or "").split()).partition("Source: ")
         return rest.partition(" Symbols:")[0].partition(" Objective:")[0]
 
@@ -167,7 +167,7 @@ ZOO: tuple[Entry, ...] = (
 )
 
 
-# What papers, models and libraries call them; case, hyphens, underscores and a final "Layer" or "Mixer" do not matter.
+# Names in papers, models and libraries; case, hyphens, underscores and a final "Layer" or "Mixer" do not matter.
 ALIASES = {
     "mamba": "s6", "mamba1": "s6", "selective_ssm": "s6", "mamba2": "ssd", "state_space_duality": "ssd",
     "attention": "softmax_attention", "softmax": "softmax_attention", "self_attention": "softmax_attention",
@@ -182,14 +182,14 @@ ALIASES = {
 }  # fmt: skip
 
 
-# Layers of papers that are no recurrence, or several: found by name like the others, with nothing but the layer.
+# Layers of papers that are no recurrence, or several: they are found by name, but have a layer only.
 LAYERS: dict[str, Callable[..., Any]] = {
     "hyena": Hyena, "hydra": Hydra, "vision_mamba": VisionMamba, "vision_lstm": VisionLSTM,
 }  # fmt: skip
 
 
 def canonical(name: str) -> str:
-    """The zoo's name for what people call a mixer: an alias, its layer's class, any spelling; else the name itself."""
+    """The zoo's name for an alias, a layer's class name or another spelling; any other name unchanged."""
     known = _known()
     plain = _plain(name)
     for end in ("", "layer", "mixer"):
@@ -203,14 +203,14 @@ def _plain(name: str) -> str:
 
 
 def _known() -> dict[str, str]:
-    """The zoo's names by names without case and punctuation; of several with one class, the first has its name."""
+    """The zoo's names by normalised spelling; a class shared by several entries stands for the first."""
     classes = {_plain(getattr(e.module, "__name__", "")): e.name for e in reversed(ZOO) if e.module is not None}
     aliases = {_plain(alias): name for alias, name in ALIASES.items()}
     return classes | aliases | {_plain(e.name): e.name for e in ZOO}
 
 
 def get(name: str) -> Entry:
-    """The entry called `name`, or what `canonical` makes of it. Raises KeyError, with the nearest names, if none is."""
+    """The entry with this name, or with its `canonical` one. Raises KeyError, with the nearest names."""
     by_name = {entry.name: entry for entry in ZOO}
     found = by_name.get(name) or by_name.get(canonical(name))
     if found is not None:
@@ -229,16 +229,16 @@ def get(name: str) -> Entry:
 
 
 def _layer_alone(name: str) -> Callable[..., Any] | None:
-    """What LAYERS has by any spelling of the name."""
+    """The layer in LAYERS for any spelling of the name, or None."""
     return {_plain(known): layer for known, layer in LAYERS.items()}.get(_plain(name))
 
 
 def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: Any) -> Mixer:
-    """A layer [B, T, d_model] -> [B, T, d_model] for a mixer, however it is given.
+    """A layer [B, T, d_model] -> [B, T, d_model] for a mixer.
 
     mixer: a name of the zoo ("gated_deltanet"), file.py:function, a class of this package or of yours, or a
     recurrence (which gets a `Layer`). options: of the constructor: n_heads, d_state, headdim, expand, d_conv, bare,
-    layer_idx, device, dtype, ... Raises InputError for a mixer that cannot be found or an option its layer has not.
+    layer_idx, device, dtype, ... Raises InputError for an unknown mixer, or an option that its layer does not have.
     """
     make = constructor_of(mixer)
     try:
@@ -249,7 +249,7 @@ def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: An
 
 
 def constructor_of(mixer: str | type[Mixer] | Recurrence) -> Callable[..., Mixer]:
-    """What `layer_for` calls with d_model and options. Raises InputError for a mixer that cannot be found."""
+    """The constructor that `layer_for` calls with d_model and options. Raises InputError for an unknown mixer."""
     if isinstance(mixer, type) and issubclass(mixer, Mixer):
         return mixer
     if isinstance(mixer, str) and is_file(mixer):

@@ -19,10 +19,10 @@ class ShortConv(nn.Conv1d):
     """Depthwise causal convolution of K taps along time, then `activation` (SiLU by default, None for none).
 
     As a dynamical system: K-1 numbers a channel, a nilpotent shift. Its state is the last K-1 inputs, zeros
-    before the start. weight is [C, 1, K] and bias [C], as in every released model that has one. pieces: what the
-    channels are split into (see `heads_of`), each a tensor of its own; one tensor of all channels by default.
-    blur: the newest tap begins near one, the others within blur of the bounds that torch draws from; None: all of them
-    as torch does, a random mixture of the last K inputs.
+    before the start. weight is [C, 1, K] and bias [C], as in every released model that has one. pieces: the
+    parts of the channels (see `heads_of`) that become separate outputs; by default one output of all channels.
+    blur: initialise the newest tap near one and the others by blur times torch's bounds; None: all taps like torch, a
+    random mixture of the last K inputs.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ShortConv(nn.Conv1d):
         self.pieces = None if pieces is None else tuple(pieces)
 
     def reset_parameters(self) -> None:
-        """Draw the taps as the constructor did."""
+        """Initialise the taps again, like the constructor."""
         super().reset_parameters()
         if self.blur is not None:
             fill(self.weight, partial(_newest_first, blur=self.blur))
@@ -95,7 +95,7 @@ def _newest_first(*shape: int, blur: float) -> Tensor:
 
 
 def heads_of(sizes: Sequence[int], lengths: Sequence[float | None] = ()) -> tuple[Piece, ...]:
-    """Pieces of heads: sizes H1, D1, H2, D2, … as for `split_heads`; lengths: that of the heads of each, None as is."""
+    """Pieces of heads: sizes H1, D1, H2, D2, … as in `split_heads`; lengths: the heads' norms, None for unchanged."""
     counts, widths = sizes[::2], sizes[1::2]
     lengths = lengths or [None] * len(counts)
     return tuple(
@@ -107,9 +107,9 @@ def heads_of(sizes: Sequence[int], lengths: Sequence[float | None] = ()) -> tupl
 def split_heads(
     u: Tensor | tuple[Tensor, ...], sizes: Sequence[int], lengths: Sequence[float | None] = ()
 ) -> tuple[Tensor, ...]:
-    """[B, T, H1·D1 + H2·D2 + …] -> [B, T, H1, D1], [B, T, H2, D2], …; the heads of each have Euclidean length lengths.
+    """[B, T, H1·D1 + H2·D2 + …] -> [B, T, H1, D1], [B, T, H2, D2], …, with heads normalised to Euclidean `lengths`.
 
-    u: one tensor, or what a `ShortConv` with these pieces gave, whose heads have their lengths. sizes: H1, D1, H2, …
+    u: one tensor, or the outputs of a `ShortConv` with these pieces, already normalised. sizes: H1, D1, H2, …
     """
     counts, widths = sizes[::2], sizes[1::2]
     if isinstance(u, tuple):

@@ -15,15 +15,15 @@ from dsf.language.errors import DsfError, InputError
 
 
 def is_file(given: str) -> bool:
-    """True when `given` is written file.py:function (or names a file and forgot the function)."""
+    """True when `given` has the form file.py:function (or only names a file)."""
     path, colon, _ = given.rpartition(":")
     return bool(colon and path) or given.endswith(".py")
 
 
 def recurrence_in(given: str) -> Recurrence:
-    """The recurrence that file.py:function stands for; the file is imported once a process.
+    """The recurrence of file.py:function; the file is imported once a process.
 
-    Raises InputError, one line that says what was looked for and what there is.
+    Raises InputError, which says in one line what was looked for and what exists.
     """
     name, colon, function = given.rpartition(":")
     if not (colon and name):
@@ -47,7 +47,7 @@ def recurrence_in(given: str) -> Recurrence:
 
 
 def _import(path: Path) -> ModuleType:
-    """The file as a module of its own, its folder importable, once a process."""
+    """The file imported as a module, with its folder importable, once a process."""
     path = path.resolve()
     name = f"_dsf_user_{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:

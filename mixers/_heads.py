@@ -1,4 +1,4 @@
-"""What the layers with queries, keys and values a head share."""
+"""The common base of layers with queries, keys and values for every head."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Heads(Mixer):
-    """One map to all that is convolved, a recurrence, RMSNorm a head, a gate silu(g_proj(x)), o_proj.
+    """One input projection, convolution, a recurrence, RMSNorm of each head, a gate silu(g_proj(x)), o_proj.
 
-    sections: heads and widths of what in_proj gives, H1, D1, H2, D2, ... (see `split_heads`). d_conv: taps of the
-    convolution with SiLU, 0 for none. gate: the module that makes the output gate from x, or None. lengths: to what
-    Euclidean length the heads of each section are brought, None as they are. blur: of the convolution (`ShortConv`).
+    sections: heads and widths of in_proj's output, H1, D1, H2, D2, ... (see `split_heads`). d_conv: taps of the
+    convolution with SiLU, 0 for none. gate: the module that computes the output gate from x, or None. lengths: the
+    Euclidean length of each section's heads, None for unnormalised. blur: of the convolution (`ShortConv`).
     """
 
     blur: float | None = None
@@ -47,7 +47,7 @@ class Heads(Mixer):
         self.o_proj = nn.Linear(heads * p, d_model, bias=bias)
 
     def cut(self, to: Cuts) -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         heads, n, p = self.dims
         to.count(n_heads=heads)
         to.set(dims=(to.share(heads), n, p))
@@ -58,14 +58,14 @@ class Heads(Mixer):
         to.summed(self.o_proj)
 
     def steps_apart(self, *sections: int) -> tuple[int, ...]:
-        """The sections of what in_proj gives, those that hold the heads of several steps cut into these."""
+        """The sections of in_proj's output, those with several steps' heads split into one for each step."""
         return sections
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return self.in_proj(x), (x,)
 
     def split(self, u: Tensor) -> tuple[Tensor, ...]:
-        """What the convolution gave, or [B, T, C] without one -> the sections, each [B, T, H, D]."""
+        """The convolution's outputs, or [B, T, C] without one -> the sections, each [B, T, H, D]."""
         return split_heads(u, self.sections, self.lengths)
 
     def per_head(self, x: Tensor) -> Tensor:
@@ -78,5 +78,5 @@ class Heads(Mixer):
 
 
 def low_rank(d_in: int, rank: int, d_out: int, bias: bool) -> nn.Sequential:
-    """A linear map through `rank` numbers."""
+    """A linear map of this rank: d_in -> rank -> d_out."""
     return nn.Sequential(nn.Linear(d_in, rank, bias=False), nn.Linear(rank, d_out, bias=bias))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TimeStep(Owner):
-    """The linear map to Mamba's time steps, softplus of its bias log-uniform in [dt_min, dt_max] at start.
+    """The linear map to Mamba's time steps; softplus of its initial bias is log-uniform in [dt_min, dt_max].
 
     Not an `nn.Linear`, so that initialisation by class (transformers' `_init_weights`) leaves it alone.
     """
@@ -70,14 +70,14 @@ class MambaBlock(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
         channels = self.dims[2]
         self.cut_between(to)
         to.rows(self.in_proj, *[channels] * (self.in_proj.out_features // channels))
         to.summed(self.out_proj)
 
     def cut_between(self, to: "Cuts") -> None:
-        """`cut`, but for the projections in and out."""
+        """`cut` without the projections in and out."""
         heads, n, channels = self.dims
         to.count(channels=channels)
         to.set(dims=(heads, n, to.share(channels)))
@@ -103,7 +103,7 @@ class MambaBlock(Mixer):
 
 
 def grouped(layer: Any, to: "Cuts") -> tuple[int, ...]:
-    """The sections x, b, c, ... of `layer.split`, of which a rank has whole groups, or a part of a single one."""
+    """The sections x, b, c, ... of `layer.split`; a rank gets whole groups, or a part of a single group."""
     heads, p, groups, n, *_ = layer.split
     if groups == 1 and to.ranks > 1:
         to.count(d_state=n)
@@ -116,6 +116,6 @@ def grouped(layer: Any, to: "Cuts") -> tuple[int, ...]:
 
 
 def whole_group(layer: Any, *keys: Tensor) -> tuple[Tensor, ...]:
-    """b, c, ... [B, T, groups, N]: where ranks have parts of the one that all heads share, gathered."""
+    """b, c, ... [B, T, groups, N], gathered where each rank holds a part of a single group."""
     shared = layer.shares is not None and layer.n_groups == 1 and keys[0].shape[-1] < layer.dims[1]
     return layer.shares.gather(*keys) if shared else keys

@@ -1,4 +1,4 @@
-"""The frame of every mixer module: project, short convolution, recurrence, read out; all state is carried."""
+"""The base of every mixer module: projection, short convolution, recurrence, readout, and their state."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Side = tuple[Tensor, ...]
 
 
 class MixerState(NamedTuple):
-    """What a mixer remembers of the past; immutable, one row a sequence.
+    """The state of a mixer; immutable, one row a sequence.
 
     conv: the last K-1 inputs of the short convolution, [B, C, K-1], or None without one.
     recurrent: the state of the recurrence, [B, H, N, P'] (a `KVCache` for softmax attention).
-    position: int64 [B], tokens seen, where the mixer needs to know (`positional`), else None.
+    position: int64 [B], the number of tokens so far, for mixers that need it (`positional`), else None.
     """
 
     conv: Tensor | None
@@ -39,10 +39,10 @@ class MixerState(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where sequences begin in one call. fresh: no state was given, so every sequence begins here.
+    """The sequences of one call. fresh: no state was given, so every sequence begins in the call.
 
-    before: int64 [rows], the tokens that each sequence had before, for mixers that count them.
-    places: where this rank's tokens are, in calls whose tokens are spread over ranks.
+    before: int64 [rows], the number of each sequence's earlier tokens, for mixers that count them.
+    places: the places of this rank's tokens, where the tokens are spread over ranks.
     """
 
     fresh: bool
@@ -56,7 +56,7 @@ class Span(NamedTuple):
         mask = like.new_zeros(batch, tokens + 1)  # one spare column: an empty last sequence begins at T
         if not self.fresh:
             return mask[:, :tokens]
-        if self.places is not None and self.places.place is not None:  # whatever ranks before this one hold
+        if self.places is not None and self.places.place is not None:  # whatever earlier ranks hold
             return (self.places.place == 0).to(like.dtype).expand(batch, -1)
         if self.places is not None:
             first = self.places.begins
@@ -65,7 +65,7 @@ class Span(NamedTuple):
         return mask.index_fill(1, first.to(like.device, torch.long), 1.0)[:, :tokens]
 
     def positions(self, like: Tensor) -> Tensor:
-        """int64 [B, T]: how many tokens of its sequence lie before each token of like [B, T, ...]."""
+        """int64 [B, T]: the position in its sequence of each token of like [B, T, ...]."""
         if self.places is not None:
             return self.places.positions(self.before).expand(like.shape[0], -1)
         column = torch.arange(like.shape[1], device=like.device)
@@ -79,7 +79,7 @@ class Span(NamedTuple):
         return (column + moved[row]).unsqueeze(0)
 
     def after(self, like: Tensor) -> Tensor:
-        """int64 [rows]: the tokens of each sequence up to the end of this call."""
+        """int64 [rows]: the number of each sequence's tokens up to the end of this call."""
         if self.cu_seqlens is None:
             lengths = torch.full((like.shape[0],), like.shape[1], device=like.device)
             if self.places is not None and self.places.total is not None:
@@ -92,22 +92,21 @@ class Span(NamedTuple):
 class Mixer(Owner, Divided):
     """Base of the zoo's modules. A subclass sets `recurrence` and `dims` and states three maps.
 
-    project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` go around it.
+    project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` bypass it.
     arguments(u, side, span) -> dict: the tensors of the recurrence, by input name.
     readout(y, side) -> [B, T, d_model]: norm, gate and output projection, from y [B, T, H, P].
 
-    Law: running a sequence whole, in pieces, token by token (`step`), or packed with others gives the same
-    outputs.
+    A sequence gives the same outputs whole, in pieces, token by token (`step`), and packed with others.
 
     All constructors end in layer_idx (the layer's place in a model, kept as an attribute), device and dtype. Weights
-    are drawn on torch's default device, so that a seed gives the same ones everywhere, then moved.
+    are initialised on torch's default device, so that a seed gives the same ones everywhere, then moved.
     """
 
     recurrence: Recurrence
     dims: tuple[int, int, int]  # heads H, key axis N, value axis P of the recurrence
     conv1d: ShortConv | TokenShift | None
-    positional = False  # True: `Span.positions` goes on where the state left off
-    resets = False  # True: `arguments` asks for `Span.starts`
+    positional = False  # True: `Span.positions` continues from the state's
+    resets = False  # True: `arguments` needs `Span.starts`
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
     shares: Shares | None = None  # the ranks that share the heads (dsf.parallel.HeadShard), or None
 
@@ -140,12 +139,12 @@ class Mixer(Owner, Divided):
         self.layer_idx = layer_idx
 
     def place(self, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        """Move to a device, cast to a dtype (rates stay float32): the last line of a constructor."""
+        """Move to a device and cast to a dtype (rates stay float32); the last line of a constructor."""
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)
 
     def own_more(self, d_model: int, bare: bool) -> None:
-        """What a subclass that takes its base's arguments has besides; bases with such subclasses call it last."""
+        """Add a subclass's own parameters; bases whose constructor subclasses inherit call it last."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         """x [B, T, d_model] -> (u [B, T, C], side)."""
@@ -156,10 +155,10 @@ class Mixer(Owner, Divided):
         raise NotImplementedError
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
-        """What `readout` gets as side: that of `project`, unless it needs more.
+        """The `side` for `readout`: that of `project`, unless it needs more.
 
-        u: after the convolution. inputs: what `arguments` returned; what is no input of the recurrence and only
-        `readout` reads is to be taken out of it here.
+        u: after the convolution. inputs: the result of `arguments`; entries that only `readout` reads, no inputs of the
+        recurrence, must be removed from it here.
         """
         return side
 
@@ -181,14 +180,14 @@ class Mixer(Owner, Divided):
     ) -> tuple[Tensor, MixerState | None]:
         """Mix a sequence.
 
-        x: [B, T, d_model]. state: what an earlier call returned, or None at the start of the sequences.
+        x: [B, T, d_model]. state: the one that an earlier call returned, or None at the start of the sequences.
         cu_seqlens: int [S+1] or a dsf.Packing, boundaries of sequences packed along T, which may be empty; then B is 1
         and the state has S rows.
         attention_mask: [B, T] of ones, as models pass it where nothing is padded. use_cache: False returns no state.
-        parallel: a dsf.parallel.Sequence whose ranks hold the tokens between them (the attached one unless given): x
-        are this rank's, states and cu_seqlens those of the global sequences.
-        reverse: the whole layer, its convolution too, runs from every sequence's last token to its first; a state is
-        then that behind the tokens. tokens: further per-token tensors, where the mixer's `arguments` names any.
+        parallel: a dsf.parallel.Sequence whose ranks share the tokens (by default the attached one): x holds this
+        rank's tokens, states and cu_seqlens are those of the global sequences.
+        reverse: the whole layer with its convolution runs from every sequence's last token to its first; a state is
+        then the one after the last token. tokens: further per-token tensors, where the mixer's `arguments` names any.
         Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
         world = self.parallel if parallel is None else parallel
@@ -206,7 +205,7 @@ class Mixer(Owner, Divided):
         self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, use_cache: bool,
         world: World | None, tokens: dict[str, Tensor],
     ) -> tuple[Tensor, MixerState | None]:  # fmt: skip
-        """`forward` of the tokens in the other order, which costs a copy of x and of y."""
+        """`forward` on reversed copies of the tokens, with y reversed back."""
         packed = cu_seqlens is not None
         if cu_seqlens is not None:
             cu_seqlens = flipped_packing(type(self).__name__, cu_seqlens, x.shape[1] if world is None else None)
@@ -223,7 +222,7 @@ class Mixer(Owner, Divided):
     def shard_rates(self, **options: Any) -> nn.Module | None:
         """Shard this layer's own rates by FSDP2 in float32, apart from its block (`dsf.mixers.shard_rates`).
 
-        Returns the module that holds them now, None for a layer without rates.
+        Returns the module that then holds them, None for a layer without rates.
         """
         return shard_own(self, **options)
 
@@ -243,11 +242,11 @@ class Mixer(Owner, Divided):
     def inputs(
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
-        """The very tensors `forward` feeds to `recurrence`: `m.recurrence.trajectory(**m.inputs(x))`."""
+        """The inputs of `recurrence` in `forward`, by name: `m.recurrence.trajectory(**m.inputs(x))`."""
         return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
-        """Numbers one sequence keeps after `context` tokens; those of its convolution too, unless conv=False.
+        """The numbers in one sequence's state after `context` tokens, with its convolution's unless conv=False.
 
         Only the cache of softmax attention depends on `context`.
         """
@@ -305,7 +304,7 @@ class Mixer(Owner, Divided):
     def convolve(
         self, u: Tensor, past: Tensor | None, cu_seqlens: Tensor | Packing | None, world: World | None
     ) -> tuple[Any, Tensor | None]:
-        """u [B, T, C] after the short convolution, where there is one, and the state of that."""
+        """u [B, T, C] after the short convolution, if any, and the convolution's new state."""
         if self.conv1d is None:
             return u, None
         if world is None:
@@ -334,7 +333,7 @@ def check_call(
 
 
 def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
-    """Raise InputError, in the words of the layer of that name, unless the mask says that every token counts."""
+    """Raise InputError, naming the layer, unless the mask is all ones (no padding)."""
     if cu_seqlens is not None:
         raise InputError(f"{name}: attention_mask and cu_seqlens are both given; cu_seqlens alone says it all")
     if mask.dim() != 2:

@@ -19,7 +19,7 @@ class GatedRMSNorm(nn.RMSNorm):
     """RMSNorm over the last axis in `groups` equal parts, with an optional gate before or after it.
 
     Mamba-2 gates first (gate_first=True); Gated DeltaNet norms each head, then gates. activation: the gate's, "silu"
-    or "sigmoid". gate None: the plain norm. Computed in float32 at least, rounded once to the dtype of x.
+    or "sigmoid". gate None: no gate. Computed in at least float32, and rounded once to the dtype of x.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class GatedRMSNorm(nn.RMSNorm):
         self.groups = groups
         self.gate_first = gate_first
         self.activation = activation
-        self.shares: Shares | None = None  # ranks that have the channels of a group between them
+        self.shares: Shares | None = None  # the ranks that share the channels of one group
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x, gate: [..., dim] -> [..., dim]."""
@@ -39,7 +39,7 @@ class GatedRMSNorm(nn.RMSNorm):
         return gated_rms_norm(x, self.weight, gate, self.groups, self.gate_first, self.activation, eps)
 
     def _shared(self, x: Tensor, gate: Tensor | None, eps: float, shares: Shares) -> Tensor:
-        """The same over all ranks' channels, of which x, gate and weight are this rank's."""
+        """The norm over all ranks' channels; x, gate and weight are this rank's part."""
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         if gate is not None and self.gate_first:
             y = y * activated(gate.to(y.dtype), self.activation)

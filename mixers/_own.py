@@ -1,4 +1,4 @@
-"""What a module owns itself: parameters that know how they begin, rates that stay float32, what weight decay spares."""
+"""Modules' own parameters: their initialisation, rates that stay float32, and exemptions from weight decay."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Owner(Sized):
         self.kinds: dict[str, Kind] = {}
 
     def own(self, name: str, start: Start, *shape: int, kind: Kind = "matrix") -> None:
-        """Register a parameter of this shape that begins as start(*shape).
+        """Register a parameter of this shape with the initial values start(*shape).
 
-        kind: "matrix"; "vector", which weight decay spares; "rate", a vector that stays float32 when the module is cast
-        to a shorter type, since decays near 1 are made of it; "constant", a buffer kept like a rate, and not saved.
+        kind: "matrix"; "vector", without weight decay; "rate", a vector that stays float32 when the module is cast to a
+        shorter type, as decays near 1 are computed from it; "constant", a buffer in float32 like a rate, not saved.
         """
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         tensor = torch.empty(shape, dtype=wide if kind in ("rate", "constant") else None)
@@ -44,18 +44,18 @@ class Owner(Sized):
         self._fill(name)
 
     def reset_parameters(self) -> None:
-        """Draw this module's own parameters as its constructor did; those of its children are the children's."""
+        """Initialise this module's own parameters like its constructor, without its children's."""
         for name in self.starts:
             self._fill(name)
 
     def fill_constants(self) -> None:
-        """Give this module's constants their values, which no checkpoint holds."""
+        """Compute this module's constants, which no checkpoint contains."""
         for name, kind in self.kinds.items():
             if kind == "constant":
                 self._fill(name)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the own parameters that weight decay must leave alone (timm and torch users read this)."""
+        """Names of the own parameters without weight decay (a convention of timm)."""
         return {name for name, kind in self.kinds.items() if kind in ("vector", "rate")}
 
     def _fill(self, name: str) -> None:
@@ -63,15 +63,15 @@ class Owner(Sized):
         fill(getattr(self, name), self.starts[name])
 
     def _mark(self, name: str) -> None:
-        """Mark a parameter as training code for Mamba looks for: neither decayed nor initialised once more."""
+        """Set the flags that training code for Mamba reads: no weight decay, no second initialisation."""
         tensor = getattr(self, name)
         if self.kinds[name] in ("vector", "rate"):
             tensor._no_weight_decay = True
             tensor._no_reinit = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As torch's, but rates do not become shorter than float32, the marks survive where it makes new ones, and
-        constants of the meta device get their values with their memory (`to_empty`)."""
+        """torch's `_apply`, but rates stay at least float32, new parameters keep their flags, and constants of the meta
+        device get their values together with memory (`to_empty`)."""
         unmade = any(kind == "constant" and getattr(self, name).is_meta for name, kind in self.kinds.items())
         kept = [getattr(self, name) for name, kind in self.kinds.items() if kind in ("rate", "constant")]
         ids = {id(tensor) for rate in kept for tensor in (rate, rate.grad) if tensor is not None}
@@ -91,8 +91,8 @@ class Owner(Sized):
 
 
 def fill(tensor: Tensor, start: Start) -> None:
-    """Let a tensor, or this rank's shard of one, begin as start(*shape); not one that holds no numbers yet (meta)."""
-    # The flag is transformers': this tensor was read from a checkpoint.
+    """Set a tensor, or this rank's shard of one, to start(*shape); meta tensors stay as they are."""
+    # transformers sets this flag on tensors from a checkpoint.
     if tensor.is_meta or getattr(tensor, "_is_hf_initialized", False):
         return
     with torch.no_grad(), torch.device(tensor.device):
@@ -105,10 +105,10 @@ def fill(tensor: Tensor, start: Start) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters of a model for an optimizer: matrices, which decay, and the rest, which does not.
+    """A model's parameters in two optimizer groups: [with weight decay, without], each in the model's order.
 
-    Spared are rates, skips and mixing coefficients of this package's layers, whatever is marked `_no_weight_decay`,
-    and everything with fewer than two axes (biases, norms). The groups are [decayed, spared], in the model's order:
+    Without weight decay are rates, skips and mixing coefficients of this package's layers, parameters with the flag
+    `_no_weight_decay`, and all with fewer than two axes (biases, norms). Usage:
     `torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-4)`. For transformers' Trainer, which only looks for "bias"
     and "norm" in names, give it that optimizer: `Trainer(..., optimizers=(optimizer, None))`.
     """
@@ -127,26 +127,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
 
 
-# How parameters begin
+# Initial values
 
 
 def log_uniform(*shape: int, low: float, high: float) -> Tensor:
-    """log x with x uniform in [low, high]."""
+    """log x, x uniform in [low, high]."""
     return torch.empty(shape).uniform_(low, high).log()
 
 
 def normal(*shape: int, std: float) -> Tensor:
-    """Normal with mean 0."""
+    """Normal numbers with mean 0."""
     return torch.randn(shape) * std
 
 
 def uniform(*shape: int, bound: float) -> Tensor:
-    """Uniform in [-bound, bound]."""
+    """Numbers uniform in [-bound, bound]."""
     return torch.empty(shape).uniform_(-bound, bound)
 
 
 def full(*shape: int, value: float) -> Tensor:
-    """One value."""
+    """A constant."""
     return torch.full(shape, value)
 
 

@@ -1,4 +1,4 @@
-"""What the RWKV layers share: token shift, its mixing coefficients, start values by depth."""
+"""The common parts of RWKV layers: token shift, its mixing coefficients, initial values by depth."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dsf.mixers._shift import TokenShift
 
 
 class TimeMix(Mixer):
-    """Base of the RWKV layers: every projection sees its own mixture of a token and the one before.
+    """Base of the RWKV layers: every projection has its own mixture of a token and the one before as input.
 
-    Start values follow the layer's place in the model: layer_idx of n_layers, or its middle where one is not given.
+    Initial values depend on the layer's place in the model: layer_idx of n_layers, or the middle where either is None.
     bare: no token shift, and no coefficients for it.
     """
 
@@ -25,13 +25,13 @@ class TimeMix(Mixer):
         if n_layers is not None and not 0 <= index < n_layers:
             raise InputError(f"{type(self).__name__}: layer_idx is {layer_idx}, but n_layers {n_layers}")
         known = layer_idx is not None and n_layers is not None
-        # How deep the layer lies: 0 to 1, and 1 to almost 0, as the released training code names them.
+        # The layer's depth, from 0 to 1 and from 1 to almost 0, by the names of the released training code.
         self.depth = index / max(n_layers - 1, 1) if known and n_layers is not None else 0.5
         self.height = 1 - index / n_layers if known and n_layers is not None else 0.5
         self.conv1d = None if bare else TokenShift(d_model)
 
     def mix(self, name: str, d_model: int, power: float, more: float = 0.0, rest: bool = True) -> None:
-        """Register coefficients (c / d_model)^power + more of channel c; rest: one minus that."""
+        """Register coefficients (c / d_model)^power + more for channels c, or with rest one minus these."""
         if self.conv1d is not None:
             self.own(name, partial(_ladder, power=power, more=more, rest=rest), d_model, kind="vector")
 
@@ -39,7 +39,7 @@ class TimeMix(Mixer):
         return x, (x,)
 
     def toward_last(self, name: str, x: Tensor, change: Tensor) -> Tensor:
-        """x + coefficients · change, where change is the token before less x."""
+        """x + coefficients · change, where change is the token before minus x."""
         return x if self.conv1d is None else torch.addcmul(x, change, getattr(self, name))
 
 

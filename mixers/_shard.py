@@ -13,7 +13,7 @@ CHILD, GATHERED = "rates", "_gathered_rates"
 
 
 class Rates(Owner):
-    """The rates of one module, apart from its other parameters; in state dicts they keep the names they had."""
+    """The rates of one module, in a child module of their own; their names in state dicts stay the same."""
 
     taken_out = True
 
@@ -24,20 +24,20 @@ class Rates(Owner):
             self.register_parameter(name, owner._parameters.pop(name))
 
     def forward(self) -> dict[str, Tensor]:
-        """Copies of the rates by name: what FSDP gathers for this call is freed after it."""
+        """Copies of the rates by name, as FSDP frees the gathered ones after this call."""
         return {name: getattr(self, name).clone() for name in self.starts}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix.removesuffix(f"{CHILD}."), keep_vars)
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """The owner does it: it sees the names that were saved."""
+        """Nothing: the owner loads the rates, by the saved names."""
 
 
 class _Apart(Owner):
-    """Mixed into the class of a `Mixer` whose rates were taken out.
+    """Mixed into the class of a `Mixer` whose rates are in a child module.
 
-    It reads them gathered while it prepares a call, and elsewhere as they lie in the child, which gathers nothing.
+    During the preparation of a call it reads the gathered rates, elsewhere the child's parameters.
     """
 
     shares: Any  # the layer's
@@ -70,7 +70,7 @@ def _read(layer: Owner, name: str) -> Tensor:
 
 
 def shard_own(module: Owner, **options: Any) -> nn.Module | None:
-    """What `Mixer.shard_rates` does."""
+    """The implementation of `Mixer.shard_rates`. Raises TypeError for a policy."""
     from torch.distributed.fsdp import fully_shard
 
     if "mp_policy" in options:

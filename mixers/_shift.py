@@ -1,4 +1,4 @@
-"""RWKV's token shift: the token before, as a convolution of two taps that learns nothing."""
+"""RWKV's token shift: the token before, as a convolution of two fixed taps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class TokenShift(nn.Module):
     """x_t -> x_{t-1}: a short convolution of 2 taps, (1, 0). Its state is the last token, zeros before the start.
 
-    It is called as `ShortConv` is and has its sizes; what the layer mixes of both tokens is the layer's.
+    Calls and attributes are those of `ShortConv`; the layer mixes the two tokens.
     """
 
     kernel_size = (2,)

@@ -1,4 +1,4 @@
-"""What time-invariant state space layers share: their block, and the papers' initialisations."""
+"""The common block of time-invariant state space layers, and the papers' initialisations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hippo_legs(n: int) -> tuple[Tensor, Tensor]:
 
 
 def legs_in_pairs(n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """HiPPO-LegS in the basis where it is diagonal plus rank one, in real numbers: A = Λ - p pᵀ.
+    """HiPPO-LegS in a real basis in which it is block-diagonal plus rank one: A = Λ - p pᵀ.
 
     n is even. Returns the frequencies ω [N/2] > 0 of Λ, whose blocks are [[-1/2, -ω], [ω, -1/2]], p [N] and B [N],
     float64. The change of basis is orthogonal: it keeps the norms of p, B and states. Source: S4 (arXiv 2111.00396),
@@ -46,7 +46,7 @@ def legs_in_pairs(n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def frequencies(channels: int, pairs: int, init: str) -> Tensor:
-    """Imaginary parts of a channel's rates, alike in all channels.
+    """Imaginary parts of a channel's rates, equal in all channels.
 
     lin: π n; inv: N/π (N/(2n+1) - 1), of N = 2 `pairs`; both S4D (arXiv 2206.11893), equations 9 and 8. legs: those of
     HiPPO-LegS's normal part.
@@ -61,19 +61,19 @@ def frequencies(channels: int, pairs: int, init: str) -> Tensor:
 
 
 def log_steps(*shape: int, low: float, high: float) -> Tensor:
-    """Logarithms of steps, uniform between those of low and high."""
+    """Logarithms of steps, uniform in [log low, log high]."""
     return torch.empty(shape).uniform_(math.log(low), math.log(high))
 
 
 def halves(*shape: int) -> Tensor:
-    """log 1/2: rates that decay by 1/2 in a unit of time, as those of HiPPO-LegS."""
+    """log 1/2 everywhere: the real part -1/2 of HiPPO-LegS's rates."""
     return torch.full(shape, math.log(0.5))
 
 
 class StateSpace(Mixer):
-    """The S4 block: a bank for each channel, GELU, and a linear map with a gated linear unit across channels.
+    """The S4 block: a state space for each channel, GELU, and a linear map with a gated linear unit across channels.
 
-    Every channel is a head of the recurrence. bare: neither GELU nor unit, one linear map.
+    Every channel is a head of the recurrence. bare: without GELU and gated linear unit, with one linear map.
     """
 
     log_dt: Tensor
@@ -109,7 +109,7 @@ class StateSpace(Mixer):
         self.own("A_imag", partial(frequencies, init=init), channels, n // 2, kind="rate")
 
     def cut(self, to: Cuts) -> None:
-        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
         heads, n, p = self.dims
         to.count(channels=heads * p)
         to.set(dims=(heads, n, to.share(p)) if heads == 1 else (to.share(heads), n, p))
@@ -120,7 +120,7 @@ class StateSpace(Mixer):
         return x if self.shares is None else self.shares.own(x), ()
 
     def rate_inputs(self) -> dict[str, Tensor]:
-        """The Params that all of these recurrences have."""
+        """The Params that all these recurrences have in common."""
         return {"dt": self.log_dt, "A_log": self.A_log, "A_imag": self.A_imag, "D": self.D.unsqueeze(-1)}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
@@ -129,12 +129,12 @@ class StateSpace(Mixer):
 
 
 def known(name: str, init: str, names: tuple[str, ...]) -> str:
-    """init. Raises InputError unless it is one of the names."""
+    """Returns init. Raises InputError unless it is one of the names."""
     if init not in names:
         raise InputError(f"{name}: init is {init!r}; there are {', '.join(map(repr, names))}")
     return init
 
 
 def paired(c: Tensor, factor: float = 1.0) -> Tensor:
-    """Complex numbers [..., N/2, 2] as what reads their pairs: Re(c s) is (Re c, -Im c) · (Re s, Im s), [..., N]."""
+    """Complex readouts c [..., N/2, 2] as real ones [..., N]: Re(c s) = (Re c, -Im c) · (Re s, Im s)."""
     return (c * c.new_tensor([factor, -factor])).flatten(-2)

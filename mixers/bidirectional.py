@@ -1,4 +1,4 @@
-"""Layers that read a sequence in both directions in one call: their frame, and any two layers as one."""
+"""Layers that read a sequence in both directions in one call: their base, and the sum of any two layers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 class BothWays(Owner, Divided):
     """Base of layers of both directions: [B, T, d_model] in, the same shape out. A subclass writes `mix`.
 
-    Every output depends on every token of its sequence, so there is no state, nothing to hand over between pieces, and
-    no step; a causal language model cannot be made of these layers. parallel: the ranks that share the tokens
-    (dsf.parallel.attach), or None.
+    Every output depends on every token of its sequence, so there is no state and no step, and a causal language model
+    cannot use these layers. parallel: the ranks that share the tokens (dsf.parallel.attach), or None.
     """
 
     parallel: World | None
@@ -50,8 +49,8 @@ class BothWays(Owner, Divided):
         parallel: World | None = None,
         reverse: bool = False,
     ) -> tuple[Tensor, None]:
-        """x: [B, T, d_model]; cu_seqlens, attention_mask, parallel as `Mixer.forward` takes them. use_cache is not
-        looked at: there is no state. Returns (y [B, T, d_model], None).
+        """x: [B, T, d_model]; cu_seqlens, attention_mask, parallel as in `Mixer.forward`. use_cache is ignored, as
+        there is no state. Returns (y [B, T, d_model], None).
 
         Raises InputError for a state, a mask with padding, and reverse=True.
         """
@@ -73,7 +72,7 @@ class BothWays(Owner, Divided):
         __call__ = forward
 
     def step(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
-        """Raises InputError: the first output waits for the last token."""
+        """Raises InputError: the first output depends on the last token."""
         raise InputError(
             f"{type(self).__name__}: it reads its sequences in both directions, so there is no step; call it on the "
             "whole sequence"
@@ -81,10 +80,10 @@ class BothWays(Owner, Divided):
 
 
 class Bidirectional(BothWays):
-    """The sum of two layers of the zoo, one of which runs backwards: ahead(x) + back(x, reverse=True).
+    """The sum of two layers, one of which runs backwards: ahead(x) + back(x, reverse=True).
 
-    The same layer twice shares every parameter; two of a kind share none. Any layer of this package or of yours is one
-    of two: `Bidirectional(mixers.GLA(64), mixers.GLA(64))`.
+    The same layer given twice shares its parameters; two layers share none. Both may be any layer of this package or
+    yours: `Bidirectional(mixers.GLA(64), mixers.GLA(64))`.
     """
 
     def __init__(self, ahead: Mixer, back: Mixer, layer_idx: int | None = None):
@@ -97,7 +96,7 @@ class Bidirectional(BothWays):
 
 
 def run_ahead(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
-    """What a layer does between its projections, of what `project` made of whole sequences: y [B, T, H, P]."""
+    """y [B, T, H, P] of a layer's convolution and recurrence, from the u of its `project` on whole sequences."""
     span = Span(True, tensor_of(cu_seqlens, u.device))
     u, _ = way.convolve(u, None, cu_seqlens, world)
     inputs: dict[str, Any] = way.arguments(u, (), span)
@@ -106,7 +105,7 @@ def run_ahead(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world:
 
 
 def run_back(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
-    """The same from the last token to the first."""
+    """`run_ahead` from the last token to the first."""
     if cu_seqlens is not None:
         cu_seqlens = flipped_packing(type(way).__name__, cu_seqlens, u.shape[1] if world is None else None)
     return run_ahead(way, u.flip(1), cu_seqlens, None if world is None else world.backwards()).flip(1)

@@ -32,8 +32,8 @@ def comba_rate(
     q: Key, k: Key, v: Value, a: Scalar, beta: Scalar, A_log: Param[Scalar], dt_bias: Param[Scalar], b: Param[Scalar],
     d: Param[Scalar],
 ) -> System:  # fmt: skip
-    """Comba with its decay exp(-exp(A_log) softplus(a + dt_bias)) computed inside, q scaled and the strength made
-    before, what the layer runs."""
+    """Comba as the layer runs it: the decay exp(-exp(A_log) softplus(a + dt_bias)) is computed inside, q's scaling and
+    the strength before."""
     alpha = exp(-exp(A_log) * softplus(a + dt_bias))
     return System(A=alpha * I - beta * sigmoid(b) * outer(k, k), B=k * (beta * v), C=q - d * N**-0.5 * k)
 

@@ -74,7 +74,7 @@ class DeltaNet(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         heads, n, p = self.dims
         to.count(n_heads=heads, n_key_heads=self.split[0])
         to.set(dims=(to.share(heads), n, p))

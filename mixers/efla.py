@@ -22,7 +22,7 @@ def efla(q: Key, k: Key, v: Value, beta: Scalar) -> System:
 
 
 class EFLA(DeltaNet):
-    """DeltaNet's layer around `efla`: keys keep the lengths that they come with, which say how much is erased.
+    """DeltaNet's layer around `efla`; keys are not normalised, and their length sets how much is erased.
 
     Arguments as `DeltaNet`, but no allow_neg_eigval: a flow's eigenvalues lie in (0, 1].
     """

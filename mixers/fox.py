@@ -74,7 +74,7 @@ class ForgettingAttention(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         (heads, n, p), kept = self.dims, self.n_kv_heads
         to.count(n_heads=heads, n_kv_heads=kept)
         to.set(dims=(to.share(heads), n, p), n_kv_heads=to.share(kept))

@@ -39,11 +39,11 @@ class Hydra(BothWays):
 
     Source: Hwang et al. (arXiv 2407.09941), Section 4: shift(SS(x)) + flip(shift(SS(flip(x)))) + D x, where SS is
     `semiseparable`, shift moves by one token, and D is fc_D(x) + D, a number a head and token. Both directions share x,
-    A_log, dt_bias and the convolution, which is centred; each has dt, b and c of its own. They run as one call of twice
-    the heads. Start: A_log = 0, D = 1, Delta log-uniform in [dt_min, dt_max].
+    A_log, dt_bias and the convolution, which is centred; each has its own dt, b and c. They run as one call with twice
+    the heads. Initially: A_log = 0, D = 1, Delta log-uniform in [dt_min, dt_max].
 
-    Not over ranks: the convolution looks ahead, too. Raises InputError for that, for an even d_conv and for sizes that
-    do not divide.
+    Ranks cannot share its tokens, as the convolution reads later ones. Raises InputError for parallel=, an even d_conv
+    and sizes that do not divide.
     """
 
     recurrence = semiseparable
@@ -86,9 +86,9 @@ class Hydra(BothWays):
         self.to(device=device, dtype=dtype)
 
     def cut(self, to: Cuts) -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`).
 
-        A single group's b and c are made by all ranks, a part each, and gathered.
+        Of a single group's b and c each rank computes a part; the parts are gathered.
         """
         (heads, n, p), (z, _, _) = self.dims, self.widths
         to.count(n_heads=heads)
@@ -121,7 +121,7 @@ class Hydra(BothWays):
         return found
 
     def _centred(self, u: Tensor, places: Places | None) -> Tensor:
-        """The convolution [B, T, C]; of packed sequences, none of which sees another, one tap after the other."""
+        """The convolution [B, T, C]; for packed sequences tap by tap, so that none reads another."""
         if places is None:
             found: Tensor = self.conv1d(u.transpose(1, 2)).transpose(1, 2)
             return found
@@ -135,7 +135,7 @@ class Hydra(BothWays):
 
 
 def _turned(x: Tensor, places: Places | None) -> Tensor:
-    """x [B, T, ...], every sequence from its end, in its own place."""
+    """x [B, T, ...] with every sequence reversed in its place."""
     if places is None:
         return x.flip(1)
     ends = (places.starts + places.ends).index_select(0, places.which)
@@ -143,5 +143,5 @@ def _turned(x: Tensor, places: Places | None) -> Tensor:
 
 
 def _both(ahead: Tensor, back: Tensor, places: Places | None) -> Tensor:
-    """Heads [B, T, H, ...] of one direction and, turned round, of the other."""
+    """The heads [B, T, H, ...] of one direction and, reversed, of the other, concatenated."""
     return torch.cat([ahead, _turned(back, places)], dim=2)

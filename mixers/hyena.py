@@ -1,4 +1,4 @@
-"""Hyena: gates and long convolutions whose filters a small network makes of the lag."""
+"""Hyena: gates and long convolutions, with filters that a small network computes from the lag."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dsf.mixers._sizes import check_tokens
 if TYPE_CHECKING:
     from dsf.parallel import Cuts, World
 
-DECAYS = (0.3, 1.5)  # share of the length after which a channel's window has fallen to FLOOR: from fast to slow
+DECAYS = (0.3, 1.5)  # shares of the length after which the fastest and the slowest window have fallen to FLOOR
 FLOOR = 1e-2
 
 
 class Filter(Owner):
-    """Filters of all lags: a network of sines on features of the lag, under a window that falls exponentially.
+    """Filters at all lags: a network of sines on features of the lag, times an exponentially falling window.
 
     Source: Poli et al. (arXiv 2302.10866), Section 3.3, with the released code's features (the lag and `bands` waves),
     frequency and window. Returns [channels, T].
@@ -55,7 +55,7 @@ class Filter(Owner):
 
 
 def _windows(channels: int) -> Tensor:
-    """Rates of the windows, evenly spread."""
+    """Rates of the windows, evenly spaced."""
     slow, fast = (-math.log(FLOOR) / share for share in reversed(DECAYS))
     return torch.linspace(slow, fast, channels)
 
@@ -65,14 +65,14 @@ class Hyena(Owner):
 
     v is multiplied by a projection and convolved with a long filter, `order` - 1 times, then gated by the last
     projection. Source: Poli et al. (arXiv 2302.10866), Definition 3.1 and Algorithms 1 to 3. l_max: the longest
-    sequence, on which the filters are laid out. d_conv: taps of the short convolution.
+    sequence, for which the filters are defined. d_conv: taps of the short convolution.
 
-    A filter of its own number a lag has no state of fixed size. So there is no `step` and no state: both are refused in
-    words, and the operator is a layer without a recurrence.
+    A filter with a free value at each lag has no state of fixed size, so the layer has no recurrence; `step` and states
+    raise FormError.
     """
 
     D: Tensor
-    needs_all_tokens = "its filters reach over all tokens"  # dsf.parallel.attach refuses it so
+    needs_all_tokens = "its filters reach over all tokens"  # the reason in the InputError of dsf.parallel.attach
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Hyena(Owner):
             self.to(device=device, dtype=dtype)
 
     def cut(self, to: Cuts) -> None:
-        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
         channels, filters = [self.d_model] * (self.order + 1), [self.d_model] * (self.order - 1)
         to.count(channels=self.d_model)
         to.rows(self.in_proj, *channels)
@@ -121,9 +121,9 @@ class Hyena(Owner):
     ) -> tuple[Tensor, None]:
         """x: [B, T, d_model] -> (y, None). cu_seqlens: boundaries of sequences packed along T, B = 1.
 
-        attention_mask: [B, T] of ones. reverse: from every sequence's last token to its first. use_cache is not looked
-        at: there is no state. Raises FormError for a state, InputError for sequences longer than l_max, a mask with
-        padding, and parallel=: filters reach over all tokens, which no rank has.
+        attention_mask: [B, T] of ones. reverse: from every sequence's last token to its first. use_cache is ignored, as
+        there is no state. Raises FormError for a state, InputError for sequences longer than l_max, a mask with
+        padding, and parallel=, as filters reach over all tokens.
         """
         check_tokens(self, x)
         if state is not None:
@@ -149,7 +149,7 @@ class Hyena(Owner):
         __call__ = forward
 
     def step(self, x: Tensor, state: Any = None) -> NoReturn:
-        """Refused: FormError."""
+        """Raises FormError."""
         self._refuse("has no step")
 
     def _refuse(self, what: str) -> NoReturn:

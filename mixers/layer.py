@@ -1,4 +1,4 @@
-"""`Layer`: a layer around any recurrence, made of its declaration."""
+"""`Layer`: a layer around any recurrence, derived from its declaration."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ Init = Mapping[str, "float | Tensor | Callable[..., Tensor]"]
 
 
 class Layer(Mixer):
-    """A layer around any recurrence: its projections, convolution, parameters and start values follow from its inputs.
+    """A layer around any recurrence, with projections, convolution, parameters and initial values by its inputs' kinds.
 
-    Of every token input a linear map of x makes its share: Key H·N, Value H·P, Scalar H numbers, Steps n times that.
-    What is read as it is (queries, keys, values) passes the short convolution and SiLU; gates, rates and Scalars are
-    made of x directly, with a bias. Then each is brought into the range that the expressions demand for states to stay
-    bounded (`dsf.checking.ranges.ranges_of`): a bare decay into [0, 1], an erased key to length one. Params are learnt.
-    After the recurrence: RMSNorm of each head, times silu(g_proj(x)), o_proj.
+    A linear map of x computes every token input: H·N numbers for a Key, H·P for a Value, H for a Scalar, n times as
+    many for Steps. Inputs used directly (queries, keys, values) pass the short convolution and SiLU; gates, rates and
+    Scalars are linear in x, with a bias. Then each is mapped into the range that keeps states bounded
+    (`dsf.checking.ranges.ranges_of`): a bare decay into [0, 1], an erased key to length one. Params are learnt. After
+    the recurrence: RMSNorm of each head, times silu(g_proj(x)), o_proj.
 
     n_heads: H. N, P: widths of a head on the Key and the Value axis (d_model / n_heads unless given; 1 where no input
     has the axis). conv: taps, 0 for none (and no SiLU). gate, norm: whether the layer has them. n_key_heads < n_heads:
     convolved Key inputs have that many heads, each serving several. bare: neither convolution nor gate. d_state,
-    headdim, d_conv: N, P and conv by the names that the other layers have for them.
+    headdim, d_conv: N, P and conv by the other layers' names.
 
-    Biases of what the decay is made of start such that memories are spread as the papers' are, up to LONGEST in the
-    direction that keeps more; Params that the transition reads are normal and shifted likewise, others one. init says
-    otherwise: by input name a number, a tensor or a function of the shape, the value that a Param, or a gate on
-    average, begins at.
-    Raises InputError for sizes that do not divide, and for an init of what has none or outside its range.
+    Biases of the decay's inputs start uniform between 0 and LONGEST, in the direction of a longer memory; Params that
+    the transition reads start normal with the same shift, other Params at one. init: by input name another initial
+    value of a Param, or of a gate on average: a number, a tensor or a function of the shape.
+    Raises InputError for sizes that do not divide, and for an init of an input without one or outside its range.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Layer(Mixer):
         biases = tuple((self.shape(i), starts[i.name]) for i in self.direct)
         self.gates_proj = Biased(d_model, biases) if biases else None
         self.g_proj = nn.Linear(d_model, n_heads * p, bias=False) if gate and not bare else None
-        self.o_norm = GatedRMSNorm(p) if norm and wide else None  # of one number a norm would leave the sign
+        self.o_norm = GatedRMSNorm(p) if norm and wide else None  # a norm of one number would only leave the sign
         self.o_proj = nn.Linear(n_heads * p, d_model, bias=False)
         self.params: dict[str, str] = {}
         for entry in spec.inputs:
@@ -103,7 +102,7 @@ class Layer(Mixer):
         self.place(device, dtype)
 
     def _keys(self, d_model: int, n_heads: int, given: int | None) -> int:
-        """Entries of a head on the Key axis: even where they are taken in pairs."""
+        """Entries of a head on the Key axis: an even number where they form pairs. Raises InputError."""
         n = self.width(d_model, n_heads, given, "N")
         even = self.recurrence.spec.keys_of(n)
         if given is not None and even != n:
@@ -122,7 +121,7 @@ class Layer(Mixer):
         return n_key_heads
 
     def _starts(self, init: Init) -> dict[str, Start]:
-        """How Params and the biases of what is not convolved begin."""
+        """The initial values of Params and of the biases of inputs without convolution, by name."""
         spec, found = self.recurrence.spec, {}
         names = [i.name for i in spec.inputs if i.name not in self.known.plain]
         for name in init:
@@ -144,7 +143,7 @@ class Layer(Mixer):
         return found
 
     def _given_start(self, entry: Input, shape: torch.Size, given: Any) -> Start:
-        """The start that a user gave, checked, and taken back through `squash`."""
+        """The user's initial value, checked, and mapped back by `unsquash`. Raises InputError."""
         allowed = self.known.ranges[entry.name]
         start = given if callable(given) else partial(_fixed, value=given)
         try:
@@ -158,13 +157,13 @@ class Layer(Mixer):
         return partial(_unsquashed, start=start, allowed=allowed)
 
     def shape(self, entry: Input) -> torch.Size:
-        """What one token (or a Param) has of an input: [(steps,) H, ·], fewer heads where keys are shared."""
+        """The shape of an input for one token (or of a Param): [(steps,) H, ·], fewer heads where keys are shared."""
         heads, n, p = self.dims
         grouped = entry.name in self.known.plain and entry.kind.axes == {KEY}
         return torch.Size(shape_of(entry, (), self.key_heads if grouped else heads, n, p))
 
     def cut(self, to: Cuts) -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         heads, n, p = self.dims
         to.count(n_heads=heads, n_key_heads=self.key_heads)
         convolved = [size for entry in self.convolved for size in self._sections(entry)]
@@ -177,7 +176,7 @@ class Layer(Mixer):
         to.set(dims=(to.share(heads), n, p), key_heads=to.share(self.key_heads))
 
     def _sections(self, entry: Input) -> list[int]:
-        """What all heads have of a token's input, for each of its steps."""
+        """The numbers of all heads in a token's input, for each of its steps."""
         shape = self.shape(entry)
         steps = shape[0] if entry.kind.steps else 1
         return [shape.numel() // steps] * steps
@@ -236,14 +235,14 @@ class Layer(Mixer):
 
 
 class Biased(nn.Linear):
-    """A linear map whose bias begins, part by part, as start(*shape)."""
+    """A linear map whose bias has the initial values start(*shape), part by part."""
 
     def __init__(self, in_features: int, parts: tuple[tuple[torch.Size, Start], ...]):
         self.starts: dict[str, Start] = {"bias": partial(_together, parts=parts)}
         super().__init__(in_features, sum(shape.numel() for shape, _ in parts))
 
     def reset_parameters(self) -> None:
-        """Draw the weight as torch does, the bias anew."""
+        """Initialise the weight as torch does, and the bias by its parts' starts."""
         super().reset_parameters()
         fill(self.bias, self.starts["bias"])
 
@@ -253,12 +252,12 @@ def _together(*shape: int, parts: tuple[tuple[torch.Size, Start], ...]) -> Tenso
 
 
 def _spread(*shape: int, plain: float, memory: float) -> Tensor:
-    """plain, and up to LONGEST more in the direction in which the state keeps more."""
+    """plain + memory · LONGEST · U(0, 1): a shift in the direction of a longer memory."""
     return plain + memory * LONGEST * torch.rand(shape)
 
 
 def _drawn(*shape: int, plain: float, memory: float) -> Tensor:
-    """Normal numbers, shifted likewise; plain has no part in it."""
+    """Normal numbers with the shift of `_spread`; plain is not used."""
     return torch.randn(shape) + memory * LONGEST * torch.rand(shape)
 
 

@@ -34,10 +34,10 @@ RATES = "nu_log", "theta_log", "gamma_log", "log_step", "Lambda_re", "Lambda_im"
 
 
 class ComplexUnits(Mixer):
-    """A layer around complex numbers of one head each: B in front, C behind, of which the real part is taken, and D u.
+    """A layer around a complex diagonal system x: Re(C x) + D u, with the input B u.
 
-    Then GELU and a linear map with a gated linear unit. Every number is a head, N = 2 its two parts, which are read
-    both. bare: the unit alone.
+    Then GELU and a linear map with a gated linear unit. Every complex number is a head, N = 2 its real and imaginary
+    part, both read. bare: the system alone.
     """
 
     D: Tensor
@@ -51,9 +51,9 @@ class ComplexUnits(Mixer):
         self.out = None if bare else nn.Linear(d_model, 2 * d_model)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose complex numbers are shared (`dsf.parallel.HeadShard`).
+        """Declare a rank's part of this layer where ranks share its complex numbers (`dsf.parallel.HeadShard`).
 
-        What comes behind them, D and the unit across channels, all ranks have whole.
+        D and the gated linear unit across channels, which follow them, are whole on every rank.
         """
         heads, n, p = self.dims
         to.count(**{"complex numbers": heads})
@@ -69,7 +69,7 @@ class ComplexUnits(Mixer):
         return (u, self.D)
 
     def mix(self, y: Tensor, side: Side, c: Tensor) -> Tensor:
-        """Re(C x) + D u and what comes after. y: x's two parts [B, T, H, 2]; side: u and D; c: [d_model, H, 2]."""
+        """Re(C x) + D u, GELU and GLU. y: x's two parts [B, T, H, 2]; side: u and D; c: [d_model, H, 2]."""
         y = F.linear(y.flatten(2), (c * c.new_tensor([1.0, -1.0])).flatten(1))
         skip = side[1].to(y.dtype) * side[0]
         y = y + skip if self.shares is None else self.shares.leave(y + self.shares.once(skip))
@@ -77,15 +77,15 @@ class ComplexUnits(Mixer):
 
 
 def _both(heads: int, n: int, p: int) -> Tensor:
-    """What reads each part of a complex number into a channel of its own."""
+    """The readout of a complex number's parts into two channels."""
     return torch.eye(n, p).expand(heads, -1, -1)
 
 
 class LRU(ComplexUnits):
-    """The LRU block: d_state complex numbers, between the radii r_min and r_max at start, phases up to max_phase.
+    """The LRU block: d_state complex numbers; initial radii from r_min to r_max, phases up to max_phase.
 
     Source: Orvieto et al. (arXiv 2303.06349), Sections 2 and 3.4 and Appendix A: nu_log, theta_log, gamma_log,
-    B normal of variance 1/(2 d_model), C of variance 1/d_state, D normal. bare: the unit alone, without GELU and GLU.
+    B normal of variance 1/(2 d_model), C of variance 1/d_state, D normal. bare: the system alone, without GELU and GLU.
     """
 
     recurrence = lru

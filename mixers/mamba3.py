@@ -37,7 +37,7 @@ from dsf.mixers._own import time_step
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
 
-A_FLOOR = 1e-4  # no head keeps its state forever
+A_FLOOR = 1e-4  # every head forgets
 
 
 @dsf.recurrence
@@ -134,9 +134,9 @@ class Mamba3(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`).
 
-        The angles that all heads share, and a single group's B and C, are made by all ranks, a part each, and gathered.
+        Of the angles, which all heads share, and of a single group's B and C each rank computes a part for all.
         """
         heads, n, p = self.dims
         to.count(n_heads=heads, angles=self.angles)

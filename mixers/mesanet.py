@@ -16,7 +16,7 @@ from dsf.mixers._own import full
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
 
-FLOOR = 0.25  # of the ridge, the paper's released code
+FLOOR = 0.25  # of the ridge, as in the paper's released code
 S = Memory()
 
 
@@ -33,7 +33,7 @@ def mesanet(q: Key, k: Key, v: Value, f: Scalar, beta: Scalar, lam: Param[Key]) 
 
 
 class MesaNet(Heads):
-    """The MesaNet layer: convolution and SiLU on q and k, both to unit length; v as it is; RMSNorm a head; o_proj.
+    """The MesaNet layer: convolution and SiLU on q and k, both to unit length; v direct; RMSNorm a head; o_proj.
 
     Source: von Oswald et al. (arXiv 2506.05233), Section 4 and the released code. d_state, headdim: widths of a head of
     q and k, and of v (d_model / n_heads unless given). gate: the head norm's silu(g_proj(x)), which the paper leaves

@@ -56,7 +56,7 @@ class MinGRU(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose channels are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
         heads, n, channels = self.dims
         to.count(channels=channels)
         to.set(dims=(heads, n, to.share(channels)))

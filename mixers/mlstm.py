@@ -118,7 +118,7 @@ class MLSTM(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         heads, n, p = self.dims
         channels = self.down_proj.in_features
         to.count(n_heads=heads, blocks=len(self.q_proj.weight))

@@ -59,7 +59,7 @@ def normalized_attention_sigmoid(q: Key, k: Key, v: Value, eta: Scalar) -> Syste
 class GeneralizedLinearAttention(LinearAttention):
     """Multi-head generalised linear attention: eta is any module [B, T, d_model] -> [B, T, n_heads].
 
-    By default a small network of the token with a softplus behind it, so that eta is positive.
+    By default a small network followed by softplus, so that eta is positive.
     """
 
     recurrence = generalized_linear_attention
@@ -85,7 +85,7 @@ class GeneralizedLinearAttention(LinearAttention):
 
     def cut(self, to: "Cuts") -> None:
         super().cut(to)
-        to.sliced(self.eta, self.dims[0])  # any module: all ranks run it whole
+        to.sliced(self.eta, self.dims[0])  # any module, so every rank runs it whole
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return {**super().arguments(u, side, span), "eta": self.eta(u)}

@@ -1,7 +1,7 @@
-"""The zoo's objectives, executable: what a member's docstring says that one step lowers, given to `dsf.learn`.
+"""The zoo's objectives, executable: the loss in a mixer's docstring, as `dsf.learn` takes it.
 
-`LEARNT[name]` is a recurrence of the entry's own inputs, and the entry's own system (tests/test_learn.py). `OTHERWISE`
-says why there is none of the other members that state an objective.
+`LEARNT[name]` is a recurrence of the entry's inputs that equals the entry's system (tests/test_learn.py). `OTHERWISE`
+gives the reason for the other mixers that state an objective.
 """
 
 from typing import Any
@@ -169,7 +169,7 @@ LEARNT: dict[str, Recurrence] = {
     )
 }  # fmt: skip
 
-# Members whose objective no one step of a rule lowers; softmax attention's is one over all tokens.
+# Mixers whose objective is not one step of a rule on a loss; softmax attention's is over all tokens.
 OTHERWISE: dict[str, str] = {
     "longhorn": "the diagonal of longhorn_exact's transition, which no loss has as its step",
     "rwkv7": "its square has a rate of its own for every row, and the decay stands beside the step, not before it",

@@ -1,4 +1,4 @@
-"""The numbers that inputs of a recurrence may be: real ones brought into a range, the way back, random ones."""
+"""Inputs in their legal ranges: the map of real numbers into a range, its inverse, and random inputs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dsf.language.expr import KEY, VALUE, Expr, inputs_of
 from dsf.language.spec import Spec
 from dsf.mixers._own import inverse_softplus
 
-# What turns an input into a gate or a rate: under one of these it is not read as it is.
+# Operations that turn an input into a gate or a rate; an input below one of them is not used directly.
 GATES = frozenset({"sigmoid", "softplus", "exp", "expm1", "tanh", "log", "sqrt", "rsqrt"})
 
 
 def squash(x: Tensor, allowed: Range, key_dim: int = -1) -> Tensor:
-    """Real numbers brought into a range smoothly: unit vectors, sigmoid between bounds, softplus beside one."""
+    """Map real numbers smoothly into a range: to unit vectors, by a sigmoid, or by softplus for one bound."""
     if allowed.unit:
         return F.normalize(x, dim=key_dim)
     if allowed.is_real:
@@ -54,10 +54,10 @@ def random_inputs(
     scale: float = 1.0,
     shift: Mapping[str, float] | None = None,
 ) -> dict[str, Tensor]:
-    """Normal numbers of standard deviation `scale`, brought into each input's range: float64, B = 1, by input name.
+    """Normal numbers of standard deviation `scale`, mapped into each input's range: float64, B = 1, by input name.
 
-    shift: added to an input's numbers before they are squashed. The same numbers on every call.
-    An odd N is one more where the Key axis is taken in pairs.
+    shift: added to an input's numbers before `squash`. Every call returns the same numbers. An odd N becomes N + 1
+    where the Key axis holds pairs.
     """
     generator = torch.Generator().manual_seed(0)
     allowed = ranges_of(recurrence.spec)
@@ -71,7 +71,7 @@ def random_inputs(
 
 
 def unsquash(value: Tensor, allowed: Range) -> Tensor:
-    """The real numbers that `squash` brings to value. Raises InputError where value lies outside the range."""
+    """The inverse of `squash`. Raises InputError where value lies outside the range."""
     if allowed.unit or allowed.is_real:
         return value
     if not bool(((value > allowed.low) & (value < allowed.high)).all()):
@@ -85,11 +85,11 @@ def unsquash(value: Tensor, allowed: Range) -> Tensor:
 
 @dataclass(frozen=True)
 class Known:
-    """What a declaration says of its inputs, by name.
+    """Properties of a declaration's inputs, by name.
 
-    ranges: where each must lie. memory: the direction, -1 or 1, in which the state keeps more, of the decay's inputs.
-    decay, transition: those that the decay, and all of A, read. plain: those with a Key or Value axis that are read as
-    they are, not through a gate, and may be any vector or any of unit length: what a layer convolves.
+    ranges: the legal ones. memory: for inputs of the decay, the direction (-1 or 1) that lengthens the memory. decay,
+    transition: the inputs of the decay, and of all of A. plain: inputs with a Key or Value axis that are used directly,
+    not through a gate, and may be any vector or any unit vector; a layer convolves these.
     """
 
     ranges: Mapping[str, Range]
@@ -101,7 +101,7 @@ class Known:
 
 @lru_cache(maxsize=256)
 def known(recurrence: Recurrence) -> Known:
-    """`Known` of a recurrence, found once."""
+    """`Known` of a recurrence, cached."""
     spec = recurrence.spec
     with torch.device("cpu"):  # a layer may be made on the meta device
         ranges, memory = ranges_of(spec), _memory(recurrence)
@@ -132,7 +132,7 @@ def _direct(*roots: Expr) -> set[str]:
 
 
 def _memory(recurrence: Recurrence) -> dict[str, float]:
-    """For each input of the decay the direction, -1 or 1, in which the state keeps more; none if it is even."""
+    """For inputs of the decay the direction (-1 or 1) of a longer memory, measured; inputs without one are missing."""
     spec, found = recurrence.spec, {}
     names = _in_decay(spec)
     for name in (i.name for i in spec.inputs if i.name in names):
@@ -141,7 +141,7 @@ def _memory(recurrence: Recurrence) -> dict[str, float]:
             inputs = random_inputs(recurrence, tokens=32, heads=2, N=4, P=4, shift={name: shift})
             kept[shift / 2] = float(recurrence.trajectory(**inputs).transition.decay.abs().mean())
         best = max(kept, key=lambda direction: kept[direction])
-        if best and kept[best] < 1:  # at 1 nothing is forgotten, and nothing learnt: a relu that is closed
+        if best and kept[best] < 1:  # a decay of 1 everywhere has no gradient: a closed relu
             found[name] = best
     return found
 
@@ -151,7 +151,7 @@ def _in_decay(spec: Spec) -> set[str]:
 
 
 def _in_transition(spec: Spec) -> set[str]:
-    """Names of the inputs that A reads."""
+    """Names of the inputs of A."""
     exprs = [x for r in spec.rows for x in (r.normal.decay, r.normal.angle)]
     exprs += [e for r in spec.rows for c in r.normal.corrections for e in (c.scale, c.left, c.right)]
     return {i.attrs[0] for i in inputs_of(*exprs)}

@@ -103,7 +103,7 @@ class RGLRU(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         heads, n, width = self.dims
         to.count(n_heads=heads)
         to.set(dims=(to.share(heads), n, width))

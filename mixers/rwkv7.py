@@ -120,7 +120,7 @@ class RWKV7(TimeMix):
         self.own(f"{name}2", _short_orthogonal, rank, d_model)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`).
 
         v_first is then that of the same heads: [B, T, d_model / ranks].
         """

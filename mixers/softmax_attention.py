@@ -173,7 +173,7 @@ class SoftmaxAttention(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         heads, n, p = self.dims
         to.count(n_heads=heads, n_kv_heads=self.n_kv_heads)
         to.set(dims=(to.share(heads), n, p), n_kv_heads=to.share(self.n_kv_heads))

@@ -96,9 +96,9 @@ class SSD(Mixer):
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:
-        """Say what a rank has of this layer whose heads are shared (`dsf.parallel.HeadShard`).
+        """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`).
 
-        A single group's b and c are made by all ranks, a part each, and gathered.
+        Of a single group's b and c each rank computes a part; the parts are gathered.
         """
         heads, n, p = self.dims
         to.count(n_heads=heads)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class VisionLSTM(BothWays):
-    """Two neighbouring blocks of Vision-LSTM, the first forward, the second backward; they share nothing.
+    """Two neighbouring blocks of Vision-LSTM, the first forward, the second backward, without common parameters.
 
-    Source: Alkin et al. (arXiv 2406.04303), Section 3 and Figure 1. Each block is x + MLSTM(LayerNorm(x)), so this
-    holds norms and residuals itself: y takes the place of x. Left out: patches, positions, and the later
+    Source: Alkin et al. (arXiv 2406.04303), Section 3 and Figure 1. Each block is x + MLSTM(LayerNorm(x)), so the
+    module contains norms and residuals, and y replaces x. Left out: patches, positions, and the later
     two-dimensional convolution in place of the causal one. options: of `MLSTM`.
     """
 

@@ -19,8 +19,8 @@ class VisionMamba(BothWays):
     """The bidirectional block of Vision Mamba.
 
     Source: Zhu et al. (arXiv 2401.09417), Algorithm 1. Both directions share in_proj, the gate silu(z) and out_proj;
-    each has a convolution, x_proj, dt_proj, A_log and D of its own: `ahead` and `back`, blocks of Mamba (`S6`) of which
-    `back` has no projections. Left out: patches, positions, the class token. bare: neither convolution nor z.
+    each has its own convolution, x_proj, dt_proj, A_log and D: `ahead` and `back`, blocks of Mamba (`S6`), the latter
+    without projections. Left out: patches, positions, the class token. bare: neither convolution nor z.
     """
 
     recurrence = s6
@@ -48,7 +48,7 @@ class VisionMamba(BothWays):
         self.to(device=device, dtype=dtype)
 
     def cut(self, to: Cuts) -> None:
-        """Say what a rank has of this block whose channels are shared (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of this block where ranks share its channels (`dsf.parallel.HeadShard`)."""
         self.ahead.cut(to.inside(self.ahead))
         self.back.cut_between(to.inside(self.back))
 

@@ -1,4 +1,4 @@
-"""The adversary: random declarations on random calls, held to the float64 oracle; failures are made small."""
+"""The adversary: random calls of random declarations, compared with the float64 oracle; failures are shrunk."""
 
 from dsf.fuzz.case import Case
 from dsf.fuzz.declaration import Declaration

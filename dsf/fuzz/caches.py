@@ -1,4 +1,4 @@
-"""States of the adversary's cases, finite ones and attention's caches alike: as numbers, by rows, as leaves."""
+"""States of the adversary's cases, tensors or attention's caches: as numbers, by rows, as leaves."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dsf.checking.examples import PREFIX
 from dsf.fuzz.case import Case
 from dsf.kernels.attention import KVCache, joined, padded
 
-WRONG = 1e30  # for each token by which a cache's count of tokens is off
+WRONG = 1e30  # for every token by which a cache's count of tokens is wrong
 
 
 def as_numbers(recurrence: Recurrence, case: Case, state: State, calls: int = 1) -> Tensor:
-    """A state of `calls` calls in float64 and its true scale: [rows, H, N, columns], of a cache [rows, 1, numbers].
+    """The state of `calls` calls in float64 and its true scale: [rows, H, N, columns]; for a cache [rows, 1, numbers].
 
-    A cache's numbers are those of the places in use, as many as any row may use; more places are padding.
+    A cache's numbers are those of the used places, as many as any row may use; other places are padding.
     """
     if isinstance(state, Tensor):
         return recurrence.true_state(state.double(), case.p)
@@ -52,14 +52,14 @@ def together(states: Sequence[State]) -> State:
 
 
 def blank(state: State) -> State:
-    """What stands for the state of a sequence that began with nothing and has no tokens."""
+    """The state of a sequence without initial state and without tokens."""
     if isinstance(state, KVCache):
         return state.map(torch.zeros_like)._replace(lengths=torch.zeros_like(state.lengths))
     return torch.zeros_like(state)
 
 
 def given_type(recurrence: Recurrence, case: Case, state: State) -> State:
-    """A state drawn in float64 in the dtypes that a call takes it in: of keys and values the inputs' own."""
+    """A float64 state in the dtypes of a call's initial state; keys and values get the inputs' dtype."""
     wide = torch.float64 if case.dtype == "float64" else torch.float32
     found = changed(state, lambda x: x.to(wide))
     return found.to(case.torch_dtype) if isinstance(found, KVCache) else found

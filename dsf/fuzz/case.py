@@ -1,4 +1,4 @@
-"""`Case`: everything about some calls of a recurrence but the recurrence itself, as numbers and words that print."""
+"""`Case`: the complete description of some calls of a recurrence, as numbers and words that print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from dsf.checking.measure import KERNELS, TOLERANCE
 
-# How a tensor may lie in memory. NaN lies around all but the plain and the expanded ones.
+# Memory layouts of a tensor. All but plain and expanded ones are surrounded by NaN.
 #   offset: contiguous, its first number not on a multiple of 16 bytes; late: a slice of more tokens;
 #   padded: a slice of longer rows; strided: every other number; transposed: heads before tokens;
 #   fused: beside other inputs in the rows of one tensor, as one projection gives them;
@@ -22,19 +22,19 @@ EXPANDED = ("expanded-batch", "expanded-tokens", "expanded-heads")
 
 @dataclass(frozen=True)
 class Case:
-    """Calls 1 to `calls` of one kind, each with numbers of its own, and then the first once more.
+    """Calls 1 to `calls` of one kind, each with its own numbers, and then the first again.
 
     tokens, batch, heads, n, p: T, B, H, N, P. dtype: of the per-token inputs (Params: float32 with half precisions).
-    form: a torch form, or "triton": what that backend makes of the call. groups: heads of inputs that have fewer.
-    regimes: how inputs are drawn (dsf.checking.examples.regimes_of). layouts: how inputs, "dy" and "initial_state" lie
-    in memory, plain unless named. lengths: of packed sequences (B = 1), () for none. initial: with an initial state.
-    alias: inputs that are one tensor in the calls whose numbers are in alias_calls; overlap: two that instead lie
-    in one storage, one token apart. between: what happens before calls 2, 3, …: "", "other" (a call of another
-    recurrence with the same tensors), "shorter" (a call with the first half of the tokens, as one sequence) or "forget"
-    (all that calls remember is dropped). loss: what is differentiated,
-    "both" (y and the final state), "y", "state" or "" (nothing, without a graph). frozen: inputs that need no
-    gradient. step: token by token, through step(). reverse: from the last token to the first. way: "" (a plain call),
-    "compiled" (inside torch.compile) or "func" (torch.func.vjp; recurrent form). seed: of the numbers.
+    form: a torch form, or "triton" for any form of that backend. groups: heads of inputs that have fewer.
+    regimes: of the inputs' numbers (dsf.checking.examples.regimes_of). layouts: the memory layouts of inputs, "dy" and
+    "initial_state", by default plain. lengths: of packed sequences (B = 1), () for none. initial: with an initial
+    state. alias: inputs that are the same tensor in the calls with numbers in alias_calls; overlap: instead two inputs
+    in one storage, one token apart. between: the action before calls 2, 3, …: "", "other" (a call of another recurrence
+    with the same tensors), "shorter" (a call with the first half of the tokens, as one sequence) or "forget" (caches of
+    earlier calls are cleared). loss: the differentiated outputs, "both" (y and the final state), "y", "state" or ""
+    (none, without a graph). frozen: inputs without gradient. step: token by token, through step(). reverse: from the
+    last token to the first. way: "" (a plain call), "compiled" (inside torch.compile) or "func" (torch.func.vjp;
+    recurrent form). seed: of the numbers.
     """
 
     tokens: int = 1
@@ -62,7 +62,7 @@ class Case:
     seed: int = 0
 
     def __repr__(self) -> str:
-        """Only what differs from the smallest case, as source text."""
+        """Source text with only the fields that differ from the smallest case."""
         plain = {f.name: getattr(_SMALLEST, f.name) for f in fields(self)}
         parts = [(name, getattr(self, name)) for name in plain]
         return f"Case({', '.join(f'{k}={v!r}' for k, v in parts if v != plain[k])})"
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """dtype as torch's."""
+        """The torch dtype."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -92,26 +92,26 @@ class Case:
 
     @property
     def backend(self) -> str:
-        """The backend that `form` names."""
+        """The backend of `form`."""
         return KERNELS if self.form == KERNELS else "torch"
 
     @property
     def tolerance(self) -> float:
-        """The largest error that its dtype may have."""
+        """The tolerance of its dtype."""
         return TOLERANCE[self.dtype]
 
     def is_one(self, call: int) -> bool:
-        """True where the aliased inputs are one in a call (numbered from 1)."""
+        """True where the aliased inputs are one tensor in a call (numbered from 1)."""
         return bool(self.alias) and call in self.alias_calls
 
     def layout(self, name: str, call: int) -> str:
-        """How an input, "dy" or "initial_state" lies in memory in a call."""
+        """The memory layout of an input, "dy" or "initial_state" in a call."""
         if self.is_one(call) and name in self.alias:
             return "plain" if self.overlap else self.layouts.get(self.alias[0], "plain")
         return self.layouts.get(name, "plain")
 
     def without(self, names: set[str]) -> Case:
-        """The case for a recurrence that lost some of its inputs."""
+        """The case for a recurrence without these inputs."""
         alias = tuple(x for x in self.alias if x not in names)
         pairs: dict[str, Any] = {
             key: {k: v for k, v in getattr(self, key).items() if k not in names}

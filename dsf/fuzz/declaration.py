@@ -1,4 +1,4 @@
-"""`Declaration`: a recurrence as source text in parts, which a person can paste and a shrinker can make smaller."""
+"""`Declaration`: a recurrence as source text in parts, which can be pasted into a file and shrunk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dsf.call.recurrence import Recurrence
 
-# What an input of this name is. The same names have the same meaning in every declaration.
+# The kinds of inputs by name. A name has the same meaning in every declaration.
 KINDS = {
     "q": "Key", "k": "Key", "l": "Key", "m": "Key", "v": "Value", "x": "Value",
     "s": "Scalar", "sk": "Key", "sv": "Value",  # pre-activations of decays
@@ -33,7 +33,7 @@ NAME = "fuzzed"
 class Declaration:
     """One @dsf.recurrence function in parts, each a Python expression of the inputs in KINDS.
 
-    family: the part of the grammar that it was drawn from. steps: (A, B) of every micro-step. C, D, read: as System has
+    family: the part of the grammar that produced it. steps: (A, B) of every micro-step. C, D, read: as System has
     them. rule, drive: of normalize, "" where there is none. lets: names for shared expressions, in order.
     """
 
@@ -49,13 +49,13 @@ class Declaration:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Every expression that is used, those with names of their own among them."""
+        """Every used expression, including the named ones."""
         parts = [*(x for step in self.steps for x in step), self.C, self.D, self.drive]
         used = [self.lets[i][1] for i in self._used()]
         return tuple(x for x in (*used, *parts) if x)
 
     def _used(self) -> list[int]:
-        """The places of the lets that something needs."""
+        """The indices of the used lets."""
         needed = _names(*(x for step in self.steps for x in step), self.C, self.D)
         kept = []
         for place in reversed(range(len(self.lets))):
@@ -93,18 +93,18 @@ class Declaration:
         return "\n".join(lines) + "\n"
 
     def build(self) -> Recurrence:
-        """The recurrence; the same object for the same text. Raises TraceError where the language refuses it."""
+        """The recurrence; the same object for the same text. Raises TraceError for invalid declarations."""
         return built(self.text)
 
 
 def _names(*texts: str) -> set[str]:
-    """Every name in some expressions."""
+    """All names in these expressions."""
     return {n.id for text in texts if text for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name)}
 
 
 @functools.lru_cache(maxsize=64)
 def built(text: str) -> Recurrence:
-    """The recurrence that source text declares under NAME."""
+    """The recurrence named NAME in the source text."""
     scope: dict[str, object] = {}
     exec(compile(text, "<fuzz>", "exec"), scope)
     found = scope[NAME]
@@ -113,7 +113,7 @@ def built(text: str) -> Recurrence:
 
 
 def smaller(declaration: Declaration) -> Iterator[Declaration]:
-    """Declarations with one term less, the boldest first; the language may refuse some."""
+    """Declarations with something removed, the largest removals first; some may be invalid."""
     d = declaration
     if d.rule:
         yield replace(d, rule="", drive="")

@@ -1,4 +1,4 @@
-"""Random cases of a recurrence. On a GPU the cases of one kind share all that kernels are compiled for."""
+"""Random cases of a recurrence. On a GPU the cases of one kind share everything that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dsf.language.expr import Expr, children_first
 from dsf.language.operator import Operator
 from dsf.triton.choose import is_scan
 
-RESIDUES = 64  # T takes every value of this modulus, whatever the chunks of a kernel
+RESIDUES = 64  # T takes every residue of this modulus, for any chunk length of a kernel
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What cases are made of where they run.
+    """The distribution of random cases for a device and backend.
 
-    n, p, heads, batches: sizes that are drawn; longest: tokens; far: share of lengths beyond two times RESIDUES. alike:
-    cases of one kind, which share dtype, N, P, heads, layouts and options. dtypes: as often as they stand there.
-    calls: how many a case has. other: share of kinds that another recurrence may run between. scans: longest of fused
-    scans, whose tokens the interpreter walks one by one. pool: how many combinations of N, P, heads and dtype one seed
-    has, so that its declarations share what is compiled; 0: any. ways: share of kinds that are called inside
-    torch.compile or by torch.func (torch forms); 0: and no shorter calls between. drawn: those combinations.
+    n, p, heads, batches: possible sizes; longest: the most tokens; far: the share of lengths above 2 · RESIDUES. alike:
+    the number of cases of one kind, with the same dtype, N, P, heads, layouts and options. dtypes, calls: possible
+    values, the more frequent ones repeated. other: the share of kinds with calls of another recurrence between. scans:
+    the most tokens of fused scans, which the interpreter runs token by token. pool: the number of combinations of N, P,
+    heads and dtype for one seed, so that its declarations share compiled kernels; 0: any. ways: the share of kinds
+    called inside torch.compile or by torch.func (torch forms); 0: also no shorter calls between. drawn: the pool.
     """
 
     n: tuple[int, ...]
@@ -66,10 +66,9 @@ GPU = Profile(
 
 
 class Cases:
-    """Cases of one recurrence, one kind after the other; all randomness is that of `rng`.
+    """Random cases of one recurrence, one kind after the other; `rng` is the only source of randomness.
 
-    empty: sequences of no tokens are drawn, too. residue: where the round of T through RESIDUES begins. device: where
-    the cases are to run.
+    empty: include sequences without tokens. residue: the first residue of T modulo RESIDUES. device: of the calls.
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class Cases:
         self.residue, self.device = residue, device
         self.other = False
         self.inputs = recurrence.spec.inputs
-        # A direction of one number never changes, nor does a quotient with the one query that both its parts are times:
-        # such gradients are nothing but rounding, relative to nothing.
+        # With N = 1 a normalised vector is constant, and so is the query's factor in a quotient: their gradients are
+        # exactly 0, and a relative error of rounding means nothing.
         unchanged = _has_directions(recurrence) or recurrence.spec.rule is not None
-        turned = recurrence.spec.keys_of(1) == 2  # in pairs
+        turned = recurrence.spec.keys_of(1) == 2  # the Key axis holds pairs
         self.keys = [n for n in profile.n if not (n == 1 and unchanged) and not (n % 2 and turned)]
 
     def draw(self) -> Case:
@@ -97,7 +96,7 @@ class Cases:
         return self._one(self.kind)
 
     def _kind(self) -> Case:
-        """What a kernel is compiled for."""
+        """A random kind: the fields that a kernel is compiled for."""
         rng, profile = self.rng, self.profile
         form = KERNELS if self.backend == KERNELS else rng.choice(self.recurrence.forms[1:])
         n, p, heads, dtype = rng.choice(profile.drawn) if profile.drawn else (0, 0, 0, "")
@@ -132,7 +131,7 @@ class Cases:
         return [i.name for i in self.inputs]
 
     def _steps(self, case: Case) -> bool:
-        """True where token by token is another way of the same."""
+        """True where the form can run token by token."""
         if case.form != KERNELS:
             return case.form == "recurrent"
         return Subject(self.recurrence, self.ranges, None, self.device, KERNELS).has_decode_kernel
@@ -163,11 +162,11 @@ class Cases:
         return min(70, self.profile.longest) if kind.form == "kernel" else self.profile.longest
 
     def _tokens(self, longest: int) -> int:
-        """All residues in turn, then how many times RESIDUES."""
+        """A random T: the residues in turn, plus a random multiple of RESIDUES."""
         rng = self.rng
         if rng.random() < 0.15 or longest < RESIDUES:
             return rng.randint(1, longest if longest < RESIDUES else 8)
-        self.residue = (self.residue + 29) % RESIDUES  # 29 and 64 have no common divisor: every residue comes
+        self.residue = (self.residue + 29) % RESIDUES  # 29 and 64 are coprime, so every residue comes
         most = longest // RESIDUES if rng.random() < self.profile.far else min(2, longest // RESIDUES)
         tokens = self.residue + RESIDUES * rng.randint(0, max(0, most))
         return tokens if 0 < tokens <= longest else RESIDUES if not tokens else tokens - RESIDUES
@@ -189,7 +188,7 @@ class Cases:
         return tuple(found)
 
     def _aliased(self, case: Case) -> Case:
-        """The case with two or three inputs of one kind that are one in some of its calls."""
+        """The case with two or three inputs of one kind as the same tensor in some of its calls."""
         rng = self.rng
         kinds: dict[object, list[str]] = {}
         for i in self.inputs:
@@ -209,13 +208,13 @@ class Cases:
                        alias_calls=tuple(c for c in on if c <= case.calls) or (1,))  # fmt: skip
 
     def _alike(self, names: list[str]) -> bool:
-        """True where numbers of one input are legal for the others, those of a real one aside."""
+        """True where all inputs but real ones have the same range."""
         narrow = {self.ranges[n] for n in names if not self.ranges[n].is_real}
         return len(names) > 1 and len(narrow) <= 1
 
 
 def _has_directions(recurrence: Recurrence) -> bool:
-    """True where vectors are brought to one length, as l2norm does."""
+    """True where vectors are normalised, as by l2norm."""
     spec = recurrence.spec
     roots = [spec.readout, spec.system.D, *(x for s in spec.system.micro_steps for x in (s.B, *_leaves(s.A)))]
     norms = [x for x in children_first(*roots) if x.op in ("rsqrt", "sqrt")]

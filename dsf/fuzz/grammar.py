@@ -1,7 +1,7 @@
-"""The grammar of random declarations: whatever the language lets a user combine, structure by structure.
+"""The grammar of random declarations: combinations of the language's terms, structure by structure.
 
-Terms are drawn so that states stay bounded on the inputs that dsf.checking.ranges allows: decays are at most 1, a
-correction is no larger than 2. `Pick` is any choice of one from a list: random.Random(seed).choice, or Hypothesis'.
+With inputs in the ranges of dsf.checking.ranges states stay bounded: decays are at most 1, a correction is no larger
+than 2. `Pick` chooses one of a list: random.Random(seed).choice, or Hypothesis'.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ POSITIVE = [("exp(k)", "exp(q)"), ("elu1(k)", "elu1(q)"), ("sigmoid(k)", "sigmoi
 
 
 def draw(pick: Pick, family: str | None = None) -> Declaration:
-    """One declaration; the language may refuse it (Declaration.build). family: of FAMILIES, any unless named."""
+    """A random declaration, which may be invalid (Declaration.build). family: one of FAMILIES, by default any."""
     name = pick(list(FAMILIES)) if family is None else family
     return FAMILIES[name](pick)
 
@@ -115,7 +115,7 @@ def _single(pick: Pick, family: str, a: str, b: str, **more: Any) -> Declaration
 
 
 def _elementwise(pick: Pick) -> Declaration:
-    """Hadamard decays, with shared expressions or without, and injections that no matrix product makes."""
+    """Hadamard decays, with or without shared expressions, and injections that are no matrix products."""
     if pick([True, True, False]):
         let, decays = pick(SHARED)
         writes = ["k * (d * v)", "k * (d * x)", "k * v", "k * (sqrt(abs(d)) * v)", "silu(k) * (d * v)"]
@@ -139,7 +139,7 @@ def _value_decay(pick: Pick) -> Declaration:
 
 
 def _vector(pick: Pick) -> Declaration:
-    """A state of one number a channel."""
+    """A state of one number for each channel."""
     write = pick(
         ["sigmoid(-sv) * v", "sigmoid(bv) * v", "v * sqrt(1 - sigmoid(sv) ** 2)", "sigmoid(b) * v", "relu(v) * x"]
     )
@@ -149,7 +149,7 @@ def _vector(pick: Pick) -> Declaration:
 
 
 def _delta(pick: Pick) -> Declaration:
-    """Delta rules under no, a scalar or a key-diagonal decay, and one correction a channel."""
+    """Delta rules with no, a scalar or a key-diagonal decay, with one strength or one for each channel."""
     low = pick([*DELTAS, *DELTAS, *CHANNELS])
     erase = f"I - {low}"
     a = pick([
@@ -161,7 +161,7 @@ def _delta(pick: Pick) -> Declaration:
 
 
 def _on_values(pick: Pick) -> Declaration:
-    """Corrections on the Value axis, under any decay that all keys share."""
+    """Corrections on the Value axis, with any decay without a Key axis."""
     low = pick(["sigmoid(b) * outer(v, v)", "2 * sigmoid(b) * outer(v, v)", "sigmoid(b) * outer(v, sigmoid(bv) * v)",
                 "sigmoid(b) * outer(tanh(pv) * x, v)"])  # fmt: skip
     erase = f"I - {low}"
@@ -185,7 +185,7 @@ def _several(pick: Pick) -> Declaration:
 
 
 def _learnt(pick: Pick) -> Declaration:
-    """What dsf.learn makes of a square: strengths that fall with the length of the key, after any decay."""
+    """Steps of dsf.learn on a square: strengths that fall with the length of the key, after any decay."""
     strength = pick(LEARNT)
     erase = "I - d * outer(k, k)"
     a = pick([
@@ -226,7 +226,7 @@ def _normalised(pick: Pick) -> Declaration:
 
 
 def _exponential(pick: Pick) -> Declaration:
-    """Exponential input gates, whose running maximum is taken out of the state."""
+    """Exponential input gates, with a running maximum."""
     gate = pick(["exp(i)", "exp(i)", "exp(2 * i)", "exp(ik)", "exp(i + ik)", "exp(iv)"])
     a = pick(["sigmoid(s)", "sigmoid(s)", "exp(-softplus(s))", "sigmoid(sk)", "I", "sigmoid(sv)"])
     return Declaration(
@@ -258,7 +258,7 @@ def _invariant(pick: Pick) -> Declaration:
 
 
 def _attention(pick: Pick) -> Declaration:
-    """Exponential features with what may stand beside them: a decay a head, turns, windows, sinks."""
+    """Exponential features, with a decay for each head, turns, windows or sinks."""
     decay = pick(["", "", "sigmoid(s) * ", "exp(-softplus(ps)) * ", "exp(-softplus(s)) * ", "0.9 * "])
     turn = pick(["", "", "", "turn(ps)", "turn(th)", "turn(tanh(b))", "turn(softplus(b) * pth)"])
     a = f"{decay}{turn}" if turn else decay.removesuffix(" * ") or "I"
@@ -271,7 +271,7 @@ def _attention(pick: Pick) -> Declaration:
 
 
 def _window(pick: Pick) -> Declaration:
-    """Finite states of the last tokens alone, with a quotient or without."""
+    """A window of finite states, with or without a quotient."""
     a = pick(["I", "0.9", "sigmoid(s)", "exp(-softplus(ps))", "exp(-softplus(s))", "sigmoid(s) * turn(th)", "turn(ps)"])
     window = pick(WINDOWS[2:])
     if pick([True, False]):

@@ -1,4 +1,4 @@
-"""A case's tensors: their numbers, rounded to its dtype, and the memory that they lie in."""
+"""A case's tensors: their numbers, rounded to its dtype, and their memory layouts."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def shape_of(case: Case, kind: Kind, heads: int, tokens: int, batch: int) -> lis
 
 
 def numbers(recurrence: Recurrence, ranges: Ranges, case: Case, call: int) -> dict[str, Tensor]:
-    """The inputs of a call (from 1), contiguous on the CPU in the dtypes that they are given in."""
+    """The inputs of a call (numbered from 1), contiguous on the CPU, in the call's dtypes."""
     found: dict[str, Tensor] = {}
     owner = _narrowest(ranges, case)
-    order = sorted(recurrence.spec.inputs, key=lambda i: i.name != owner)  # the first of those that are one
+    order = sorted(recurrence.spec.inputs, key=lambda i: i.name != owner)  # the narrowest aliased input first
     for name, kind in ((i.name, i.kind) for i in order):
         shared = case.is_one(call) and name in case.alias and name != owner
         if shared and not case.overlap:
@@ -58,7 +58,7 @@ def _seed(case: Case, name: str, call: int) -> int:
 
 
 def _narrowest(ranges: Ranges, case: Case) -> str:
-    """The aliased input whose range the others' numbers have to lie in, too."""
+    """The aliased input with the narrowest range, whose numbers are legal for the others."""
     return min(case.alias, key=lambda name: ranges[name].is_real, default="")
 
 
@@ -67,7 +67,7 @@ def _heads_axis(kind: Kind) -> int:
 
 
 def _repeated(x: Tensor, way: str, heads: int) -> Tensor:
-    """Numbers that an expanded layout can hold."""
+    """x with equal numbers along the axis that an expanded layout expands."""
     axis = _expanded_axis(way, heads, x)
     return x if axis is None else x.narrow(axis, 0, 1).expand_as(x).clone()
 
@@ -78,7 +78,7 @@ def _expanded_axis(way: str, heads: int, x: Tensor) -> int | None:
 
 
 def states(recurrence: Recurrence, ranges: Ranges, case: Case) -> list[State | None]:
-    """Every call's initial state on the CPU: what a few tokens before leave."""
+    """Every call's initial state on the CPU: the final state of a few other tokens."""
     if not case.initial:
         return [None] * case.calls
     inputs: dict[str, Any] = {}
@@ -107,13 +107,13 @@ def cotangents(case: Case, call: int, state: Sequence[int], cached: bool = False
 
 @dataclass
 class Memory:
-    """Tensors in the memory that a case's layouts ask for, and what that memory held before."""
+    """Tensors in the memory layouts of a case, with copies of their storages."""
 
     device: torch.device
     held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def put(self, x: Tensor, way: str, heads: int) -> Tensor:
-        """x on the device in a layout."""
+        """x on the device in the layout `way`."""
         x = x.to(self.device)
         axis = _expanded_axis(way, heads, x)
         if axis is not None:
@@ -136,7 +136,7 @@ class Memory:
         return self._kept(view)
 
     def fused(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs [B, T, ...] side by side in the rows of one tensor."""
+        """Inputs [B, T, ...] as parts of the rows of one tensor."""
         first = next(iter(given.values())).to(self.device)
         widths = [x[0, 0].numel() for x in given.values()]
         room = self._room(first, (*first.shape[:2], sum(widths) + 1))
@@ -149,19 +149,19 @@ class Memory:
         return views
 
     def overlapping(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, ...] and the same one token later, in one memory."""
+        """Two tensors [B, T, ...] in one storage, the second one token later."""
         room = self._kept(torch.cat([first, second[:, -1:]], dim=1).to(self.device))
         return room[:, :-1], room[:, 1:]
 
     def changed(self) -> bool:
-        """True where anything of that memory, the NaN around it included, is not what it was."""
+        """True where any of these storages, including the NaN around tensors, has changed."""
         return any(not torch.equal(_bits(now), before) for now, before in self.held)
 
     def _room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         return torch.full(shape, float("nan"), dtype=like.dtype, device=self.device)
 
     def _kept(self, x: Tensor) -> Tensor:
-        """x, its whole storage remembered."""
+        """x, after copying its whole storage."""
         whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
         self.held.append((whole, _bits(whole).clone()))
         return x
@@ -174,7 +174,7 @@ def _bits(x: Tensor) -> Tensor:
 def given_of(
     recurrence: Recurrence, ranges: Ranges, case: Case, call: int, values: Mapping[str, Tensor], memory: Memory
 ) -> dict[str, Tensor]:
-    """The leaves of a call, by name: the same object for inputs that are one."""
+    """The leaves of a call, by name: the same object for aliased inputs."""
     kinds = {i.name: i.kind for i in recurrence.spec.inputs}
     placed: dict[str, Tensor] = {}
     together = {n: values[n] for n in kinds if case.layout(n, call) == "fused" and kinds[n].time}

@@ -1,4 +1,4 @@
-"""One case tried: its calls one after the other, each held to the oracle, and the first one again, bit for bit."""
+"""The test of one case: its calls, each compared with the oracle, and the first again, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from dsf.language.annotations import Kind
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import disturbed
 
-DRAWS = 4  # of such roundings: next to a bend (minimum, where) only some of them cross it
-UNDECIDED = 0.5  # share of a tolerance by which the oracle itself is off with one rounding of inputs, or of expressions
+DRAWS = 4  # random roundings of inputs: near a kink (minimum, where) only some of them cross it
+UNDECIDED = 0.5  # the share of a tolerance above which the oracle's own rounding error makes a case undecided
 Cotangents = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One call's outcome: y, the final state as it came and in its true scale, gradients by leaf."""
+    """The result of one call: y, the raw final state and the one in its true scale, gradients by leaf."""
 
     y: Tensor
     raw: Tensor | None
@@ -45,7 +45,7 @@ class Ran:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """Everything that a repeat gives again, bit for bit."""
+        """The tensors that a repeated call must reproduce bit by bit."""
         raw = {} if self.raw is None else {"state": self.raw}
         return {"y": self.y} | raw | {f"grad {n}": g for n, g in self.grads.items()}
 
@@ -57,9 +57,9 @@ def attempt(
     ranges: Given | None = None,
     poison: bool = True,
 ) -> Verdict:
-    """Try a case of a recurrence. device: where it runs (the oracle runs on the CPU). ranges: as dsf.check takes them.
+    """Test a case of a recurrence. device: of the calls (the oracle runs on the CPU). ranges: as in dsf.check.
 
-    poison: memory that nobody has written is NaN. Whatever is raised is a finding: cases are legal calls.
+    poison: fill uninitialised memory with NaN. Any exception is a finding, as cases are legal calls.
     """
     subject = Subject(recurrence, _ranges(recurrence, ranges), None, device, case.backend)
     values = [numbers(recurrence, subject.ranges, case, call) for call in range(1, case.calls + 1)]
@@ -84,11 +84,11 @@ def attempt(
             ("in float32", same, 0.0, torch.float32),
         ):
             if wide != exact and (case.dtype == "float64" or form_of(recurrence, case) == case.form):
-                continue  # a form is no witness for itself
+                continue  # the form itself is no independent reference
             with disturbed(case.seed, share):
                 found = truths(recurrence, case, *inputs, cots, wide)
             now, before = found[finding.call - 1], expected[finding.call - 1]
-            if not now.is_usable(case.dtype):  # inputs that are one no longer cancel
+            if not now.is_usable(case.dtype):  # aliased inputs no longer cancel
                 more = f"the oracle itself has numbers beyond {case.dtype} {what}"
                 return Verdict("undecided", errors, replace(finding, detail=more))
             if not math.isfinite(finding.error):
@@ -118,7 +118,7 @@ def true_shape(recurrence: Recurrence, case: Case) -> tuple[int, int]:
 def _state_shape(
     recurrence: Recurrence, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None]
 ) -> tuple[int, ...]:
-    """Of a call's final state as numbers: of a cache as the oracle has it."""
+    """The shape of a call's final state as numbers; for a cache the oracle's."""
     if not recurrence.spec.is_attention:
         return (case.rows, case.heads, *true_shape(recurrence, case))
     return tuple(truths(recurrence, replace(case, loss=""), values, starts, [])[0].state.shape)
@@ -141,7 +141,7 @@ def _calls(
                 _between(subject, case, call, leaves)
             start = _start(case, starts[place], memory)
             ran = _run(subject, case, call, leaves, start, cots[place], memory)
-        except Exception as error:  # whatever a legal call raises is a finding
+        except Exception as error:  # any exception of a legal call is a finding
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return errors, Finding("exception", call, math.inf, 0.0, detail=text)
         if memory.changed():
@@ -165,7 +165,7 @@ def _start(case: Case, start: State | None, memory: Memory) -> State | None:
 
 
 def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor]) -> None:
-    """What happens before a call."""
+    """Run the action of `case.between` before a call."""
     what = case.between[call - 2] if 2 <= call < 2 + len(case.between) else ""
     if what == "forget":
         forget(subject.recurrence)
@@ -187,7 +187,7 @@ def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tenso
 
 @functools.lru_cache(maxsize=32)
 def neighbour(recurrence: Recurrence) -> Recurrence:
-    """Another recurrence of the same inputs: it reads twice as much, or of softmax is another by its name alone."""
+    """Another recurrence with the same inputs: with C doubled, or for softmax with another name only."""
     system = recurrence.spec.system
     if recurrence.spec.is_softmax:
         return Recurrence(replace(recurrence.spec, name=f"{recurrence.name}_again"))
@@ -195,7 +195,7 @@ def neighbour(recurrence: Recurrence) -> Recurrence:
 
 
 def forget(recurrence: Recurrence) -> None:
-    """Drop what calls remember: plans, schedules, places of packed sequences."""
+    """Clear what calls cache: plans, schedules, places of packed sequences."""
     recurrence._calls.kept.clear()
     operators = sys.modules.get("dsf.kernels.triton.operators")
     if operators is not None:
@@ -229,7 +229,7 @@ def _run(
 
 
 def start_dtype(case: Case) -> torch.dtype:
-    """What states are computed in."""
+    """The dtype of states."""
     return torch.float64 if case.dtype == "float64" else torch.float32
 
 
@@ -237,7 +237,7 @@ def _by_func(
     subject: Subject, case: Case, leaves: Mapping[str, Tensor], start: State | None, wrt: Mapping[str, Tensor],
     cots: Sequence[Tensor],
 ) -> Ran:  # fmt: skip
-    """The same by torch.func.vjp, of a recurrence whose state is one tensor."""
+    """`_run` by torch.func.vjp, for a recurrence whose state is one tensor."""
     known = {id(x): name for name, x in wrt.items()}
 
     def outputs(*given: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
@@ -255,7 +255,7 @@ def _by_func(
 def _called(
     subject: Subject, case: Case, inputs: Mapping[str, Tensor], start: State | None
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """y and the final state as it comes, the way that the case says."""
+    """y and the raw final state, by `case.step` and `case.way`."""
     if case.step:
         return _stepped(subject, case, inputs, start)
     bounds = torch.tensor(case.bounds, device=subject.device) if case.lengths else None
@@ -292,11 +292,11 @@ def _differentiated(pairs: list[tuple[Tensor, Tensor]], wrt: Mapping[str, Tensor
 def _measures(
     subject: Subject, case: Case, ran: Ran, expected: Expected
 ) -> Iterator[tuple[str, tuple[float, tuple[Any, ...]]]]:
-    """Every quantity's error, and what it was measured with. The scales are those of dsf.checking.compare."""
+    """(quantity, (error, arguments of `distance`)) of a call. The scales are those of dsf.checking.compare."""
     held = max(expected.start, typical_entry(expected.y, OUTPUT), typical_entry(expected.state, None))
     kinds: Mapping[str, Kind | None] = subject.kinds
     least = 1.0 if case.loss != "y" else 0.0
-    if subject.recurrence.spec.rule is not None:  # num's gradient and den's, which may cancel, are about as large as y
+    if subject.recurrence.spec.rule is not None:  # gradients of num and den, which may cancel, are about as large as y
         least = max(least, typical_entry(expected.y, OUTPUT))
     scale = max([least, *(typical_entry(x, kinds.get(n)) for n, x in expected.grads.items())])
     told: list[tuple[str, Tensor, Tensor, Any, float, Tensor | None]] = [
@@ -314,7 +314,7 @@ def _measures(
 def _judge(
     subject: Subject, case: Case, call: int, ran: Ran, expected: Expected, errors: dict[str, float]
 ) -> Finding | None:
-    """The worst finding of a call, None if all is right; errors takes its errors up."""
+    """The worst finding of a call, or None; its errors are added to `errors`."""
     worst: Finding | None = None
     wide = "float64" if case.dtype == "float64" else "float32"
     for quantity, (error, measured) in _measures(subject, case, ran, expected):
@@ -334,7 +334,7 @@ def _judge(
 
 
 def _where(measured: tuple[Any, ...]) -> tuple[int | None, int | None, str]:
-    """Head, block and the kind of a finding."""
+    """Head, token block and description of a finding."""
     got, want, kind, dtype = measured[:4]
     if got.shape != want.shape:
         return None, None, f"shape {list(got.shape)} for {list(want.shape)}"
@@ -346,7 +346,7 @@ def _where(measured: tuple[Any, ...]) -> tuple[int | None, int | None, str]:
 
 
 def _repeated(first: Ran, again: Ran, call: int) -> Finding | None:
-    """The first call's result and the same call's later one, bit for bit."""
+    """The finding where a repeated call differs from the first in any bit, or None."""
     for quantity, x in first.parts.items():
         other = again.parts[quantity]
         if not torch.equal(x, other):

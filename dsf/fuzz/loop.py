@@ -1,4 +1,4 @@
-"""`run`: declarations and cases drawn and tried until a budget is spent, in one process or in several."""
+"""`run`: tests random declarations and cases within a budget, in one process or in several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsf.fuzz.shrink import Subject, script, shrunk
 from dsf.fuzz.verdict import Finding, Verdict
 from dsf.language.errors import FormError, InputError, TraceError
 
-SHRUNK = 6  # failures that are made small, of each worker
+SHRUNK = 6  # failures that each worker shrinks
 SEED_STEP = 1_000_003
 KEPT = 10.0  # seconds between two records of one run
 LOST = ("CUDA error", "illegal memory access", "device-side assert", "AcceleratorError")  # no call goes on after these
@@ -34,10 +34,10 @@ LOST = ("CUDA error", "illegal memory access", "device-side assert", "Accelerato
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process tries.
+    """The task of one process.
 
-    seed: of everything drawn. seconds, cases: whichever is spent first. device, backend ("torch" or "triton"). each:
-    cases of one declaration; share: seconds after which the next one comes. shrink: seconds for making a failure small.
+    seed: of all random choices. seconds, cases: the budget, whichever is spent first. device, backend ("torch" or
+    "triton"). each: cases of one declaration; share: the most seconds for one. shrink: seconds for shrinking a failure.
     worker, workers: this process takes every workers-th declaration, beginning with `start`.
     """
 
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def sizes(self) -> Profile:
-        """The profile: what the user gave, or that of device and backend."""
+        """The profile: the user's, or the default of device and backend."""
         if self.profile is not None:
             return self.profile
         if torch.device(self.device).type == "cuda":
@@ -83,18 +83,19 @@ def run(
     told: Callable[[str], None] | None = None,
     kept: Callable[[Result], None] | None = None,
 ) -> Result:
-    """Try random calls of random declarations, or of one recurrence, against the float64 oracle.
+    """Test random calls of random declarations, or of one recurrence, against the float64 oracle.
 
-    seconds, cases: the budget, whichever is spent first; at least one of them. seed: of all that is drawn: the same
-      seed and number of cases are the same cases. device: "cpu" or "cuda". backend: "torch", or "triton" (the default
+    seconds, cases: the budget, whichever is spent first; at least one of them. seed: of all random choices: the same
+      seed and number of cases give the same cases. device: "cpu" or "cuda". backend: "torch", or "triton" (the default
       on a GPU; on a CPU with TRITON_INTERPRET=1 set before triton is imported).
-    recurrence: keeps this one and draws cases of it alone (in this process); ranges: as dsf.check takes them.
-    each: cases of one declaration (24 on a GPU, where compiling costs most, else 8); share: most seconds spent on one.
-    shrink: seconds for making one failure small, after the budget. poison: unwritten memory is NaN. profile: sizes.
-    workers: processes, each with seeds of its own. told: is given a line for each failure. kept: is given the result so
-    far about every ten seconds, so that a run that is cut off leaves a record.
+    recurrence: test only cases of this one (in this process); ranges: as in dsf.check.
+    each: cases of one declaration (24 on a GPU, where compiling costs most, else 8); share: the most seconds for one.
+    shrink: seconds for shrinking one failure, after the budget. poison: fill uninitialised memory with NaN. profile:
+      the distribution of sizes.
+    workers: processes, each with its own seeds. told: called with a line for each failure. kept: called with the result
+      so far about every ten seconds, so that an interrupted run leaves a record.
 
-    Raises InputError for a budget or device that makes no sense, FormError for a recurrence that the backend refuses.
+    Raises InputError for an invalid budget or device, FormError for a recurrence that the backend cannot run.
     """
     gpu = _device(device)
     if seconds is None and cases is None:
@@ -126,11 +127,11 @@ Keep = Callable[[Result], None]
 
 
 def _nothing(result: Result) -> None:
-    """In the place of what keeps results."""
+    """The default of `kept`: does nothing."""
 
 
 def _now_and_then(keep: Keep) -> Keep:
-    """`keep` where ten seconds have passed since it was last called."""
+    """`keep`, called only if ten seconds have passed since its last call."""
     last = time.perf_counter()
 
     def found(result: Result) -> None:
@@ -143,7 +144,7 @@ def _now_and_then(keep: Keep) -> Keep:
 
 
 def _device(device: str) -> bool:
-    """Whether it is a GPU. Raises InputError for one that is not there."""
+    """Whether the device is a GPU. Raises InputError for a missing one."""
     try:
         kind = torch.device(device).type
     except RuntimeError:
@@ -174,7 +175,7 @@ Message = tuple[str, Any]
 
 
 def _take(result: Result, message: Message, told: Callable[[str], None]) -> None:
-    """Count what a worker says."""
+    """Add a worker's message to the result."""
     kind, data = message
     if kind == "case":
         result.add(*data)
@@ -188,9 +189,9 @@ def _take(result: Result, message: Message, told: Callable[[str], None]) -> None
 
 
 def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
-    """Messages of one process: "trying" before and "case" after every case, "failure" at once and made small at last.
+    """Messages of one process: "trying" before and "case" after every case, "failure" at once and shrunk at the end.
 
-    After a failure that leaves the GPU unusable the last message is "lost": where another process has to go on.
+    After a failure that leaves the GPU unusable the last message is "lost", with the place for the next process.
     """
     deadline = time.perf_counter() + (math.inf if plan.seconds is None else plan.seconds)
     left = math.inf if plan.cases is None else plan.cases
@@ -235,7 +236,7 @@ def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
 
 
 def _declared(plan: Plan, place: int, rng: random.Random) -> Subject | None:
-    """The declaration of a place, None where the backend refuses eight draws."""
+    """The random declaration of a place, None where the backend cannot run any of eight."""
     for attempt in range(8):
         declaration = KNOWN if place == 0 and not attempt else draw(rng.choice, DECK[place % len(DECK)])
         try:
@@ -249,7 +250,7 @@ def _declared(plan: Plan, place: int, rng: random.Random) -> Subject | None:
 
 
 def _tried(plan: Plan, subject: Subject, case: Case) -> Verdict:
-    """The case's verdict; what the oracle raises is the adversary's own failure, and is reported, too."""
+    """The case's verdict; an exception of the oracle, an error of the adversary itself, is also reported."""
     try:
         return subject.attempt(case, plan.device, plan.poison)
     except Exception as error:
@@ -289,7 +290,7 @@ def takes_empty() -> bool:
 
 
 def _spawned(plan: Plan, workers: int, told: Callable[[str], None], keep: Keep) -> Result:
-    """The same in several processes; one that dies is replaced, and what it tried is a failure."""
+    """`tried` in several processes; one that dies is replaced, and its last case is a failure."""
     result = Result(plan.device, plan.backend)
     context = multiprocessing.get_context("spawn")
     begin = time.perf_counter()
@@ -305,7 +306,7 @@ def _spawned(plan: Plan, workers: int, told: Callable[[str], None], keep: Keep) 
         running[ours] = process, mine
 
     def again(connection: Connection, place: int) -> None:
-        """Another process goes on in the time and with the cases that are left."""
+        """Start another process for the remaining time and cases."""
         _, mine = running[connection]
         seconds = None if plan.seconds is None else plan.seconds - (time.perf_counter() - begin)
         if seconds is None or seconds > 1:

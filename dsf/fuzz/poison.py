@@ -1,4 +1,4 @@
-"""Memory that nobody has written is NaN: what a kernel leaves out is then seen, on a CPU and on a GPU."""
+"""Uninitialised memory filled with NaN, which reveals values that a kernel does not write, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Within it torch.empty, empty_like, empty_strided, new_empty and resize_ give NaN, and the largest integer.
+    """Inside, torch.empty, empty_like, empty_strided, new_empty and resize_ return NaN, or the largest integer.
 
-    torch fills what it allocates where deterministic algorithms are asked for (torch.utils.deterministic.
-    fill_uninitialized_memory). It warns about operators that have no such algorithm; these warnings are not shown.
-    Memory that was freed keeps what it held until it is allocated again, and is then filled.
+    torch fills allocations in its deterministic mode (torch.utils.deterministic.fill_uninitialized_memory).
+    Warnings about operators without such an algorithm are suppressed. Freed memory is filled when it is reused.
     """
     filling: Any = torch.utils.deterministic
     before = (

@@ -1,4 +1,4 @@
-"""`Result`: what the adversary tried and found, as a table and as data that runs of other seeds add to."""
+"""`Result`: the adversary's cases and findings, as a table and as data that can be merged over runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsf.fuzz.case import Case
 from dsf.fuzz.draw import RESIDUES
 from dsf.fuzz.verdict import Verdict
 
-# What the issue of the adversary asks to be met, and how many of each a run had.
+# The kinds of cases that a run counts.
 QUOTAS = (
     "elementwise, bfloat16, T not a multiple of 16", "one tensor for two inputs, three calls or more",
     "overlapping inputs", "packed", "packed with sequences of one token", "packed with empty sequences",
@@ -29,7 +29,7 @@ QUOTAS = (
 
 
 def facts(structure: str, elementwise: bool, case: Case) -> list[str]:
-    """Which of QUOTAS a case is of."""
+    """The QUOTAS to which a case counts."""
     told = (
         elementwise and case.dtype == "bfloat16" and case.tokens % 16 != 0,
         bool(case.alias) and not case.overlap and case.calls > 2, case.overlap, bool(case.lengths), 1 in case.lengths,
@@ -43,9 +43,9 @@ def facts(structure: str, elementwise: bool, case: Case) -> list[str]:
 class Result:
     """Counts, worst errors and failures of a run.
 
-    rows: by (structure, dtype): cases, calls, undecided ones, the worst error and its quantity and case. quotas: cases
-    by what they had. seeds: of the runs. failures: each a dict with the script that repeats it. void: draws whose
-    oracle did not fit the dtype; they are no cases. residues: T modulo RESIDUES that came.
+    rows: by (structure, dtype): cases, calls, undecided ones, the worst error and its quantity and case. quotas: the
+    number of cases of each of QUOTAS. seeds: of the runs. failures: each a dict with the script that repeats it. void:
+    draws whose oracle exceeds the dtype, which do not count as cases. residues: the values of T modulo RESIDUES.
     """
 
     device: str
@@ -70,7 +70,7 @@ class Result:
 
     @property
     def cases(self) -> int:
-        """Cases tried."""
+        """The number of cases."""
         return sum(row["cases"] for row in self.rows.values())
 
     def add(self, name: str, structure: str, elementwise: bool, case: Case, verdict: Verdict) -> None:
@@ -94,7 +94,7 @@ class Result:
                     row |= {"worst": error, "quantity": quantity, "case": repr(case)}
 
     def merge(self, other: Result) -> Result:
-        """This result with another run's counts in it."""
+        """Add another run's counts to this result, and return it."""
         for key, theirs in other.rows.items():
             row = self.rows.setdefault(key, _row())
             for name in ("cases", "calls", "undecided"):
@@ -161,7 +161,7 @@ def _finite(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The processor and the versions that a record is of."""
+    """The processor and the versions of a record."""
     gpu = torch.device(device).type == "cuda"
     found = {
         "processor": torch.cuda.get_device_name() if gpu else platform.machine(),
@@ -181,7 +181,7 @@ def _versions(names: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 
 def commit() -> str:
-    """The commit of the source that ran, "" outside of a repository."""
+    """The commit of the running source, "" outside a repository."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

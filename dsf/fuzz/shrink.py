@@ -1,4 +1,4 @@
-"""A failing case made small: sizes, calls, layouts and terms of the declaration go while it still fails."""
+"""Shrinking of a failing case: sizes, calls, layouts and terms of the declaration are removed while it fails."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dsf.language.errors import DsfError
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried: a declaration drawn here, or a recurrence that somebody gave, whose text is not known."""
+    """The subject of a test: a random declaration, or a user's recurrence, whose text is unknown."""
 
     declaration: Declaration | None
     recurrence: Recurrence
     ranges: Given | None = None
-    fresh: bool = False  # what calls remember is dropped before a case
+    fresh: bool = False  # clear the caches before a case
 
     def attempt(self, case: Case, device: torch.device | str, poison: bool = True) -> Verdict:
-        """The case tried on the recurrence."""
+        """Test the case on the recurrence."""
         if self.fresh:
             forget(self.recurrence)
         return attempt(self.recurrence, case, device, self.ranges, poison)
@@ -38,10 +38,10 @@ def shrunk(
     subject: Subject, case: Case, verdict: Verdict, device: torch.device | str, seconds: float, poison: bool = True,
     history: Sequence[Case] = (),
 ) -> tuple[Subject, Case, Verdict, tuple[Case, ...]]:  # fmt: skip
-    """The smallest subject and case found within `seconds` that fail alike, and how.
+    """The smallest subject and case found within `seconds` with the same kind of failure, and its verdict.
 
-    history: cases of the subject that were tried before, without which this one may not fail: calls remember. What is
-    needed of it comes last; where nothing is, every try begins with nothing remembered.
+    history: earlier cases of the subject, on which the failure may depend through caches. The needed part of it is the
+    last result; where none is needed, every test starts with empty caches.
     """
     deadline = time.perf_counter() + seconds
     kind = _kind(verdict)
@@ -63,14 +63,14 @@ def shrunk(
 def _safely(subject: Subject, case: Case, device: torch.device | str, poison: bool) -> Verdict | None:
     try:
         return subject.attempt(case, device, poison)
-    except Exception:  # the oracle's own refusal: no legal case
+    except Exception:  # the oracle raises: not a legal case
         return None
 
 
 def _needed(
     subject: Subject, case: Case, device: torch.device | str, deadline: float, poison: bool, history: tuple[Case, ...]
 ) -> tuple[Case, ...]:
-    """The earlier cases without which this one does not fail; all of them where it does not fail again."""
+    """The earlier cases that the failure needs; all of them where it does not repeat."""
 
     def fails(before: tuple[Case, ...]) -> bool:
         forget(subject.recurrence)
@@ -99,7 +99,7 @@ def _descend(
     best: Found, candidates: Callable[[Subject, Case], Iterator[tuple[Subject, Case]]], kind: str,
     device: torch.device | str, deadline: float, poison: bool,
 ) -> tuple[Found, bool]:  # fmt: skip
-    """Take the first candidate that fails alike, again and again."""
+    """Repeatedly take the first candidate with the same kind of failure."""
     better = False
     tried: set[str] = set()
     while True:
@@ -119,7 +119,7 @@ def _descend(
 
 
 def _kind(verdict: Verdict) -> str:
-    """What failures have to share: their quantity's kind, of exceptions the class."""
+    """The kind of a failure: of its quantity, or the class of its exception."""
     assert verdict.finding is not None
     if verdict.finding.quantity == "exception":
         return verdict.finding.detail.partition(":")[0]
@@ -138,7 +138,7 @@ PLAIN: dict[str, Any] = {
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing less, the boldest first."""
+    """Cases with one thing removed, the largest removals first."""
     if case.between:
         yield replace(case, between=())
     for calls in sorted({1, 2, case.calls - 1}):
@@ -206,7 +206,7 @@ def _declarations(subject: Subject, case: Case) -> Iterator[tuple[Subject, Case]
 def script(
     subject: Subject, case: Case, verdict: Verdict, device: str, poison: bool = True, history: Sequence[Case] = ()
 ) -> str:
-    """A program that shows the failure again. history: cases that come before."""
+    """A program that repeats the failure. history: cases to run before."""
     name = "fuzzed" if subject.declaration is not None else subject.recurrence.name
     text = subject.declaration.text if subject.declaration is not None else f"# {name}: your recurrence\n"
     more = f", device={device!r}" if device != "cpu" else ""

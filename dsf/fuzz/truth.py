@@ -1,4 +1,4 @@
-"""What every call of a case should have given: the float64 oracle on the same rounded numbers, all calls at once."""
+"""The expected result of every call of a case: the float64 oracle on the same rounded numbers, all calls at once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dsf.fuzz.case import Case
 from dsf.kernels.attention import KVCache
 from dsf.kernels.oracle import oracle_dtype
 
-DENSE = 4_000_000  # numbers of dense A's up to which the naive form is the oracle; above, the recurrent one in float64
-TOO_LARGE = 1e3  # in float16: beyond it what comes between gradients may leave its range
+DENSE = 4_000_000  # the most numbers of dense A's for the naive form as oracle; above, the recurrent one in float64
+TOO_LARGE = 1e3  # in float16: above it intermediate gradients may exceed its range
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One call: y, the true final state, the largest typical entry of the initial one, gradients and Params' terms."""
+    """Of one call: y, the true final state, the initial one's largest typical entry, gradients and Params' terms."""
 
     y: Tensor
     state: Tensor
@@ -33,20 +33,20 @@ class Expected:
     terms: Mapping[str, Tensor] = field(default_factory=dict)
 
     def is_usable(self, dtype: str) -> bool:
-        """True where all of it fits a dtype."""
+        """True where all numbers fit a dtype."""
         most = TOO_LARGE if dtype == "float16" else LARGEST[dtype] ** 0.5
         return all(bool((x.abs() < most).all()) for x in (self.y, self.state, *self.grads.values()) if x.numel())
 
 
 @functools.lru_cache(maxsize=32)
 def timed(recurrence: Recurrence) -> Recurrence:
-    """The recurrence with per-token inputs in place of Params: a gradient is then known before tokens are summed."""
+    """The recurrence with per-token inputs in place of Params, which gives their gradients for each token."""
     inputs = tuple(replace(i, kind=replace(i.kind, time=True)) for i in recurrence.spec.inputs)
     return Recurrence(replace(recurrence.spec, inputs=inputs))
 
 
 def form_of(recurrence: Recurrence, case: Case) -> str:
-    """The form that is the oracle of a case; the recurrent one's own test holds it to the naive one."""
+    """The oracle's form for a case: naive, or recurrent, which other tests compare with naive."""
     dense = case.calls * case.batch * case.tokens * case.heads * case.p * case.n**2 * len(recurrence.spec.rows)
     return ORACLE if dense <= DENSE else "recurrent"
 
@@ -55,7 +55,7 @@ def truths(
     recurrence: Recurrence, case: Case, values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None],
     cotangents: Sequence[tuple[Tensor, Tensor]], wide: torch.dtype = torch.float64,
 ) -> list[Expected]:  # fmt: skip
-    """The outcome of every call. values, starts, cotangents: as the calls are given them. wide: computed in."""
+    """The expected result of every call. values, starts, cotangents: those of the calls. wide: the computing dtype."""
     calls, batch = len(values), case.batch
     params = {i.name for i in recurrence.spec.inputs if not i.kind.time}
     leaves: dict[str, Tensor] = {}
@@ -129,7 +129,7 @@ def _run(recurrence: Recurrence, case: Case, given: Mapping[str, Tensor], start:
 
 
 def _sizes(recurrence: Recurrence, case: Case, start: State) -> list[Tensor]:
-    """The tensors of a state whose entries say how large it is."""
+    """The tensors of a state that determine its scale."""
     start = changed(start, Tensor.detach)
     return [start.k, start.v] if isinstance(start, KVCache) else [recurrence.true_state(start, case.p)]
 
@@ -165,9 +165,9 @@ def _merged(case: Case, call: int, found: Expected) -> Expected:
 def moved(
     values: Sequence[Mapping[str, Tensor]], starts: Sequence[State | None], dtype: str, seed: int
 ) -> tuple[list[dict[str, Tensor]], list[State | None]]:
-    """The numbers moved by about one rounding of the dtype: what an oracle makes of them says what can be asked for.
+    """The numbers changed by about one rounding of the dtype, to measure how sensitive the oracle is.
 
-    First states, too: they are what earlier inputs of that dtype made.
+    Initial states, too, as inputs of that dtype produced them.
     """
     generator = torch.Generator().manual_seed(seed)
     unit = torch.finfo(getattr(torch, dtype)).eps / 2

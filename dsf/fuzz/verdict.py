@@ -1,4 +1,4 @@
-"""What comes of a case: right, wrong and where, or no case at all."""
+"""The verdict on a case: right, wrong (with the place), undecided or void."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsf.checking.measure import BLOCK
 
 @dataclass(frozen=True)
 class Finding:
-    """What was wrong. quantity: y, state, grad NAME, repeat QUANTITY, inputs or exception. head: of all batch rows."""
+    """One failure. quantity: y, state, grad NAME, repeat QUANTITY, inputs or exception. head: of all batch rows."""
 
     quantity: str
     call: int
@@ -38,12 +38,12 @@ NO_NUMBER = ("exception", "inputs")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case.
+    """The result of testing a case.
 
-    status: "right"; "wrong"; "void" (what the oracle gives does not fit the dtype: no case); or "undecided" (the oracle
-    itself is off by more than UNDECIDED of the tolerance when inputs or expressions' values move by one rounding, or
-    when the definition, dense and token by token, is computed in float32).
-    errors: the worst by quantity, relative as dsf.check has them. finding: what was wrong, or is undecided.
+    status: "right"; "wrong"; "void" (the oracle's result exceeds the dtype); or "undecided" (the oracle itself has an
+    error above UNDECIDED of the tolerance when inputs or expressions' values change by one rounding, or when it is
+    computed in float32).
+    errors: the worst by quantity, relative as in dsf.check. finding: the failure, or the undecided one.
     """
 
     status: str

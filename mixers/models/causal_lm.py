@@ -26,9 +26,9 @@ Turn = tuple[Tensor, Tensor]  # cos, sin
 
 @dataclass(frozen=True)
 class CausalOutput:
-    """What a model returns. logits: [B, T, vocab_size], or None if only the loss was asked for.
+    """The output of a model. logits: [B, T, vocab_size], or None where only the loss was computed.
 
-    loss: mean cross entropy in nats of the tokens that labels give, or None without labels. state: a `ModelState`, or
+    loss: mean cross entropy in nats of the labelled tokens, or None without labels. state: a `ModelState`, or
     None with return_state=False.
     """
 
@@ -73,7 +73,7 @@ class Block(nn.Module):
         turn: Turn | None = None,
         keep: bool = True,
     ) -> tuple[Tensor, Any]:
-        """x: [B, T, d_model] -> (the same shape, state of the mixer, or None where it is not to be kept).
+        """x: [B, T, d_model] -> (the same shape, the mixer's state or None).
 
         turn: the rotation, if the mixer takes one.
         """
@@ -94,14 +94,14 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and the last norm: everything but the head."""
+    """Embedding, blocks and the last norm: the model without its head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.build(config)
 
     def build(self, config: ModelConfig) -> None:
-        """Make the modules; a function of its own for classes that have another base's constructor."""
+        """Create the modules; separate from __init__ for classes with another base's constructor."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -109,7 +109,7 @@ class Backbone(nn.Module):
     def run(
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | Packing | None = None, keep: bool = True
     ) -> tuple[Tensor, ModelState | None]:
-        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state, or None unless it is kept)."""
+        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state or None)."""
         if state is not None:
             check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
@@ -138,9 +138,9 @@ class Backbone(nn.Module):
 class CausalLM(nn.Module):
     """A causal language model: embedding, blocks of mixer and SwiGLU, norm, head.
 
-    Law: running tokens whole, in pieces with the state, one by one, or packed with other sequences gives the same
-    logits. `model.config` says what it is made of, `model.load_state_dict` takes another's of the same configuration,
-    and `dsf.models.hf.DsfForCausalLM` has the same names of parameters.
+    Tokens give the same logits whole, in pieces with the state, one by one, and packed with other sequences.
+    `model.config` is its `ModelConfig`; `load_state_dict` takes the state dict of a model with the same configuration,
+    and `dsf.models.hf.DsfForCausalLM` has the same parameter names.
     """
 
     def __init__(self, config: ModelConfig):
@@ -155,8 +155,8 @@ class CausalLM(nn.Module):
         self._start(Mixer.reset_parameters)  # what is inside mixers was drawn when it was made
 
     def reset_parameters(self) -> None:
-        """Start anew: embeddings and MLPs normal, projections into the residual stream smaller with depth, mixers as
-        their papers say. Also after `to_empty` on a model of the meta device."""
+        """Initialise all weights: embeddings and MLPs normal, projections into the residual stream smaller with depth,
+        mixers as in their papers. Also for a model on the meta device after `to_empty`."""
         self._start(reset_mixer)
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class CausalLM(nn.Module):
                 module.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As torch's, but a head that is the embedding stays it where both get other memory (`to_empty`)."""
+        """torch's `_apply`, but a tied head stays tied where parameters get new memory (`to_empty`)."""
         tied = self.lm_head.weight is self.model.embed_tokens.weight
         super()._apply(fn, recurse)
         if tied:
@@ -199,14 +199,14 @@ class CausalLM(nn.Module):
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalOutput:
-        """Predict the next token after each.
+        """Predict the next token after every token.
 
-        ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is what token t predicts,
-        -100 counts as nothing. state: the .state of an earlier call, whose sequences go on. cu_seqlens: [S + 1]
+        ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is the target of token
+        t, -100 is ignored. state: the .state of an earlier call, to continue its sequences. cu_seqlens: [S + 1]
         boundaries of sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
-        return_state: False spares memory and time in training. shift_labels: [B, T] in place of labels, moved on
-        already: what each token predicts, `next_labels(labels)`, of which ranks that share a sequence cut their part.
-        num_items_in_batch: what the loss is divided by, in place of this call's labels.
+        return_state: False saves memory and time in training. shift_labels: [B, T] instead of labels, the targets of
+        each token, `next_labels(labels)`; ranks that share a sequence pass their tokens' part of them.
+        num_items_in_batch: divisor of the summed loss instead of the number of this call's targets.
         Raises InputError for shapes and states that do not fit.
         """
         self._check(ids, labels if shift_labels is None else shift_labels, cu_seqlens)
@@ -225,7 +225,7 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def step(self, ids: Tensor, state: ModelState | None = None) -> CausalOutput:
-        """One token more of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state."""
+        """One more token of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state."""
         if ids.dim() != 1:
             raise InputError(f"step takes one token a sequence, ids [B], got shape {tuple(ids.shape)}")
         found = self(ids.unsqueeze(1), state=state)
@@ -240,7 +240,7 @@ class CausalLM(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`n` tokens after each of ids [B, T]: [B, T + n]. temperature 0: always the likeliest. See `sample`."""
+        """`n` tokens after each of ids [B, T]: [B, T + n]. temperature 0: the likeliest. See `sample`."""
         return sample(self, ids, n, temperature, top_k, generator)
 
     def enable_gradient_checkpointing(self, on: bool = True) -> None:
@@ -249,12 +249,12 @@ class CausalLM(nn.Module):
             block.gradient_checkpointing = on
 
     def parameter_count(self, embeddings: bool = True) -> int:
-        """Numbers that are learnt, each shared one once; embeddings=False: without the embedding and the head."""
+        """The number of learnt numbers, shared ones once; embeddings=False: without embedding and head."""
         outer = {id(self.model.embed_tokens.weight), id(self.lm_head.weight)}
         return sum(p.numel() for p in self.parameters() if embeddings or id(p) not in outer)
 
     def state_size(self, context: int = 0) -> int:
-        """Numbers that one sequence keeps after `context` tokens."""
+        """The numbers in one sequence's state after `context` tokens."""
         return sum(block.mixer.state_size(context) for block in self.model._blocks())
 
     def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | Packing | None) -> None:
@@ -278,7 +278,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 def targets_of(
     model: Any, labels: Tensor | None, moved: Tensor | None, cu_seqlens: Tensor | Packing | None
 ) -> Tensor | None:
-    """What each token predicts, or None. Raises InputError for labels of a sequence that is shared, and for both."""
+    """The targets of the tokens, or None. Raises InputError for labels of a sequence over ranks, and for both kinds."""
     if labels is not None and moved is not None:
         raise InputError("labels and shift_labels are both given; shift_labels are labels that were moved on already")
     if labels is None:
@@ -288,12 +288,12 @@ def targets_of(
 
 
 def is_shared(head: nn.Module) -> bool:
-    """Whether ranks have the vocabulary between them, so that a rank's logits are not all."""
+    """Whether ranks share the vocabulary, so that a rank's logits are only a part."""
     return hasattr(head.weight, "device_mesh")
 
 
 def refuse_shared(model: Any) -> None:
-    """Raise InputError where the blocks' mixers share their sequence with other processes, so that labels are cut."""
+    """Raise InputError where the mixers share their sequence with other processes, as labels would be cut."""
     for block in model._blocks():
         world = getattr(block.mixer, "parallel", None)
         if world is not None and hasattr(world, "shard"):
@@ -305,7 +305,7 @@ def refuse_shared(model: Any) -> None:
 
 
 def reset_mixer(mixer: nn.Module) -> None:
-    """The start that the mixer's paper gives it and all that is inside it."""
+    """Initialise a mixer and all modules inside it as in its paper."""
     for module in mixer.modules():
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
@@ -313,7 +313,7 @@ def reset_mixer(mixer: nn.Module) -> None:
 
 
 def reset_mlp(mlp: SwiGLU, config: ModelConfig) -> None:
-    """Normal weights; what is added to the residual stream by sqrt(2 n_layers) smaller (as GPT-2)."""
+    """Normal weights; those into the residual stream are divided by sqrt(2 n_layers), as in GPT-2."""
     for linear in (mlp.gate_proj, mlp.up_proj):
         nn.init.normal_(linear.weight, std=config.init_std)
     nn.init.normal_(mlp.down_proj.weight, std=config.init_std * (2 * config.n_layers) ** -0.5)

@@ -1,4 +1,4 @@
-"""`ModelConfig`: what a causal language model is made of; validated, JSON in and out."""
+"""`ModelConfig`: the configuration of a causal language model; validated, to and from JSON."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MULTIPLE = 64  # the hidden width of an MLP is rounded up to a multiple of it: t
 
 
 class ModelConfig(BaseModel):
-    """Sizes and mixers of a `CausalLM`. Raises InputError, which names the field, for values that cannot be.
+    """Sizes and mixers of a `CausalLM`. Raises InputError, which names the field, for invalid values.
 
     vocab_size, d_model, n_layers: entries of the vocabulary, width, blocks.
     mixers: one or several, repeated over the layers: `["gated_deltanet"] * 3 + ["softmax_attention"]` makes every
         fourth layer softmax attention. A mixer is a name of the zoo, `file.py:function`, a Recurrence or a class of
         layers; each is kept as text, so that the configuration can be written as JSON.
-    mixer_options: constructor arguments of mixers, by the text that stands in `mixers`.
+    mixer_options: constructor arguments of mixers, by their text in `mixers`.
     n_heads: heads of every mixer that has them; None: a head for each 128 channels, of softmax attention for each 64.
     mlp_ratio, mlp_hidden: a SwiGLU has mlp_hidden channels; None: 2/3 · mlp_ratio · d_model, rounded up to 64.
     norm_eps: added to mean squares in RMS norms. tie_embeddings: the head is the embedding, transposed.
     rope_base: base of the rotary positions of softmax attention, which no other mixer gets; None: no positions.
-    context_length: tokens that the model is meant for, which nothing but softmax attention limits; None: any number.
-    init_std: standard deviation of the normal start of embeddings and MLPs; mixers start as their papers say.
+    context_length: the intended number of tokens, not enforced; None: any number.
+    init_std: standard deviation of initial embeddings and MLPs; mixers are initialised as in their papers.
     fused_loss: in training with labels, compute the loss piece by piece, so that the logits of all tokens are never
         in memory (and are None in the output).
     """
@@ -121,7 +121,7 @@ class ModelConfig(BaseModel):
         return own or max(1, self.d_model // (64 if mixer == ATTENTION else 128))
 
     def changed(self, **fields: Any) -> ModelConfig:
-        """The same with some fields changed, validated again."""
+        """A copy with some fields changed, validated again."""
         return ModelConfig(**{**self.model_dump(), **fields})
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -156,7 +156,7 @@ SIZES: dict[str, dict[str, int]] = {
 def sized(size: str, mixers: Any, vocab_size: int = 32000, **fields: Any) -> ModelConfig:
     """The configuration of a named size ("tiny", "20m", "100m", "340m") with these mixers.
 
-    fields: any other of `ModelConfig`, which win over those of the size. Raises InputError, with the sizes' names.
+    fields: any others of `ModelConfig`, which override those of the size. Raises InputError, with the sizes' names.
     """
     if size not in SIZES:
         near = difflib.get_close_matches(size.lower(), SIZES, n=1)
@@ -166,7 +166,7 @@ def sized(size: str, mixers: Any, vocab_size: int = 32000, **fields: Any) -> Mod
 
 
 def _in_words(error: ValidationError, fields: dict[str, Any]) -> str:
-    """The first thing wrong, in the user's words."""
+    """The first error as a message with the user's field names."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     kind, value = first["type"], first.get("input")

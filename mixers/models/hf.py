@@ -90,7 +90,7 @@ class DsfConfig(PreTrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        """What the model is made of. Raises InputError if a field was changed to what cannot be."""
+        """The `ModelConfig`. Raises InputError if a field was set to an invalid value."""
         return ModelConfig(**{name: getattr(self, name) for name in FIELDS})
 
     @classmethod
@@ -114,7 +114,7 @@ DEFAULTS: dict[str, Any] = {"vocab_size": 32000, "d_model": 128, "n_layers": 4, 
 
 
 class DsfPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of all our models."""
+    """The attributes that transformers reads of all dsf models."""
 
     config_class = DsfConfig
     base_model_prefix = "model"
@@ -129,7 +129,7 @@ class DsfPreTrainedModel(PreTrainedModel):
     _built = False  # afterwards, what is inside a mixer may be memory that nobody has written
 
     def post_init(self) -> None:
-        """As transformers': the last line of constructors."""
+        """transformers' `post_init`, the last line of constructors."""
         super().post_init()
         self._built = True
 
@@ -144,7 +144,7 @@ class DsfPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """A mixer starts as its paper says, with all that is inside it. Weights that were loaded stay."""
+        """Initialise a mixer and all modules inside it as in its paper. Loaded weights stay."""
         config = self.config.model_config
         if isinstance(module, Owner):
             module.fill_constants()  # transformers gives buffers that are not saved new memory, and no values
@@ -191,7 +191,7 @@ class DsfModel(DsfPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], past_key_values.
 
-        attention_mask: [B, past + T], 0 for padding on any side, which then touches nothing. cu_seqlens (or
+        attention_mask: [B, past + T], 0 for padding on any side, which is cut out. cu_seqlens (or
         cu_seq_lens_q, or positions that begin again): boundaries of sequences packed in one row. Raises InputError for
         both at once.
         """
@@ -234,7 +234,7 @@ def _states_of(cache: Any, layers: int) -> ModelState | None:
 
 
 class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
-    """A causal language model around any mixers, for transformers' generate, Trainer, pipelines and what follows them.
+    """A causal language model around any mixers, for transformers' generate, Trainer and pipelines.
 
     The same parameters, by the same names, as `dsf.models.CausalLM`.
     """
@@ -294,10 +294,10 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         num_items_in_batch: Any = None,
         **more: Any,
     ) -> CausalLMOutputWithPast:
-        """As `DsfModel.forward`; labels: [B, T] as input_ids, -100 counts as nothing -> loss, mean in nats.
+        """As `DsfModel.forward`; labels: [B, T] like input_ids, -100 is ignored -> loss, mean in nats.
 
-        logits_to_keep: of so many last tokens, 0 for all. num_items_in_batch: what the loss is divided by, if given.
-        shift_labels: [B, T] in place of labels, moved on already, as for sequences that ranks share.
+        logits_to_keep: for this number of last tokens, 0 for all. num_items_in_batch: the divisor of the summed loss.
+        shift_labels: [B, T] instead of labels, each token's target, for sequences that ranks share.
         """
         shift_labels = more.get("shift_labels")  # in the signature, Trainer would ask every batch for it
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
@@ -320,7 +320,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *_: Any, **__: Any) -> None:
-        """One kind of cache fits all our mixers; `cache_implementation="static"` keeps the states' memory in place."""
+        """Use `DsfCache` for all mixers; `cache_implementation="static"` keeps the states' memory in place."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static", "hybrid"):
             raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")
@@ -329,11 +329,11 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
-        """The mask as it is: padding is cut out, not masked."""
+        """The mask unchanged, as padding is cut out, not masked."""
         return attention_mask
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that weight decay must leave alone: rates, biases, norms, embeddings excepted."""
+        """Names of parameters without weight decay: rates, biases, norms, but not embeddings."""
         return undecayed_names(self)
 
 

@@ -1,4 +1,4 @@
-"""Padded batches and packed ones: boundaries from masks and positions, tokens cut out and put back."""
+"""Padded and packed batches: boundaries from masks and positions, removal and restoring of padding."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dsf.language.errors import InputError
 
 @dataclass(frozen=True)
 class Unpadded:
-    """Where the tokens of a padded batch are.
+    """The places of the tokens of a padded batch.
 
-    where: their places among all B · T, int64. cu_seqlens: [B + 1] boundaries once they lie side by side.
+    where: their places among all B · T, int64. cu_seqlens: [B + 1] boundaries of the packed tokens.
     """
 
     where: Tensor
@@ -33,10 +33,10 @@ class Unpadded:
 
 
 def unpadded(attention_mask: Any, batch: int, tokens: int) -> Unpadded | None:
-    """What a mask [B, past + T] leaves of a call's B · T tokens; None where nothing is padding.
+    """The unpadded tokens of a call's B · T by a mask [B, past + T]; None where nothing is padding.
 
-    Waits for the device once, to know the number of tokens. A mask of one token is not looked at: generation calls
-    with none that is padding. Raises InputError for other shapes and for sequences without a token.
+    Waits for the device once, to read the number of tokens. A mask of one token is ignored, as generation passes no
+    padding then. Raises InputError for other shapes and for sequences without a token.
     """
     if isinstance(attention_mask, dict):  # generate() makes one for each type of layer
         attention_mask = attention_mask.get("linear_attention", next(iter(attention_mask.values()), None))
@@ -58,7 +58,7 @@ def unpadded(attention_mask: Any, batch: int, tokens: int) -> Unpadded | None:
 def restarts(position_ids: Tensor | None, tokens: int) -> Tensor | None:
     """Boundaries [S + 1] of sequences packed in one row, from positions [1, T] that begin again at 0; None without any.
 
-    Collators that pack without cu_seqlens say so in this way alone; what is not looked at leaks from one text into the
+    Collators that pack without cu_seqlens mark the texts only by positions; ignoring these would leak one text into the
     next.
     """
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape != (1, tokens):

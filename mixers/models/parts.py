@@ -1,4 +1,4 @@
-"""What stands around a mixer: RMS norm, SwiGLU, cross entropy; liger-kernel's on CUDA, where it is installed."""
+"""The parts of a model around a mixer: RMS norm, SwiGLU, cross entropy; on CUDA liger-kernel's, if installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsf import Packing
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
 
-IGNORED = -100  # the label of tokens that are not to be predicted
+IGNORED = -100  # the label of tokens without a target
 PIECE = 1 << 28  # bytes of float32 logits that are in memory at once
 
 
@@ -40,7 +40,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=eps)
 
     def cut(self, to: Cuts) -> None:
-        """Every rank has the whole of it."""
+        """Declare the norm whole on every rank."""
         to.whole()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, d_model, bias=False)
 
     def cut(self, to: Cuts) -> None:
-        """A rank has its part of the hidden channels (`dsf.parallel.HeadShard`)."""
+        """Declare a rank's part of the hidden channels (`dsf.parallel.HeadShard`)."""
         to.rows(self.gate_proj)
         to.rows(self.up_proj)
         to.summed(self.down_proj)
@@ -76,7 +76,7 @@ class SwiGLU(nn.Module):
 
 
 def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
-    """What each token is to predict: labels one place on, IGNORED for the last of every sequence. [B, T] -> [B, T]."""
+    """Each token's target: the next label, IGNORED for the last token of a sequence. [B, T] -> [B, T]."""
     after = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if isinstance(cu_seqlens, Packing):
         cu_seqlens = cu_seqlens.on(labels.device)
@@ -90,7 +90,7 @@ def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> T
 def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     """Mean in nats over the targets that are not IGNORED, 0 if there are none. logits [B, T, V], targets [B, T].
 
-    count: what the sum is divided by instead: the targets of several batches whose gradients are added up.
+    count: another divisor of the sum, as the number of targets of several batches whose gradients are added.
     """
     counted = (targets != IGNORED).sum().clamp(min=1) if count is None else count
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
@@ -99,10 +99,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count: Any = None) -> Tensor:
-    """`cross_entropy` of hidden @ weight.T, a piece of the tokens at a time; logits of all tokens are never in memory.
+    """`cross_entropy` of hidden @ weight.T, piece by piece over tokens, without all tokens' logits in memory.
 
-    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. Gradients of hidden and weight are
-    made in the forward pass, since logits that are not kept would have to be made again; no second derivatives.
+    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. The forward pass
+    computes the gradients, as the logits are not kept; no second derivatives.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -118,7 +118,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count:
 
 
 class _Pieces(torch.autograd.Function):
-    """Cross entropy of a linear map, with gradients made beside it."""
+    """Cross entropy of a linear map and its gradients, both computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

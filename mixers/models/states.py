@@ -1,4 +1,4 @@
-"""`ModelState`: what a model remembers of the past, one `MixerState` a layer."""
+"""`ModelState`: the state of a model, one `MixerState` a layer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def rows_of(state: Any) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """The states of all layers; immutable, so that a state that is kept is a snapshot to go back to.
+    """The states of all layers; immutable, so a stored state is a snapshot.
 
-    layers: what each block's mixer returned. Not a pytree, so that wrappers that cast the arguments of a module
-    (FSDP2's mixed precision) leave it in float32.
+    layers: the state of each block's mixer. Not a pytree, so that wrappers that cast a module's arguments (FSDP2's
+    mixed precision) leave it in float32.
     """
 
     layers: tuple[Any, ...]
@@ -39,11 +39,11 @@ class ModelState:
         return ModelState(tuple(mapped(s, lambda x: x.index_select(0, rows.to(x.device))) for s in self.layers))
 
     def detach(self) -> ModelState:
-        """The same numbers without their history, for truncated backpropagation."""
+        """The state without its graph, for truncated backpropagation."""
         return ModelState(tuple(mapped(s, Tensor.detach) for s in self.layers))
 
     def numel(self) -> int:
-        """Numbers stored, of all sequences."""
+        """The number of stored numbers, for all sequences."""
         leaves = pytree.tree_leaves([list(pytree.tree_leaves(s)) for s in self.layers])
         return sum(x.numel() for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
 
@@ -52,15 +52,15 @@ class ModelState:
 
 
 def sequences_of(cu_seqlens: Tensor | Packing) -> int:
-    """Sequences that boundaries tell apart."""
+    """The number of sequences of these boundaries."""
     return len(cu_seqlens) if isinstance(cu_seqlens, Packing) else cu_seqlens.shape[0] - 1
 
 
 class Kept:
-    """A mixer's state between calls, whatever it is made of, and the tokens that it has seen.
+    """A mixer's state of any kind between calls, and its number of tokens.
 
-    static: later states are copied into the memory of the first, so that a captured graph finds them there; keys and
-    values of attention are not, which are in no graph and move on in their own memory (`dsf.KVCache`).
+    static: later states are copied into the memory of the first, where a captured graph reads them; but not attention's
+    keys and values, which no graph captures and which have their own memory (`dsf.KVCache`).
     """
 
     def __init__(self, static: bool = False) -> None:
@@ -81,7 +81,7 @@ class Kept:
 
 
 def put(held: Any, state: Any) -> Any:
-    """A state in the memory of an earlier one of the same shapes, caches of attention where they are."""
+    """A state copied into the memory of an earlier one of the same shapes; attention's caches are not copied."""
 
     def place(old: Any, new: Any) -> Any:
         return old.copy_(new) if isinstance(new, Tensor) else new
@@ -105,7 +105,7 @@ def same_shapes(one: Any, other: Any) -> bool:
 
 
 def check_state(state: Any, layers: int, sequences: int) -> None:
-    """Refuse a state of another model or batch. Raises InputError."""
+    """Raise InputError for a state of another model or batch."""
     if not isinstance(state, ModelState):
         raise InputError(f"state is of type {type(state).__name__}, expected the .state of an earlier call")
     if len(state) != layers:

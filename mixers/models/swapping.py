@@ -1,4 +1,4 @@
-"""`swap`: mixers in place of the attention of a Llama-like model that exists."""
+"""`swap`: mixers in place of the attention of an existing Llama-like model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ RECORD = "dsf_swap"  # the entry of a configuration that says what was swapped
 
 
 class SwappedAttention(nn.Module):
-    """A mixer where a Llama-like layer has its self_attn: the same arguments, the same pair returned.
+    """A mixer as the self_attn of a Llama-like layer, with its arguments and results.
 
-    Padding is cut out before the mixer and put back after it; sequences packed by cu_seq_lens_q, or by positions that
-    begin again, are kept apart; the state lies in the model's cache, where beam search finds it.
+    Padding is removed before the mixer and restored after it; sequences packed by cu_seq_lens_q, or by positions that
+    begin again, stay separate; the state is in the model's cache, for beam search too.
     """
 
     def __init__(self, mixer: Mixer, index: int):
@@ -66,7 +66,7 @@ class SwappedAttention(nn.Module):
 
 
 def _visible(mask: Tensor | None, width: int) -> Tensor | None:
-    """The 2-D mask [B, width] behind the one that a layer is given: what the last token sees of all that came."""
+    """The 2-D mask [B, width] from a layer's mask: the tokens that the last one may read."""
     if mask is None or mask.dim() == 2:
         return mask
     last = mask[:, 0, -1, :width]
@@ -78,7 +78,7 @@ def _hf() -> Any:
 
 
 class Swapped:
-    """What `swap` changed. undo() gives the model its own attention back; as a context manager, at the end.
+    """The change made by `swap`. undo() restores the model's own attention; a context manager does so at its end.
 
     model: the same object that was given. mixers: {index of a layer: its mixer}, to train or to load weights into.
     """
@@ -91,7 +91,7 @@ class Swapped:
         self._before: dict[int, nn.Module] = {}
 
     def undo(self) -> Any:
-        """Give the model its own attention back and return it. Raises InputError if another swap came after."""
+        """Restore the model's own attention and return it. Raises InputError if another swap followed."""
         layers = decoder_layers(self.model)
         for i, mixer in self.mixers.items():
             if getattr(layers[i].self_attn, "mixer", None) is not mixer:
@@ -127,7 +127,7 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
     model: of transformers, with decoder layers that call self_attn(hidden_states, ...) (Llama, Mistral, Qwen, ...).
     mixer: a class of layers, a name of the zoo, file.py:function or a Recurrence. layers: which, from 0; None for all.
     options: constructor arguments; n_heads is the model's unless given. generate works with a cache and without,
-    with beams, and with padding on either side; save_pretrained also writes down what was swapped, for `load_swapped`.
+    with beams, and with padding on either side; save_pretrained also records the swap, for `load_swapped`.
     Raises InputError for a model without such layers, a layer that it does not have, a mixer that cannot be found.
     """
     found = decoder_layers(model)

@@ -11,8 +11,8 @@ from dsf.mixers import parameter_groups
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Names of learnt parameters that weight decay must leave alone, by the rule of `dsf.mixers.parameter_groups`:
-    vectors (norms, biases) and what a mixer marks (A_log, dt_bias, D, Lambda: a smaller rate is another memory)."""
+    """Names of learnt parameters without weight decay, by the rule of `dsf.mixers.parameter_groups`: vectors (norms,
+    biases) and parameters that a mixer marks (A_log, dt_bias, D, Lambda: decaying a rate changes the memory)."""
     spared = {id(p) for p in parameter_groups(model, 0.0)[1]["params"]}
     return {name for name, p in model.named_parameters() if id(p) in spared}
 
