@@ -251,8 +251,8 @@ def _run(
     if not fused.differentiable(leaves):
         if not return_state:
             return [(y, None) for y, _ in passes]
-        finals = job.finals([last for _, last in passes])
-        return [(tied(y, finals), final) for (y, _), final in zip(passes, finals, strict=True)]
+        ended = job.finals([last for _, last in passes])
+        return [(tied(y, ended), final) for (y, _), final in zip(passes, ended, strict=True)]
     groups: list[list[Several[Tensor]]] = []
     for rank, e, passed in zip(ranks, entered, passes, strict=True):
         groups.append([passed, e.starts, e.after, e.kept, list(rank.summary.bound.tensors.values())])
