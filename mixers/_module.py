@@ -292,6 +292,8 @@ class Mixer(Owner, Divided):
             from dsf.parallel.places import places_of
 
             span = span._replace(places=places_of(world, x, cu_seqlens, self.positional or self.resets))
+            if torch.compiler.is_compiling() and span.places is not None and span.places.place is not None:
+                u = torch.ops.dsf.after(u, [span.places.place])  # ranks' graphs keep collectives in one order
         u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world)
         inputs = self.arguments(u, side, span, **tokens)
         position = span.after(x) if self.positional else None

@@ -136,7 +136,7 @@ class Deaf(Simulated):
 
     deaf_to = Gather
 
-    def run(self, steps):
+    def run(self, steps, first=()):
         def muted(one):
             request = next(one)
             while True:
@@ -148,7 +148,7 @@ class Deaf(Simulated):
                 except StopIteration as end:
                     return end.value
 
-        return super().run([muted(one) for one in steps])
+        return super().run([muted(one) for one in steps], first)
 
 
 @pytest.mark.parametrize("kind", [Gather, Swap, Sum], ids=lambda k: k.__name__)
@@ -377,7 +377,7 @@ class One(World):
 
     here, heard = [0], None
 
-    def run(self, steps):
+    def run(self, steps, first=()):
         return [drive(one, lambda request: self.heard) for one in steps]
 
 

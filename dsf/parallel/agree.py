@@ -106,14 +106,14 @@ def _compare(world: Sequence, who: str, texts: list[list[str]]) -> None:
         raise InputError(f"{who}: ranks differ: rank 0 has {first}, rank {rank} has {second}{hint}")
     samples = {text[1] for text in texts}
     if len(samples) == 1 and samples != {""} and (world.check or not world.warned):
-        text = (
+        same = (
             f"{who}: every rank holds the same {texts[0][1].partition(' ')[2]} tokens. Where these are the whole "
             "sequence, give each rank its own: cp.shard(x)"
         )
         if world.check:
-            raise InputError(text)
+            raise InputError(same)
         world.warned = True
-        warnings.warn(text, stacklevel=6)
+        warnings.warn(same, stacklevel=6)
 
 
 def agree_layer(

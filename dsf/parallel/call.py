@@ -28,7 +28,7 @@ from dsf.language.errors import InputError
 from dsf.language.spec import Spec
 from dsf.parallel import fused
 from dsf.parallel.agree import Said, agree, check_tokens, described, length_of, options_of
-from dsf.parallel.collectives import Request, Sum
+from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
 from dsf.parallel.layout import host_bounds
@@ -49,7 +49,8 @@ class Job:
     def enter(self) -> list[Any]:
         """Run the exchange forward: one `Entered` for every rank."""
         with torch.no_grad(), guard.unwatched():
-            return self.world.run([self.exchange.enter(rank) for rank in self.ranks])
+            known = [x for rank in self.ranks for x in rank.summary.bound.tensors.values()]
+            return self.world.run([self.exchange.enter(rank) for rank in self.ranks], known)
 
     def finals(self, lasts: Several[Tensor]) -> list[Tensor]:
         """The global final states, on every rank."""
@@ -93,6 +94,7 @@ class Leave(torch.autograd.Function):
         ctx.save_for_backward(*gains, *saved)
         ys = [g[0][0].view_as(g[0][0]) for g in groups]
         finals = job.finals(lasts) if job.return_state else []
+        ys = [tied(y, finals) for y in ys]
         ctx.job = job.again([replace(rank, summary=hollow(rank.summary), initial=None) for rank in job.ranks])
         return (*ys, *finals)
 
@@ -105,7 +107,9 @@ class Leave(torch.autograd.Function):
         every = ctx.saved_tensors  # read once: activation checkpointing allows a single access
         gains, saved = every[:count], list(every[count:])
         dys = grads[:count]
-        dfinals: Several[Tensor | None] = grads[count:] if job.return_state else [None] * count
+        dfinals: Several[Tensor | None] = [None] * count
+        if job.return_state:  # zeros where nobody asks for the state: a traced graph would sum them in its forward part
+            dfinals = [tied(d, [dy]) for d, dy in zip(grads[count:], dys, strict=True)]
         groups = _grouped(saved, [c[1:] for c in ctx.counts])
         ranks = []
         for rank, (starts, _, _, given), dy in zip(job.ranks, groups, dys, strict=True):
@@ -245,8 +249,10 @@ def _run(
     passes = [rank.main(e.starts) for rank, e in zip(ranks, entered, strict=True)]
     leaves = [x for r in ranks for x in r.summary.bound.tensors.values()] + ([] if state is None else [state])
     if not fused.differentiable(leaves):
-        finals = job.finals([last for _, last in passes]) if return_state else [None] * len(ranks)
-        return [(y, final) for (y, _), final in zip(passes, finals, strict=True)]
+        if not return_state:
+            return [(y, None) for y, _ in passes]
+        ended = job.finals([last for _, last in passes])
+        return [(tied(y, ended), final) for (y, _), final in zip(passes, ended, strict=True)]
     groups: list[list[Several[Tensor]]] = []
     for rank, e, passed in zip(ranks, entered, passes, strict=True):
         groups.append([passed, e.starts, e.after, e.kept, list(rank.summary.bound.tensors.values())])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsf.language.errors import DsfError
 
@@ -64,9 +64,16 @@ torch.library.impl("dsf::after", "default", lambda x, heard: x.clone())
 torch.library.register_fake("dsf::after", lambda x, heard: torch.empty_like(x))
 
 
+def _count(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.count = len(inputs[1])
+
+
+torch.library.register_autograd("dsf::after", lambda ctx, g: (g, [None] * ctx.count), setup_context=_count)
+
+
 def tied(value: Any, heard: Sequence[Tensor]) -> Any:
-    """The tensor (or tuple or list of tensors) `value`, made to depend on `heard` where a graph is traced."""
-    if not any(type(x) is not Tensor for x in heard):
+    """A tensor, or tuples and lists of them, depending on `heard` where a graph is traced."""
+    if all(type(x) in (Tensor, nn.Parameter) for x in heard):
         return value
     if isinstance(value, Tensor):
         return torch.ops.dsf.after(value, list(heard))

@@ -99,14 +99,18 @@ class World:
         """The ranks of this process."""
         raise NotImplementedError
 
-    def run(self, steps: Several[Steps]) -> list[Any]:
-        """Run the generators of this process's ranks; their return values (dsf.parallel.collectives)."""
-        if self._forward is None:
-            return self._run(steps)
-        sizes = {ALL: self.ranks, INNER: self.ranks // self.nodes, OUTER: self.nodes}
-        return self._forward.run([mirrored(one, sizes) for one in reversed(steps)])[::-1]
+    def run(self, steps: Several[Steps], first: Several[Tensor] = ()) -> list[Any]:
+        """The values of this process's generators (dsf.parallel.collectives).
 
-    def _run(self, steps: Several[Steps]) -> list[Any]:
+        first: what a traced graph must know before the first collective. Compilers may exchange what does not depend on
+        each other, and ranks' graphs are not the same.
+        """
+        if self._forward is None:
+            return self._run(steps, first)
+        sizes = {ALL: self.ranks, INNER: self.ranks // self.nodes, OUTER: self.nodes}
+        return self._forward.run([mirrored(one, sizes) for one in reversed(steps)], first)[::-1]
+
+    def _run(self, steps: Several[Steps], first: Several[Tensor]) -> list[Any]:
         raise NotImplementedError
 
     def backwards(self) -> World:
@@ -243,13 +247,14 @@ class Sequence(World):
         super()._turn()
         self._rank = self.ranks - 1 - self._rank
 
-    def _run(self, steps: Several[Steps]) -> list[Any]:
-        """Run one generator by torch's functional collectives."""
+    def _run(self, steps: Several[Steps], first: Several[Tensor]) -> list[Any]:
+        """One generator, by torch's functional collectives, each after the one before it."""
         (one,) = steps
         heard: list[Tensor] = []
 
         def answer(request: Request) -> Tensor:
-            heard.append(self._answer(request))
+            x = tied(request.x, heard[-1:] or first)
+            heard.append(self._answer(request if x is request.x else replace(request, x=x)))
             return heard[-1]
 
         return [tied(drive(one, answer), heard)]
@@ -352,8 +357,8 @@ class Simulated(World):
         """All ranks."""
         return list(range(self.ranks))
 
-    def _run(self, steps: Several[Steps]) -> list[Any]:
-        """Run all generators in step. Raises DsfError where they ask for different collectives."""
+    def _run(self, steps: Several[Steps], first: Several[Tensor]) -> list[Any]:
+        """All generators in step. Raises DsfError where they do not ask for the same collectives."""
         return together(steps, self.nodes, self.log)
 
 
