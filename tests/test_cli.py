@@ -354,6 +354,7 @@ def test_a_file_that_holds_no_recurrence_is_one_clear_line(tmp_path, source, fun
             "d_model 2 is so small that no MLP",
         ),
         (("compare", "s6", "--device", "tpu"), "expected cpu or cuda"),
+        (("bench", "s6", "--device", "tpu"), "expected cpu or cuda"),
         (("compare", "--from", "nowhere.json"), "nowhere.json: cannot be read"),
         (("compare", "s6", "--config", "nowhere.json"), "nowhere.json: cannot be read"),
     ],

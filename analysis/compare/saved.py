@@ -141,4 +141,6 @@ def _numbers(data: Any, name: str = "", lives: bool = False) -> Any:
 
 def _first(error: ValidationError) -> str:
     found = error.errors()[0]
+    if found["type"] == "value_error":  # of the classes' own
+        return str(found["ctx"]["error"])
     return f"{'.'.join(map(str, found['loc']))}: {found['msg'].lower()}"
