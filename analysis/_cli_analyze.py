@@ -81,11 +81,13 @@ def out_file(out: Path) -> Path:
 
 
 def folder(path: Path, option: str) -> Path:
-    """The folder, created if missing. Raises InputError."""
+    """The folder, made if it is not there. Raises InputError, before any work, where nothing can be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{option} {path}: cannot make this folder ({error.strerror})") from error
+    if not os.access(path, os.W_OK):
+        raise InputError(f"{option} {path}: cannot write into this folder")
     return path
 
 

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from dsf.analysis import _cli_analyze
+from dsf.language.errors import InputError
 
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
 
@@ -35,6 +36,8 @@ def bench(
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.partition(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"--device {device!r}: expected cpu or cuda")
     found = find(subject)
     sizes = engine.Sizes(batch=batch, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype, device=device)
     with _cli_analyze.Bar() as bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,17 @@ def whole(path: Path, write: Callable[[Path], object]) -> None:
         write(beside)
         beside.replace(path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        beside.unlink(missing_ok=True)
+        _remove(beside)
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise DsfError(f"cannot write {path}: {why}; what was there before is untouched") from error
     except BaseException:
-        beside.unlink(missing_ok=True)
+        _remove(beside)
         raise
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a file system that is read-only refuses that, too
+        path.unlink(missing_ok=True)
 
 
 def whole_text(path: Path, text: str) -> None:

@@ -80,6 +80,8 @@ def _pages(name: str) -> float:
 
 def _from_folder(folder: Path) -> Pretrained:
     if not (folder / "config.json").is_file():
+        if (folder / "train.json").is_file():
+            raise InputError(f"{folder} holds a training run that has not ended; dsf train --resume goes on with it")
         raise InputError(f"{folder} has no config.json; expected a folder that save_pretrained has written")
     try:
         transformers: Any = importlib.import_module("transformers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf.analysis.text import Text
-from dsf.language.errors import DsfError
+from dsf.language.errors import DsfError, InputError
 from dsf.mixers import Mixer, parameter_groups
 
 BYTES = 256
@@ -30,6 +30,7 @@ class Setup:
     bare: mixers without their short convolutions and gates. batch, seq: sequences a step, bytes a sequence.
     steps, lr, seed: of AdamW, whose rate warms up, then falls to a tenth along a cosine. hidden: channels of the MLP,
     2 · d_model where None. device: where it trains; weights and batches are drawn on the CPU, the same for all.
+    Raises InputError for numbers that cannot be.
     """
 
     d_model: int = 64
@@ -46,10 +47,30 @@ class Setup:
     hidden: int | None = None
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        for name in ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq", "steps", "hidden"):
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
+        check_rates("lr", (self.lr,))
+
     @property
     def sizes(self) -> dict[str, int]:
         """The constructor arguments that set a mixer's sizes."""
         return {"n_heads": self.n_heads, "d_state": self.d_state, "headdim": self.headdim}
+
+
+def at_least(name: str, given: int | None, least: int) -> None:
+    """Raise InputError for a number below the least."""
+    if given is not None and given < least:
+        raise InputError(f"{name} is {given}, expected at least {least}")
+
+
+def check_rates(name: str, rates: Sequence[float]) -> None:
+    """Raise InputError unless these are different learning rates, one at least."""
+    if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+        given = ", ".join(map(str, rates)) or "nothing"
+        expected = "a positive one" if name == "lr" else "different positive ones, such as 2e-3 and 6e-3"
+        raise InputError(f"{name} is {given}, expected {expected}")
 
 
 def accepted(make: Callable[..., nn.Module]) -> dict[str, inspect.Parameter]:

@@ -1,10 +1,13 @@
 """The command line: every command, its JSON, its exit codes, and one clear line for bad input."""
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from typer.testing import CliRunner
 import dsf
 from dsf.analysis._cli_app import app
 from dsf.analysis._cli_zoo import Eigenvalues, ZooRecord, range_text
+from dsf.analysis._write import whole_text
 from dsf.analysis.report import finite
 from dsf.analysis.subjects import find
 from dsf.checking.examples import Example
@@ -358,6 +362,7 @@ def test_a_file_that_holds_no_recurrence_is_one_clear_line(tmp_path, source, fun
             "d_model 2 is so small that no MLP",
         ),
         (("compare", "s6", "--device", "tpu"), "expected cpu or cuda"),
+        (("bench", "s6", "--device", "tpu"), "expected cpu or cuda"),
         (("compare", "--from", "nowhere.json"), "nowhere.json: cannot be read"),
         (("compare", "s6", "--config", "nowhere.json"), "nowhere.json: cannot be read"),
     ],
@@ -371,6 +376,28 @@ def test_an_empty_text_and_an_impossible_folder_are_one_clear_line(tmp_path):
     empty.touch()
     assert "is empty" in one_line(run("compare", "--text", empty, code=2))
     assert "cannot make this folder" in one_line(run("compare", "s6", "--out", empty / "below", code=2))
+
+
+def test_a_folder_that_takes_no_files_is_one_clear_line_before_work(tmp_path, monkeypatch):
+    access = os.access  # a superuser may write where others may not
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: (mode != os.W_OK or Path(path) != tmp_path) and access(path, mode)
+    )
+    for args in (("compare", "s6", "--out", tmp_path), ("analyze", "typeseg", "--out", tmp_path / "a.html")):
+        assert "cannot write into this folder" in one_line(run(*args, code=2))
+
+
+def test_a_read_only_disk_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    page = tmp_path / "page.html"
+    page.write_text("whole")
+    for method in ("write_text", "unlink"):  # what stands for it is gone, and cannot be removed
+        monkeypatch.setattr(Path, method, refuse)
+    with pytest.raises(dsf.DsfError, match=r"cannot write .*page.html: Read-only file system; what was there before"):
+        whole_text(page, "other")
+    assert page.read_text() == "whole"
 
 
 @pytest.mark.parametrize("args", [("plan",), ("plan", "s6", "--T", 0), ("nothing",), ("compare", "--steps", 0)])

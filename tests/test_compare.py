@@ -127,6 +127,14 @@ def test_a_file_that_is_no_comparison_is_refused_in_one_line(result, tmp_path, c
         ('{"setup": {"stepz": 3}}', "setup has no field 'stepz'; expected d_model"),
         ('{"setup": {"steps": "many"}}', r"setup\.steps: input should be a valid integer"),
         ('{"protocol": {"rates": 3}}', r"protocol\.rates: input should be a valid tuple"),
+        *(
+            (json.dumps({"setup": {field: value}}), rf"setup\.{field} is {value}, expected at least")
+            for field, value in (("steps", 0), ("d_model", -4), ("batch", 0), ("seq", 0), ("hidden", 0), ("seed", -1))
+        ),
+        ('{"setup": {"lr": -1}}', r"setup\.lr is -1.0, expected a positive one"),
+        ('{"protocol": {"seeds": 0}}', r"protocol\.seeds is 0, expected at least 1"),
+        ('{"protocol": {"rates": []}}', r"protocol\.rates is nothing, expected different positive ones"),
+        ('{"protocol": {"rates": [1e-3, 1e-3]}}', r"protocol\.rates is 0.001, 0.001, expected different"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_one_line(tmp_path, text_of_file, said):

@@ -91,6 +91,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
     assert stopped.exit_code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
     assert stopped.stderr == "dsf: stopped; the checkpoint of step 2 is kept, --resume goes on from it\n"
     assert seen == [1, 2] and not (folder / "parts/model.safetensors").exists()
+    with pytest.raises(dsf.InputError, match="training run that has not ended; dsf train --resume"):
+        dsf.analysis.models.load_model("parts")
     monkeypatch.setattr(trainer._Trainer, "_save_checkpoint", save)
     torch.manual_seed(99)
     assert command(folder, "--resume", out="parts").exit_code == 0

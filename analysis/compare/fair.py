@@ -17,7 +17,17 @@ from dsf.analysis.compare import recall
 from dsf.analysis.compare.records import Kind, Learnt, Parameters, Spread
 from dsf.analysis.subjects import Subject, find
 from dsf.analysis.text import Text
-from dsf.analysis.training import ByteLM, Setup, bits_per_byte, fit, loss_on, make_model, train
+from dsf.analysis.training import (
+    ByteLM,
+    Setup,
+    at_least,
+    bits_per_byte,
+    check_rates,
+    fit,
+    loss_on,
+    make_model,
+    train,
+)
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers.layer import Layer
@@ -37,6 +47,7 @@ class Protocol:
     seeds: models of each layer, from setup.seed on. rates: learning rates tried; of one alone nothing is tried.
     trial_steps, recall_steps: of a trial and of the recall task; 0: a quarter of setup.steps, and no such task.
     papers: whether the paper's own layer is trained too. keep: folder for the weights, or None.
+    Raises InputError for numbers that cannot be.
     """
 
     seeds: int = 3
@@ -45,6 +56,11 @@ class Protocol:
     recall_steps: int = 0
     papers: bool = True
     keep: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("seeds", 1), ("trial_steps", 0), ("recall_steps", 0)):
+            at_least(name, getattr(self, name), least)
+        check_rates("rates", self.rates)
 
     def trial(self, setup: Setup) -> int:
         """Steps of a trial."""
