@@ -116,6 +116,21 @@ def test_the_law_looks_at_whether_earlier_ranks_matter():
     assert quantities["y"].ok and not quantities["worth"].ok
 
 
+@pytest.mark.parametrize("what", ["nothing", "one token", "no write", "one token more"])
+def test_the_law_asks_nothing_of_what_remembers_nothing_by_its_declaration(what):
+    @dsf.recurrence
+    def short(q: Key, k: Key, v: Value) -> System:
+        if what == "one token":
+            return System(A=dsf.I, B=k * v, C=q, window=1)
+        if what == "no write":
+            return System(A=sigmoid(k), B=0, C=q, D=dsf.dot(k, k) * v)
+        return System(A=0, B=k * v, C=q, read="before" if what == "one token more" else "after")
+
+    measures = list(LAWS["parallel"].measure(subject_of(short), "auto", EXAMPLES[0]))
+    assert all(m.ok for m in measures)
+    assert ("worth" in {m.quantity for m in measures}) == (what == "one token more")
+
+
 class Deaf(Simulated):
     """Ranks that hear only zeros in one kind of collective."""
 

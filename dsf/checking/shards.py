@@ -14,6 +14,8 @@ from dsf.call.recurrence import State
 from dsf.checking.compare import Measure, Measures, compare
 from dsf.checking.examples import Example, lengths
 from dsf.checking.measure import AGAINST, Subject, cotangent
+from dsf.language.expr import const
+from dsf.language.spec import Spec
 from dsf.parallel import Simulated
 from dsf.parallel.derive import kind_of_map
 
@@ -61,7 +63,7 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
     text = f"{world.ranks} ranks, {way}, {world.exchange} exchange{', in reverse' if reverse else ''}"
     for m in compare(subject, found, expected, example.dtype):
         yield replace(m, detail=f"{m.detail} {text}".strip())
-    if way == "shards" and not example.regimes and example.cuts:
+    if way == "shards" and not example.regimes and example.cuts and _remembers(subject.recurrence.spec):
         with torch.no_grad():
             y = subject.run(form, inputs, state)[0] if reverse else expected.y
         yield _worth(subject, form, example, inputs, y)
@@ -73,6 +75,15 @@ def _exchange(subject: Subject, chance: random.Random, ranks: int, nodes: int) -
     if spec.is_attention or kind_of_map(spec) == "channel":
         return "auto"
     return chance.choice(["gather", "transpose", "relay", *(["two-level"] if nodes > 1 else [])])
+
+
+def _remembers(spec: Spec) -> bool:
+    """False where, by what is written, no token's output depends on earlier tokens: the cut has nothing to lose."""
+    rows = spec.inner.rows
+    if spec.system.window == 1 or all(not r.terms and r.dense is None for r in rows):
+        return False
+    later = spec.system.read == "before" or (spec.frame is not None and bool(spec.frame.leaves))
+    return later or not any(r.normal.decay is const(0) and not r.normal.corrections for r in rows)
 
 
 def _worth(subject: Subject, form: str, example: Example, inputs: Mapping[str, Tensor], y: Tensor) -> Measure:
