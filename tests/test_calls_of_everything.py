@@ -214,7 +214,7 @@ def apart(r, call, parts, params, rows):
 
 
 @pytest.mark.parametrize("r", EVERYTHING, ids=lambda r: r.name)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(call=calls())
 def test_every_call_is_that_of_its_sequences(r, call):
     parts, params, rows = drawn(r, call)

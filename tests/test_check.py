@@ -17,7 +17,7 @@ from dsf.checking import check as checking
 from dsf.checking.examples import Example, draw_tensor, lengths
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject, distance
-from dsf.checking.ranges import Range, ranges_of
+from dsf.checking.ranges import Range, legal_ranges, ranges_of
 from dsf.kernels.operators import Transition
 
 FAST = {"examples": 2, "tokens": 70, "dtypes": (torch.float64,)}
@@ -362,6 +362,10 @@ def test_ranges_follow_from_the_expressions():
         features = [dsf.exp_features(x) for x in (k, q)]
         rule = lambda num, den, one: num / (den + (s + exp(t)) * one)  # noqa: E731
         return System(A=exp(g), B=features[0] * v, C=features[1], normalize=rule)
+
+    parts = {"Lambda_re": "≤ -0.1", "Lambda_im": "real"}  # re² + im² divides, so not both are 0
+    assert parts.items() <= words(dsf.mixers.s5).items()
+    assert legal_ranges(dsf.mixers.s5.spec)[1] >= {"Lambda_re"}, "0 beside another imaginary part is no mistake"
 
     assert words(sunk) == {"q": "real", "k": "real", "v": "real", "g": "≤ 0", "s": "≥ 0", "t": "real"}
 

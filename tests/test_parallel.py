@@ -123,7 +123,7 @@ def test_the_law_asks_nothing_of_what_remembers_nothing_by_its_declaration(what)
         if what == "one token":
             return System(A=dsf.I, B=k * v, C=q, window=1)
         if what == "no write":
-            return System(A=0.9, B=0, C=q, D=dsf.dot(k, k) * v)
+            return System(A=sigmoid(k), B=0, C=q, D=dsf.dot(k, k) * v)
         return System(A=0, B=k * v, C=q, read="before" if what == "one token more" else "after")
 
     measures = list(LAWS["parallel"].measure(subject_of(short), "auto", EXAMPLES[0]))

@@ -65,7 +65,8 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
 
     The demands, in this order:
 
-    * domain: denominators and arguments of log, sqrt, rsqrt positive; those of phi1, which grows as exp, at most 0;
+    * domain: denominators and arguments of log, sqrt, rsqrt positive; those of phi1, which grows as exp, at most 0; a
+      part of a complex rate that divides and is bounded by 0 is not 0, lest the other is, too;
     * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0]);
     * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
       that is a factor of scale (DeltaNet's β) in [0, 2/R];
@@ -137,6 +138,7 @@ class _Inference:
                 self.demand(weight, 0.0, INF)
             self.positive(self.spec.system.solve.ridge)
         self.quotient()
+        self.off_zero()
         out.update(self.ranges)
 
     def probe(self, x: Expr) -> Tensor:
@@ -151,22 +153,34 @@ class _Inference:
         values = self.probe(x)
         return bool(((values >= low - 1e-9) & (values <= high + 1e-9)).all())
 
-    def domains(self) -> None:
+    def nodes(self) -> list[Expr]:
+        """Every expression that is computed."""
         roots = [self.spec.readout, self.spec.system.D]
         for row in self.spec.rows:
-            roots += [
-                row.normal.decay,
-                row.normal.angle,
-                *(e for c in row.normal.corrections for e in (c.scale, c.left, c.right)),
-            ]
-            roots += [e for t in row.terms for e in (t.key, t.value)] + ([row.dense] if row.dense is not None else [])
-        for node in children_first(*roots):
+            roots += [row.normal.decay, row.normal.angle, *([] if row.dense is None else [row.dense])]
+            roots += [e for c in row.normal.corrections for e in (c.scale, c.left, c.right)]
+            roots += [e for t in row.terms for e in (t.key, t.value)]
+        return children_first(*roots)
+
+    def domains(self) -> None:
+        for node in self.nodes():
             if node.op == "div":
                 self.positive(node.args[1])
             elif node.op in ("log", "sqrt", "rsqrt"):
                 self.positive(node.args[0])
             elif node.op == "phi1":
                 self.demand(node.args[0], -INF, 0.0)
+
+    def off_zero(self) -> None:
+        """A square of what may be 0 at most or at least leaves 0, where it is added to others and divides (a rate)."""
+        for node in self.nodes():
+            squares = node.args[1].args if node.op == "div" and node.args[1].op == "add" else ()
+            for x in [s.args[0] for s in squares if s.op == "mul" and s.args[0] is s.args[1]]:
+                old = self.ranges[x.attrs[0]] if x.op == "input" else REAL
+                low, high = (max(b, self.apart) if b == 0 else b for b in (old.low, -old.high))
+                with self.shared():
+                    if (low, -high) != (old.low, old.high) and not old.unit:
+                        self._set(x.attrs[0], Range(low, -high))
 
     def positive(self, x: Expr) -> None:
         """Demand x above 0 by a margin, unless it already is positive."""
