@@ -78,13 +78,15 @@ def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 
     """Time a recurrence on random inputs in their legal ranges, with `layer` its layers, and the installed peers.
 
     layer: also the `Layer` made of the declaration and the paper's, of width heads · P. seconds: for each timing.
-    Raises InputError for a missing device or unknown type.
+    Raises InputError for a missing device, an unknown type, and an odd n where keys are taken in pairs.
     """
     if sizes.dtype not in DTYPES:
         raise InputError(f"--dtype {sizes.dtype!r} is unknown; dtypes are {', '.join(DTYPES)}")
     if sizes.device != "cpu" and not torch.cuda.is_available():
         raise InputError(f"--device {sizes.device}: there is no CUDA GPU here; `dsf doctor` says what there is")
     recurrence: Any = subject.recurrence
+    if recurrence.spec.has_key and recurrence.spec.keys_of(sizes.n) != sizes.n:
+        raise InputError(f"--n {sizes.n}: {recurrence.name} takes the Key axis in pairs, so it must be even")
     inputs = inputs_of(subject, sizes)
     plan = recurrence.plan(**inputs)
     copy, product = rates(sizes)

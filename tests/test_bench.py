@@ -67,3 +67,8 @@ def test_a_gpu_that_is_not_there_and_an_unknown_type_are_refused():
         engine.bench(find("gla"), engine.Sizes(device="cuda"))
     with pytest.raises(InputError, match="dtypes are float64"):
         engine.bench(find("gla"), engine.Sizes(dtype="int8"))
+
+
+def test_an_odd_number_of_keys_in_pairs_is_refused_and_not_rounded():
+    with pytest.raises(InputError, match="--n 3: mamba3 takes the Key axis in pairs"):
+        engine.bench(find("mamba3"), engine.Sizes(n=3, tokens=8))
