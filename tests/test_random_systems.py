@@ -135,6 +135,18 @@ def gradients(r: dsf.Recurrence, inputs: dict, start: torch.Tensor, form: str) -
     return [y, true, *torch.autograd.grad(loss, list(inputs.values()))]
 
 
+def test_den_has_term_for_term_what_num_has():
+    """Driven by ones a product of a sum falls into more terms, which must not stand beside another step's keys."""
+    first = System(A=I, B=X["k"] * X["v"] + X["l"] * X["v"])
+    last = System(A=I, B=prev(X["k"] + X["l"]) * X["v"], C=X["q"], normalize=dsf.ratio, drive=X["v"])
+    r = declare(compose(first, last))
+    inputs = structures.sample(r, T=7)
+    _, state = r(**inputs, form="naive", return_state=True)
+    for form in r.forms[1:]:
+        _, found = r(**inputs, form=form, return_state=True)
+        torch.testing.assert_close(r.true_state(found, 2), r.true_state(state, 2), rtol=1e-9, atol=1e-9)
+
+
 @settings(max_examples=60)
 @given(systems())
 def test_every_form_of_a_random_declaration_is_the_naive_one(system):

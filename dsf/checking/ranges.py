@@ -201,7 +201,7 @@ class _Inference:
         if self.spec.features is not None:
             return  # Taylor features can have a positive dot product without positive entries
         assert self.spec.ones is not None
-        factors = [e for row in self.spec.ones.rows for t in row.terms for e in (t.key, t.value)]
+        factors = [e for row in self.spec.ones_rows for t in row.terms for e in (t.key, t.value)]
         with self.shared():
             for factor in [self.spec.readout, *factors]:
                 self.positive(factor)

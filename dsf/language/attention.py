@@ -114,7 +114,7 @@ def _check_write(spec: Spec) -> None:
         return
     if spec.system.D is not const(0):
         raise TraceError(f"D = {spec.system.D}: {name} with normalize has no skip; add it to y")
-    (ones,) = spec.ones.rows[0].terms
+    (ones,) = spec.ones_rows[0].terms
     if ones.value is not const(1):
         raise TraceError(
             f"{name} divides by the sum of its weights, but with {spec.drives[0]} = 1 there remains {ones.value} in B, "

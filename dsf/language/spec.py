@@ -288,6 +288,22 @@ class Spec:
         return Spec(f"{self.name} (den)", "", self.inputs, system)
 
     @cached_property
+    def ones_rows(self) -> tuple[Row, ...]:
+        """The rows of `ones`, term for term those of this system, whose keys and gains den shares."""
+        swap = dict.fromkeys(self.drives, const(1))
+
+        def driven(x: Expr) -> Expr:
+            return substitute(x, swap)
+
+        return tuple(
+            replace(
+                row, terms=tuple(replace(t, value=driven(t.value)) for t in row.terms),
+                dense=None if row.dense is None else driven(row.dense),
+            )
+            for row in self.rows
+        )  # fmt: skip
+
+    @cached_property
     def unnormalised(self) -> Spec:
         """The system without normalize, whose output is num."""
         if self.system.normalize is None:
@@ -333,8 +349,8 @@ class Spec:
         """True when den differs by channel, so that its state needs P columns instead of one."""
         if self.ones is None:
             return False
-        terms = [x for r in self.ones.rows for t in r.terms for x in (t.value, t.gain) if x is not None]
-        dense = [r.dense for r in self.ones.rows if r.dense is not None]
+        terms = [x for r in self.ones_rows for t in r.terms for x in (t.value, t.gain) if x is not None]
+        dense = [r.dense for r in self.ones_rows if r.dense is not None]
         return (
             any(VALUE in x.axes for x in [*terms, *dense, self.readout, self.ones.system.D])
             or VALUE in self.decay_axes | (self.gain_axes if self.is_stabilised else frozenset())

@@ -182,7 +182,7 @@ def _value(spec: Spec, values: Evaluator, place: tuple[int, int], term: Term, la
     if spec.ones is None:
         return main.expand(*main.shape[:-1], layout.p)
     row, g = place
-    others = spec.ones.rows[row].terms
+    others = spec.ones_rows[row].terms
     ones = values(others[g].value if g < len(others) else const(0)).squeeze(-2)
     return beside(main, ones, layout)
 
@@ -196,7 +196,7 @@ def _dense(spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], layo
     for index, row in enumerate(spec.rows):
         full = values(whole_injection(row)).expand(batch, tokens, heads, n, -1)
         if spec.ones is not None:
-            ones = values(whole_injection(spec.ones.rows[index]))
+            ones = values(whole_injection(spec.ones_rows[index]))
             full = beside(full, ones.expand(batch, tokens, heads, n, -1), layout)
         rows.append(full.expand(*full.shape[:-1], layout.p + layout.den))
     return stack_rows(rows)

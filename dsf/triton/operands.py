@@ -104,7 +104,7 @@ def operands_of(spec: Spec) -> Operands:
     read, query = split_scale(core)
     ones = None
     if spec.ones is not None:
-        ones = tuple(r.terms[0].value if r.terms else ZERO for r in spec.ones.rows)
+        ones = tuple(r.terms[0].value if r.terms else ZERO for r in spec.ones_rows)
         if spec.den_has_channels:
             raise Unfit("the matrix kernels take a normaliser of one number a head")
         if any(one is not source for one, source in zip(ones, sources, strict=True)):

@@ -103,7 +103,7 @@ def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
     scale = exp(LEVEL - top) if top is not None else UNIT
     now = first = _Moment(STATE * scale, COLUMN * scale if ones is not None else None, top)
     for i, row in enumerate(spec.rows):
-        now = _advance(row, None if ones is None else ones.rows[i], now)
+        now = _advance(row, None if ones is None else spec.ones_rows[i], now)
     seen = first if spec.system.read == "before" else now
     y = _read(spec, seen.state) + spec.system.D
     if spec.rule is not None:
