@@ -31,10 +31,15 @@ class Record(BaseModel):
         return self.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
+def schema_field(name: str) -> Any:
+    """The field of a File's schema, `schema` in JSON."""
+    return Field(default=name, validation_alias="schema", serialization_alias="schema")
+
+
 class File(Record):
     """A record that is a whole JSON file and names its schema. The JSON schema: `model_json_schema()`."""
 
-    schema_: str = Field(default="", validation_alias="schema", serialization_alias="schema")
+    schema_: str = schema_field("")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the schema's name first."""
@@ -50,7 +55,7 @@ class File(Record):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise InputError(f"{path}: {first(error)}") from error
+            raise InputError(f"{path}: {first_error(error)}") from error
 
 
 class Machine(Record):
@@ -151,7 +156,7 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
-def first(error: ValidationError) -> str:
+def first_error(error: ValidationError) -> str:
     """What is wrong, and where, in one line."""
     found = error.errors()[0]
     if found["type"] == "value_error":  # of the classes' own

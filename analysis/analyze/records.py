@@ -6,7 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from dsf.analysis.records import Eigenvalues, File, HalfLives, Lifetimes, Machine, Number, Percentiles, Record
+from dsf.analysis.records import (
+    Eigenvalues,
+    File,
+    HalfLives,
+    Lifetimes,
+    Machine,
+    Number,
+    Percentiles,
+    Record,
+    schema_field,
+)
 
 
 class EffectiveSize(Record):
@@ -176,9 +186,7 @@ class Costs(Record):
 class Analysed(File):
     """The content of the JSON file. window: tokens on which Phi was formed. contexts: of the bytes kept."""
 
-    schema_: Literal["dsf.analyze/1"] = Field(
-        default="dsf.analyze/1", validation_alias="schema", serialization_alias="schema"
-    )
+    schema_: Literal["dsf.analyze/1"] = schema_field("dsf.analyze/1")
     dsf: str
     machine: Machine
     model: Model

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 import dsf
@@ -24,7 +23,7 @@ from dsf.analysis import probe
 from dsf.analysis.compare import fair, recall
 from dsf.analysis.compare.fair import Protocol
 from dsf.analysis.compare.records import Kind, Learnt, Map, MixerRecord, ReadText, RecallTask, StateNumbers
-from dsf.analysis.records import Endless, File, Machine
+from dsf.analysis.records import Endless, File, Machine, schema_field
 from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.text import Text
 from dsf.analysis.training import ByteLM, Setup
@@ -44,9 +43,7 @@ class Comparison(File):
     form of any mixer. seconds: that it took. dsf.analysis.compare.saved reads it back.
     """
 
-    schema_: Literal["dsf.compare/2"] = Field(
-        default="dsf.compare/2", validation_alias="schema", serialization_alias="schema"
-    )
+    schema_: Literal["dsf.compare/2"] = schema_field("dsf.compare/2")
     dsf: str
     machine: Machine
     setup: Setup

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dsf.analysis.compare import CONTEXTS, Comparison
 from dsf.analysis.compare.fair import Protocol
-from dsf.analysis.records import first, read
+from dsf.analysis.records import first_error, read
 from dsf.analysis.training import Setup
 from dsf.language.errors import InputError
 
@@ -47,6 +47,6 @@ def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
             whole: Any = TypeAdapter(kind).validate_python(given)
         except ValidationError as error:
-            raise InputError(f"{path}: {name}.{first(error)}") from error
+            raise InputError(f"{path}: {name}.{first_error(error)}") from error
         found.append({field: getattr(whole, field) for field in given})
     return found[0], found[1]
