@@ -279,22 +279,18 @@ class Spec:
         """The system driven by ones, whose output is den."""
         if not self.drives:
             return None
-        swap = dict.fromkeys(self.drives, const(1))
-        steps = [
-            System(A=s.A, B=substitute(s.B, swap), C=s.C, D=substitute(s.D, swap), read=s.read)
-            for s in self.system.micro_steps
-        ]
+        driven = self._driven_by_ones
+        steps = [System(A=s.A, B=driven(s.B), C=s.C, D=driven(s.D), read=s.read) for s in self.system.micro_steps]
         system = replace(steps[-1], earlier=tuple(steps[:-1]), normalize=self.system.normalize, drive=self.drives)
         return Spec(f"{self.name} (den)", "", self.inputs, system)
+
+    def _driven_by_ones(self, x: Expr) -> Expr:
+        return substitute(x, dict.fromkeys(self.drives, const(1)))
 
     @cached_property
     def ones_rows(self) -> tuple[Row, ...]:
         """The rows of `ones`, term for term those of this system, whose keys and gains den shares."""
-        swap = dict.fromkeys(self.drives, const(1))
-
-        def driven(x: Expr) -> Expr:
-            return substitute(x, swap)
-
+        driven = self._driven_by_ones
         return tuple(
             replace(
                 row, terms=tuple(replace(t, value=driven(t.value)) for t in row.terms),
@@ -342,7 +338,7 @@ class Spec:
     @cached_property
     def skip_ones(self) -> Term:
         """The skip of the system driven by ones, without its gain, which equals `skip_term`'s."""
-        return Term(const(1), substitute(self.skip_term.value, dict.fromkeys(self.drives, const(1))))
+        return Term(const(1), self._driven_by_ones(self.skip_term.value))
 
     @cached_property
     def den_has_channels(self) -> bool:
