@@ -47,7 +47,8 @@ def attend(
     if late is not None:
         whole = spread_heads(late, a.shape[1])
         high = whole.float()
-        low = (whole - high.detach().double()).float()
+        exact = whole if v.dtype == torch.float32 else whole.detach()  # half precisions have a gradient of one part
+        low = (exact - high.detach().double()).float()
         c = torch.stack([high, low], dim=2)
     y, lse = attention(a.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), c, scale, window or 0)
     return y.transpose(1, 2), lse
