@@ -15,7 +15,7 @@ from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
 from dsf.mixers._shift import TokenShift
-from dsf.mixers._sizes import Divided, check_tokens
+from dsf.mixers._sizes import Divided, check_input
 
 if TYPE_CHECKING:
     from dsf.parallel import World
@@ -231,7 +231,7 @@ class Mixer(Owner, Divided):
         if tokens.pop("reverse", False):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
-        check_tokens(self, x, step=True)
+        check_input(self, x, step=True)
         inputs, side, state = self._prepare(x.unsqueeze(1), state, None, tokens)
         inputs = {
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
@@ -243,6 +243,7 @@ class Mixer(Owner, Divided):
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
         """The inputs of `recurrence` in `forward`, by name: `m.recurrence.trajectory(**m.inputs(x))`."""
+        check_input(self, x)
         return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
@@ -323,7 +324,7 @@ def check_call(
     """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
 
     def look() -> None:
-        check_tokens(layer, x)
+        check_input(layer, x)
         if mask is not None:
             check_mask(type(layer).__name__, mask, cu_seqlens)
 

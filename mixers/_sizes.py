@@ -152,7 +152,7 @@ def _check_order(name: str, signature: inspect.Signature, given: Mapping[str, An
                 raise InputError(f"{name}: {low} is {first!r}, above {high}, {last!r}")
 
 
-def check_tokens(layer: Any, x: Tensor, step: bool = False) -> None:
+def check_input(layer: Any, x: Tensor, step: bool = False) -> None:
     """Refuse what is no [B, T, d_model] (step: [B, d_model]) of floats, in the layer's words. Raises InputError."""
     width, axes = getattr(layer, "d_model", None), 2 if step else 3
     name, expected = type(layer).__name__, f"[B, {'' if step else 'T, '}{'d_model' if width is None else width}]"

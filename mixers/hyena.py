@@ -16,7 +16,7 @@ from dsf.language.errors import FormError, InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import check_mask
 from dsf.mixers._own import Owner, normal
-from dsf.mixers._sizes import check_tokens
+from dsf.mixers._sizes import check_input
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts, World
@@ -125,7 +125,7 @@ class Hyena(Owner):
         there is no state. Raises FormError for a state, InputError for sequences longer than l_max, a mask with
         padding, and parallel=, as filters reach over all tokens.
         """
-        check_tokens(self, x)
+        check_input(self, x)
         if state is not None:
             self._refuse("continues no state")
         if attention_mask is not None:

@@ -71,6 +71,8 @@ def test_tokens_of_another_width_or_type_are_refused(name):
     with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x is torch.int64"):
         layer(torch.ones(2, 3, 32, dtype=torch.long))
     if isinstance(layer, mixers.Mixer):
+        with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x has shape .*expected \[B, T, 32\]"):
+            layer.inputs(torch.randn(2, 3, 16))
         with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x has shape .*expected \[B, 32\]"):
             layer.step(torch.randn(2, 1, 32))
 
