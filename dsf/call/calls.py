@@ -137,10 +137,18 @@ def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool)
 packs_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as below
 
 
-def allow() -> bool:
-    """Let dynamo take call_in_graph as one node. Dynamo calls this, so that importing dsf does not import dynamo."""
-    torch.compiler.allow_in_graph(call_in_graph)
-    return True
+def allowing(function: Callable[..., Any]) -> Callable[[], bool]:
+    """What lets dynamo take the function as one node of a graph, to be called in the code that it traces.
+
+    Dynamo calls it while it traces, so that importing dsf does not import dynamo.
+    """
+
+    def allow() -> bool:
+        torch.compiler.allow_in_graph(function)
+        return True
+
+    allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+    return allow
 
 
-allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets
+allow = allowing(call_in_graph)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.call.calls import allowing
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.parallel.collectives import Gather, Request, Sum
@@ -176,12 +177,7 @@ def enter_in_graph(world: str, past: int, *tails: Tensor) -> tuple[Tensor, ...]:
     return _Enter.apply(world_of(world), past, *tails)
 
 
-def _allow() -> bool:
-    torch.compiler.allow_in_graph(enter_in_graph)
-    return True
-
-
-_allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as dsf.call.calls.allow
+_allow = allowing(enter_in_graph)
 
 
 class _Enter(torch.autograd.Function):

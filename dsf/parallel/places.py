@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsf.call.calls import allowing
 from dsf.parallel.agree import check_tokens
 from dsf.parallel.collectives import Gather, Request
 from dsf.parallel.layout import host_bounds
@@ -100,9 +101,4 @@ def lengths_in_graph(world: str, own: Tensor) -> Tensor:
     return _lengths(world_of(world), own)
 
 
-def _allow() -> bool:
-    torch.compiler.allow_in_graph(lengths_in_graph)
-    return True
-
-
-_allow._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as dsf.call.calls.allow
+_allow = allowing(lengths_in_graph)
