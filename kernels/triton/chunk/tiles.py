@@ -262,9 +262,10 @@ def prepare(g, s, b, c, planes, table, vectors, drive, added, sizes, C: tl.const
         left = last - running
         if C.FINE:
             left += tl.sum(tl.where(is_last, rest, 0.0), axis=axis, keep_dims=True) - rest
-            tl.store(to + REST * sizes.plane, rest, mask=known)
         prefix, suffix = tl.exp2(running), tl.exp2(left) * turn
         tl.store(to, running, mask=known)
+        if C.FINE:  # not before `prefix`: of float16 inputs, Triton 3.6 then makes code that it refuses itself
+            tl.store(to + REST * sizes.plane, rest, mask=known)
         if C.BACK or C.SCALED != 2:
             tl.store(to + SUFFIX * sizes.plane, suffix, mask=known)
         tl.store(to + TOTAL * sizes.plane, tl.exp2(last) * turn + local * 0.0, mask=known & (local == 0))
