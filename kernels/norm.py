@@ -1,7 +1,7 @@
 """RMS norm and gate: y = norm(x) · weight · act(gate), or norm(x · act(gate)) · weight, or the gate alone.
 
 On a GPU it takes one launch forward and two backward (dsf.kernels.triton.layer), without copies of x and gate;
-elsewhere torch. Both compute in float32 at least and round once, to x's dtype.
+elsewhere torch. Both compute in float32 at least and round once.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ def gated_rms_norm(
     activation: str = "silu",
     eps: float = 1e-5,
     backend: str = "auto",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x / sqrt(mean x² + eps) · weight over the last axis in `groups` equal parts, gated.
 
     x, gate: [..., D] with the same shape, any strides; weight: [D]. gate_first: norm(x · act(gate)) as Mamba-2 has it,
     instead of norm(x) · act(gate) (Gated DeltaNet); activation: "silu" or "sigmoid". backend: "triton" (CUDA tensors,
-    not float64), "torch", or "auto". Returns a tensor as x, contiguous on a GPU. Raises ValueError for sizes that do
-    not fit and unknown names.
+    not float64), "torch", or "auto". dtype: of the result, x's by default. Returns a tensor of x's shape, contiguous on
+    a GPU. Raises ValueError for sizes that do not fit and unknown names.
     """
     if x.shape[-1] % groups or (weight is not None and weight.shape != x.shape[-1:]):
         sizes = "no weight" if weight is None else f"a weight {list(weight.shape)}"
         raise ValueError(f"a norm over {x.shape[-1]} numbers in {groups} groups with {sizes}: sizes do not fit")
-    size = x.shape[-1] // groups
+    size, dtype = x.shape[-1] // groups, x.dtype if dtype is None else dtype
     if _chosen(x, gate, activation, backend, size):
         from dsf.kernels.triton.layer.norm_ops import gated_norm
 
-        return gated_norm(x, gate, weight, size, True, gate_first, activation == "sigmoid", eps)
+        return gated_norm(x, gate, weight, size, True, gate_first, activation == "sigmoid", eps, dtype)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if gate is not None and gate_first:
         y = y * activated(gate.to(y.dtype), activation)
@@ -48,7 +49,7 @@ def gated_rms_norm(
         y = y * weight.to(y.dtype)
     if gate is not None and not gate_first:
         y = y * activated(gate.to(y.dtype), activation)
-    return y.to(x.dtype)
+    return y.to(dtype)
 
 
 def gated(x: Tensor, gate: Tensor, activation: str = "silu", backend: str = "auto") -> Tensor:
@@ -56,7 +57,7 @@ def gated(x: Tensor, gate: Tensor, activation: str = "silu", backend: str = "aut
     if _chosen(x, gate, activation, backend, 1):
         from dsf.kernels.triton.layer.norm_ops import gated_norm
 
-        return gated_norm(x, gate, None, x.shape[-1], False, False, activation == "sigmoid", 0.0)
+        return gated_norm(x, gate, None, x.shape[-1], False, False, activation == "sigmoid", 0.0, x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * activated(gate.to(wide), activation)).to(x.dtype)
 

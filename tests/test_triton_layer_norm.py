@@ -91,3 +91,21 @@ def test_bfloat16_errs_by_one_rounding():
     found = outcome(lambda *t: gated_rms_norm(*t, backend="triton"), leaves, torch.bfloat16)
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b).abs().mean() <= 1.5 * (b.to(torch.bfloat16).double() - b).abs().mean()
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_the_result_may_have_another_type_and_is_rounded_once(kinds):
+    given, asked = kinds
+    leaves = leaves_of((2, 9, 96), True, False, given)
+
+    def norm(backend):
+        return lambda x, weight, gate: gated_rms_norm(x, weight, gate, backend=backend, dtype=asked)
+
+    found, torchs = norm("triton")(*leaves), norm("torch")(*leaves)
+    assert found.dtype == torchs.dtype == asked
+    torch.testing.assert_close(found, torchs, rtol=1e-6 if asked == torch.float32 else 2**-7, atol=1e-6)
+    wanted = outcome(lambda *t: definition(*t, 1, False, "silu"), leaves, torch.float64)
+    own = outcome(norm("triton"), leaves, given)
+    assert [x.dtype for x in own[1:]] == [given, given]
+    for a, b in zip(own, wanted, strict=True):
+        assert ((a.double() - b).norm() / b.norm()).item() < (1e-2 if torch.bfloat16 in (a.dtype, asked) else 1e-5)

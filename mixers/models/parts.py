@@ -1,4 +1,8 @@
-"""The parts of a model around a mixer: RMS norm, SwiGLU, cross entropy; on CUDA liger-kernel's, if installed."""
+"""The parts of a model around a mixer: RMS norm, SwiGLU, cross entropy.
+
+On CUDA they run liger-kernel's kernels where it is installed, else the norm and the gate of this package's layers.
+Under torch.compile, which fuses by itself, and on a CPU they are torch's.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Packing
+from dsf.kernels.norm import gated, gated_rms_norm
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -28,13 +33,18 @@ def _liger(module: str, name: str) -> Any:
         return None
 
 
+def _fuses(*tensors: Tensor) -> bool:
+    """Whether a kernel is launched for these: on a GPU, whole, and not under torch.compile, which fuses by itself."""
+    return not torch.compiler.is_compiling() and all(x.is_cuda and not hasattr(x, "device_mesh") for x in tensors)
+
+
 def _kernel(module: str, name: str, x: Tensor) -> Any:
-    """A kernel of liger-kernel for x, or None: on a CPU, under torch.compile (which fuses by itself), or without it."""
-    return None if not x.is_cuda or torch.compiler.is_compiling() else _liger(module, name)
+    """A kernel of liger-kernel for x, or None where nothing is launched or it is not installed."""
+    return _liger(module, name) if _fuses(x) else None
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMS norm over the last axis; liger-kernel's launch on CUDA, where it is installed."""
+    """torch's RMS norm over the last axis; on CUDA one launch that reads x and writes what matrix products take."""
 
     def __init__(self, width: int, eps: float):
         super().__init__(width, eps=eps)
@@ -45,12 +55,17 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway."""
-        kernel = _kernel("rms_norm", "LigerRMSNormFunction", x)
-        # liger-kernel: offset 0, float32 as Llama's, not in place (the gradient of x may be needed elsewhere)
-        options = (x, self.weight, self.eps, 0.0, "llama", False)
-        y = super().forward(x) if kernel is None else kernel.apply(*options)
         kind = x.device.type
-        return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
+        lower = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if lower else torch.promote_types(x.dtype, self.weight.dtype)
+        kernel = _kernel("rms_norm", "LigerRMSNormFunction", x)
+        if kernel is not None:
+            # offset 0, float32 as Llama's, not in place (the gradient of x may be needed elsewhere)
+            return kernel.apply(x, self.weight, self.eps, 0.0, "llama", False).to(dtype)  # type: ignore[no-any-return]
+        if _fuses(x, self.weight):
+            assert self.eps is not None
+            return gated_rms_norm(x, self.weight, eps=self.eps, dtype=dtype)
+        return super().forward(x).to(dtype)
 
 
 class SwiGLU(nn.Module):
@@ -72,7 +87,9 @@ class SwiGLU(nn.Module):
         """x: [..., d_model] -> [..., d_model]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         kernel = _kernel("swiglu", "LigerSiLUMulFunction", gate)
-        return self.down_proj(F.silu(gate) * up if kernel is None else kernel.apply(gate, up))
+        if kernel is not None:
+            return self.down_proj(kernel.apply(gate, up))
+        return self.down_proj(gated(up, gate) if _fuses(gate, up) else F.silu(gate) * up)
 
 
 def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
@@ -131,14 +148,15 @@ class _Pieces(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, hidden.shape[0], rows):
                 part, target = hidden[begin : begin + rows], targets[begin : begin + rows]
-                logs = (part @ weight.T).to(total.dtype).log_softmax(-1)
+                logs = (part @ weight.T).log_softmax(-1, dtype=total.dtype)
                 shown = (target != IGNORED).unsqueeze(1)
                 place = target.clamp(min=0).unsqueeze(1)
                 total -= (logs.gather(1, place) * shown).sum()
                 if d_hidden is None and d_weight is None:
                     continue
                 slope = logs.exp_().scatter_add_(1, place, -torch.ones_like(place, dtype=logs.dtype))
-                slope = (slope * (shown.to(slope.dtype) / counted)).to(hidden.dtype)
+                share, lower = shown.to(slope.dtype) / counted, torch.empty_like(slope, dtype=hidden.dtype)
+                slope = torch.mul(slope, share, out=lower)  # rounded as it is written
                 if d_hidden is not None:
                     torch.matmul(slope, weight, out=d_hidden[begin : begin + rows])
                 if d_weight is not None:

@@ -15,7 +15,7 @@ from dsf.kernels.triton.operators import operator
 
 WAY_OUT = "the fused norm and gate; ask for backend='torch', which has them"
 PLAIN = 1024  # numbers of a group without norm
-Options = tuple[int, bool, bool, bool, float]  # group, norm, gate first, sigmoid, eps
+Options = tuple[int, bool, bool, bool, float, torch.dtype]  # group, norm, gate first, sigmoid, eps, of the result
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _groups(x: Tensor, weight: Tensor | None, size: int, norm: bool) -> tuple[in
 
 def _settings(options: Options, shape: tuple[int, int, int], tile: tuple[int, int, int, int]) -> dict[str, Any]:
     (group, inner, ways), (width, held, warps, _) = shape, tile
-    _, norm, first, sigmoid, _ = options
+    _, norm, first, sigmoid, _, _ = options
     return {
         "inner": inner, "ways": ways, "GROUP": group, "NORM": norm, "FIRST": first, "SIGMOID": sigmoid, "W": width,
         "R": held, "num_warps": warps,
@@ -53,7 +53,7 @@ def _of(x: Tensor | None) -> tuple[Any, ...]:
 
 
 def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
-    out = x.new_empty(x.shape)
+    out = x.new_empty(x.shape, dtype=options[5])
     x, gate, weight = _flat(x), None if gate is None else _flat(gate), None if weight is None else weight.contiguous()
     shape = _groups(x, weight, options[0], options[1])
     rows = x.shape[0] * x.shape[1] * shape[1]
@@ -115,6 +115,9 @@ def _differentiable(x: Tensor, gate: Tensor | None, weight: Tensor | None, *opti
     return _Differentiable.apply(options, x, gate, weight)
 
 
-_GIVEN = "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, bool sigmoid, float eps"
+_GIVEN = (
+    "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, bool sigmoid, float eps, "
+    "ScalarType dtype"
+)
 gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiable)
 gated_norm_backward = operator(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _backward)
