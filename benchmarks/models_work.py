@@ -170,18 +170,16 @@ def training(job):
 
 def decoder_of_ours(model):
     """(function of tokens [B, T] -> last logits, function -> the tensors that it keeps)."""
-    from dsf.mixers.models.states import Kept, ModelState, tensors_of
+    from dsf.mixers.models.states import tensors_of
 
-    kept = [Kept(static=True) for _ in model.model.layers]
+    kept = [None]
 
     def advance(tokens):
-        state = ModelState(tuple(k.state for k in kept)) if kept[0].state is not None else None
-        out = model(tokens, state=state)
-        for k, after in zip(kept, out.state.layers, strict=True):
-            k.store(after, tokens.shape[1])
+        out = model(tokens, state=kept[0], in_place=kept[0] is not None)
+        kept[0] = out.state
         return out.logits[:, -1]
 
-    return advance, lambda: [x for k in kept for x in tensors_of(k.state)]
+    return advance, lambda: [x for state in kept[0].layers for x in tensors_of(state)]
 
 
 def decoder_of_theirs(who, model, length):

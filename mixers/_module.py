@@ -226,18 +226,35 @@ class Mixer(Owner, Divided):
         """
         return shard_own(self, **options)
 
-    def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
-        """Decode one token. x: [B, d_model] -> (y [B, d_model], state). Raises InputError for reverse=True."""
+    def step(
+        self, x: Tensor, state: MixerState | None = None, *, in_place: bool = False, **tokens: Tensor
+    ) -> tuple[Tensor, MixerState]:
+        """Decode one token. x: [B, d_model] -> (y [B, d_model], state).
+
+        in_place: the new state takes the memory of `state`, where a CUDA graph finds it, and nothing is copied; what
+        `state` held is lost. Nothing may need a gradient. A cache of keys and values has its own memory in any case.
+        Raises InputError for reverse=True, and for in_place=True where gradients are wanted.
+        """
         if tokens.pop("reverse", False):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
         check_input(self, x, step=True)
-        inputs, side, state = self._prepare(x.unsqueeze(1), state, None, tokens)
+        if in_place and torch.is_grad_enabled():
+            raise InputError(
+                f"{type(self).__name__}.step: in_place overwrites what a gradient would need; use torch.no_grad()"
+            )
+        before = state
+        inputs, side, state = self._prepare(x.unsqueeze(1), before, None, tokens, in_place=in_place)
         inputs = {
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
         }
-        y, after = self.recurrence.step(state.recurrent, **inputs)
-        return self.readout(y.unsqueeze(1), side).squeeze(1), state._replace(recurrent=after)
+        held = state.recurrent
+        over = in_place and isinstance(held, Tensor) and held.is_contiguous()
+        y, after = self.recurrence.step(held, **inputs, in_place=over)
+        state = state._replace(recurrent=after)
+        if in_place and before is not None:
+            state = MixerState(*map(_kept, before, state))
+        return self.readout(y.unsqueeze(1), side).squeeze(1), state
 
     def inputs(
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
@@ -282,6 +299,7 @@ class Mixer(Owner, Divided):
         cu_seqlens: Tensor | Packing | None,
         tokens: dict[str, Tensor],
         world: World | None = None,
+        in_place: bool = False,
     ) -> tuple[dict[str, Any], Side, MixerState]:
         """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`)."""
         bounds = tensor_of(cu_seqlens, x.device)
@@ -295,7 +313,7 @@ class Mixer(Owner, Divided):
             span = span._replace(places=places_of(world, x, cu_seqlens, self.positional or self.resets))
             if torch.compiler.is_compiling() and span.places is not None and span.places.place is not None:
                 u = torch.ops.dsf.after(u, [span.places.place])  # ranks' graphs keep collectives in one order
-        u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world)
+        u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world, in_place)
         inputs = self.arguments(u, side, span, **tokens)
         position = span.after(x) if self.positional else None
         return (
@@ -305,16 +323,30 @@ class Mixer(Owner, Divided):
         )
 
     def convolve(
-        self, u: Tensor, past: Tensor | None, cu_seqlens: Tensor | Packing | None, world: World | None
-    ) -> tuple[Any, Tensor | None]:
-        """u [B, T, C] after the short convolution, if any, and the convolution's new state."""
+        self, u: Tensor, past: Tensor | None, cu_seqlens: Tensor | Packing | None, world: World | None,
+        in_place: bool = False,
+    ) -> tuple[Any, Tensor | None]:  # fmt: skip
+        """u [B, T, C] after the short convolution, if any, and the convolution's new state, in the old one's memory
+        where in_place and possible."""
         if self.conv1d is None:
             return u, None
         if world is None:
+            if in_place and _takes(past, u) and isinstance(self.conv1d, ShortConv):
+                return self.conv1d(u, past, in_place=True)
             return self.conv1d(u, past, tensor_of(cu_seqlens, u.device))
         from dsf.parallel.halo import convolve
 
         return convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
+
+
+def _takes(past: Tensor | None, u: Tensor) -> bool:
+    """Whether a convolution of u can write into this state."""
+    return past is not None and past.is_contiguous() and past.dtype == u.dtype
+
+
+def _kept(old: Any, new: Any) -> Any:
+    """A part of a state in the memory of the one before; caches of keys and values as they are."""
+    return old.copy_(new) if isinstance(old, Tensor) and isinstance(new, Tensor) and new is not old else new
 
 
 def check_call(

@@ -72,21 +72,24 @@ class Block(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
         turn: Turn | None = None,
         keep: bool = True,
+        in_place: bool = False,
     ) -> tuple[Tensor, Any]:
         """x: [B, T, d_model] -> (the same shape, the mixer's state or None).
 
-        turn: the rotation, if the mixer takes one.
+        turn: the rotation, if the mixer takes one. in_place: a decode step writes into the state's memory.
         """
-        mixed, state = self._mix(self.mixer_norm(x), state, cu_seqlens, turn, keep)
+        mixed, state = self._mix(self.mixer_norm(x), state, cu_seqlens, turn, keep, in_place)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
 
     def _mix(
-        self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool
+        self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool, in_place: bool
     ) -> tuple[Tensor, Any]:
         one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
         if one and getattr(self.mixer, "parallel", None) is None:  # a decode step is one launch
-            now = {} if turn is None else {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
+            now: dict[str, Any] = {"in_place": True} if in_place else {}
+            if turn is not None:
+                now |= {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
             y, state = self.mixer.step(x[:, 0], state, **now)
             return y.unsqueeze(1), state
         tokens: dict[str, Any] = {} if turn is None else {"cos": turn[0], "sin": turn[1]}
@@ -107,9 +110,13 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
     def run(
-        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | Packing | None = None, keep: bool = True
-    ) -> tuple[Tensor, ModelState | None]:
-        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state or None)."""
+        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | Packing | None = None, keep: bool = True,
+        in_place: bool = False,
+    ) -> tuple[Tensor, ModelState | None]:  # fmt: skip
+        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state or None).
+
+        in_place: a decode step writes into the memory of `state`, as far as mixers can; other calls return new tensors.
+        """
         if state is not None:
             check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
@@ -123,9 +130,9 @@ class Backbone(nn.Module):
                 kind = (block.mixer.dims[1], block.mixer.rope_base)
                 turn = turns[kind] = turns.get(kind) or block.mixer.turns(x, before, cu_seqlens)
             if self.training and block.gradient_checkpointing:
-                x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn, keep)
+                x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn, keep, in_place)
             else:
-                x, new = block(x, before, cu_seqlens, turn, keep)
+                x, new = block(x, before, cu_seqlens, turn, keep, in_place)
             after.append(new)
         return self.norm(x), ModelState(tuple(after)) if keep else None
 
@@ -198,6 +205,7 @@ class CausalLM(nn.Module):
         return_state: bool = True,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        in_place: bool = False,
     ) -> CausalOutput:
         """Predict the next token after every token.
 
@@ -206,11 +214,13 @@ class CausalLM(nn.Module):
         boundaries of sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
         return_state: False saves memory and time in training. shift_labels: [B, T] instead of labels, the targets of
         each token, `next_labels(labels)`; ranks that share a sequence pass their tokens' part of them.
-        num_items_in_batch: divisor of the summed loss instead of the number of this call's targets.
-        Raises InputError for shapes and states that do not fit.
+        num_items_in_batch: divisor of the summed loss instead of the number of this call's targets. in_place: see
+        `step`. Raises InputError for shapes and states that do not fit, and for in_place in other calls than a step.
         """
         self._check(ids, labels if shift_labels is None else shift_labels, cu_seqlens)
-        hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state)
+        if in_place and (state is None or ids.shape[1] != 1 or cu_seqlens is not None or torch.is_grad_enabled()):
+            raise InputError("in_place=True is for a step: a state, one token a sequence, and no gradients")
+        hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state, in_place)
         targets = targets_of(self.model, labels, shift_labels, cu_seqlens)
         if targets is None:
             return CausalOutput(self.lm_head(hidden), None, state)
@@ -224,11 +234,16 @@ class CausalLM(nn.Module):
         __call__ = forward
 
     @torch.no_grad()
-    def step(self, ids: Tensor, state: ModelState | None = None) -> CausalOutput:
-        """One more token of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state."""
+    def step(self, ids: Tensor, state: ModelState | None = None, in_place: bool = False) -> CausalOutput:
+        """One more token of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state.
+
+        in_place: the new state takes the memory of `state`, which then holds nothing older: no copy of the states, and
+        addresses that a CUDA graph can read. Caches of keys and values have their own memory in any case. Without a
+        state there is nothing to overwrite. Raises InputError for ids of another shape.
+        """
         if ids.dim() != 1:
             raise InputError(f"step takes one token a sequence, ids [B], got shape {tuple(ids.shape)}")
-        found = self(ids.unsqueeze(1), state=state)
+        found = self(ids.unsqueeze(1), state=state, in_place=in_place and state is not None)
         assert found.logits is not None  # without labels
         return CausalOutput(found.logits[:, 0], None, found.state)
 

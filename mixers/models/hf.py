@@ -208,7 +208,8 @@ class DsfModel(DsfPreTrainedModel):
             past_key_values = DsfCache(self.config)
         state = None if past_key_values is None else _states_of(past_key_values, len(self.layers))
         if padding is None:
-            hidden, state = self.run(x, state, bounds, bool(use_cache))
+            static = use_cache and state is not None and all(layer.static for layer in past_key_values.layers)
+            hidden, state = self.run(x, state, bounds, bool(use_cache), static)
         else:  # once for the whole model
             hidden, state = self.run(padding.pack(x), state, Packing(padding.cu_seqlens), bool(use_cache))
             hidden = padding.unpack(hidden, x.shape)

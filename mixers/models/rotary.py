@@ -134,12 +134,14 @@ class RotaryAttention(SoftmaxAttention):
             **known,
         )
 
-    def step(self, x: Tensor, state: MixerState | None = None, **tokens: Tensor) -> tuple[Tensor, MixerState]:
+    def step(
+        self, x: Tensor, state: MixerState | None = None, *, in_place: bool = False, **tokens: Tensor
+    ) -> tuple[Tensor, MixerState]:
         """As `Mixer.step`; cos, sin [B, N/2]: a rotation that is known already."""
         if "cos" not in tokens:
             cos, sin = rotation(positions_of(x.shape[0], 1, x.device, _past(state)), self.dims[1], self.rope_base)
             tokens = {**tokens, "cos": cos.squeeze(1), "sin": sin.squeeze(1)}
-        return super().step(x, state, **tokens)
+        return super().step(x, state, in_place=in_place, **tokens)
 
     def inputs(
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor

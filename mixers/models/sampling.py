@@ -49,7 +49,7 @@ def sample(
     try:
         found, state, last = [ids], None, ids
         for _ in range(n):
-            out = model(last, state=state)
+            out = model(last, state=state, in_place=state is not None)  # nobody else holds these states
             assert out.logits is not None
             last = choose(out.logits[:, -1], temperature, top_k, generator).unsqueeze(1).to(ids.dtype)
             state = out.state

@@ -59,8 +59,9 @@ def sequences_of(cu_seqlens: Tensor | Packing) -> int:
 class Kept:
     """A mixer's state of any kind between calls, and its number of tokens.
 
-    static: later states are copied into the memory of the first, where a captured graph reads them; but not attention's
-    keys and values, which no graph captures and which have their own memory (`dsf.KVCache`).
+    static: later states take the memory of the first, where a captured graph reads them: decode steps write there, what
+    other calls return is copied. But not attention's keys and values, which no graph captures and which have their own
+    memory (`dsf.KVCache`).
     """
 
     def __init__(self, static: bool = False) -> None:
@@ -84,7 +85,7 @@ def put(held: Any, state: Any) -> Any:
     """A state copied into the memory of an earlier one of the same shapes; attention's caches are not copied."""
 
     def place(old: Any, new: Any) -> Any:
-        return old.copy_(new) if isinstance(new, Tensor) else new
+        return old.copy_(new) if isinstance(new, Tensor) and new is not old else new
 
     def is_cache(x: Any) -> bool:
         return isinstance(x, KVCache)

@@ -1,0 +1,88 @@
+"""The parts of models and their decode steps on a GPU."""
+
+import pytest
+import torch
+
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, linear_cross_entropy
+from dsf.mixers.models.states import tensors_of
+from dsf.models import CausalLM, ModelConfig
+
+pytestmark = pytest.mark.gpu
+
+
+def pulled(call, leaves, dy):
+    y = call(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+@pytest.mark.parametrize("part", [lambda: RMSNorm(192, 1e-6), lambda: SwiGLU(192, 320)], ids=["norm", "swiglu"])
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_parts_under_autocast_err_as_their_rounding_does(part, tokens):
+    torch.manual_seed(0)
+    part = part().cuda()
+    x, dy = (torch.randn(3, tokens, 192, device="cuda") for _ in range(2))
+    dy = dy.bfloat16()
+    exact = pulled(part.double(), [x.double().requires_grad_(), *part.parameters()], dy)
+    part.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        found = pulled(part, [x.requires_grad_(), *part.parameters()], dy)
+    assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    for a, b in zip(found, exact, strict=True):
+        a, b = a.double().flatten(0, -2), b.flatten(0, -2)
+        assert ((a - b).norm(dim=-1) / b.norm(dim=-1)).max() < 2e-2
+
+
+def test_the_norm_rounds_once_and_keeps_the_model_s_type():
+    norm, x = RMSNorm(256, 1e-6).cuda(), torch.randn(5, 7, 256, device="cuda")
+    exact = norm.double()(x.double())
+    norm.float()
+    torch.testing.assert_close(norm(x).double(), exact, rtol=1e-6, atol=1e-6)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = norm(x)
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs()).all()
+    assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_the_loss_in_pieces_is_the_loss_in_bfloat16():
+    hidden, weight = torch.randn(2, 33, 64, device="cuda"), 0.1 * torch.randn(500, 64, device="cuda")
+    targets = torch.randint(0, 500, (2, 33), device="cuda")
+    targets[0, 3] = -100
+    leaves = [x.bfloat16().requires_grad_() for x in (hidden, weight)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    found = pulled(lambda h, w: linear_cross_entropy(h, w, targets), leaves, torch.ones((), device="cuda"))
+    exact = pulled(lambda h, w: linear_cross_entropy(h, w, targets), wide, torch.ones((), device="cuda"))
+    for a, b in zip(found, exact, strict=True):
+        assert ((a.double() - b).norm() / b.norm()).item() < 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gated_deltanet", "ssd", "rwkv7", "mamba3"])
+def test_steps_in_place_are_steps_and_are_captured(kind):
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=2, mixers=[kind])
+    model, ids = CausalLM(config).cuda().bfloat16().eval(), torch.randint(0, 97, (3, 12), device="cuda")
+    plain, own, token = model(ids[:, :5]).state, model(ids[:, :5]).state, ids[:, 5].clone()
+    expected = []
+    for t in range(5, 12):
+        out = model.step(ids[:, t], plain)
+        plain = out.state
+        expected.append(out.logits)
+    found = [model.step(ids[:, 5], own, in_place=True).logits, model.step(ids[:, 6], own, in_place=True).logits]
+    places = [x.data_ptr() for layer in own.layers for x in tensors_of(layer)]
+    held = [x.clone() for layer in own.layers for x in tensors_of(layer)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        model.step(token, own, in_place=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model.step(token, own, in_place=True)
+    assert places == [x.data_ptr() for layer in out.state.layers for x in tensors_of(layer)]
+    for x, y in zip([x for layer in own.layers for x in tensors_of(layer)], held, strict=True):
+        x.copy_(y)
+    for t in range(7, 12):
+        token.copy_(ids[:, t])
+        graph.replay()
+        found.append(out.logits.clone())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
