@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget, Language
 from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
 from triton.compiler.code_generator import ast_to_ttir
 from triton.compiler.compiler import make_backend
 from triton.runtime import jit
@@ -40,8 +41,8 @@ class Asked(NamedTuple):
 class FrontEnd:
     """Of the installed Triton."""
 
-    def __init__(self):
-        self.backend = make_backend(TARGET)
+    def __init__(self, target=TARGET):
+        self.target, self.backend = target, make_backend(target)
 
     def asked(self, kernel, args, named):
         """kernel[grid](*args, **named). Tensors may be anything that has `dtype` and `data_ptr`."""
@@ -78,6 +79,21 @@ class FrontEnd:
 
     def inlined(self, asked):
         """The code with all that it calls inlined, without what tells where it stood."""
-        made, stages = self.code(asked), {}
+        return self._stages(asked, "ttir").str_nodebug()
+
+    def laid_out(self, asked):
+        """The code as it is laid out on a GPU's threads (TTGIR); raises where Triton's passes fail."""
+        return self._stages(asked, "ttir", "ttgir")
+
+    def compiled(self, asked):
+        """The kernel with its machine code; ptxas takes most of the time."""
+        source = ASTSource(asked.kernel, asked.signature, asked.constants, asked.attributes)
+        options = {k: v for k, v in vars(asked.options).items() if k in ("num_warps", "num_stages", "maxnreg")}
+        return compile_source(source, target=self.target, options=options)
+
+    def _stages(self, asked, *names):
+        made, stages, told = self.code(asked), {}, {}
         self.backend.add_stages(stages, asked.options, Language.TRITON)
-        return stages["ttir"](made, {}).str_nodebug()
+        for name in names:
+            made = stages[name](made, told)
+        return made

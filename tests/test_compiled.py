@@ -316,6 +316,24 @@ def test_triton_takes_every_kernel(name):
     assert not missed
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gates_of_other_types_go_through_triton_s_passes(dtype):
+    """Scalars that are read in one type and written in another are where the passes of a release failed."""
+    recurrence, given, seen = get("gated_deltanet").recurrence, {}, set()
+    sizes = {"B": 2, "T": 200, "H": 2, "N": 64, "P": 64}
+    for i in recurrence.spec.inputs:
+        shape = [sizes[a] for a in i.kind.layout()]
+        given[i.name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    with noted() as schedules, elsewhere():
+        pull([recurrence(**given, backend="triton")], list(given.values()))
+    for x in (x for schedule in schedules for x in schedule.launches):
+        asked = front_end().asked(x.kernel, mapped(lambda y: Pointer(y) if isinstance(y, Ref) else y, x.args), x.named)
+        if x.kernel.fn.__name__ in ("prepare", "pointwise") and asked.key not in seen:
+            assert front_end().laid_out(asked).verify()
+            seen.add(asked.key)
+    assert seen
+
+
 def test_every_file_belongs_to_a_family():
     assert sorted(file for family in FAMILIES.values() for file in family.files) == sorted(functions())
 
