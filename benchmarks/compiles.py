@@ -1,11 +1,12 @@
 """Compiles the kernels of recurrences for a GPU that need not be there, by the installed Triton.
 
-python benchmarks/compiles.py [--only gated_deltanet s6] [--dtypes float16] [--processes 2] [--target 90] [--whole]
+python benchmarks/compiles.py [--only gated_deltanet s6] [--dtypes float16] [--processes 2] [--gpu rtx4090] [--whole]
 
 Forward and backward, without gradients, packed, from given states, at several sizes and dtypes: every kernel that such
 calls launch goes through Triton's passes, of which the interpreter sees nothing. --whole: to machine code, which must
-fit into a program's shared memory; several times as long. The exit status is 1 where something does not compile. Calls
-are made on tensors without memory, and nothing is run.
+fit into a program's shared memory; several times as long. --gpu: one whose tiles are chosen and for which kernels are
+compiled. The exit status is 1 where something does not compile. Calls are made on tensors without memory, and nothing
+is run.
 """
 
 import argparse
@@ -14,22 +15,41 @@ import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import triton
-from front_end import TARGET, FrontEnd
+from front_end import FrontEnd
 from triton.backends.compiler import GPUTarget
 
 from dsf import Packing
+from dsf.kernels.triton.chunk import matrix, walks
+from dsf.kernels.triton.chunk import table as chunks
 from dsf.kernels.triton.launch import Pointer
 from dsf.kernels.triton.operators import noted
+from dsf.kernels.triton.scan import table as scans
 from dsf.kernels.triton.schedule import Ref, mapped
 from dsf.language.errors import DsfError
 from dsf.mixers import ZOO, get
 from dsf.triton.choose import elsewhere
 
-SHARED = 232_448  # bytes of a program on sm_90
 DTYPES = ("float16", "bfloat16", "float32")
+
+
+class GPU(NamedTuple):
+    """Compute capability, bytes of shared memory of a program and of a processor, processors."""
+
+    capability: int
+    shared: int
+    of_processor: int
+    processors: int
+
+
+GPUS = {
+    "a100": GPU(80, 166_912, 167_936, 108), "rtx3090": GPU(86, 101_376, 102_400, 82),
+    "rtx4090": GPU(89, 101_376, 102_400, 128), "h100": GPU(90, 232_448, 233_472, 132),
+    "b200": GPU(100, 232_448, 233_472, 148), "rtx5090": GPU(120, 101_376, 102_400, 170),
+}  # fmt: skip
 
 
 class Sizes(NamedTuple):
@@ -73,23 +93,27 @@ def call(recurrence, sizes, dtype):
         recurrence(**given, **how)
 
 
-def failure(front_end, asked, whole):
+def failure(front_end, asked, gpu, whole):
     """Why a kernel does not compile, or ""."""
     try:
         if not whole:
             front_end.laid_out(asked)
             return ""
         shared = front_end.compiled(asked).metadata.shared
-        return f"{shared} bytes of shared memory" if shared > SHARED else ""
+        return f"{shared} bytes of shared memory, {gpu.shared} are there" if shared > gpu.shared else ""
     except Exception as error:  # whatever a compiler says
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def one(name, dtype, target, whole):
+def one(name, dtype, gpu, whole):
     """(kernels, failures, refusal or "") of a recurrence and dtype."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    front_end, seen, failed, refused = FrontEnd(GPUTarget("cuda", target, 32)), set(), [], ""
+    front_end, seen, failed, refused = FrontEnd(GPUTarget("cuda", gpu.capability, 32)), set(), [], ""
+    for module in (chunks, matrix, walks):
+        mock.patch.object(module, "limits", lambda device: (gpu.shared, gpu.processors)).start()
+    mock.patch.object(scans, "_shared", lambda device: gpu.of_processor).start()
+    mock.patch.object(scans, "_processors", lambda device: gpu.processors).start()
     for sizes in CALLS:
         with noted() as schedules, elsewhere():
             try:
@@ -102,7 +126,7 @@ def one(name, dtype, target, whole):
             if asked.key in seen:
                 continue
             seen.add(asked.key)
-            why = failure(front_end, asked, whole)
+            why = failure(front_end, asked, gpu, whole)
             if why:
                 failed.append(f"{name} {dtype} {sizes}: {x.kernel.fn.__name__}: {why}\n    {x.named}")
     return len(seen), failed, refused
@@ -113,20 +137,20 @@ def main():
     parser.add_argument("--only", nargs="*", default=[e.name for e in ZOO if e.recurrence is not None])
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=DTYPES)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--target", type=int, default=TARGET.arch, help="compute capability")
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
     parser.add_argument("--whole", action="store_true", help="to machine code")
     options = parser.parse_args()
     begin, kernels, failed = time.monotonic(), 0, []
     rows = [(name, dtype) for name in options.only for dtype in options.dtypes]
     with ProcessPoolExecutor(options.processes, max_tasks_per_child=8) as pool:
-        asked = [pool.submit(one, *row, options.target, options.whole) for row in rows]
+        asked = [pool.submit(one, *row, GPUS[options.gpu], options.whole) for row in rows]
         for (name, dtype), future in zip(rows, asked, strict=True):
             count, wrong, refused = future.result()
             kernels, failed = kernels + count, failed + wrong
             print(f"{name:32}{dtype:10}{count:5} kernels{len(wrong):4} fail  {refused[:80]}", flush=True)
     print(*failed, sep="\n")
     told = f"{kernels} kernels, {len(failed)} fail, {time.monotonic() - begin:.0f} s"
-    print(f"Triton {triton.__version__}, sm_{options.target}: {told}")
+    print(f"Triton {triton.__version__}, {options.gpu}: {told}")
     sys.exit(bool(failed))
 
 
