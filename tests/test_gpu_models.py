@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import dsf
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, linear_cross_entropy
 from dsf.mixers.models.states import tensors_of
 from dsf.models import CausalLM, ModelConfig
@@ -86,3 +87,18 @@ def test_steps_in_place_are_steps_and_are_captured(kind):
         graph.replay()
         found.append(out.logits.clone())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 5])
+def test_generating_by_a_graph_is_generating(batch):
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=3, n_heads=2, mixers=["gated_deltanet", "rwkv7", "s6"])
+    model, ids = CausalLM(config).cuda(), torch.randint(0, 97, (batch, 7), device="cuda")
+    assert torch.equal(model.generate(ids, 20, graph=True), model.generate(ids, 20))
+    drawn = [torch.Generator("cuda").manual_seed(1) for _ in range(2)]
+    one = model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[0], graph=True)
+    assert torch.equal(one, model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[1]))
+    attention = CausalLM(ModelConfig(vocab_size=97, d_model=64, n_layers=1, n_heads=2, mixers=["softmax_attention"]))
+    with pytest.raises(dsf.InputError, match="grow with every token"):
+        attention.cuda().generate(ids, 3, graph=True)

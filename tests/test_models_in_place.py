@@ -51,6 +51,13 @@ def test_generating_overwrites_no_state_of_the_caller():
     assert all(torch.equal(x, y) for x, y in zip(kept, [x for s in before.layers for x in tensors_of(s)], strict=True))
 
 
+def test_a_graph_is_for_a_gpu():
+    model, ids = model_of(["gated_deltanet"]), torch.randint(0, 31, (2, 6))
+    with pytest.raises(dsf.InputError, match="not on a GPU"):
+        model.generate(ids, 5, graph=True)
+    assert model.generate(ids, 1, graph=True).shape == (2, 7)  # needs no step
+
+
 def test_what_cannot_be_overwritten_is_refused_before_anything_is():
     model, ids = model_of(["gated_deltanet"]), torch.randint(0, 31, (2, 3))
     with torch.no_grad():

@@ -254,9 +254,11 @@ class CausalLM(nn.Module):
         temperature: float = 0.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        graph: bool = False,
     ) -> Tensor:
-        """`n` tokens after each of ids [B, T]: [B, T + n]. temperature 0: the likeliest. See `sample`."""
-        return sample(self, ids, n, temperature, top_k, generator)
+        """`n` tokens after each of ids [B, T]: [B, T + n]. temperature 0: the likeliest. graph: decode by a CUDA graph.
+        See `sample`."""
+        return sample(self, ids, n, temperature, top_k, generator, graph)
 
     def enable_gradient_checkpointing(self, on: bool = True) -> None:
         """Keep only the inputs of blocks in training, and compute the rest again in the backward pass."""

@@ -61,7 +61,7 @@ class RMSNorm(nn.RMSNorm):
         kernel = _kernel("rms_norm", "LigerRMSNormFunction", x)
         if kernel is not None:
             # offset 0, float32 as Llama's, not in place (the gradient of x may be needed elsewhere)
-            return kernel.apply(x, self.weight, self.eps, 0.0, "llama", False).to(dtype)  # type: ignore[no-any-return]
+            return kernel.apply(x, self.weight, self.eps, 0.0, "llama", False).to(dtype)
         if _fuses(x, self.weight):
             assert self.eps is not None
             return gated_rms_norm(x, self.weight, eps=self.eps, dtype=dtype)

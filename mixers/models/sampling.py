@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dsf.language.errors import InputError
+from dsf.mixers.models.states import ModelState, is_cache, tensors_of
 
 if TYPE_CHECKING:
     from dsf.mixers.models.causal_lm import CausalLM
@@ -24,6 +26,45 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
+class CapturedStep:
+    """A model's decode step as a CUDA graph, one launch for the host: it reads a token of each sequence and overwrites
+    the states.
+
+    token: [B, 1]. state: a `ModelState`, which the graph overwrites from its first call on. Raises InputError on a CPU,
+    and for keys and values, whose memory grows.
+    """
+
+    def __init__(self, model: CausalLM, token: Tensor, state: ModelState):
+        if not token.is_cuda:
+            raise InputError("graph=True captures a CUDA graph, and the ids are not on a GPU")
+        if any(map(is_cache, pytree.tree_leaves(list(state.layers), is_leaf=is_cache))):
+            raise InputError(
+                "graph=True needs states of fixed size; keys and values of attention grow with every token"
+            )
+        parts = tensors_of(list(state.layers))
+        self.token, kept = token.clone(), [x.clone() for x in parts]
+        side, here = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):  # compiles, and remembers what it made
+            after = [model(self.token, state=state, in_place=True).state for _ in range(2)][-1]
+        here.wait_stream(side)
+        assert after is not None
+        assert all(x is y for x, y in zip(parts, tensors_of(list(after.layers)), strict=True))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            logits = model(self.token, state=state, in_place=True).logits
+        assert logits is not None
+        self.logits = logits[:, -1]
+        for x, y in zip(parts, kept, strict=True):
+            x.copy_(y)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Logits [B, V] after token [B, 1], in memory that the next call overwrites."""
+        self.token.copy_(token)
+        self.graph.replay()
+        return self.logits
+
+
 @torch.no_grad()
 def sample(
     model: CausalLM,
@@ -32,11 +73,14 @@ def sample(
     temperature: float = 0.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    graph: bool = False,
 ) -> Tensor:
     """`n` more tokens after each of ids [B, T]: int64 [B, T + n], in eval mode, whatever mode the model is in.
 
-    temperature: divides the logits; 0 takes the likeliest. top_k: only so many of the likeliest can be drawn.
-    Raises InputError for a negative n or temperature, and for top_k below 1.
+    temperature: divides the logits; 0 takes the likeliest. top_k: only so many of the likeliest can be drawn. graph:
+    all tokens but the first come from a CUDA graph of one step, captured in this call.
+    Raises InputError for a negative n or temperature, for top_k below 1, and for graph=True on a CPU or beside
+    attention, whose cache grows.
     """
     if n < 0:
         raise InputError(f"n = {n}: expected a number of tokens")
@@ -47,12 +91,16 @@ def sample(
     training = model.training
     model.eval()
     try:
-        found, state, last = [ids], None, ids
+        found, state, last, step = [ids], None, ids, None
         for _ in range(n):
-            out = model(last, state=state, in_place=state is not None)  # nobody else holds these states
-            assert out.logits is not None
-            last = choose(out.logits[:, -1], temperature, top_k, generator).unsqueeze(1).to(ids.dtype)
-            state = out.state
+            if graph and state is not None:
+                step = step or CapturedStep(model, last, state)
+                logits = step(last)
+            else:
+                out = model(last, state=state, in_place=state is not None)  # nobody else holds these states
+                assert out.logits is not None
+                logits, state = out.logits[:, -1], out.state
+            last = choose(logits, temperature, top_k, generator).unsqueeze(1).to(ids.dtype)
             found.append(last)
         return torch.cat(found, dim=1)
     finally:

@@ -87,10 +87,12 @@ def put(held: Any, state: Any) -> Any:
     def place(old: Any, new: Any) -> Any:
         return old.copy_(new) if isinstance(new, Tensor) and new is not old else new
 
-    def is_cache(x: Any) -> bool:
-        return isinstance(x, KVCache)
-
     return pytree.tree_map(place, held, state, is_leaf=is_cache)
+
+
+def is_cache(x: Any) -> bool:
+    """Whether this part of a state is attention's keys and values."""
+    return isinstance(x, KVCache)
 
 
 def tensors_of(state: Any) -> list[Tensor]:

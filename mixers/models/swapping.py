@@ -56,7 +56,7 @@ class SwappedAttention(nn.Module):
             y, state = self.mixer(padding.pack(hidden_states), state, padding.cu_seqlens)
             y = padding.unpack(y, hidden_states.shape)
         elif tokens == 1 and state is not None and not torch.is_grad_enabled():
-            now = {"in_place": True} if layer is not None and layer.static else {}
+            now: dict[str, Any] = {"in_place": True} if layer is not None and layer.static else {}
             y, state = self.mixer.step(hidden_states[:, 0], state, **now)
             y = y.unsqueeze(1)
         else:
