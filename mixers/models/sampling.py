@@ -43,11 +43,17 @@ class CapturedStep:
             )
         parts = tensors_of(list(state.layers))
         self.token, kept = token.clone(), [x.clone() for x in parts]
-        side, here = torch.cuda.Stream(token.device), torch.cuda.current_stream(token.device)
-        side.wait_stream(here)
+        with torch.cuda.device(token.device):
+            self._capture(model, state, parts)
+        for x, y in zip(parts, kept, strict=True):
+            x.copy_(y)
+
+    def _capture(self, model: CausalLM, state: ModelState, parts: list[Tensor]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles, and remembers what it made
             after = [model(self.token, state=state, in_place=True).state for _ in range(2)][-1]
-        here.wait_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
         assert after is not None
         assert all(x is y for x, y in zip(parts, tensors_of(list(after.layers)), strict=True))
         self.graph = torch.cuda.CUDAGraph()
@@ -55,8 +61,6 @@ class CapturedStep:
             logits = model(self.token, state=state, in_place=True).logits
         assert logits is not None
         self.logits = logits[:, -1]
-        for x, y in zip(parts, kept, strict=True):
-            x.copy_(y)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Logits [B, V] after token [B, 1], in memory that the next call overwrites."""
