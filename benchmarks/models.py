@@ -1,7 +1,8 @@
 """Language models on a CUDA GPU: training, decoding, and whether a GPU follows a CPU; transformers and fla beside.
 
 python benchmarks/models.py --json benchmarks/results/models.json --commit HASH      # about four minutes on an H200
-python benchmarks/models.py --only training --mixers ssd gla                         # parts of it
+python benchmarks/models.py --only training --mixers ssd gla --add                   # parts of it, to the record
+python benchmarks/models.py --page benchmarks/results/models.json --into docs/performance.md
 OMP_NUM_THREADS=2 python benchmarks/models.py --dry                                  # tiny, on a CPU: does it run?
 
 training: forward, backward and AdamW of --tokens tokens a step at T = --length, bfloat16 autocast over float32 weights:
@@ -28,9 +29,11 @@ import time
 from pathlib import Path
 
 import torch
+from gpu_page import put_into
 from models_work import DEVICE, FLA, worker
 
 SCHEMA = "dsf.models/2"
+SAME = ("commit", "gpu", "torch", "triton")  # of runs in one record
 MIXERS = ("gated_deltanet", "deltanet", "softmax_attention", "ssd", "gla")
 PARTS = ("training", "decoding", "follow", "resume")
 DRY = {"size": "tiny", "follow_size": "tiny", "tokens": 256, "length": 128, "steps": 2, "warmup": 1,
@@ -116,6 +119,11 @@ class Record:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
         self.path = options.json
         self.data = {"schema": SCHEMA, "machine": run, "settings": settings, "records": [], "failed": [], "left": []}
+        if options.add and self.path.is_file():
+            before = json.loads(self.path.read_text())
+            if [before["machine"][x] for x in SAME] != [run[x] for x in SAME]:
+                sys.exit(f"{self.path} is of another commit or machine: {before['machine']}")
+            self.data |= {"machine": before["machine"], "records": before["records"], "failed": before["failed"]}
 
     def add(self, job, found, why):
         """One row more, printed and written."""
@@ -261,6 +269,39 @@ def table(data):
     return "\n".join([*lines, *(f"left out: {name}" for name in data["left"])])
 
 
+def page(data):
+    """The table in docs/performance.md: a line a model, then how a GPU follows a CPU, what failed, and what ran."""
+    lines = [
+        "| mixer | whose | M parameters | tokens/s | MFU | peak MiB | ms a token, batch 1 (x floor) | batch 128 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    models = {(r["mixer"], r["who"]): {} for r in data["records"] if r["kind"] in ("training", "decoding")}
+    for r in data["records"]:
+        if r["kind"] in ("training", "decoding"):
+            models[r["mixer"], r["who"]]["training" if r["kind"] == "training" else r["batch"]] = r
+    for (mixer, who), found in models.items():
+        train, cells = found.get("training"), []
+        if train:
+            cells = [f"{train['parameters'] / 1e6:.0f}", f"{train['tokens_per_second']:,.0f}", f"{train['mfu']:.1%}"]
+            cells.append(f"{train['peak_mib']:,.0f}")
+        cells = cells or ["–"] * 4
+        for batch in (1, 128):
+            r = found.get(batch)
+            how = "" if r is None or r["graph"] else ", no graph"
+            cells.append(f"{r['ms_a_token']:.2f} ({r['ms_a_token'] / r['floor_ms']:.2f}{how})" if r else "–")
+        lines.append(f"| `{mixer}` | {who} | {' | '.join(cells)} |")
+    for r in data["records"]:
+        if r["kind"] in ("follow", "resume"):
+            lines += ["", f"{r['kind'].capitalize()} (`{r['mixer']}`, 20M): {shown(r)}."]
+    run, asked = data["machine"], data["settings"]
+    lines += ["", *(f"Failed: {x['case']}: {x['why']}" for x in data["failed"])]
+    lines.append(
+        f"{run['gpu']}, torch {run['torch']}, triton {run['triton']}, commit {run['commit'][:7]}; {asked['size']} "
+        f"models, T = {asked['length']}, {asked['tokens']:,} tokens a step."
+    )
+    return "\n".join(lines)
+
+
 def machine(commit):
     """Where it runs, and the rates there."""
     if DEVICE == "cpu":
@@ -293,6 +334,9 @@ def options_of():
     parser.add_argument("--row", type=float, default=90, help="seconds after which a row is given up")
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", action="store_true", help="to the record that is there, of the same commit and GPU")
+    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
+    parser.add_argument("--into", type=Path, help="and put it into this page")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, to see on a CPU that all of it runs")
     parser.add_argument("--worker", choices=("ours", "llama", "fla"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -305,6 +349,10 @@ def main():
     options = options_of()
     if options.worker:
         return worker(options.worker)
+    if options.page:
+        text = page(json.loads(options.page.read_text()))
+        put_into(options.into, options.page.name, text) if options.into else print(text)
+        return 0
     if DEVICE == "cpu" and not options.dry:
         sys.exit("benchmarks/models.py measures on a CUDA GPU, and there is none; --dry runs it in small here")
     job = {"kind": "curve", "mixer": options.follow_mixer, "size": options.follow_size,
