@@ -142,7 +142,7 @@ def main():
     options = parser.parse_args()
     begin, kernels, failed = time.monotonic(), 0, []
     rows = [(name, dtype) for name in options.only for dtype in options.dtypes]
-    with ProcessPoolExecutor(options.processes, max_tasks_per_child=8) as pool:
+    with ProcessPoolExecutor(options.processes) as pool:
         asked = [pool.submit(one, *row, GPUS[options.gpu], options.whole) for row in rows]
         for (name, dtype), future in zip(rows, asked, strict=True):
             count, wrong, refused = future.result()
