@@ -7,6 +7,7 @@ transposed maps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from dsf.call.calls import allowing
+from dsf.kernels.convolution import Fused
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
+from dsf.parallel import windows as on_kernels
 from dsf.parallel.collectives import Gather, Request, Sum
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, host_bounds, plain_fragment
 from dsf.parallel.world import Simulated, World, world_of
@@ -36,6 +39,10 @@ def convolve(
         return _by_token(conv, u, state)
     bounds = host_bounds("convolution", cu_seqlens)
     packing = None if bounds is None else world.packing(bounds)
+    kernels = _on_kernels(conv, u, world) if packing is None else None
+    if kernels is not None:
+        run: Any = conv
+        return run(u, state, spread=functools.partial(on_kernels.convolve, world, kernels))
     shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
     ranks = [_Windows(r, world.layout, packing, x, state, past) for r, x in zip(world.here, shards, strict=True)]
     found = list(_entered(world, past, *(rank.tails() for rank in ranks)))
@@ -52,6 +59,16 @@ def convolve(
     whole = tuple(world.whole_of(parts) for parts in zip(*ys, strict=True)) if isinstance(world, Simulated) else ys[0]
     y = whole if isinstance(outputs[0][0], tuple) else whole[0]
     return y, ends[0] if len(ends) == 1 else torch.stack(ends).mean(0)
+
+
+def _on_kernels(conv: Any, u: Tensor, world: World) -> Fused | None:
+    """What the kernels of a short convolution take, or None where it runs as it is."""
+    if not hasattr(conv, "spreads"):
+        return None
+    if isinstance(world, Simulated) and 0 in (world.sizes or world.layout.sizes(u.shape[1])):
+        return None
+    found: Fused | None = conv.spreads(u)
+    return found
 
 
 def _by_token(conv: Convolution, u: Tensor, state: Tensor | None) -> tuple[Any, Tensor]:
@@ -209,7 +226,8 @@ class _Enter(torch.autograd.Function):
         here = len(world.here)
 
         def steps(rank: int, own: Tensor, last: Tensor, counts: Tensor) -> Generator[Request, Tensor, Tensor]:
-            every = yield Gather(torch.cat([own, last.unsqueeze(0)]))
+            sent = torch.cat([own, last.unsqueeze(0)]).transpose(2, 3)  # as dsf.parallel.windows sends them
+            every = (yield Gather(sent)).transpose(3, 4)
             each = _ordered(layout, every)
             g, found = every[:, -1].sum(0), {}
             for n in range(layout.fragments - 1, -1, -1):
