@@ -49,7 +49,9 @@ def fused(
     """The call of `short_convolution` as the kernels take it, or None where torch runs it. Raises ValueError, too."""
     pieces = (Piece(x.shape[-1]),) if pieces is None else tuple(pieces)
     _check(x, activation, pieces)
-    return Fused(weight, bias, (activation == "silu", *_columns(pieces))) if _chosen(x, weight, "auto", pieces) else None
+    return (
+        Fused(weight, bias, (activation == "silu", *_columns(pieces))) if _chosen(x, weight, "auto", pieces) else None
+    )
 
 
 def short_convolution(

@@ -58,7 +58,7 @@ def agree(world: World, who: str, say: Callable[[], Said], look: Callable[[], ob
     in one process, compiled and captured graphs say nothing to each other. With `Sequence(check=True)` every call is
     compared. `look` is not called where the kind is known: the call itself checks then.
     """
-    if world.agreed is None or world.ranks == 1 or _is_open(like):
+    if world.agreed is None or world.ranks == 1 or is_open(like):
         return
     ranks = cast("Sequence", world)
     told, error = [], None
@@ -86,7 +86,7 @@ def agree(world: World, who: str, say: Callable[[], Said], look: Callable[[], ob
             )
     _compare(ranks, who, texts)
     if len(world.agreed) >= KINDS:
-        world.agreed.clear()
+        world.forget()
     world.agreed.update(((who, own.kind), who))
 
 
@@ -120,7 +120,7 @@ def agree_layer(
     world: World, layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Any, look: Callable[[], object] = lambda: None
 ) -> None:
     """`agree` on the call of a layer: x [B, T, d_model], state a MixerState or None. look: more that it checks."""
-    if world.agreed is None or _is_open(x):
+    if world.agreed is None or is_open(x):
         return
     who = type(layer).__name__
 
@@ -193,7 +193,7 @@ def check_tokens(who: str, world: World, rank: int, batch: int, tokens: int, bou
     )
 
 
-def _is_open(x: Any) -> bool:
+def is_open(x: Any) -> bool:
     """Whether a call has no numbers yet, in a compiled or captured graph."""
     if torch.compiler.is_compiling():
         return True

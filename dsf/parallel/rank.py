@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Rank:
     also: starts, the slots' initial states; dy; dfinal, the gradient of the global final states, summed over ranks, or
     None.
     """
+
+    complete: ClassVar[bool] = False  # F and C are computed where another rank needs them
 
     rank: int
     layout: Layout
@@ -176,12 +178,12 @@ class Rank:
         """The gradient of the second result of `main`, the rows' final states `last`.
 
         g: the gradients of the fragments' final states, in the scale m = `after` of the exchange. gain: m of `last`,
-        the scale of the result.
+        the scale of the result; neither is read where there is no running maximum.
         """
         found = []
         if self.packing is None:
             for slot, part in enumerate(self.parts):
-                own = gain[slot :: self.layout.slots]
+                own = gain[slot :: self.layout.slots] if self.frame.gain else gain
                 found.append(self._row_gradient(part.goes_on, slot, g, after, own, self.dfinal))
             return found[0] if len(found) == 1 else torch.stack(found, dim=1).flatten(0, 1)
         for row, piece in enumerate(self.pieces):

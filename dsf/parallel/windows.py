@@ -109,9 +109,11 @@ class _Through(torch.autograd.Function):
             every = yield Gather(_sent(own, last, slots))
             return ops.leave_windows(every, counts, own, dx, rank, wanted[0] and rank == 0)
 
-        asked = [(r, *x, last if place == 0 else None) for place, (r, x) in enumerate(zip(world.here, found, strict=True))]
+        lasts = [last] + [None] * (ranks - 1)
+        asked = [(r, *x, end) for r, x, end in zip(world.here, found, lasts, strict=True)]
         of_state = [x for one in world.run([steps(*x) for x in asked]) for x in one]
-        return None, None, of_weight, of_bias, of_state[0] if of_state else None, *(_tokens(dx, slots) for dx, _, _ in found)
+        of_us = (_tokens(dx, slots) for dx, _, _ in found)
+        return None, None, of_weight, of_bias, of_state[0] if of_state else None, *of_us
 
 
 def _sent(own: Tensor, last: Tensor | None, slots: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The window of K - 1 inputs before a short convolution, where ranks share the tokens: each rank's part, and its gradient.
+"""The window of K - 1 inputs before a short convolution over ranks: each rank's part of it, and its gradient.
 
 Fragment j of the sequence adds its last c_j = min(L, K - 1) inputs to the window; the first one adds K - 1, those of
 the given state among them. Lengths of other ranks are not known on the host, so c_j is sent with the inputs: a row of
@@ -127,7 +127,7 @@ def leave_windows(
     at = dx + (row.to(tl.int64) * L + token) * C + c
     before = tl.load(at, mask=there, other=0.0).to(tl.float32)
     tl.store(at, (before + g.to(dx.dtype.element_ty).to(tl.float32)).to(dx.dtype.element_ty), mask=there)
-    if dstate is not None:
+    if dstate is not None:  # noqa: SIM102  # a constant, then a number
         if slot == 0:
             early = _pulled(every, counts, i - L, c, ok & (i >= L), b, number, ranks, B, C, SLOTS, PAST)
             early += tl.load(own + row * C * PAST + c * PAST + i, mask=ok, other=0.0).to(tl.float32)
