@@ -151,10 +151,13 @@ def agree_whole(world: World, x: Tensor, tokens: int | None, dim: int) -> None:
 
 def options_of(world: World) -> list[tuple[str, Any]]:
     """What ranks must have said alike when they made their `Sequence`."""
+    if world.told is not None:
+        return world.told
     last = "" if world._forward is None else ", from the last token"
     sizes = None if world.sizes is None else list(world.sizes)
     text = f"(layout={world.layout.name!r}, sizes={sizes}, exchange={world.exchange!r}){last}"
-    return [("Sequence", text)]
+    world.told = [("Sequence", text)]
+    return world.told
 
 
 def length_of(world: World, attention: bool, tokens: int, cu_seqlens: Any) -> list[tuple[str, Any]]:

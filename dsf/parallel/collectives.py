@@ -183,20 +183,19 @@ class Group:
         if self.size == 1:
             return x.unsqueeze(0) if isinstance(request, Gather) else x
         if isinstance(request, Gather):
-            flat = ops.all_gather_into_tensor(x.reshape(-1), self.size, self.name)
-            return torch.ops._c10d_functional.wait_tensor(flat).view(self.size, *x.shape)
+            return ops.wait_tensor(ops.all_gather_into_tensor(x, self.size, self.name)).view(self.size, *x.shape)
         if isinstance(request, Sum):
-            return torch.ops._c10d_functional.wait_tensor(ops.all_reduce(x, "sum", self.name))
+            return ops.wait_tensor(ops.all_reduce(x, "sum", self.name))
         if isinstance(request, Swap):
             each = [x[0].numel()] * self.size
             flat = ops.all_to_all_single(x.reshape(-1), each, each, self.name)
-            return torch.ops._c10d_functional.wait_tensor(flat).view(x.shape)
+            return ops.wait_tensor(flat).view(x.shape)
         assert isinstance(request, Hop)
         count = x.numel()
         sent = [count if self.rank == request.source and r == request.target else 0 for r in range(self.size)]
         got = [count if self.rank == request.target and r == request.source else 0 for r in range(self.size)]
         given = x.reshape(-1)[: sum(sent)]
-        flat = torch.ops._c10d_functional.wait_tensor(ops.all_to_all_single(given, got, sent, self.name))
+        flat = ops.wait_tensor(ops.all_to_all_single(given, got, sent, self.name))
         return flat.view(x.shape) if sum(got) else torch.zeros_like(x)
 
 

@@ -156,13 +156,14 @@ class Transpose:
     def enter(self, shards: Shards) -> Entering:
         """Forward."""
         layout, frame = shards.layout, _frame(shards)
-        heads = shards.empty().shape[1]
-        rows = yield Swap(_dealt(_payload(shards, frame), layout.ranks))
+        sent = _payload(shards, frame)
+        heads = sent.shape[2]
+        rows = yield Swap(_dealt(sent, layout.ranks))
         states, kept = Fold(frame, layout, shards.fresh, range(layout.fragments)).forward(rows)
-        replies = [
-            torch.cat([states[n], frame.gain_of(states[min(n + 1, len(states) - 1)])], dim=-1)
-            for n in range(layout.fragments)
-        ]
+        replies = states[: layout.fragments]
+        if frame.gain:
+            after = [frame.gain_of(s) for s in (*states[1:], states[-1])]
+            replies = [torch.cat(each, dim=-1) for each in zip(replies, after, strict=False)]
         found = _joined((yield Swap(by_owner(layout, replies))), heads)
         return Entered(
             [found[s][..., : frame.total] for s in _slots(shards)],
@@ -173,8 +174,9 @@ class Transpose:
     def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
         layout, frame = shards.layout, _frame(shards)
-        heads = shards.empty().shape[1]
-        own = yield Swap(_dealt(_own(shards), layout.ranks))
+        sent = _own(shards)
+        heads = sent.shape[2]
+        own = yield Swap(_dealt(sent, layout.ranks))
         found = Fold(frame, layout, shards.fresh, range(layout.fragments)).backward(own, kept)
         replies = found[: layout.fragments]
         return list(_joined((yield Swap(by_owner(layout, replies))), heads))

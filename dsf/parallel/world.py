@@ -39,7 +39,7 @@ from dsf.parallel.tokens import gather_tokens
 WORLDS: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 ROOM = 2053  # bytes of a text that ranks tell: no number of floats, so that it never passes for another message
 ROUTES = 1024  # that a world remembers
-UNSAVED = ("key", "log", "_backwards", "agreed", "routes")
+UNSAVED = ("key", "log", "_backwards", "agreed", "routes", "told")
 _numbers = itertools.count()
 
 
@@ -74,6 +74,7 @@ class World:
 
     def _register(self) -> None:
         self.routes: Recent[Any] = Recent(ROUTES)  # of calls so far on the kernels (dsf.parallel.fused)
+        self.told: list[tuple[str, Any]] | None = None  # its options, for other ranks (dsf.parallel.agree)
         self.key = f"{type(self).__name__}#{next(_numbers)}"
         WORLDS[self.key] = self
 
