@@ -59,15 +59,16 @@ class Job:
     def leave(self, kept: Several[Several[Tensor]], dfinals: Several[Tensor | None]) -> list[list[Tensor]]:
         """Run the exchange backward: every rank's G, one tensor a slot. The ranks hold dy and starts."""
         with guard.unwatched():
-            return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
+            return self.world.run([self.leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
 
     def again(self, ranks: Several[Rank]) -> Job:
         """This job with other rank objects, which hold the tensors of the backward pass."""
         return Job(self.world, self.exchange, ranks, self.return_state)
 
-    def _leaving(
+    def leaving(
         self, rank: Rank, kept: Several[Tensor], dfinal: Tensor | None
     ) -> Generator[Request, Tensor, list[Tensor]]:
+        """The exchange backward of one rank."""
         if dfinal is not None:
             rank.dfinal = yield Sum(dfinal)
         return (yield from self.exchange.leave(rank, kept))
@@ -164,10 +165,10 @@ def call(
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
     kind = None
     if cu_seqlens is None and not reverse and not world.check:
-        kind = fused.kind_of(recurrence, args, kwargs, state, return_state, form, backend)
+        kind, tensors = fused.kind_of(recurrence, args, kwargs, state, (return_state, form, backend))
         route = None if kind is None else world.routes.get(kind)
         if route is not None:
-            return _along(route, recurrence, world, args, kwargs, state, return_state)
+            return _along(route, recurrence, world, tensors, state, return_state)
     options = [("return_state", return_state), ("reverse", reverse), ("form", form)]
     given: dict[str, Tensor] = {}
 
@@ -214,19 +215,15 @@ def _joined(world: World, found: Several[tuple[Tensor, Any]], return_state: bool
 
 
 def _along(
-    route: fused.Route, recurrence: Recurrence, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-    state: Tensor | None, return_state: bool,
+    route: fused.Route, recurrence: Recurrence, world: World, tensors: tuple[Tensor, ...], state: Tensor | None,
+    return_state: bool,
 ) -> Any:  # fmt: skip
-    """A call of a kind that ran on the kernels before: its checks, plan and exchange are known."""
-    calls = recurrence._calls
-    tensors = (*args, *(kwargs[name] for name in calls.names[len(args) :]))
-    shards = [tensors]
+    """A call of a kind that ran on the kernels before: its checks, plan and exchange are known. tensors: its inputs."""
+    timed, shards = recurrence._calls.timed, [tensors]
     if isinstance(world, Simulated):
-        shards = [
-            tuple(world.shard_of(r, x)[0] if timed else x for x, timed in zip(tensors, calls.timed, strict=True))
-            for r in world.here
-        ]
-    first = tensors[calls.timed.index(True)]
+        each = [[world.shard_of(r, x)[0] if t else x for x, t in zip(tensors, timed, strict=True)] for r in world.here]
+        shards = [tuple(shard) for shard in each]
+    first = tensors[timed.index(True)]
     with no_autocast(first):
         ranks = route.ranks(shards, None if state is None else state.detach())
         found = fused.run(Job(world, route.exchange, ranks, return_state), route.hollows, state)

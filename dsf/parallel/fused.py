@@ -6,6 +6,7 @@ kernels compute it in passes without outputs, and later passes reuse the tensors
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -177,7 +178,8 @@ class Through(torch.autograd.Function):
         with no_autocast(grads[0]), torch._C._AutoDispatchBelowAutograd():
             for rank in ranks if job.world.ranks > 1 and not job.return_state else ():
                 rank.pulled()
-            found = job.again(ranks).leave([kept for *_, kept, _, _ in groups], dfinals)
+            kept = [kept for *_, kept, _, _ in groups]
+            found = job.world.run([job.leaving(*each) for each in zip(ranks, kept, dfinals, strict=True)])
             for rank, g, (*_, after, _, gain, _) in zip(ranks, found, groups, strict=True):
                 own, needs = needs[: len(rank.shard.operands)], needs[len(rank.shard.operands) :]
                 dlast = rank.of_rows(g, after, gain[0] if gain else g[0])
@@ -260,29 +262,32 @@ class Route:
         """The ranks of a call. shards: the inputs of each in the order of the declaration. initial: as of `rank_of`."""
         found = []
         for one, tensors in zip(self.hollows, shards, strict=True):
-            spec, bound = one.summary.recurrence.spec, one.summary.bound
-            given = Bound(
-                dict(zip(bound.tensors, tensors, strict=True)), bound.sizes, bound.dtype, bound.compute, bound.device
-            )
-            if one.layout.slots > 1:
-                given = _rows_of(given, {i.name for i in spec.inputs if i.kind.time}, one.layout.slots)
-            rank = one.begun(Shard.of(spec, given).operands)
+            if one.shard.scans or one.layout.slots > 1:
+                spec, known = one.summary.recurrence.spec, one.summary.bound
+                given = dict(zip(known.tensors, tensors, strict=True))
+                bound = Bound(given, known.sizes, known.dtype, known.compute, known.device)
+                timed = {i.name for i in spec.inputs if i.kind.time} if one.layout.slots > 1 else set()
+                tensors = Shard.of(spec, _rows_of(bound, timed, one.layout.slots)).operands
+            rank = one.begun(tensors)
             rank.initial = initial
             found.append(rank)
         return found
 
 
 def kind_of(
-    recurrence: Recurrence, args: tuple[Any, ...], kwargs: Any, state: Any, *options: Any
-) -> tuple[Any, ...] | None:
-    """The key of a call in `World.routes`: what its checks, its plan and its exchange depend on; None for a call on
-    other than plain tensors, inside of a transformation, or under dsf.validate."""
+    recurrence: Recurrence, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, options: tuple[Any, ...]
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """(The key of a call in `World.routes`: what its checks, plan and exchange depend on; its inputs in order).
+
+    The key is None for other than plain tensors, inside of transformations and under dsf.validate.
+    """
     calls = recurrence._calls
     tensors = calls._ordered(calls.names, args, kwargs)
     if tensors is None or guard.ON or is_transformed(()):
-        return None
-    given = tensors if state is None else (*tensors, state)
-    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in given):
-        return None
-    each = tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in given)
-    return calls, torch.is_grad_enabled(), interpreted(), state is None, options, each
+        return None, ()
+    each: list[Any] = []
+    for x in tensors if state is None else (*tensors, state):
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return None, ()
+        each += (x.shape, x.dtype, x.device, x.requires_grad)
+    return (calls, torch.is_grad_enabled(), interpreted(), state is None, options, *each), tensors
