@@ -26,7 +26,11 @@ def convolve(world: World, conv: Fused, u: Tensor, state: Tensor | None) -> tupl
     """
     shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
     state = None if state is None else state.to(u.dtype)
-    *ys, last = _Through.apply(world, conv, conv.weight, conv.bias, state, *shards)
+    leaves = [x for x in (conv.weight, conv.bias, state, *shards) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+        *ys, last = _Through.apply(world, conv, conv.weight, conv.bias, state, *shards)
+    else:
+        ys, last, _ = _run(world, conv, state, shards)
     if not isinstance(world, Simulated):
         return tuple(ys), last
     width = len(ys) // len(shards)
@@ -43,6 +47,34 @@ def _tokens(x: Tensor, slots: int) -> Tensor:
     return x if slots == 1 else x.unflatten(0, (-1, slots)).flatten(1, 2)
 
 
+def _run(
+    world: World, conv: Fused, state: Tensor | None, us: Several[Tensor]
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Gather the ends of all fragments, then convolve from the windows: (pieces, rank after rank; the last state; the
+    windows and the lengths of fragments, rank after rank)."""
+    from dsf.kernels.triton.layer import windows_ops as ops
+    from dsf.kernels.triton.layer.convolution_ops import short_convolution
+
+    slots, past = world.layout.slots, conv.weight.shape[-1] - 1
+
+    def steps(rank: int, x: Tensor) -> Generator[Request, Tensor, tuple[Tensor, ...]]:
+        first = state if rank == 0 else None
+        every = yield Gather(ops.window_tails(x, first, past, slots, rank == 0))
+        starts, last, counts = ops.enter_windows(every, rank)
+        if first is not None:  # the window before the first fragment is zero, as the state is no fragment's
+            starts.unflatten(0, (-1, slots))[:, 0].copy_(first)
+        return starts, last, counts
+
+    with torch._C._AutoDispatchBelowAutograd():
+        rows = [_rows(u, slots) for u in us]
+        found = world.run([steps(r, x) for r, x in zip(world.here, rows, strict=True)])
+        ys = []
+        for x, (starts, _, _) in zip(rows, found, strict=True):
+            pieces, _ = short_convolution(x, conv.weight, conv.bias, starts, None, *conv.options)
+            ys += [_tokens(y, slots) for y in pieces]
+    return ys, found[0][1], [x for starts, _, counts in found for x in (starts, counts)]
+
+
 class _Through(torch.autograd.Function):
     """The convolution of all ranks of this process: (pieces, rank after rank; the last state)."""
 
@@ -50,70 +82,72 @@ class _Through(torch.autograd.Function):
     def forward(
         ctx: Any, world: World, conv: Fused, weight: Tensor, bias: Tensor | None, state: Tensor | None, *us: Tensor
     ) -> tuple[Tensor, ...]:
-        """Gather the ends of all fragments, then convolve from the windows."""
-        from dsf.kernels.triton.layer import windows_ops as ops
-        from dsf.kernels.triton.layer.convolution_ops import short_convolution
-
-        slots, past = world.layout.slots, weight.shape[-1] - 1
-
-        def steps(rank: int, x: Tensor) -> Generator[Request, Tensor, tuple[Tensor, ...]]:
-            first = state if rank == 0 else None
-            every = yield Gather(ops.window_tails(x, first, past, slots, rank == 0))
-            starts, last, counts = ops.enter_windows(every, rank)
-            if first is not None:  # the window that the gather gave back is zero, the state is the first slot's
-                starts.unflatten(0, (-1, slots))[:, 0].copy_(first)
-            return starts, last, counts
-
-        with torch._C._AutoDispatchBelowAutograd():
-            rows = [_rows(u, slots) for u in us]
-            found = world.run([steps(r, x) for r, x in zip(world.here, rows, strict=True)])
-            ys = []
-            for x, (starts, _, _) in zip(rows, found, strict=True):
-                pieces, _ = short_convolution(x, weight, bias, starts, None, *conv.options)
-                ys += [_tokens(y, slots) for y in pieces]
-        ctx.world, ctx.conv = world, conv
+        """`_run`."""
+        ys, last, kept = _run(world, conv, state, us)
+        ctx.world, ctx.options = world, conv.options
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight, bias, *us, *(x for starts, _, counts in found for x in (starts, counts)))
-        return (*ys, found[0][1])
+        ctx.save_for_backward(weight, bias, *us, *kept)
+        return (*ys, last)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The kernels' backward pass, then gather the gradients of all windows."""
         refuse_second_order()
-        from dsf.kernels.triton.layer import windows_ops as ops
-        from dsf.kernels.triton.layer.convolution_ops import short_convolution_backward
-
-        world, conv, slots = ctx.world, ctx.conv, ctx.world.layout.slots
         weight, bias, *saved = ctx.saved_tensors
-        ranks, widths, last = len(world.here), conv.options[1], grads[-1]
-        us, kept = saved[:ranks], saved[ranks:]
-        found, of_weight, of_bias = [], None, None
-        for place, u in enumerate(us):
-            given = zip(grads[place * len(widths) :], widths, strict=False)
-            dys = [u.new_zeros(*u.shape[:2], width) if dy is None else dy for dy, width in given]
-            x, starts = _rows(u, slots), kept[2 * place]
-            dx, dweight, *dbias, dstarts = short_convolution_backward(
-                [_rows(dy, slots) for dy in dys], None, x, weight, bias, starts, None, *conv.options
-            )
-            found.append((dx, dstarts, kept[2 * place + 1]))
-            of_weight = dweight if of_weight is None else of_weight + dweight
-            if dbias:
-                of_bias = dbias[0] if of_bias is None else of_bias + dbias[0]
-        wanted = ctx.needs_input_grad[4:]
-        if not any(wanted):
-            return None, None, of_weight, of_bias, None, *(None for _ in us)
+        world, slots, widths = ctx.world, ctx.world.layout.slots, ctx.options[1]
+        ranks, wanted = len(world.here), ctx.needs_input_grad[4:]
+        us, starts, counts = saved[:ranks], saved[ranks::2], saved[ranks + 1 :: 2]
+        with torch._C._AutoDispatchBelowAutograd():
+            found = []
+            for place, (u, begin) in enumerate(zip(us, starts, strict=True)):
+                dys = grads[place * len(widths) : (place + 1) * len(widths)]
+                found.append(_pulled(u, dys, weight, bias, begin, ctx.options, slots))
+            of_weight, of_bias = (_sum([one[part] for one in found]) for part in (1, 2))
+            if not any(wanted):
+                return None, None, of_weight, of_bias, None, *(None for _ in us)
+            lasts = [grads[-1]] + [None] * (ranks - 1)
+            asked = zip(world.here, found, counts, lasts, strict=True)
+            states = world.run([_leaving(*each, slots, wanted[0]) for each in asked])
+            of_us = [_tokens(dx, slots) for dx, *_ in found]
+        return None, None, of_weight, of_bias, next((x for one in states for x in one), None), *of_us
 
-        def steps(
-            rank: int, dx: Tensor, own: Tensor, counts: Tensor, last: Tensor | None
-        ) -> Generator[Request, Tensor, list[Tensor]]:
-            every = yield Gather(_sent(own, last, slots))
-            return ops.leave_windows(every, counts, own, dx, rank, wanted[0] and rank == 0)
 
-        lasts = [last] + [None] * (ranks - 1)
-        asked = [(r, *x, end) for r, x, end in zip(world.here, found, lasts, strict=True)]
-        of_state = [x for one in world.run([steps(*x) for x in asked]) for x in one]
-        of_us = (_tokens(dx, slots) for dx, _, _ in found)
-        return None, None, of_weight, of_bias, of_state[0] if of_state else None, *of_us
+def _pulled(
+    u: Tensor,
+    dys: Several[Tensor | None],
+    weight: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    options: Any,
+    slots: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The gradients of a rank's tokens [B slots, L, C], weight, bias and windows, through its own outputs."""
+    from dsf.kernels.triton.layer.convolution_ops import short_convolution_backward
+
+    given = zip(dys, options[1], strict=True)
+    rows = [_rows(u.new_zeros(*u.shape[:2], width) if dy is None else dy, slots) for dy, width in given]
+    found = short_convolution_backward(rows, None, _rows(u, slots), weight, bias, starts, None, *options)
+    return found[0], found[1], None if bias is None else found[2], found[-1]
+
+
+def _leaving(
+    rank: int, found: tuple[Any, ...], counts: Tensor, last: Tensor | None, slots: int, stateful: bool
+) -> Generator[Request, Tensor, list[Tensor]]:
+    """Add to the gradient of a rank's tokens, in place, that of later windows. Returns that of the state, if any."""
+    from dsf.kernels.triton.layer.windows_ops import leave_windows
+
+    dx, _, _, own = found
+    every = yield Gather(_sent(own, last, slots))
+    of_state: list[Tensor] = leave_windows(every, counts, own, dx, rank, stateful and rank == 0)
+    return of_state
+
+
+def _sum(xs: Several[Tensor | None]) -> Tensor | None:
+    """The sum over the ranks of this process."""
+    total = xs[0]
+    for x in xs[1:]:
+        total = None if total is None or x is None else total + x
+    return total
 
 
 def _sent(own: Tensor, last: Tensor | None, slots: int) -> Tensor:
