@@ -7,11 +7,12 @@ import pytest
 import torch
 from interpreted import interpreted
 from mixer_inputs import sample
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dsf
 from dsf.language.errors import InputError
 from dsf.mixers import get
-from dsf.parallel import Simulated, call
+from dsf.parallel import Sequence, Simulated, agree, call
 
 pytestmark = interpreted
 
@@ -137,3 +138,46 @@ def test_worlds_forget():
     world.agreed = {"kind"}
     world.forget()
     assert not (world.routes.kept or world.backwards().routes.kept or world.agreed)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """A `Sequence` as rank 1 of 2, whose collectives return at once, and what it told the other rank."""
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    texts = []
+
+    def tell(self, text, device):
+        texts.append(text)
+        status, _, *rest = text.split("\n")
+        return [text, "\n".join([status, "other tokens", *rest])]
+
+    monkeypatch.setattr(Sequence, "tell", tell)
+    yield texts
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_compare_a_kind_once_and_again_when_it_is_forgotten(told, along, monkeypatch):
+    recurrence, given = draw("gated_deltanet", 6)
+    world = Sequence()
+    world.log = []
+
+    def run(x=given):
+        before = len(world.log)
+        leaves = {n: y.detach().requires_grad_() for n, y in x.items()}
+        y = recurrence(**leaves, backend="triton", parallel=world)
+        torch.autograd.grad(y.sum(), list(leaves.values()))
+        return world.log[before:]
+
+    first = run()
+    assert [kind for kind, *_ in first] == ["gather", "gather"] and run() == run() == first
+    assert (len(told), along[0]) == (1, 2)
+    run({n: x[:, :5] for n, x in given.items()})  # of the kind, whatever its tokens: known to the other rank
+    assert (len(told), along[0]) == (1, 2)
+    monkeypatch.setattr(agree, "KINDS", 1)
+    run({n: x[:, :, :, :2] if x.dim() > 3 else x for n, x in given.items()})  # one kind too many: all ranks forget
+    assert len(told) == 2
+    assert run() == first and (len(told), along[0]) == (3, 2)
+    checked = Sequence(check=True)
+    for _ in range(3):
+        recurrence(**given, backend="triton", parallel=checked)
+    assert (len(told), along[0]) == (6, 2)

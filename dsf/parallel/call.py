@@ -272,8 +272,8 @@ def _run(
     job = Job(world, exchange_of(choice.name, world.nodes), [], return_state)
     initial = None if state is None else state.detach()
     if choice.name != "walk" and packed is None and all(fused.fits(spec, bound, plan) for bound, plan in bound_of):
-        job.ranks = [fused.rank_of(n, world.layout, s, initial) for n, s in zip(world.here, summaries, strict=True)]
-        hollows = [rank.hollow() for rank in job.ranks]
+        passing = [fused.rank_of(n, world.layout, s, initial) for n, s in zip(world.here, summaries, strict=True)]
+        job.ranks, hollows = passing, [rank.hollow() for rank in passing]
         if kind is not None and all(one[0] is other[0] for one, other in zip(given, bound_of, strict=True)):
             world.routes.put(kind, fused.Route(job.exchange, hollows))
         return fused.run(job, hollows, state)

@@ -27,7 +27,10 @@ class Shards(Protocol):
     rank: int
     frame: Frame
     fresh: Sequence[bool]  # of every fragment of the sequence
-    complete: bool  # F and C are at hand also of fragments of which no other rank needs them
+
+    @property
+    def complete(self) -> bool:
+        """Whether F and C are at hand also of fragments of which no other rank needs them."""
 
     def fragment(self, slot: int) -> Fragment:
         """The fragment in a slot."""

@@ -48,7 +48,7 @@ class Fused(Rank):
     _first: Tensor | None = None  # type: ignore[assignment]
 
     @property
-    def complete(self) -> bool:  # type: ignore[override]
+    def complete(self) -> bool:
         """Whether F and C are at hand of all fragments: ranks compute them while they wait for each other's."""
         return self.layout.ranks > 1
 
@@ -183,7 +183,7 @@ class Through(torch.autograd.Function):
             for rank, g, (*_, after, _, gain, _) in zip(ranks, found, groups, strict=True):
                 own, needs = needs[: len(rank.shard.operands)], needs[len(rank.shard.operands) :]
                 dlast = rank.of_rows(g, after, gain[0] if gain else g[0])
-                dy = rank.rows_of(rank.dy)  # type: ignore[arg-type]
+                dy = rank.rows_of(rank.dy)
                 pulled, first = rank.shard.backward(dy, dlast, rank.begin, rank.saved, own, rank.later)
                 out += pulled
                 if ctx.has_state:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ class Rank:
     also: starts, the slots' initial states; dy; dfinal, the gradient of the global final states, summed over ranks, or
     None.
     """
-
-    complete: ClassVar[bool] = False  # F and C are computed where another rank needs them
 
     rank: int
     layout: Layout
@@ -49,6 +47,11 @@ class Rank:
             self.pieces = self.packing.pieces(self.rank)
 
     # -- what an exchange reads
+
+    @property
+    def complete(self) -> bool:
+        """Whether F and C are at hand of all fragments: here they are computed where another rank needs them."""
+        return False
 
     def fragment(self, slot: int) -> Fragment:
         """The fragment in a slot."""
