@@ -123,11 +123,14 @@ def agree_layer(
     if world.agreed is None or is_open(x):
         return
     who = type(layer).__name__
+    spec = getattr(getattr(layer, "recurrence", None), "spec", None)
+    attention = spec is not None and spec.is_attention
+    kept = None if state is None else tuple(_form(part) for part in state)
+    known = who, attention, x.dtype, x.shape, kept, cu_seqlens is None  # which the kind follows from
+    if not world.check and world.routes.get(known):
+        return
 
     def say() -> Said:
-        spec = getattr(getattr(layer, "recurrence", None), "spec", None)
-        attention = spec is not None and spec.is_attention
-        kept = None if state is None else tuple(_form(part) for part in state)
         length = length_of(world, attention, x.shape[1], cu_seqlens)
         return Said((*options_of(world), ("x", _form(x, True)), ("state", kept), *length), x, cu_seqlens)
 
@@ -136,6 +139,7 @@ def agree_layer(
         check_tokens(who, world, world.here[0], x.shape[0], x.shape[1], host_bounds(who, cu_seqlens))
 
     agree(world, who, say, checks, x)
+    world.routes.put(known, True)  # where ranks differ, `agree` raised
 
 
 def agree_whole(world: World, x: Tensor, tokens: int | None, dim: int) -> None:

@@ -73,7 +73,7 @@ class World:
         self._register()
 
     def _register(self) -> None:
-        self.routes: Recent[Any] = Recent(ROUTES)  # of calls so far on the kernels (dsf.parallel.fused)
+        self.routes: Recent[Any] = Recent(ROUTES)  # of calls so far, and layers' that ranks compared
         self.told: list[tuple[str, Any]] | None = None  # its options, for other ranks (dsf.parallel.agree)
         self.key = f"{type(self).__name__}#{next(_numbers)}"
         WORLDS[self.key] = self
