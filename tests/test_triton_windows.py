@@ -7,6 +7,7 @@ from interpreted import interpreted
 from dsf.kernels import convolution
 from dsf.kernels.convolution import Piece
 from dsf.mixers._conv import ShortConv
+from dsf.mixers._shift import TokenShift
 from dsf.parallel import Simulated, halo, windows
 
 pytestmark = interpreted
@@ -131,3 +132,49 @@ def test_half_precision_rounds_once(taken):
     whole, _, expected, *_ = outcome(conv, u, None, Simulated(1))
     assert torch.equal(y, whole)
     assert ((du - expected).abs() <= 2**-7 * expected.abs() + 1e-2).all()
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 3, 4, 4, 11]], ids=["one sequence", "packed"])
+@pytest.mark.parametrize("sizes", [(4, 1, 6), (0, 2, 9), None], ids=["uneven", "empty", "headtail"])
+def test_windows_of_any_convolution(sizes, bounds, monkeypatch):
+    """Token shifts, packed sequences and ranks without tokens: kernels fold the windows of other convolutions, too."""
+    torch.manual_seed(5)
+    folded = []
+
+    def counting(name, run):
+        return lambda *args: folded.append(name) or run(*args)
+
+    monkeypatch.setattr(windows, "takes", lambda every: every.dtype == torch.float32)
+    monkeypatch.setattr(windows, "entered", counting("entered", windows.entered))
+    monkeypatch.setattr(windows, "left", counting("left", windows.left))
+    tokens = 12 if sizes is None else 11
+    bounds = bounds if bounds is None or sizes else [0, 3, 4, 4, 12]
+    world = Simulated(3, sizes=sizes) if sizes else Simulated(2, "headtail")
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    rows = 1 if bounds is None else len(bounds) - 1
+    for conv in (TokenShift(5), ShortConv(5, 4)):
+        past = conv.kernel_size[0] - 1
+        u, state = torch.randn(1, tokens, 5), torch.randn(rows, 5, past)
+        found = []
+        for dtype, run in ((torch.float64, None), (torch.float32, world)):
+            leaves = [x.to(dtype).requires_grad_() for x in (u, state)]
+            conv.to(dtype)
+            if run is None:
+                y, last = conv(*leaves, cu_seqlens)
+            else:
+                y, last = halo.convolve(conv, past, *leaves, cu_seqlens, world)
+            g = torch.Generator().manual_seed(0)
+            loss = sum((x * torch.randn(x.shape, generator=g, dtype=torch.float64)).sum() for x in (y, last))
+            found.append([y, last, *torch.autograd.grad(loss, leaves)])
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+    assert sorted(folded) == ["entered"] * 2 * world.ranks + ["left"] * 2 * world.ranks
+
+
+def test_an_infinity_stays_where_it_is():
+    """Windows are moved, not multiplied, so that nothing is rounded and an infinite token is no other token's."""
+    conv, u = TokenShift(2), torch.ones(1, 9, 2)
+    u[0, 2, 0] = torch.inf
+    y, last = halo.convolve(conv, 1, u, None, None, Simulated(3))
+    expected, final = conv(u)
+    assert torch.equal(y, expected) and torch.equal(last, final)

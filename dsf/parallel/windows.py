@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.convolution import Fused
+from dsf.kernels.convolution import TRITON, Fused
 from dsf.kernels.operators import refuse_second_order
 from dsf.parallel.collectives import Gather, Request
 from dsf.parallel.world import Simulated, World
@@ -35,6 +35,30 @@ def convolve(world: World, conv: Fused, u: Tensor, state: Tensor | None) -> tupl
         return tuple(ys), last
     width = len(ys) // len(shards)
     return tuple(world.whole_of(ys[piece::width]) for piece in range(width)), last
+
+
+def takes(every: Tensor) -> bool:
+    """Whether kernels fold what all ranks sent, for another convolution than theirs (dsf.parallel.halo)."""
+    plain = type(every) is Tensor and every.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return plain and every.is_cuda and TRITON and every.numel() > 0
+
+
+def entered(every: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(the windows before a rank's slots [slots, B, past, C], the one after the last fragment [B, past, C], counts)."""
+    from dsf.kernels.triton.layer.windows_ops import enter_windows
+
+    starts, last, counts = enter_windows(every, rank)
+    return starts.unflatten(0, (-1, every.shape[1])).permute(1, 0, 3, 2), last.transpose(1, 2), counts
+
+
+def left(every: Tensor, counts: Tensor, rank: int) -> Tensor:
+    """The gradient of what a rank sent [slots, B, past + 1, C], from all windows' [ranks, slots + 1, B, C, past]."""
+    from dsf.kernels.triton.layer.windows_ops import leave_windows
+
+    _, slots, batch, channels, past = every.shape
+    found = every.new_zeros(batch * (slots - 1), past, channels)
+    leave_windows(every, counts, every, found, rank, False)
+    return torch.nn.functional.pad(found.unflatten(0, (batch, slots - 1)).transpose(0, 1), (0, 0, 0, 1))
 
 
 def _rows(x: Tensor, slots: int) -> Tensor:
