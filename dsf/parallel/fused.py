@@ -167,10 +167,9 @@ class Through(torch.autograd.Function):
         count = len(job.ranks)
         dfinals = grads[count:] if job.return_state else [None] * count
         ranks = []
-        for rank, (operands, begin, saved, held, *_, starts), dy in zip(job.ranks, groups, grads, strict=False):
+        for rank, (operands, begin, saved, held, *_), dy in zip(job.ranks, groups, grads, strict=False):
             mine = rank.begun(operands)
-            mine.begin, mine.saved, mine.held = begin[0] if begin else None, saved, held
-            mine.starts, mine.dy = starts, dy
+            mine.begin, mine.saved, mine.held, mine.dy = begin[0] if begin else None, saved, held, dy
             ranks.append(mine)
         out: list[Tensor | None] = []
         of_state: Tensor | None = None
@@ -178,11 +177,11 @@ class Through(torch.autograd.Function):
         with no_autocast(grads[0]), torch._C._AutoDispatchBelowAutograd():
             for rank in ranks if job.world.ranks > 1 and not job.return_state else ():
                 rank.pulled()
-            kept = [kept for *_, kept, _, _ in groups]
+            kept = [kept for *_, kept, _ in groups]
             found = job.world.run([job.leaving(*each) for each in zip(ranks, kept, dfinals, strict=True)])
-            for rank, g, (*_, after, _, gain, _) in zip(ranks, found, groups, strict=True):
+            for rank, g, (*_, gains) in zip(ranks, found, groups, strict=True):
                 own, needs = needs[: len(rank.shard.operands)], needs[len(rank.shard.operands) :]
-                dlast = rank.of_rows(g, after, gain[0] if gain else g[0])
+                dlast = rank.of_rows(g, gains[1:], gains[0] if gains else g[0])
                 dy = rank.rows_of(rank.dy)
                 pulled, first = rank.shard.backward(dy, dlast, rank.begin, rank.saved, own, rank.later)
                 out += pulled
@@ -204,8 +203,10 @@ def _passes(job: Any, keep: bool) -> tuple[tuple[Tensor, ...], list[list[Several
         groups: list[list[Several[Tensor]]] = []
         for rank, e, (_, last) in zip(ranks, entered, passes, strict=True) if keep else ():
             begin = [] if rank.begin is None else [rank.begin]
-            gain = [rank.frame.gain_of(last).clone()] if rank.frame.gain else []  # a copy does not keep `last` alive
-            groups.append([rank.shard.operands, begin, rank.saved, rank.held, e.after, e.kept, gain, e.starts])
+            gains: list[Tensor] = []
+            if rank.frame.gain:
+                gains = [rank.frame.gain_of(last).clone(), *e.after]  # a copy, which does not keep `last` alive
+            groups.append([rank.shard.operands, begin, rank.saved, rank.held, e.kept, gains])
         finals = job.finals([last for _, last in passes]) if job.return_state else []
     return (*(y for y, _ in passes), *finals), groups
 
