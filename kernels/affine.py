@@ -8,6 +8,7 @@ m = max(m_F, m_in + log |M|) for diagonal M, as in the forms, and max(m_F, m_in)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,7 @@ class Frame:
         """The number of columns of a stored state."""
         return self.plain + self.gain
 
-    @property
+    @functools.cached_property
     def move_shape(self) -> tuple[int, ...]:
         """Shape of one head's stored M; (0,) where M is not stored."""
         if self.kind == "scale":
@@ -54,11 +55,12 @@ class Frame:
         """Numbers of one head's stored state."""
         return self.n * self.total
 
-    @property
+    @functools.cached_property
     def move_numbers(self) -> int:
         """Numbers of one head's M."""
         return int(torch.Size(self.move_shape).numel())
 
+    @functools.cached_property
     def without_moves(self) -> Frame:
         """The Frame for maps of which only F is sent."""
         return replace(self, kind="identity")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,25 @@ class Piece:
     width: int
     head: int = 0
     scale: float = 1.0
+
+
+class Fused(NamedTuple):
+    """What the kernels take beside x and states: weight [C, K], bias [C]; (SiLU, widths, heads, scales of pieces)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    options: tuple[bool, list[int], list[int], list[float]]
+
+
+def fused(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, pieces: Sequence[Piece] | None
+) -> Fused | None:
+    """The call of `short_convolution` as the kernels take it, or None where torch runs it. Raises ValueError, too."""
+    pieces = (Piece(x.shape[-1]),) if pieces is None else tuple(pieces)
+    _check(x, activation, pieces)
+    return (
+        Fused(weight, bias, (activation == "silu", *_columns(pieces))) if _chosen(x, weight, "auto", pieces) else None
+    )
 
 
 def short_convolution(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsf.kernels.convolution import Piece, l2norm, short_convolution, short_convolution_step
+from dsf.kernels.convolution import Fused, Piece, fused, l2norm, short_convolution, short_convolution_step
 from dsf.language.errors import InputError
 from dsf.mixers._own import fill
 
@@ -51,19 +51,23 @@ class ShortConv(nn.Conv1d):
         return self.in_channels * (self.kernel_size[0] - 1)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False
-    ) -> tuple[Any, Tensor]:
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
+        spread: Callable[[Tensor, Tensor | None], tuple[tuple[Tensor, ...], Tensor]] | None = None,
+    ) -> tuple[Any, Tensor]:  # fmt: skip
         """x: [B, T, C] -> (y [B, T, C], state [B, C, K-1]). With cu_seqlens [S+1] B = 1, state has S rows.
 
         y: a tuple of the pieces [B, T, width] where the module has any. in_place: the state is overwritten, for one
-        token a sequence and without gradients (decoding). Raises InputError for an x or a state of other sizes.
+        token a sequence and without gradients (decoding). spread: convolves x, a rank's tokens, from the state of the
+        whole sequence, with `spreads` (dsf.parallel). Raises InputError for an x or a state of other sizes.
         """
         self._check(x, state, cu_seqlens)
         own = self.activation in (None, F.silu)
         activation, weight = "silu" if self.activation is F.silu else None, self.weight.squeeze(1)
         if not own and self.pieces is not None:
             raise InputError("ShortConv: pieces are made after SiLU or no activation at all")
-        if x.shape[1] == 1 and cu_seqlens is None:
+        if spread is not None:
+            ys, state = spread(x, state)
+        elif x.shape[1] == 1 and cu_seqlens is None:
             ys, state = short_convolution_step(x, weight, self.bias, state, activation, self.pieces, in_place)
         elif in_place:
             raise InputError("ShortConv: in_place=True is for one token a sequence")
@@ -73,6 +77,14 @@ class ShortConv(nn.Conv1d):
         if self.pieces is not None:
             return ys, state
         return (ys[0] if own or self.activation is None else self.activation(ys[0])), state
+
+    def spreads(self, x: Tensor) -> Fused | None:
+        """What the kernels take for a rank's tokens x [B, T, C], or None where torch convolves them."""
+        plain = all(type(t) in (Tensor, nn.Parameter) for t in (x, self.weight))
+        if not plain or torch.compiler.is_compiling() or self.activation not in (None, F.silu):
+            return None
+        activation = "silu" if self.activation is F.silu else None
+        return fused(x, self.weight.squeeze(1), self.bias, activation, self.pieces)
 
     def _check(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> None:
         channels, past = self.in_channels, self.kernel_size[0] - 1

@@ -59,7 +59,7 @@ class Span(NamedTuple):
         if self.places is not None and self.places.place is not None:  # whatever earlier ranks hold
             return (self.places.place == 0).to(like.dtype).expand(batch, -1)
         if self.places is not None:
-            first = self.places.begins
+            first = torch.tensor(self.places.begins, dtype=torch.long)
         else:
             first = mask.new_zeros(1, dtype=torch.long) if self.cu_seqlens is None else self.cu_seqlens[:-1]
         return mask.index_fill(1, first.to(like.device, torch.long), 1.0)[:, :tokens]

@@ -22,10 +22,10 @@ from interpreted import INTERPRETED
 
 import dsf
 from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, ratio, sigmoid, tanh, turn
-from dsf.kernels.convolution import Piece, short_convolution, short_convolution_step
+from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
 from dsf.kernels.norm import gated, gated_rms_norm
 from dsf.mixers import get
-from dsf.parallel import Simulated
+from dsf.parallel import Simulated, windows
 from dsf.triton.choose import elsewhere
 
 pytest.importorskip("triton")
@@ -105,6 +105,14 @@ def convolution(bounds=None):
     *rest, state = given
     ys, final = short_convolution(*rest, state, bounds, pieces=[Piece(128, 32), Piece(128)], backend="triton")
     pull([*ys, final], given)
+
+
+def convolution_over_ranks():
+    x, weight, bias, state = given = tensor(2, 1536, 256), tensor(256, 4), tensor(256), tensor(2, 256, 3)
+    kernels = Fused(weight, bias, (True, [128, 128], [32, 0], [1.0, 1.0]))
+    for layout in ("contiguous", "headtail"):
+        ys, last = windows.convolve(Simulated(2, layout), kernels, x, state)
+        pull([*ys, last], given)
 
 
 @torch.no_grad()
@@ -246,6 +254,7 @@ FAMILIES = {
             "convolution": convolution,
             "convolution, packed": partial(convolution, torch.empty(4, dtype=torch.int32, device="meta")),
             "convolution, a token": convolution_step,
+            "convolution, ranks": convolution_over_ranks,
             "norms": norms,
             "probe": probe,
             "alibi": of("alibi"),
@@ -253,7 +262,10 @@ FAMILIES = {
             "sliding_window_attention": of("sliding_window_attention"),
             "turned attention": of(turned),
         },
-        ("attention.kernel", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm"),
+        (
+            "attention.kernel", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
+            "layer.windows",
+        ),
     ),
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ def agree(world: World, who: str, say: Callable[[], Said], look: Callable[[], ob
     in one process, compiled and captured graphs say nothing to each other. With `Sequence(check=True)` every call is
     compared. `look` is not called where the kind is known: the call itself checks then.
     """
-    if world.agreed is None or world.ranks == 1 or _is_open(like):
+    if world.agreed is None or world.ranks == 1 or is_open(like):
         return
     ranks = cast("Sequence", world)
     told, error = [], None
@@ -86,7 +86,7 @@ def agree(world: World, who: str, say: Callable[[], Said], look: Callable[[], ob
             )
     _compare(ranks, who, texts)
     if len(world.agreed) >= KINDS:
-        world.agreed.clear()
+        world.forget()
     world.agreed.update(((who, own.kind), who))
 
 
@@ -120,14 +120,17 @@ def agree_layer(
     world: World, layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Any, look: Callable[[], object] = lambda: None
 ) -> None:
     """`agree` on the call of a layer: x [B, T, d_model], state a MixerState or None. look: more that it checks."""
-    if world.agreed is None or _is_open(x):
+    if world.agreed is None or is_open(x):
         return
     who = type(layer).__name__
+    spec = getattr(getattr(layer, "recurrence", None), "spec", None)
+    attention = spec is not None and spec.is_attention
+    kept = None if state is None else tuple(_form(part) for part in state)
+    known = who, attention, x.dtype, x.shape, kept, cu_seqlens is None  # which the kind follows from
+    if not world.check and world.routes.get(known):
+        return
 
     def say() -> Said:
-        spec = getattr(getattr(layer, "recurrence", None), "spec", None)
-        attention = spec is not None and spec.is_attention
-        kept = None if state is None else tuple(_form(part) for part in state)
         length = length_of(world, attention, x.shape[1], cu_seqlens)
         return Said((*options_of(world), ("x", _form(x, True)), ("state", kept), *length), x, cu_seqlens)
 
@@ -136,6 +139,7 @@ def agree_layer(
         check_tokens(who, world, world.here[0], x.shape[0], x.shape[1], host_bounds(who, cu_seqlens))
 
     agree(world, who, say, checks, x)
+    world.routes.put(known, True)  # where ranks differ, `agree` raised
 
 
 def agree_whole(world: World, x: Tensor, tokens: int | None, dim: int) -> None:
@@ -151,10 +155,13 @@ def agree_whole(world: World, x: Tensor, tokens: int | None, dim: int) -> None:
 
 def options_of(world: World) -> list[tuple[str, Any]]:
     """What ranks must have said alike when they made their `Sequence`."""
+    if world.told is not None:
+        return world.told
     last = "" if world._forward is None else ", from the last token"
     sizes = None if world.sizes is None else list(world.sizes)
     text = f"(layout={world.layout.name!r}, sizes={sizes}, exchange={world.exchange!r}){last}"
-    return [("Sequence", text)]
+    world.told = [("Sequence", text)]
+    return world.told
 
 
 def length_of(world: World, attention: bool, tokens: int, cu_seqlens: Any) -> list[tuple[str, Any]]:
@@ -193,7 +200,7 @@ def check_tokens(who: str, world: World, rank: int, batch: int, tokens: int, bou
     )
 
 
-def _is_open(x: Any) -> bool:
+def is_open(x: Any) -> bool:
     """Whether a call has no numbers yet, in a compiled or captured graph."""
     if torch.compiler.is_compiling():
         return True

@@ -27,7 +27,7 @@ from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
 from dsf.parallel import fused
-from dsf.parallel.agree import Said, agree, check_tokens, described, length_of, options_of
+from dsf.parallel.agree import Said, agree, check_tokens, described, is_open, length_of, options_of
 from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
@@ -59,15 +59,16 @@ class Job:
     def leave(self, kept: Several[Several[Tensor]], dfinals: Several[Tensor | None]) -> list[list[Tensor]]:
         """Run the exchange backward: every rank's G, one tensor a slot. The ranks hold dy and starts."""
         with guard.unwatched():
-            return self.world.run([self._leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
+            return self.world.run([self.leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
 
     def again(self, ranks: Several[Rank]) -> Job:
         """This job with other rank objects, which hold the tensors of the backward pass."""
         return Job(self.world, self.exchange, ranks, self.return_state)
 
-    def _leaving(
+    def leaving(
         self, rank: Rank, kept: Several[Tensor], dfinal: Tensor | None
     ) -> Generator[Request, Tensor, list[Tensor]]:
+        """The exchange backward of one rank."""
         if dfinal is not None:
             rank.dfinal = yield Sum(dfinal)
         return (yield from self.exchange.leave(rank, kept))
@@ -162,6 +163,12 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
+    kind = None
+    if cu_seqlens is None and not reverse and not world.check:
+        kind, tensors = fused.kind_of(recurrence, args, kwargs, state, (return_state, form, backend))
+        route = None if kind is None else world.routes.get(kind)
+        if route is not None:
+            return _along(route, recurrence, world, tensors, state, return_state)
     options = [("return_state", return_state), ("reverse", reverse), ("form", form)]
     given: dict[str, Tensor] = {}
 
@@ -189,15 +196,40 @@ def call(
             bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
             found = attend(recurrence, world, bound_of, state, bounds, form)
         else:
-            found = _run(recurrence, world, shards, state, bounds, return_state, form, backend)
+            known = None if is_open(first) else kind  # captured calls have not been compared
+            found = _run(recurrence, world, shards, state, bounds, return_state, form, backend, known)
             found = [(y.to(first.dtype), final) for y, final in found]
-    ys, finals = [y for y, _ in found], [s for _, s in found]
-    y = world.whole_of(ys) if isinstance(world, Simulated) else ys[0]
+    y, final = _joined(world, found, return_state)
     y = y.flip(1) if reverse else y
     if not return_state:
         return y
-    final = finals[0] if len(finals) == 1 else _alike(finals)
     return y, flipped_rows(final, packed) if reverse else final
+
+
+def _joined(world: World, found: Several[tuple[Tensor, Any]], return_state: bool) -> tuple[Tensor, Any]:
+    """(y, final state or None) of the call, from those of the ranks of this process."""
+    if not isinstance(world, Simulated):
+        return found[0]
+    y = world.whole_of([y for y, _ in found])
+    return y, _alike([final for _, final in found]) if return_state else None
+
+
+def _along(
+    route: fused.Route, recurrence: Recurrence, world: World, tensors: tuple[Tensor, ...], state: Tensor | None,
+    return_state: bool,
+) -> Any:  # fmt: skip
+    """A call of a kind that ran on the kernels before: its checks, plan and exchange are known. tensors: its inputs."""
+    timed, shards = recurrence._calls.timed, [tensors]
+    if isinstance(world, Simulated):
+        each = [[world.shard_of(r, x)[0] if t else x for x, t in zip(tensors, timed, strict=True)] for r in world.here]
+        shards = [tuple(shard) for shard in each]
+    first = tensors[timed.index(True)]
+    with no_autocast(first):
+        ranks = route.ranks(shards, None if state is None else state.detach())
+        found = fused.run(Job(world, route.exchange, ranks, return_state), route.hollows, state)
+    y, final = _joined(world, found, return_state)
+    y = y.to(first.dtype)
+    return (y, final) if return_state else y
 
 
 def _run_framed(
@@ -220,14 +252,15 @@ def _run_framed(
 
 def _run(
     recurrence: Recurrence, world: World, shards: Several[Mapping[str, Any]], state: Any, bounds: list[int] | None,
-    return_state: bool, form: str, backend: str,
+    return_state: bool, form: str, backend: str, kind: Any,
 ) -> list[tuple[Tensor, Any]]:  # fmt: skip
+    """(y, the global final state or None) of every rank of this process. kind: of a call to be remembered, or None."""
     spec = recurrence.spec
     packed = None if bounds is None else world.packing(bounds)
     bound_of = [_bind(recurrence, tensors, form, backend) for tensors in shards]
     for number, (bound, _) in zip(world.here, bound_of, strict=True):
         check_tokens(spec.name, world, number, bound.sizes.batch, bound.sizes.tokens, bounds)
-    bound_of = [(of_enough_digits(spec, bound, plan, spread=True), plan) for bound, plan in bound_of]
+    given, bound_of = bound_of, [(of_enough_digits(spec, b, plan, spread=True), plan) for b, plan in bound_of]
     summaries = [summary_of(recurrence, bound, form, backend) for bound, _ in bound_of]
     first = summaries[0]
     if state is not None:
@@ -239,8 +272,11 @@ def _run(
     job = Job(world, exchange_of(choice.name, world.nodes), [], return_state)
     initial = None if state is None else state.detach()
     if choice.name != "walk" and packed is None and all(fused.fits(spec, bound, plan) for bound, plan in bound_of):
-        job.ranks = [fused.rank_of(n, world.layout, s, initial) for n, s in zip(world.here, summaries, strict=True)]
-        return fused.run(job, state)
+        passing = [fused.rank_of(n, world.layout, s, initial) for n, s in zip(world.here, summaries, strict=True)]
+        job.ranks, hollows = passing, [rank.hollow() for rank in passing]
+        if kind is not None and all(one[0] is other[0] for one, other in zip(given, bound_of, strict=True)):
+            world.routes.put(kind, fused.Route(job.exchange, hollows))
+        return fused.run(job, hollows, state)
     ranks = [Rank(n, world.layout, s, packed, initial) for n, s in zip(world.here, summaries, strict=True)]
     job.ranks = ranks
     entered = job.enter()

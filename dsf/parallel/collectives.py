@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsf.language.errors import DsfError
+from dsf.language.errors import DsfError, InputError
 
+OUTSIDE = "this rank is not in the group that Sequence was given"
 ALL, INNER, OUTER = "all", "inner", "outer"  # all ranks; those of one node; those with the same place in every node
 
 
@@ -181,18 +183,45 @@ class Group:
         if self.size == 1:
             return x.unsqueeze(0) if isinstance(request, Gather) else x
         if isinstance(request, Gather):
-            flat = ops.all_gather_into_tensor(x.reshape(-1), self.size, self.name)
-            return torch.ops._c10d_functional.wait_tensor(flat).view(self.size, *x.shape)
+            return ops.wait_tensor(ops.all_gather_into_tensor(x, self.size, self.name)).view(self.size, *x.shape)
         if isinstance(request, Sum):
-            return torch.ops._c10d_functional.wait_tensor(ops.all_reduce(x, "sum", self.name))
+            return ops.wait_tensor(ops.all_reduce(x, "sum", self.name))
         if isinstance(request, Swap):
             each = [x[0].numel()] * self.size
             flat = ops.all_to_all_single(x.reshape(-1), each, each, self.name)
-            return torch.ops._c10d_functional.wait_tensor(flat).view(x.shape)
+            return ops.wait_tensor(flat).view(x.shape)
         assert isinstance(request, Hop)
         count = x.numel()
         sent = [count if self.rank == request.source and r == request.target else 0 for r in range(self.size)]
         got = [count if self.rank == request.target and r == request.source else 0 for r in range(self.size)]
         given = x.reshape(-1)[: sum(sent)]
-        flat = torch.ops._c10d_functional.wait_tensor(ops.all_to_all_single(given, got, sent, self.name))
+        flat = ops.wait_tensor(ops.all_to_all_single(given, got, sent, self.name))
         return flat.view(x.shape) if sum(got) else torch.zeros_like(x)
+
+
+def groups_of(mesh: Any) -> tuple[tuple[Group, Group], str]:
+    """((group between nodes, group within a node), kind of device). Raises InputError."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError("dsf.parallel.Sequence needs torch.distributed.init_process_group first")
+    one = Group("", 1, 0)
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives ranks that are not in it
+        raise InputError(OUTSIDE)
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        group = mesh if mesh is not None else dist.group.WORLD
+        assert group is not None
+        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        return (one, _named(group)), device
+    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
+        raise InputError(f"Sequence takes a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+    if mesh.ndim == 1:
+        return (one, _named(mesh.get_group())), mesh.device_type
+    if mesh.ndim != 2:
+        raise InputError(f"Sequence takes a mesh of one dimension, or of two (nodes, ranks of a node), got {mesh.ndim}")
+    return (_named(mesh.get_group(0)), _named(mesh.get_group(1))), mesh.device_type
+
+
+def _named(group: Any) -> Group:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InputError(OUTSIDE)
+    return Group(group.group_name, dist.get_world_size(group), rank, tuple(dist.get_process_group_ranks(group)))

@@ -111,6 +111,7 @@ def reads_values(spec: Spec) -> bool:
     return any(i.attrs[0] in wide for i in inputs_of(*acting(spec)))
 
 
+@derived
 def frame_of(spec: Spec, n: int, p: int) -> Frame:
     """Shapes of the states and maps of a recurrence for N = n state entries and P = p channels."""
     layout, kind = columns(spec, p), kind_of_map(spec)

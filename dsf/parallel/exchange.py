@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsf.kernels.affine import Frame, composed, entered, left
 from dsf.parallel.collectives import INNER, OUTER, Gather, Hop, Request, Swap
+from dsf.parallel.fold import Fold, by_owner
 from dsf.parallel.layout import Fragment, Layout
 
 
@@ -26,6 +27,10 @@ class Shards(Protocol):
     rank: int
     frame: Frame
     fresh: Sequence[bool]  # of every fragment of the sequence
+
+    @property
+    def complete(self) -> bool:
+        """Whether F and C are at hand also of fragments of which no other rank needs them."""
 
     def fragment(self, slot: int) -> Fragment:
         """The fragment in a slot."""
@@ -75,74 +80,38 @@ def _slots(shards: Shards) -> range:
     return range(shards.layout.slots)
 
 
+def _numbers(shards: Shards) -> list[int]:
+    return [shards.layout.number(shards.rank, slot) for slot in _slots(shards)]
+
+
 def _payload(shards: Shards, frame: Frame) -> Tensor:
-    """(F, M) of the rank's fragments [slots, B, H, numbers]; an empty one where no sequence continues."""
+    """(F, M) of the rank's fragments [slots, B, H, numbers]; where no sequence continues, an empty F, or any."""
     rows = []
     for slot in _slots(shards):
         fragment = shards.fragment(slot)
-        f = shards.written(slot) if fragment.goes_on else shards.empty()
+        f = shards.written(slot) if fragment.goes_on or shards.complete else shards.empty()
         m = None
         if frame.move_numbers:
             needed = fragment.goes_on and not fragment.fresh
             m = shards.move(slot) if needed else frame.neutral(f, *f.shape[:2])
         rows.append(frame.pack(f, m))
-    return torch.stack(rows)
+    return _together(rows)
 
 
 def _own(shards: Shards) -> Tensor:
-    """C of the rank's fragments [slots, B, H, N, plain], zeros where no sequence continues from before."""
-    found = [shards.adjoint(s, None) if shards.fragment(s).continued else shards.nothing() for s in _slots(shards)]
-    return torch.stack(found)
+    """C of the rank's fragments [slots, B, H, N, plain], where no sequence continues from before zeros, or anything."""
+    needed = [shards.complete or shards.fragment(s).continued for s in _slots(shards)]
+    return _together([shards.adjoint(s, None) if n else shards.nothing() for s, n in enumerate(needed)])
+
+
+def _together(rows: list[Tensor]) -> Tensor:
+    """The rows, stacked; a single one is not copied."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
 def _frame(shards: Shards) -> Frame:
     """Shapes of what is sent: no M where there are only two fragments, as none lies between others."""
-    return shards.frame if shards.layout.fragments > 2 else shards.frame.without_moves()
-
-
-def _in_order(layout: Layout, x: Tensor) -> list[Tensor]:
-    """[ranks, slots, ...] as a list of fragments in the sequence's order."""
-    return [x[layout.owner(n)] for n in range(layout.fragments)]
-
-
-def _by_owner(layout: Layout, xs: Sequence[Tensor]) -> Tensor:
-    """The inverse: [ranks, slots, ...]."""
-    rows = [xs[layout.number(r, s)] for r in range(layout.ranks) for s in range(layout.slots)]
-    return torch.stack(rows).unflatten(0, (layout.ranks, layout.slots))
-
-
-class _Fold:
-    """The fold over all fragments' maps, and its backward; for all heads or for a share of them."""
-
-    def __init__(self, frame: Frame, layout: Layout, fresh: Sequence[bool], lowest: int = 0) -> None:
-        self.frame, self.layout, self.fresh, self.lowest = frame, layout, list(fresh), lowest
-
-    def forward(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """rows [ranks, slots, B, H, numbers] -> every fragment's initial state, and the tensors for `backward`."""
-        frame, last = self.frame, self.layout.fragments - 1
-        f, m = frame.unpack(rows)
-        written = _in_order(self.layout, f)[:-1]
-        moves: list[Any] = [None] * last if m is None else _in_order(self.layout, m)[:-1]
-        states = entered(frame, written, moves, self.fresh[:-1], frame.empty(rows, *rows.shape[2:4]))
-        kept = []
-        if frame.move_numbers and self.lowest + 1 < last:
-            kept.append(torch.stack(moves[self.lowest + 1 :]))  # a copy, which does not keep the gathered tensor alive
-        if frame.gain:
-            kept.append(torch.stack([frame.gain_of(s) for s in states]))
-        return states, kept
-
-    def backward(self, own: Tensor, kept: Sequence[Tensor]) -> list[Tensor]:
-        """C [ranks, slots, B, H, N, plain] -> G of every fragment from number `lowest` on."""
-        frame, low = self.frame, self.lowest + 1
-        cs, rest = _in_order(self.layout, own), list(kept)
-        last = self.layout.fragments - 1
-        moves: list[Tensor | None] = [None] * (last + 1 - low)
-        if frame.move_numbers and low < last:
-            moves[:-1] = list(rest.pop(0))
-        none = own.new_zeros(*own.shape[2:-1], 0)
-        gains = [*rest.pop(0)[low:], none] if frame.gain else [none] * (last + 2 - low)
-        fresh = [*self.fresh[low:last], True]  # the C of the last fragment contains the gradient of its final state
-        return left(frame, cs[low:], moves, fresh[: last + 1 - low], gains, torch.zeros_like(cs[0]))
+    return shards.frame if shards.layout.fragments > 2 else shards.frame.without_moves
 
 
 class AllGather:
@@ -153,7 +122,7 @@ class AllGather:
         frame = _frame(shards)
         rows = yield Gather(_payload(shards, frame))
         states, kept = self._fold(shards).forward(rows)
-        numbers = [shards.fragment(s).number for s in _slots(shards)]
+        numbers = _numbers(shards)
         after = [frame.gain_of(states[min(n + 1, len(states) - 1)]) for n in numbers]
         return Entered([states[n] for n in numbers], after, kept)
 
@@ -161,12 +130,11 @@ class AllGather:
         """Backward."""
         fold = self._fold(shards)
         found = fold.backward((yield Gather(_own(shards))), kept)
-        return [found[shards.fragment(s).number - fold.lowest] for s in _slots(shards)]
+        return [found[n - fold.low] for n in _numbers(shards)]
 
     @staticmethod
-    def _fold(shards: Shards) -> _Fold:
-        lowest = min(shards.fragment(s).number for s in _slots(shards))
-        return _Fold(_frame(shards), shards.layout, shards.fresh, lowest)
+    def _fold(shards: Shards) -> Fold:
+        return Fold(_frame(shards), shards.layout, shards.fresh, _numbers(shards))
 
 
 def _dealt(x: Tensor, ranks: int) -> Tensor:
@@ -191,14 +159,15 @@ class Transpose:
     def enter(self, shards: Shards) -> Entering:
         """Forward."""
         layout, frame = shards.layout, _frame(shards)
-        heads = shards.empty().shape[1]
-        rows = yield Swap(_dealt(_payload(shards, frame), layout.ranks))
-        states, kept = _Fold(frame, layout, shards.fresh).forward(rows)
-        replies = [
-            torch.cat([states[n], frame.gain_of(states[min(n + 1, len(states) - 1)])], dim=-1)
-            for n in range(layout.fragments)
-        ]
-        found = _joined((yield Swap(_by_owner(layout, replies))), heads)
+        sent = _payload(shards, frame)
+        heads = sent.shape[2]
+        rows = yield Swap(_dealt(sent, layout.ranks))
+        states, kept = Fold(frame, layout, shards.fresh, range(layout.fragments)).forward(rows)
+        replies = states[: layout.fragments]
+        if frame.gain:
+            after = [frame.gain_of(s) for s in (*states[1:], states[-1])]
+            replies = [torch.cat(each, dim=-1) for each in zip(replies, after, strict=False)]
+        found = _joined((yield Swap(by_owner(layout, replies))), heads)
         return Entered(
             [found[s][..., : frame.total] for s in _slots(shards)],
             [found[s][..., frame.total :] for s in _slots(shards)],
@@ -208,11 +177,12 @@ class Transpose:
     def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
         layout, frame = shards.layout, _frame(shards)
-        heads = shards.empty().shape[1]
-        own = yield Swap(_dealt(_own(shards), layout.ranks))
-        found = _Fold(frame, layout, shards.fresh).backward(own, kept)
+        sent = _own(shards)
+        heads = sent.shape[2]
+        own = yield Swap(_dealt(sent, layout.ranks))
+        found = Fold(frame, layout, shards.fresh, range(layout.fragments)).backward(own, kept)
         replies = found[: layout.fragments]
-        return list(_joined((yield Swap(_by_owner(layout, replies))), heads))
+        return list(_joined((yield Swap(by_owner(layout, replies))), heads))
 
 
 class Relay:
@@ -331,7 +301,7 @@ class TwoLevel:
             f, m = composed(frame, [f for f, _ in run], [m for _, m in run], new)
             rows.append(frame.pack(f, m))
         outer = self._outer(layout)
-        fold = _Fold(frame, outer, self._fresh_runs(shards))
+        fold = Fold(frame, outer, self._fresh_runs(shards), range(outer.fragments))
         states, kept = fold.forward((yield Gather(torch.stack(rows), OUTER)))
         replies: dict[tuple[int, int], Tensor] = {}
         gains = []
@@ -374,7 +344,7 @@ class TwoLevel:
             left(frame, c, m, new, gain, none)[0] for c, m, new, gain in zip(own, moves, fresh, gains, strict=True)
         ]
         every = yield Gather(torch.stack(firsts), OUTER)
-        of_runs = _Fold(frame, outer, self._fresh_runs(shards)).backward(every, rest)
+        of_runs = Fold(frame, outer, self._fresh_runs(shards), range(outer.fragments)).backward(every, rest)
         replies: dict[tuple[int, int], Tensor] = {}
         for slot, run in enumerate(runs):
             end = of_runs[outer.number(self._node(shards), slot)]

@@ -6,8 +6,10 @@ kernels compute it in passes without outputs, and later passes reuse the tensors
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,12 +17,16 @@ from torch import Tensor
 
 from dsf.call import guard
 from dsf.call.bind import Bound
+from dsf.call.calls import is_transformed
 from dsf.call.plan import Plan
+from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.spec import Spec
+from dsf.parallel.exchange import Exchange
 from dsf.parallel.layout import Layout
 from dsf.parallel.rank import Rank, no_autocast
 from dsf.parallel.summary import Summary, hollow
+from dsf.triton.choose import interpreted
 from dsf.triton.shard import Shard, takes
 
 
@@ -40,6 +46,11 @@ class Fused(Rank):
     begin: Tensor | None = None
     _summary: tuple[Tensor, Tensor] | None = None
     _first: Tensor | None = None  # type: ignore[assignment]
+
+    @property
+    def complete(self) -> bool:
+        """Whether F and C are at hand of all fragments: ranks compute them while they wait for each other's."""
+        return self.layout.ranks > 1
 
     def _slot(self, rows: Tensor, slot: int) -> Tensor:
         """The rows of one slot, of all rows [B slots, ...]."""
@@ -96,8 +107,19 @@ class Fused(Rank):
         return x if self.layout.slots == 1 else x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
 
     def hollow(self) -> Fused:
-        """This rank without tensors, which autograd's graph saves and frees."""
-        return Fused(self.rank, self.layout, hollow(self.summary), None, None, shard=self.shard.like([]))
+        """This rank without tensors: what later calls of the kind, and the backward pass, begin with."""
+        found = self.begun([])
+        found.summary = hollow(self.summary)
+        return found
+
+    def begun(self, operands: Several[Tensor]) -> Fused:
+        """A rank of another call of the kind, with these operands and no other tensor yet."""
+        found = object.__new__(Fused)
+        found.__dict__.update(self.__dict__)
+        found.shard, found.initial, found.starts, found.dy = self.shard.like(operands), None, [], None
+        found.dfinal = found.begin = found._summary = found._first = None
+        found.held, found.saved, found.later = [], [], []
+        return found
 
     def run(self, starts: Several[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
         """The main pass: (y, the final state of every row). keep: with the tensors of the backward passes."""
@@ -124,58 +146,69 @@ class Through(torch.autograd.Function):
     """The passes of all ranks of this process. Inputs: job, the initial state, operands rank after rank."""
 
     @staticmethod
-    def forward(ctx: Any, job: Any, keep: bool, state: Tensor | None, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, job: Any, hollows: list[Fused], state: Tensor | None, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
         """(y of every rank, then, with return_state, the global final states on every rank)."""
-        ranks: list[Fused] = job.ranks
-        for rank in ranks if job.world.ranks > 1 else ():
-            rank.summed()
-        entered = job.enter()
-        passes = [rank.run(e.starts, keep) for rank, e in zip(ranks, entered, strict=True)]
-        lasts = [last for _, last in passes]
-        if keep:
-            groups = []
-            for rank, e, last in zip(ranks, entered, lasts, strict=True):
-                begin = [] if rank.begin is None else [rank.begin]
-                gain = rank.frame.gain_of(last).clone()  # a copy, which does not keep `last` alive
-                groups.append([rank.shard.operands, begin, rank.saved, rank.held, e.after, e.kept, [gain], e.starts])
-            ctx.counts = [[len(part) for part in group] for group in groups]
-            ctx.save_for_backward(*(x for group in groups for part in group for x in part))
-        finals = job.finals(lasts) if job.return_state else []
-        ctx.job, ctx.has_state = job.again([rank.hollow() for rank in ranks]), state is not None
-        return (*(y for y, _ in passes), *finals)
+        out, groups = _passes(job, True)
+        ctx.counts = [[len(part) for part in group] for group in groups]
+        ctx.save_for_backward(*(x for group in groups for part in group for x in part))
+        ctx.job, ctx.has_state = job.again(hollows), state is not None
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """The pass for C, the exchange, and the kernels' backward pass."""
         refuse_second_order()
         job = ctx.job
-        rest, groups = list(ctx.saved_tensors), []
+        rest, groups = iter(ctx.saved_tensors), []
         for counts in ctx.counts:
-            groups.append([[rest.pop(0) for _ in range(count)] for count in counts])
+            groups.append([list(islice(rest, count)) for count in counts])
         count = len(job.ranks)
         dfinals = grads[count:] if job.return_state else [None] * count
         ranks = []
-        for rank, (operands, begin, saved, held, *_, starts), dy in zip(job.ranks, groups, grads, strict=False):
-            mine = Fused(rank.rank, rank.layout, rank.summary, None, None, starts, dy, shard=rank.shard.like(operands))
-            mine.begin, mine.saved, mine.held = begin[0] if begin else None, saved, held
+        for rank, (operands, begin, saved, held, *_), dy in zip(job.ranks, groups, grads, strict=False):
+            mine = rank.begun(operands)
+            mine.begin, mine.saved, mine.held, mine.dy = begin[0] if begin else None, saved, held, dy
             ranks.append(mine)
         out: list[Tensor | None] = []
         of_state: Tensor | None = None
         needs = list(ctx.needs_input_grad[3:])
-        with no_autocast(grads[0]):
+        with no_autocast(grads[0]), torch._C._AutoDispatchBelowAutograd():
             for rank in ranks if job.world.ranks > 1 and not job.return_state else ():
                 rank.pulled()
-            found = job.again(ranks).leave([kept for *_, kept, _, _ in groups], dfinals)
-            for rank, g, (*_, after, _, gain, _) in zip(ranks, found, groups, strict=True):
+            kept = [kept for *_, kept, _ in groups]
+            found = job.world.run([job.leaving(*each) for each in zip(ranks, kept, dfinals, strict=True)])
+            for rank, g, (*_, gains) in zip(ranks, found, groups, strict=True):
                 own, needs = needs[: len(rank.shard.operands)], needs[len(rank.shard.operands) :]
-                dlast = rank.of_rows(g, after, gain[0])
-                dy = rank.rows_of(rank.dy)  # type: ignore[arg-type]
+                dlast = rank.of_rows(g, gains[1:], gains[0] if gains else g[0])
+                dy = rank.rows_of(rank.dy)
                 pulled, first = rank.shard.backward(dy, dlast, rank.begin, rank.saved, own, rank.later)
                 out += pulled
                 if ctx.has_state:
                     begun = _of_initial(rank, first)
                     of_state = begun if of_state is None else of_state + begun
         return None, None, of_state, *out
+
+
+def _passes(job: Any, keep: bool) -> tuple[tuple[Tensor, ...], list[list[Several[Tensor]]]]:
+    """Summary, exchange and main pass: (y of every rank, then, with return_state, the global final states; for every
+    rank what the backward pass needs, if `keep`)."""
+    ranks: list[Fused] = job.ranks
+    with torch._C._AutoDispatchBelowAutograd():
+        for rank in ranks if job.world.ranks > 1 else ():
+            rank.summed()
+        entered = job.world.run([job.exchange.enter(rank) for rank in ranks])
+        passes = [rank.run(e.starts, keep) for rank, e in zip(ranks, entered, strict=True)]
+        groups: list[list[Several[Tensor]]] = []
+        for rank, e, (_, last) in zip(ranks, entered, passes, strict=True) if keep else ():
+            begin = [] if rank.begin is None else [rank.begin]
+            gains: list[Tensor] = []
+            if rank.frame.gain:
+                gains = [rank.frame.gain_of(last).clone(), *e.after]  # a copy, which does not keep `last` alive
+            groups.append([rank.shard.operands, begin, rank.saved, rank.held, e.kept, gains])
+        finals = job.finals([last for _, last in passes]) if job.return_state else []
+    return (*(y for y, _ in passes), *finals), groups
 
 
 def _of_initial(rank: Fused, first: Tensor) -> Tensor:
@@ -208,10 +241,54 @@ def differentiable(leaves: Several[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
 
 
-def run(job: Any, state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """(y, the global final state or None) of every rank of this process."""
+def run(job: Any, hollows: list[Fused], state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    """(y, the global final state or None) of every rank of this process. hollows: the ranks without tensors."""
     operands = [x for rank in job.ranks for x in rank.shard.operands]
-    keep = differentiable([*operands, *([] if state is None else [state])])
-    out = Through.apply(job, keep, state, *operands)
+    if differentiable(operands if state is None else [*operands, state]):
+        out = Through.apply(job, hollows, state, *operands)
+    else:
+        out, _ = _passes(job, False)
     count = len(job.ranks)
     return list(zip(out[:count], out[count:] if job.return_state else [None] * count, strict=True))
+
+
+@dataclass(frozen=True)
+class Route:
+    """What calls of one kind have in common, which `World.routes` keeps: the ranks of this process without tensors."""
+
+    exchange: Exchange
+    hollows: list[Fused]
+
+    def ranks(self, shards: Several[Several[Tensor]], initial: Tensor | None) -> list[Fused]:
+        """The ranks of a call. shards: the inputs of each in the order of the declaration. initial: as of `rank_of`."""
+        found = []
+        for one, tensors in zip(self.hollows, shards, strict=True):
+            if one.shard.scans or one.layout.slots > 1:
+                spec, known = one.summary.recurrence.spec, one.summary.bound
+                given = dict(zip(known.tensors, tensors, strict=True))
+                bound = Bound(given, known.sizes, known.dtype, known.compute, known.device)
+                timed = {i.name for i in spec.inputs if i.kind.time} if one.layout.slots > 1 else set()
+                tensors = Shard.of(spec, _rows_of(bound, timed, one.layout.slots)).operands
+            rank = one.begun(tensors)
+            rank.initial = initial
+            found.append(rank)
+        return found
+
+
+def kind_of(
+    recurrence: Recurrence, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any, options: tuple[Any, ...]
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """(The key of a call in `World.routes`: what its checks, plan and exchange depend on; its inputs in order).
+
+    The key is None for other than plain tensors, inside of transformations and under dsf.validate.
+    """
+    calls = recurrence._calls
+    tensors = calls._ordered(calls.names, args, kwargs)
+    if tensors is None or guard.ON or is_transformed(()):
+        return None, ()
+    each: list[Any] = []
+    for x in tensors if state is None else (*tensors, state):
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return None, ()
+        each += (x.shape, x.dtype, x.device, x.requires_grad)
+    return (calls, torch.is_grad_enabled(), interpreted(), state is None, options, *each), tensors

@@ -7,6 +7,7 @@ transposed maps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from dsf.call.calls import allowing
+from dsf.kernels.convolution import Fused
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
+from dsf.parallel import windows as on_kernels
 from dsf.parallel.collectives import Gather, Request, Sum
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, host_bounds, plain_fragment
 from dsf.parallel.world import Simulated, World, world_of
@@ -36,6 +39,10 @@ def convolve(
         return _by_token(conv, u, state)
     bounds = host_bounds("convolution", cu_seqlens)
     packing = None if bounds is None else world.packing(bounds)
+    kernels = _on_kernels(conv, u, world) if packing is None else None
+    if kernels is not None:
+        run: Any = conv
+        return run(u, state, spread=functools.partial(on_kernels.convolve, world, kernels))
     shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
     ranks = [_Windows(r, world.layout, packing, x, state, past) for r, x in zip(world.here, shards, strict=True)]
     found = list(_entered(world, past, *(rank.tails() for rank in ranks)))
@@ -52,6 +59,16 @@ def convolve(
     whole = tuple(world.whole_of(parts) for parts in zip(*ys, strict=True)) if isinstance(world, Simulated) else ys[0]
     y = whole if isinstance(outputs[0][0], tuple) else whole[0]
     return y, ends[0] if len(ends) == 1 else torch.stack(ends).mean(0)
+
+
+def _on_kernels(conv: Any, u: Tensor, world: World) -> Fused | None:
+    """What the kernels of a short convolution take, or None where it runs as it is."""
+    if not hasattr(conv, "spreads"):
+        return None
+    if isinstance(world, Simulated) and 0 in (world.sizes or world.layout.sizes(u.shape[1])):
+        return None
+    found: Fused | None = conv.spreads(u)
+    return found
 
 
 def _by_token(conv: Convolution, u: Tensor, state: Tensor | None) -> tuple[Any, Tensor]:
@@ -155,9 +172,10 @@ class _Windows:
 
 def _shifted(x: Tensor, count: Tensor, back: bool = False) -> Tensor:
     """x [B, past, C] shifted by count (a tensor of one number) places towards index 0; back: the transpose."""
-    place = torch.arange(x.shape[1], device=x.device)
-    move = (place[None] - place[:, None] == count).to(x.dtype)  # [i, k]: entry i comes from entry i + count
-    return (move.T if back else move) @ x
+    past = x.shape[1]
+    place = torch.arange(past, device=x.device) + (-count if back else count).long()
+    inside = (place >= 0) & (place < past)
+    return x.index_select(1, place.clamp(0, past - 1)).masked_fill(~inside[:, None], 0)
 
 
 def _ordered(layout: Layout, every: Tensor) -> list[Tensor]:
@@ -189,7 +207,10 @@ class _Enter(torch.autograd.Function):
         layout = world.layout
 
         def steps(rank: int, x: Tensor) -> Generator[Request, Tensor, tuple[Tensor, Tensor, Tensor]]:
-            maps = _ordered(layout, (yield Gather(x)))
+            every = yield Gather(x)
+            if on_kernels.takes(every):
+                return on_kernels.entered(every, rank)
+            maps = _ordered(layout, every)
             windows = [torch.zeros_like(maps[0][:, :past])]
             for m in maps:
                 windows.append(_shifted(windows[-1], m[0, past, 0]) + m[:, :past])
@@ -209,7 +230,11 @@ class _Enter(torch.autograd.Function):
         here = len(world.here)
 
         def steps(rank: int, own: Tensor, last: Tensor, counts: Tensor) -> Generator[Request, Tensor, Tensor]:
-            every = yield Gather(torch.cat([own, last.unsqueeze(0)]))
+            sent = torch.cat([own, last.unsqueeze(0)]).transpose(2, 3)  # as dsf.parallel.windows sends them
+            every = yield Gather(sent)
+            if counts.dtype == torch.int32:  # found by the kernels
+                return on_kernels.left(every, counts, rank)
+            every = every.transpose(3, 4)
             each = _ordered(layout, every)
             g, found = every[:, -1].sum(0), {}
             for n in range(layout.fragments - 1, -1, -1):

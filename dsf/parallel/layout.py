@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,21 +23,19 @@ class Layout:
 
     contiguous: rank r holds the r-th run of neighbouring tokens, of any length. headtail: the sequence is cut into 2 W
     runs of one length, and rank r holds the runs r and 2 W - 1 - r, one after the other, which balances the work of
-    causal softmax attention. Each run is a fragment, numbered in the sequence's order; a rank holds `slots` of them.
+    causal softmax attention. Each run is a fragment, numbered in the sequence's order; a rank holds `slots` of them,
+    all ranks together hold `fragments`.
     """
 
     name: str
     ranks: int
+    slots: int = field(init=False, compare=False, repr=False)
+    fragments: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def slots(self) -> int:
-        """The number of fragments of a rank."""
-        return 2 if self.name == "headtail" else 1
-
-    @property
-    def fragments(self) -> int:
-        """The number of fragments of the whole sequence."""
-        return self.slots * self.ranks
+    def __post_init__(self) -> None:
+        slots = 2 if self.name == "headtail" else 1
+        object.__setattr__(self, "slots", slots)
+        object.__setattr__(self, "fragments", slots * self.ranks)
 
     def number(self, rank: int, slot: int) -> int:
         """The number of the fragment in a slot of a rank."""

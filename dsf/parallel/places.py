@@ -19,12 +19,12 @@ from dsf.parallel.world import Simulated, World, world_of
 class Places(NamedTuple):
     """The tokens of one rank.
 
-    begins: int64, the places among them at which sequences begin. place: int64 [T], the number of tokens of the same
+    begins: the places among them at which sequences begin. place: int64 [T], the number of tokens of the same
     sequence before each within the call; row: int64 [T], its sequence, or None where sequences are not packed; total:
     int64 [], the tokens of all ranks. The last three are None unless the places are counted.
     """
 
-    begins: Tensor
+    begins: list[int]
     place: Tensor | None = None
     row: Tensor | None = None
     total: Tensor | None = None
@@ -51,11 +51,11 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
     check_tokens("layer", world, rank, x.shape[0], tokens, bounds)
     if bounds is None:
         earlier = rank if world.sizes is None else sum(world.sizes[:rank])
-        begins = torch.arange(0 if earlier or not tokens else 1, device=device)
+        begins = [] if earlier or not tokens else [0]
         return Places(begins, *_counted(world, rank, tokens, device)) if counted else Places(begins)
     packing = world.packing(bounds)
     pieces = packing.pieces(rank)
-    begins = torch.tensor([p.begin for p in pieces if not p.continued], dtype=torch.int64, device=device)
+    begins = [p.begin for p in pieces if not p.continued]
     if not counted:
         return Places(begins)
     starts = [(s, start) for s, (start, end) in enumerate(pairwise(bounds)) for _ in range(start, end)]

@@ -48,6 +48,11 @@ class Rank:
 
     # -- what an exchange reads
 
+    @property
+    def complete(self) -> bool:
+        """Whether F and C are at hand of all fragments: here they are computed where another rank needs them."""
+        return False
+
     def fragment(self, slot: int) -> Fragment:
         """The fragment in a slot."""
         return self.parts[slot]
@@ -176,12 +181,12 @@ class Rank:
         """The gradient of the second result of `main`, the rows' final states `last`.
 
         g: the gradients of the fragments' final states, in the scale m = `after` of the exchange. gain: m of `last`,
-        the scale of the result.
+        the scale of the result; neither is read where there is no running maximum.
         """
         found = []
         if self.packing is None:
             for slot, part in enumerate(self.parts):
-                own = gain[slot :: self.layout.slots]
+                own = gain[slot :: self.layout.slots] if self.frame.gain else gain
                 found.append(self._row_gradient(part.goes_on, slot, g, after, own, self.dfinal))
             return found[0] if len(found) == 1 else torch.stack(found, dim=1).flatten(0, 1)
         for row, piece in enumerate(self.pieces):

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dsf.kernels.affine import Frame
+from dsf.kernels.recent import Recent
 from dsf.language.errors import InputError
 from dsf.parallel.agree import agree_whole
 from dsf.parallel.collectives import (
@@ -21,13 +21,13 @@ from dsf.parallel.collectives import (
     INNER,
     OUTER,
     Gather,
-    Group,
     Hop,
     Request,
     Steps,
     Sum,
     Swap,
     drive,
+    groups_of,
     mirrored,
     tied,
     together,
@@ -38,7 +38,8 @@ from dsf.parallel.tokens import gather_tokens
 
 WORLDS: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 ROOM = 2053  # bytes of a text that ranks tell: no number of floats, so that it never passes for another message
-OUTSIDE = "this rank is not in the group that Sequence was given"
+ROUTES = 1024  # that a world remembers
+UNSAVED = ("key", "log", "_backwards", "agreed", "routes", "told")
 _numbers = itertools.count()
 
 
@@ -65,12 +66,15 @@ class World:
         self.sizes = None if sizes is None else tuple(sizes)
         self.exchange, self.nodes, self.links = exchange, nodes, links
         self.log: list[tuple[Any, ...]] | None = None
+        self.check = False
         self.agreed: set[Any] | None = None  # kinds of calls that processes have compared, and whose (see agree.py)
         self._forward: World | None = None  # of a world that counts ranks from the last, the one it is made of
         self._backwards: World | None = None
         self._register()
 
     def _register(self) -> None:
+        self.routes: Recent[Any] = Recent(ROUTES)  # of calls so far, and layers' that ranks compared
+        self.told: list[tuple[str, Any]] | None = None  # its options, for other ranks (dsf.parallel.agree)
         self.key = f"{type(self).__name__}#{next(_numbers)}"
         WORLDS[self.key] = self
 
@@ -82,12 +86,20 @@ class World:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name not in ("key", "log", "_backwards", "agreed")}
+        return {name: x for name, x in self.__dict__.items() if name not in UNSAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.log = self._backwards = None
         self._register()
+
+    def forget(self) -> None:
+        """Drop what is known of earlier calls: the next of every kind is compared again."""
+        for world in (self, self._forward, self._backwards):
+            if world is not None:
+                world.routes.clear()
+        if self.agreed is not None:
+            self.agreed.clear()
 
     @property
     def ranks(self) -> int:
@@ -208,7 +220,7 @@ class Sequence(World):
         links: tuple[Link, Link] | None = None,
         check: bool = False,
     ) -> None:
-        self._groups, self.device = _groups_of(mesh)
+        self._groups, self.device = groups_of(mesh)
         outer, inner = self._groups
         self._rank = outer.rank * inner.size + inner.rank
         super().__init__(
@@ -365,31 +377,3 @@ class Simulated(World):
 def world_of(key: str) -> World:
     """The world with this key, by which compiled graphs refer to it."""
     return WORLDS[key]
-
-
-def _groups_of(mesh: Any) -> tuple[tuple[Group, Group], str]:
-    """((group between nodes, group within a node), kind of device). Raises InputError."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise InputError("dsf.parallel.Sequence needs torch.distributed.init_process_group first")
-    one = Group("", 1, 0)
-    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives ranks that are not in it
-        raise InputError(OUTSIDE)
-    if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        group = mesh if mesh is not None else dist.group.WORLD
-        assert group is not None
-        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-        return (one, _named(group)), device
-    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
-        raise InputError(f"Sequence takes a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
-    if mesh.ndim == 1:
-        return (one, _named(mesh.get_group())), mesh.device_type
-    if mesh.ndim != 2:
-        raise InputError(f"Sequence takes a mesh of one dimension, or of two (nodes, ranks of a node), got {mesh.ndim}")
-    return (_named(mesh.get_group(0)), _named(mesh.get_group(1))), mesh.device_type
-
-
-def _named(group: Any) -> Group:
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise InputError(OUTSIDE)
-    return Group(group.group_name, dist.get_world_size(group), rank, tuple(dist.get_process_group_ranks(group)))
