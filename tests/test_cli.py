@@ -431,3 +431,14 @@ def test_importing_dsf_loads_no_extra():
     program = "import sys, dsf; print([m for m in ('typer', 'rich', 'matplotlib', 'dsf.analysis') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "width"),
+    [("d_model=64", 4, 16), ("d_model=1000", 8, 125), ("d_model=2048", 16, 128), ("d_model=1024,n_heads=4", 4, 256)],
+)
+def test_heads_of_a_wider_comparison_are_as_narrow_as_layers_make_them(size, heads, width):
+    from dsf.analysis._cli_compare import _setup
+
+    setup = _setup(size)
+    assert (setup.n_heads, setup.d_state, setup.headdim) == (heads, width, width)

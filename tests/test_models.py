@@ -395,3 +395,19 @@ def test_weights_that_do_not_fit_are_refused():
         model.load_state_dict(apart)  # one of the two would be lost
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.load_state_dict({**apart, "lm_head.weight": apart["model.embed_tokens.weight"].clone()})
+
+
+@pytest.mark.parametrize("d_model", [72, 130, 200, 1000])
+def test_a_width_that_128_does_not_divide_gets_heads_that_do(d_model):
+    config = ModelConfig(vocab_size=31, d_model=d_model, n_layers=2, mixers=["gated_deltanet", "softmax_attention"])
+    for mixer, widest in (("gated_deltanet", 128), ("softmax_attention", 64)):
+        assert d_model % config.heads(mixer) == 0 and config.heads(mixer) >= d_model // widest
+    with torch.device("meta"):
+        dims = [block.mixer.dims for block in CausalLM(config).model.layers]
+    assert [heads * p for heads, _, p in dims] == [d_model] * 2 and dims[1][1] % 2 == 0
+
+
+@pytest.mark.parametrize("d_model", [64, 128, 192, 320, 384, 768, 1024, 2048])
+def test_models_keep_a_head_for_each_128_channels_where_that_divides(d_model):
+    config = ModelConfig(vocab_size=31, d_model=d_model, n_layers=1, mixers=["gated_deltanet"])
+    assert config.heads("gated_deltanet") == max(1, d_model // 128)  # saved models are read by this rule

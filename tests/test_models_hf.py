@@ -1,6 +1,7 @@
 """dsf.models.hf: what transformers asks of a model, and every trap that others fell into."""
 
 import copy
+import json
 import warnings
 
 import pytest
@@ -355,6 +356,24 @@ def test_the_usual_names_of_a_configuration_are_ours_when_given_set_and_saved(us
             assert len(found.layer_types) == found.n_layers
     again = hf.DsfConfig.from_pretrained(tmp_path, **{usual: value})
     assert getattr(again.model_config, name) == value
+
+
+def test_a_saved_configuration_names_the_heads_of_every_layer(tmp_path):
+    mixers = ["gated_deltanet", "mingru", "softmax_attention"]
+    config = hf.DsfConfig(vocab_size=30, d_model=256, n_layers=3, mixers=mixers)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["layer_heads"] == [2, None, 4] == hf.DsfConfig.from_pretrained(tmp_path).layer_heads
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "layer_heads": [4, None, 4]}))
+    with pytest.raises(dsf.InputError, match=r"layer_heads is .4, None, 4., but .2, None, 4. follows from n_heads"):
+        hf.DsfConfig.from_pretrained(tmp_path)
+
+
+def test_a_file_written_when_another_number_of_attention_heads_followed_is_read():
+    fields = {"vocab_size": 30, "d_model": 200, "n_layers": 1, "n_heads": None, "num_attention_heads": 3}
+    assert hf.DsfConfig(**fields, mixers=["gated_deltanet"]).n_heads is None  # it has no attention
+    with pytest.raises(dsf.InputError, match="num_attention_heads is 3, but 4 follows"):
+        hf.DsfConfig(**fields, mixers=["softmax_attention"])
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,14 @@ from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mix
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer
 from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
-from dsf.mixers.models.naming import beside
+from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
+FOLLOWING = (*WORKED_OUT, "layer_types", "layer_heads")  # in files for other readers, and to be checked
 
 
 class DsfConfig(PreTrainedConfig):
@@ -56,6 +57,9 @@ class DsfConfig(PreTrainedConfig):
         for name, value in model.model_dump().items():
             setattr(self, name, value)
         agree("layer_types", rest.pop("layer_types", None), self.layer_types, "mixers")
+        agree("layer_heads", rest.pop("layer_heads", None), self.layer_heads, "n_heads, mixer_options and d_model")
+        if model.n_heads is None and ATTENTION not in model.mixers:  # of layers that are not there
+            rest.pop("num_attention_heads", None)
         for usual, name in WORKED_OUT.items():
             agree(usual, rest.pop(usual, None), getattr(self, usual), f"{name} = {getattr(self, name)} and d_model")
         self.use_cache = rest.pop("use_cache", True)
@@ -65,6 +69,12 @@ class DsfConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """The names that transformers' validator knows; what is cached follows from the model, not from them."""
         return ["full_attention" if m == ATTENTION else "linear_attention" for m in self.model_config.layer_mixers]
+
+    @property
+    def layer_heads(self) -> list[int | None]:
+        """The number of heads of every layer, None where its mixer has none."""
+        config = self.model_config
+        return [config.heads(m) if takes(constructor_of(m), "n_heads") else None for m in config.layer_mixers]
 
     @property
     def num_attention_heads(self) -> int:
@@ -86,7 +96,7 @@ class DsfConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, those that are worked out too, for other readers of config.json."""
-        return {**super().to_dict(), **{name: getattr(self, name) for name in (*WORKED_OUT, "layer_types")}}
+        return {**super().to_dict(), **{name: getattr(self, name) for name in FOLLOWING}}
 
     @property
     def model_config(self) -> ModelConfig:
