@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
             "the disk of run is full",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk of run is full"),
-        (OSError(errno.EROFS, "Read-only file system"), "cannot write into run (Read-only file system)"),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot write run: Read-only file system"),
     ):
         full.error = error
         done = command(folder, *(["--resume"] if (folder / "run").exists() else []))
@@ -159,6 +159,11 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
     monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", final)
     assert command(folder, "--resume").exit_code == 2
     assert (folder / "run/model.safetensors").read_bytes() == before and not (folder / "run/.part").exists()
+    monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", save)
+    monkeypatch.setattr(engine.Path, "write_text", lambda *args, **kwargs: final(None, "own.py"))
+    words = "the disk of run/own.py is full; the checkpoint of step 4 is kept, --resume goes on from it"
+    assert command(folder, "--resume").stderr == f"dsf: {words}\n"
+    assert (folder / "run/own.py").read_bytes() == (folder / "own.py").read_bytes()
 
 
 @pytest.mark.parametrize(
