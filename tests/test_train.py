@@ -17,6 +17,7 @@ typer = pytest.importorskip("typer")
 
 from ranks import spawned  # noqa: E402
 from ranks_train import SMALLEST, trained  # noqa: E402
+from transformers import Trainer  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from dsf.analysis import checkpoints  # noqa: E402
@@ -240,6 +241,14 @@ def test_processes_share_a_run_and_others_go_on_with_it(folder):
         assert curves(folder / run) == pytest.approx(whole, abs=2e-5)
         record = json.loads((folder / run / "train.json").read_text())
         assert [step for step, _ in record["loss"]] == [1, 2, 3, 4]
+
+
+def test_a_loss_is_of_its_targets_whatever_transformers_counts(folder, monkeypatch):
+    assert command(folder, out="one", steps=1).exit_code == 0
+    counted = partial(torch.tensor, 2 * 16)  # first tokens too, as transformers 5.6 does
+    monkeypatch.setattr(Trainer, "_get_num_items_in_batch", lambda *args, **kwargs: counted())
+    assert command(folder, out="two", steps=1).exit_code == 0
+    assert curves(folder / "two") == curves(folder / "one")
 
 
 @pytest.mark.parametrize(
