@@ -211,7 +211,7 @@ def test_bfloat16_models_stay_within_their_rounding(name, ids):
 def test_the_cache_of_a_recurrent_model_does_not_grow(name, ids):
     model = zoo.build(name)
     converted = dsf.convert(model)
-    key = zoo.CACHE[name]
+    key = zoo.cache_name(name)
 
     def numbers(cache):
         return sum(x.numel() for x in _tensors(cache))
@@ -236,7 +236,7 @@ def _tensors(x):
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "rwkv", "xlstm", "llama"])
 def test_a_cache_from_before_the_conversion_goes_on(name, ids):
     model = zoo.build(name)
-    key = zoo.CACHE.get(name, "past_key_values")
+    key = zoo.cache_name(name)
     expected = model(input_ids=ids).logits
     cache = model(input_ids=ids[:, :7], use_cache=True)[key]
     dsf.convert(model)

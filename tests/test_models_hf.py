@@ -88,6 +88,18 @@ def test_left_padding_touches_nothing(mixers):
         assert torch.equal(found[1, 12:], generated(model, wide[1:], **apart)[0, 12:])
 
 
+@pytest.mark.parametrize("kind", [hf.DsfModel, hf.DsfForCausalLM])
+def test_the_cache_has_two_names(kind):
+    """Releases of transformers from 5.24 on say `cache`, those before `past_key_values`."""
+    model, ids = kind(tiny(["gated_deltanet", "softmax_attention"]).config).eval(), prompt()
+    whole = model(ids, use_cache=False)[0]
+    for name in ("cache", "past_key_values"):
+        cache = hf.DsfCache(model.config)
+        first, rest = model(ids[:, :5], **{name: cache}), model(ids[:, 5:], **{name: cache})
+        assert torch.allclose(torch.cat([first[0], rest[0]], 1), whole, rtol=0, atol=1e-5)
+        assert getattr(rest, hf.CACHE) is cache
+
+
 def test_padding_on_the_right_and_inside_is_cut_out_too():
     model, ids = tiny(["s6"]), prompt()
     mask = torch.ones_like(ids)

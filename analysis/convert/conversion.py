@@ -15,7 +15,7 @@ from dsf.analysis.convert.cores import Core
 from dsf.analysis.convert.find import Found, LeftAlone, find, names_used
 from dsf.analysis.convert.fir import causal_conv, causal_conv_step, fir
 from dsf.analysis.convert.forwards import FORWARDS, METHODS, Forward
-from dsf.analysis.convert.layer import Layer, ModelCall
+from dsf.analysis.convert.layer import Layer, ModelCall, cache_in
 from dsf.analysis.convert.patch import Patches, named
 from dsf.analysis.measures.state import StateSize, state_size
 from dsf.call.recurrence import Recurrence
@@ -258,7 +258,7 @@ def _repaired(arguments: dict[str, Any], takes_positions: bool, recurrent_only: 
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
     if not isinstance(tokens, Tensor):
         return {}
-    cache: Any = arguments.get("past_key_values")
+    cache: Any = cache_in(arguments)
     new, mask = tokens.shape[1], arguments.get("attention_mask")
     repaired: dict[str, Any] = {}
     if takes_positions and arguments.get("position_ids") is None and hasattr(cache, "layers"):

@@ -1,6 +1,6 @@
 """Hugging Face: `DsfConfig` and `DsfForCausalLM`, known to AutoConfig and AutoModelForCausalLM once this is imported.
 
-With `hf_cache`, all that imports transformers (5.6 to 5.23 are tried): what a later release renames is mended here.
+With `hf_cache`, all that imports transformers (5.6 to 5.24 are tried): what a later release renames is mended here.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # before 5.24
 FOLLOWING = (*WORKED_OUT, "layer_types", "layer_heads")  # in files for other readers, and to be checked
 
 
@@ -47,7 +48,7 @@ class DsfConfig(PreTrainedConfig):
     """
 
     model_type = "dsf"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
     attribute_map = USUAL
 
     def __init__(self, **fields: Any) -> None:
@@ -133,7 +134,7 @@ class DsfPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]
     _is_stateful = True  # a rejected draft cannot be taken back out of a state
     _supports_sdpa = True  # softmax layers use torch's fused attention
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     # decay rates and their kin: rounded to bfloat16, memories of thousands of tokens all become one length
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]
     _built = False  # afterwards, what is inside a mixer may be memory that nobody has written
@@ -197,9 +198,12 @@ class DsfModel(DsfPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Any = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], past_key_values.
+        """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], cache.
+
+        cache, past_key_values: two names of one argument, the states before this call; a `DsfCache`.
 
         attention_mask: [B, past + T], 0 for padding on any side, which is cut out. cu_seqlens (or
         cu_seq_lens_q, or positions that begin again): boundaries of sequences packed in one row. Raises InputError for
@@ -207,16 +211,17 @@ class DsfModel(DsfPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
+        cache = past_key_values if cache is None else cache
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, tokens = x.shape[:2]
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         padding = self._padding(attention_mask, bounds, batch, tokens)
-        if bounds is None and padding is None and past_key_values is None:
+        if bounds is None and padding is None and cache is None:
             bounds = restarts(position_ids, tokens)
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DsfCache(self.config)
-        state = None if past_key_values is None else _states_of(past_key_values, len(self.layers))
+        if use_cache and cache is None:
+            cache = DsfCache(self.config)
+        state = None if cache is None else _states_of(cache, len(self.layers))
         if padding is None:
             hidden, state = self.run(x, state, bounds, bool(use_cache))
         else:  # once for the whole model
@@ -224,8 +229,8 @@ class DsfModel(DsfPreTrainedModel):
             hidden = padding.unpack(hidden, x.shape)
         if state is not None and use_cache:
             for i, after in enumerate(state.layers):
-                state_layer(past_key_values, i).store(after, tokens)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values if use_cache else None)
+                state_layer(cache, i).store(after, tokens)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: cache if use_cache else None})
 
     def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int) -> Unpadded | None:
         if mask is not None and bounds is not None:
@@ -302,6 +307,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         num_items_in_batch: Any = None,
+        cache: Any = None,
         **more: Any,
     ) -> CausalLMOutputWithPast:
         """As `DsfModel.forward`; labels: [B, T] like input_ids, -100 is ignored -> loss, mean in nats.
@@ -311,31 +317,32 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         """
         shift_labels = more.get("shift_labels")  # in the signature, Trainer would ask every batch for it
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, bounds)
-        hidden, cache = out.last_hidden_state, out.past_key_values
+        cache = past_key_values if cache is None else cache
+        out = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, bounds)
+        hidden, after = out.last_hidden_state, {CACHE: getattr(out, CACHE)}
         if labels is None and shift_labels is None:
             counted = isinstance(logits_to_keep, int)
             part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
             kept = hidden if counted and not logits_to_keep else hidden[:, part]
-            return CausalLMOutputWithPast(logits=self.lm_head(kept), past_key_values=cache)
-        if bounds is None and attention_mask is None and past_key_values is None:
+            return CausalLMOutputWithPast(logits=self.lm_head(kept), **after)
+        if bounds is None and attention_mask is None and cache is None:
             bounds = restarts(position_ids, hidden.shape[1])
         targets = targets_of(self.model, labels, shift_labels, bounds)
         assert targets is not None
         if self.training and self.config.fused_loss and not is_shared(self.lm_head):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
-            return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
+            return CausalLMOutputWithPast(loss=loss, **after)
         logits = self.lm_head(hidden)
         loss = cross_entropy(logits, targets, num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **after)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *_: Any, **__: Any) -> None:
         """Use `DsfCache` for all mixers; `cache_implementation="static"` keeps the states' memory in place."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static", "hybrid"):
             raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DsfCache(self.config, static=kind in ("static", "hybrid"))
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = DsfCache(self.config, static=kind in ("static", "hybrid"))
 
     @staticmethod
     def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
