@@ -1,6 +1,6 @@
 """Hugging Face: `DsfConfig` and `DsfForCausalLM`, known to AutoConfig and AutoModelForCausalLM once this is imported.
 
-With `hf_cache`, all that imports transformers (5.6 to 5.24 are tried): what a later release renames is mended here.
+With `hf_cache`, all that imports transformers (5.6.0, 5.23.0, 5.24.0 were tried); what others rename is mended here.
 """
 
 from __future__ import annotations
