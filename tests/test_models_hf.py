@@ -381,6 +381,14 @@ def test_a_saved_configuration_names_the_heads_of_every_layer(tmp_path):
         hf.DsfConfig.from_pretrained(tmp_path)
 
 
+def test_models_say_which_configuration_they_take():
+    config = hf.DsfConfig(n_layers=1, vocab_size=30)
+    with pytest.raises(dsf.InputError, match=r"CausalLM takes a ModelConfig, got DsfConfig; its model_config is one"):
+        dsf.models.CausalLM(config)
+    with pytest.raises(dsf.InputError, match=r"takes a DsfConfig, got ModelConfig; DsfConfig.of.config. makes one"):
+        hf.DsfForCausalLM(config.model_config)
+
+
 def test_a_file_written_when_another_number_of_attention_heads_followed_is_read():
     fields = {"vocab_size": 30, "d_model": 200, "n_layers": 1, "n_heads": None, "num_attention_heads": 3}
     assert hf.DsfConfig(**fields, mixers=["gated_deltanet"]).n_heads is None  # it has no attention

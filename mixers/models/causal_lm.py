@@ -146,7 +146,8 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if not isinstance(config, ModelConfig):
-            raise InputError(f"CausalLM takes a ModelConfig, got {type(config).__name__}")
+            hint = "; its model_config is one" if isinstance(getattr(config, "model_config", None), ModelConfig) else ""
+            raise InputError(f"CausalLM takes a ModelConfig, got {type(config).__name__}{hint}")
         self.config = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -258,6 +259,8 @@ class CausalLM(nn.Module):
         return sum(block.mixer.state_size(context) for block in self.model._blocks())
 
     def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | Packing | None) -> None:
+        if not isinstance(ids, Tensor):
+            raise InputError(f"ids: expected integers [B, T] as a tensor, got {type(ids).__name__}")
         if ids.dim() != 2 or ids.is_floating_point():
             raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
         if ids.shape[1] == 0:

@@ -96,6 +96,12 @@ class ModelConfig(BaseModel):
         unused = [name for name in self.mixer_options if name not in self.mixers]
         if unused:
             raise ValueError(f"mixer_options has {unused[0]!r}, which mixers does not have: {', '.join(self.mixers)}")
+        for name, options in self.mixer_options.items():
+            given = options.get("n_heads")
+            if given is not None and (not hasattr(given, "__index__") or given < 1):
+                raise ValueError(
+                    f"mixer_options: n_heads of {name} is {given!r}, expected a whole number of at least 1"
+                )
         heads = self.heads(ATTENTION)
         if ATTENTION in self.mixers and "headdim" not in self.mixer_options.get(ATTENTION, {}):
             if self.d_model % heads:

@@ -139,6 +139,12 @@ class DsfPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]
     _built = False  # afterwards, what is inside a mixer may be memory that nobody has written
 
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, ModelConfig):
+            name = type(self).__name__
+            raise InputError(f"{name} takes a DsfConfig, got ModelConfig; DsfConfig.of(config) makes one of it")
+        super().__init__(config, *args, **kwargs)
+
     def post_init(self) -> None:
         """transformers' `post_init`, the last line of constructors."""
         super().post_init()
