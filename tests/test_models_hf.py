@@ -381,6 +381,22 @@ def test_a_saved_configuration_names_the_heads_of_every_layer(tmp_path):
         hf.DsfConfig.from_pretrained(tmp_path)
 
 
+def test_hidden_states_are_what_every_block_is_given_and_the_result():
+    model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt()
+    out = model(ids, output_hidden_states=True, use_cache=False)
+    states, blocks = out.hidden_states, model.model.layers
+    assert len(states) == len(blocks) + 1 and torch.equal(states[0], model.model.embed_tokens(ids))
+    first = blocks[0](states[0])[0]
+    assert torch.equal(first, states[1]) and torch.equal(model.lm_head(states[-1]), out.logits)
+    assert model(ids).hidden_states is None
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    padded = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    alone = model(ids[:1, 2:], output_hidden_states=True).hidden_states
+    for one, other in zip(padded, alone, strict=True):
+        assert torch.allclose(one[:1, 2:], other, rtol=0, atol=1e-9)
+
+
 def test_models_say_which_configuration_they_take():
     config = hf.DsfConfig(n_layers=1, vocab_size=30)
     with pytest.raises(dsf.InputError, match=r"CausalLM takes a ModelConfig, got DsfConfig; its model_config is one"):

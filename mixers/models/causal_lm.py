@@ -107,15 +107,25 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
     def run(
-        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | Packing | None = None, keep: bool = True
+        self,
+        x: Tensor,
+        state: ModelState | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        keep: bool = True,
+        hidden: list[Tensor] | None = None,
     ) -> tuple[Tensor, ModelState | None]:
-        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state or None)."""
+        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state or None).
+
+        hidden: gets what every block was given, and the result.
+        """
         if state is not None:
             check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
         after = []
         for i, block in enumerate(self._blocks()):
             before = None if state is None else state.layers[i]
+            if hidden is not None:
+                hidden.append(x)
             if state is not None:
                 check_fit(before, block.mixer, i)
             turn = None
@@ -127,12 +137,19 @@ class Backbone(nn.Module):
             else:
                 x, new = block(x, before, cu_seqlens, turn, keep)
             after.append(new)
-        return self.norm(x), ModelState(tuple(after)) if keep else None
+        x = self.norm(x)
+        if hidden is not None:
+            hidden.append(x)
+        return x, ModelState(tuple(after)) if keep else None
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.layers:
             assert isinstance(block, Block)
             yield block
+
+
+def _hint(config: Any) -> str:
+    return "; its model_config is one" if isinstance(getattr(config, "model_config", None), ModelConfig) else ""
 
 
 class CausalLM(nn.Module):
@@ -146,8 +163,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if not isinstance(config, ModelConfig):
-            hint = "; its model_config is one" if isinstance(getattr(config, "model_config", None), ModelConfig) else ""
-            raise InputError(f"CausalLM takes a ModelConfig, got {type(config).__name__}{hint}")
+            raise InputError(f"CausalLM takes a ModelConfig, got {type(config).__name__}{_hint(config)}")
         self.config = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)

@@ -205,11 +205,13 @@ class DsfModel(DsfPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cache: Any = None,
+        output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], cache.
 
         cache, past_key_values: two names of one argument, the states before this call; a `DsfCache`.
+        output_hidden_states: also return hidden_states, what every block was given and, last, last_hidden_state.
 
         attention_mask: [B, past + T], 0 for padding on any side, which is cut out. cu_seqlens (or
         cu_seq_lens_q, or positions that begin again): boundaries of sequences packed in one row. Raises InputError for
@@ -228,15 +230,21 @@ class DsfModel(DsfPreTrainedModel):
         if use_cache and cache is None:
             cache = DsfCache(self.config)
         state = None if cache is None else _states_of(cache, len(self.layers))
+        wanted = (
+            getattr(self.config, "output_hidden_states", None) if output_hidden_states is None else output_hidden_states
+        )
+        each: list[Tensor] | None = [] if wanted else None
         if padding is None:
-            hidden, state = self.run(x, state, bounds, bool(use_cache))
+            hidden, state = self.run(x, state, bounds, bool(use_cache), each)
         else:  # once for the whole model
-            hidden, state = self.run(padding.pack(x), state, Packing(padding.cu_seqlens), bool(use_cache))
+            hidden, state = self.run(padding.pack(x), state, Packing(padding.cu_seqlens), bool(use_cache), each)
             hidden = padding.unpack(hidden, x.shape)
+            each = None if each is None else [padding.unpack(h, x.shape) for h in each]
         if state is not None and use_cache:
             for i, after in enumerate(state.layers):
                 state_layer(cache, i).store(after, tokens)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: cache if use_cache else None})
+        more = {CACHE: cache if use_cache else None, "hidden_states": None if each is None else tuple(each)}
+        return BaseModelOutputWithPast(last_hidden_state=hidden, **more)
 
     def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int) -> Unpadded | None:
         if mask is not None and bounds is not None:
@@ -324,8 +332,11 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         shift_labels = more.get("shift_labels")  # in the signature, Trainer would ask every batch for it
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         cache = past_key_values if cache is None else cache
-        out = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, bounds)
-        hidden, after = out.last_hidden_state, {CACHE: getattr(out, CACHE)}
+        each = more.get("output_hidden_states")
+        out = self.model(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, bounds, output_hidden_states=each
+        )
+        hidden, after = out.last_hidden_state, {CACHE: getattr(out, CACHE), "hidden_states": out.hidden_states}
         if labels is None and shift_labels is None:
             counted = isinstance(logits_to_keep, int)
             part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
