@@ -432,3 +432,11 @@ def test_ids_that_are_no_tensor_are_refused():
     for call in (lambda model: model([[1, 2]]), lambda model: model.generate("hello", 3)):
         with pytest.raises(dsf.InputError, match=r"ids: expected integers .B, T. as a tensor, got"):
             call(CausalLM(tiny(["gla"])))
+
+
+def test_hugging_face_models_are_found_without_an_import_of_their_own(monkeypatch):
+    pytest.importorskip("transformers")
+    import dsf.models.hf as hf
+
+    monkeypatch.delattr(dsf.models, "hf")  # as where nobody imported it
+    assert dsf.models.hf is hf
