@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -71,7 +72,7 @@ def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
 
 
 def out_file(out: Path) -> Path:
-    """The page's path, after creating its folder. Raises InputError for a folder, or a name without .html."""
+    """The page's path. Raises InputError for a folder, a name without .html, and where `folder` does."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {out} is the page to write; expected a name that ends in .html")
     if out.is_dir():
@@ -81,12 +82,18 @@ def out_file(out: Path) -> Path:
 
 
 def folder(path: Path, option: str) -> Path:
-    """The folder, made if it is not there. Raises InputError, before any work, where nothing can be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{option} {path}: cannot make this folder ({error.strerror})") from error
-    if not os.access(path, os.W_OK):
+    """The folder, which the first file that is written makes. Raises InputError, before any work, where none can be."""
+    for there in (path, *path.absolute().parents):
+        try:
+            there.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InputError(f"{option} {path}: cannot make this folder ({error.strerror})") from error
+        break
+    if not there.is_dir():
+        raise InputError(f"{option} {path}: cannot make this folder ({os.strerror(errno.EEXIST)})")
+    if not os.access(there, os.W_OK):
         raise InputError(f"{option} {path}: cannot write into this folder")
     return path
 

@@ -19,6 +19,7 @@ from dsf.analysis.subjects import FAMILIES, FEW, find_all, with_modules
 from dsf.analysis.training import Setup
 from dsf.language.errors import InputError
 from dsf.mixers import ZOO
+from dsf.mixers._sizes import WIDEST, heads_to_try
 
 LAW_BROKEN = 1
 FAILED = "dsf: {} failed: {}"
@@ -160,7 +161,9 @@ def _setup(size: str | None, **options: Any) -> Setup:
             raise InputError(f"--size {part!r}: expected NAME=VALUE with a positive number, NAME of {', '.join(known)}")
         sizes[name] = int(value)
     if sizes.keys() & {"d_model", "n_heads"}:  # heads share the width, unless told
-        width = sizes.get("d_model", Setup.d_model) // sizes.get("n_heads", Setup.n_heads)
+        d_model = sizes.get("d_model", Setup.d_model)
+        divisors = (n for n in heads_to_try(d_model, Setup.n_heads, WIDEST) if d_model % n == 0)
+        width = d_model // sizes.setdefault("n_heads", next(divisors, Setup.n_heads))
         sizes = {"d_state": max(1, width), "headdim": max(1, width), **sizes}
     return Setup(**{**options, **sizes})
 

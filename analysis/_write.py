@@ -1,38 +1,77 @@
-"""Atomic writes: a file is first written beside its path, then moved into place."""
+"""Atomic writes: files are first written beside their places, then moved into them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsf.language.errors import DsfError
 
+FULL = "No space left", "Disk quota", "File too large", "inline_container"  # the last is torch's archive, cut short
+Left = Callable[[], str]  # what is left when a write fails, in words
 
-def whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Call write(other) for a file beside `path`, then move that file to `path`.
+
+def untouched() -> str:
+    """What is left of a file that could not be written again."""
+    return "what was there before is untouched"
+
+
+@contextlib.contextmanager
+def refusals(path: Path, left: Left = untouched, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Turn what a disk refuses inside into a DsfError of one sentence, whichever library met it.
+
+    kinds: the exceptions that say so; others pass, but for those that speak of a full disk.
+    """
+    try:
+        yield
+    except DsfError:
+        raise
+    except Exception as error:  # safetensors has an error of its own
+        if any(words in str(error) for words in FULL):
+            raise DsfError(f"the disk of {path} is full; {left()}") from error
+        if not isinstance(error, kinds):
+            raise
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise DsfError(f"cannot write {path}: {why}; {left()}") from error
+
+
+def whole(path: Path, write: Callable[[Path], object], left: Left = untouched) -> None:
+    """Call write(other) for a file beside `path`, then move that file to `path`, whose folder is made where none is.
 
     Raises DsfError, which names the path, where the disk is full or not writable; an old file then stays unchanged.
     """
     beside = path.with_name(f".{path.stem}-{os.getpid()}.part{path.suffix}")
-    try:
-        write(beside)
-        beside.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        _remove(beside)
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise DsfError(f"cannot write {path}: {why}; what was there before is untouched") from error
-    except BaseException:
-        _remove(beside)
-        raise
+    with refusals(path, left, (OSError, RuntimeError)):  # torch.save's are RuntimeErrors
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(beside)
+            beside.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # a file system that is read-only refuses that, too
+                beside.unlink(missing_ok=True)
+            raise
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a file system that is read-only refuses that, too
-        path.unlink(missing_ok=True)
-
-
-def whole_text(path: Path, text: str) -> None:
+def whole_text(path: Path, text: str, left: Left = untouched) -> None:
     """`whole` for a text in UTF-8."""
-    whole(path, lambda other: other.write_text(text, encoding="utf-8"))
+    whole(path, lambda other: other.write_text(text, encoding="utf-8"), left)
+
+
+def whole_files(folder: Path, write: Callable[[Path], object], left: Left = untouched) -> None:
+    """Call write(other) for an empty folder, then move the files in it into `folder`, one by one.
+
+    Raises DsfError as `whole`; where write fails, all files that were there before stay unchanged.
+    """
+    beside = folder / ".part"
+    with refusals(folder, left):
+        try:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            write(beside)
+            for file in sorted(beside.iterdir()):
+                file.replace(folder / file.name)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)

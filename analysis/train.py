@@ -6,12 +6,11 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dsf
+from dsf.analysis._write import Left, refusals, whole, whole_files, whole_text
 from dsf.analysis.checkpoints import RECORD, kept, last_checkpoint
 from dsf.analysis.ranks import Ranks, whole_state
 from dsf.analysis.text import HELD_OUT, read_text
@@ -28,7 +28,6 @@ from dsf.mixers.models.causal_lm import CausalLM
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
 
 SCHEMA = "dsf.train/1"
-FULL = "No space left", "Disk quota", "File too large", "inline_container"  # the last is torch's archive, cut short
 RATES = {"tiny": 3e-3, "20m": 1e-3, "100m": 6e-4, "340m": 3e-4}
 EVALUATED = 64  # held-out windows at most
 Progress = Callable[[int, float], None]  # (steps done, loss in nats)
@@ -194,7 +193,7 @@ def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any
     from dsf.analysis.trainer import make_trainer
 
     run, ranks = prepared.run, prepared.run.ranks
-    with ranks.joined(run.device), _disk_errors(run.out):
+    with ranks.joined(run.device), refusals(run.out, partial(kept, run.out)):
         ranks.wait()  # until all have seen what is in the folder
         if ranks.rank == 0:
             _begin(prepared)
@@ -203,15 +202,17 @@ def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
         record = _record(prepared, trainer, time.perf_counter() - start)
-        whole = trainer.model
+        model = trainer.model
         if ranks.world > 1:
             state = whole_state(trainer.model)
-            whole = trainer.new_model(state) if ranks.rank == 0 else None
-        if whole is not None:
-            whole.config.fused_loss = False  # what is opened later wants its logits
-            _save_whole(run.out, whole, prepared.tokenizer)
-            _curve(run.out / "loss.png", record)
-            _write(run.out / RECORD, json.dumps(record, indent=1))
+            model = trainer.new_model(state) if ranks.rank == 0 else None
+        if model is not None:
+            model.config.fused_loss = False  # what is opened later wants its logits
+            saved = (model, prepared.tokenizer)
+            left = partial(kept, run.out)
+            whole_files(run.out, lambda folder: [part.save_pretrained(str(folder)) for part in saved], left)
+            _curve(run.out / "loss.png", record, left)
+            whole_text(run.out / RECORD, json.dumps(record, indent=1) + "\n", left)
         ranks.wait()
     return record
 
@@ -226,7 +227,8 @@ def _begin(prepared: Prepared) -> None:
     _keep_sources(prepared)
     if prepared.checkpoint is None:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        _write(out / RECORD, json.dumps({"schema": SCHEMA, "identity": prepared.identity}, indent=1))
+        begun = {"schema": SCHEMA, "identity": prepared.identity}
+        whole_text(out / RECORD, json.dumps(begun, indent=1) + "\n", partial(kept, out))
 
 
 def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:
@@ -254,7 +256,8 @@ def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:
 def _keep_sources(prepared: Prepared) -> None:
     """Copies of the files with the user's recurrences, for the record: what was trained stays readable."""
     for file in _sources(prepared.config):
-        _write(prepared.run.out / file.name, file.read_text(encoding="utf-8"))
+        text, out = file.read_text(encoding="utf-8"), prepared.run.out
+        whole_text(out / file.name, text, partial(kept, out))
 
 
 def _sources(config: ModelConfig) -> list[Path]:
@@ -263,46 +266,7 @@ def _sources(config: ModelConfig) -> list[Path]:
     return list(dict.fromkeys(Path(path) for path, colon, _ in named if colon))
 
 
-def _write(path: Path, text: str) -> None:
-    """The file whole or not at all."""
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.write_text(text + "\n", encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _save_whole(out: Path, *parts: Any) -> None:
-    """Save into a folder beside, then move file by file: a full disk leaves what was there."""
-    beside = out / ".part"
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        beside.mkdir()
-        for part in parts:
-            part.save_pretrained(str(beside))
-        for file in sorted(beside.iterdir()):
-            os.replace(file, out / file.name)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-@contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    """A disk that is full or refuses in one sentence, whichever library met it."""
-    try:
-        yield
-    except DsfError:
-        raise
-    except Exception as error:  # safetensors has an error of its own
-        if any(words in str(error) for words in FULL):
-            raise DsfError(f"the disk of {out} is full; {kept(out)}") from error
-        if not isinstance(error, OSError):
-            raise
-        raise DsfError(f"cannot write into {out} ({error.strerror or error}); {kept(out)}") from error
-
-
-def _curve(path: Path, record: dict[str, Any]) -> None:
+def _curve(path: Path, record: dict[str, Any], left: Left) -> None:
     """The loss curve as a picture, where matplotlib is installed."""
     try:
         figure_module: Any = importlib.import_module("matplotlib.figure")
@@ -318,9 +282,4 @@ def _curve(path: Path, record: dict[str, Any]) -> None:
     axes.set(xlabel="step", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        figure.savefig(beside, dpi=150, format="png")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    whole(path, lambda other: figure.savefig(other, dpi=150, format="png"), left)

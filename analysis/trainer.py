@@ -66,6 +66,10 @@ class _Trainer(Trainer):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return SequentialSampler(self.train_dataset)
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The mean over the batch's targets, which the model counts: early releases of 5 count the first token too."""
+        return super().compute_loss(*args, **{**kwargs, "num_items_in_batch": None})
+
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Matrices decay; vectors, and the rates that mixers mark, do not."""
         apart = undecayed_names(model)

@@ -21,6 +21,7 @@ FROM_ZERO = ("d_conv", "conv", "layer_idx")
 POSITIVE = ("expand", "dt_min", "dt_max", "max_phase", "r_max")  # the other floats may be 0
 ORDERED = (("dt_min", "dt_max"), ("r_min", "r_max"))
 MOST = {"r_max": 1.0}
+FEWEST, WIDEST = 4, 128  # heads of a layer that is not told how many, and channels of d_model for each
 OBJECTS: dict[str, type] = {"Module": nn.Module, "Recurrence": Recurrence}
 
 Constructor = Callable[..., None]
@@ -35,8 +36,49 @@ class Sized(nn.Module):
             cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
 
 
+def heads_to_try(d_model: int, least: int, widest: int, of: int = 1) -> range:
+    """Numbers of heads, the best first: `least` or more, of at most `widest` of d_model's channels, multiples of `of`.
+
+    It ends at twice the first number: more heads would be needlessly narrow.
+    """
+    first = -(-max(least, -(-d_model // widest)) // of) * of
+    return range(first, 2 * first + 1, of)
+
+
 class Divided:
-    """What layers say of sizes that do not divide."""
+    """The sizes of a layer that divide one another, and what it says where they do not."""
+
+    even: tuple[str, ...] = ()  # widths of a head that must be even
+
+    def heads(
+        self,
+        d_model: int,
+        n_heads: int | None,
+        groups: tuple[str, int | None] = ("", None),
+        /,
+        **widths: tuple[int, int | None],
+    ) -> tuple[int, ...]:
+        """The number of heads, and after it the width of a head for each of widths: (channels, width given or None).
+
+        Without n_heads: the smallest number from FEWEST on that divides the channels, with at most WIDEST of d_model's
+        channels for each head, since the GPU's chunk kernels take no wide ones. groups: name and number (or None) of
+        the heads that groups of them share, which divides it. Raises InputError where nothing divides.
+        """
+        if n_heads is None:
+            divided = {name: channels for name, (channels, width) in widths.items() if width is None}
+            tried = heads_to_try(d_model, FEWEST, WIDEST, groups[1] or 1)
+            for n in tried:
+                if all(c % (2 * n if name in self.even else n) == 0 for name, c in divided.items()):
+                    n_heads = n
+                    break
+            else:
+                channels = " and ".join(map(str, sorted(set(divided.values()))))
+                also = "" if groups[1] is None else f" and is a multiple of {groups[0]} ({groups[1]})"
+                raise InputError(
+                    f"{type(self).__name__}: no number of heads from {tried[0]} to {tried[-1]} divides its {channels} "
+                    f"channels{also}; give n_heads= or another d_model"
+                )
+        return n_heads, *(self.width(channels, n_heads, given, name) for name, (channels, given) in widths.items())
 
     def shared(self, name: str, given: int | None, n_heads: int) -> int:
         """How many heads groups of n_heads share: as given, or all. Raises InputError where that does not divide."""

@@ -98,7 +98,7 @@ class DeltaProduct(Heads):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
         n_steps: int = 2,
@@ -109,8 +109,7 @@ class DeltaProduct(Heads):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        n = self.width(d_model, n_heads, d_state, "d_state")
-        p = self.width(d_model, n_heads, headdim, "headdim")
+        n_heads, n, p = self.heads(d_model, n_heads, d_state=(d_model, d_state), headdim=(d_model, headdim))
         if n_steps < 1:
             raise InputError(f"{type(self).__name__}: n_steps is {n_steps}; at least 1 is needed")
         gate = nn.Linear(d_model, n_heads * p, bias=False) if self.gated and not bare else None

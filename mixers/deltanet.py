@@ -44,7 +44,7 @@ class DeltaNet(Mixer):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         n_key_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
@@ -56,8 +56,9 @@ class DeltaNet(Mixer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layer_idx)
+        widths = {"d_state": (d_model, d_state), "headdim": (d_model, headdim)}
+        n_heads, n, p = self.heads(d_model, n_heads, ("n_key_heads", n_key_heads), **widths)
         keys = self.shared("n_key_heads", n_key_heads, n_heads)
-        n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
         self.dims = (n_heads, n, p)
         self.split, self.lengths = (keys, n, keys, n, n_heads, p), (n**-0.5, self.key_length, None)
         self.beta_max = 2.0 if allow_neg_eigval else 1.0

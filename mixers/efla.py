@@ -33,7 +33,7 @@ class EFLA(DeltaNet):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         n_key_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,

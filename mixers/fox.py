@@ -47,7 +47,7 @@ class ForgettingAttention(Mixer):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         n_kv_heads: int | None = None,
         headdim: int | None = None,
         pro: bool = True,
@@ -57,7 +57,7 @@ class ForgettingAttention(Mixer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layer_idx)
-        headdim = self.width(d_model, n_heads, headdim, "headdim")
+        n_heads, headdim = self.heads(d_model, n_heads, ("n_kv_heads", n_kv_heads), headdim=(d_model, headdim))
         self.n_kv_heads = self.shared("n_kv_heads", n_kv_heads, n_heads)
         self.dims = (n_heads, headdim, headdim)
         inner, kept, pro = n_heads * headdim, self.n_kv_heads * headdim, pro and not bare

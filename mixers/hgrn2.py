@@ -41,7 +41,7 @@ class HGRN2(Heads):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
         d_conv: int = 0,
@@ -52,8 +52,7 @@ class HGRN2(Heads):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        n = self.width(d_model, n_heads, d_state, "d_state")
-        p = self.width(d_model, n_heads, headdim, "headdim")
+        n_heads, n, p = self.heads(d_model, n_heads, d_state=(d_model, d_state), headdim=(d_model, headdim))
         bounded_below(torch.zeros(()), lower_bound)
         sections = (n_heads, n, n_heads, p)
         super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, None, bias, layer_idx)

@@ -52,7 +52,7 @@ class KDA(Heads):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
         d_conv: int = 4,
@@ -61,8 +61,7 @@ class KDA(Heads):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        n = self.width(d_model, n_heads, d_state, "d_state")
-        p = self.width(d_model, n_heads, headdim, "headdim")
+        n_heads, n, p = self.heads(d_model, n_heads, d_state=(d_model, d_state), headdim=(d_model, headdim))
         gate = None if bare else low_rank(d_model, p, n_heads * p, bias=True)
         sections = (n_heads, n, n_heads, n, n_heads, p)
         lengths = (n**-0.5, 1.0, None)

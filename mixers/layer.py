@@ -56,7 +56,7 @@ class Layer(Mixer):
         self,
         recurrence: Recurrence,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         N: int | None = None,
         P: int | None = None,
         conv: int = 4,
@@ -76,9 +76,10 @@ class Layer(Mixer):
         spec = recurrence.spec
         self.recurrence, self.known = recurrence, known(recurrence)
         wide = any(VALUE in i.kind.axes for i in spec.inputs)
-        n = self._keys(d_model, n_heads, _one("N", N, "d_state", d_state)) if spec.has_key else 1
-        p = self.width(d_model, n_heads, _one("P", P, "headdim", headdim), "P") if wide else 1
-        self.dims = (n_heads, n, p)
+        N, P = _one("N", N, "d_state", d_state), _one("P", P, "headdim", headdim)
+        widths = {"N": (d_model, N if spec.has_key else 1), "P": (d_model, P if wide else 1)}
+        n_heads, n, p = self.heads(d_model, n_heads, ("n_key_heads", n_key_heads), **widths)
+        self.dims = (n_heads, self._keys(n, N), p)
         self.key_heads = self._check_groups(n_key_heads)
         starts = self._starts(init or {})
         timed = [i for i in spec.inputs if i.kind.time]
@@ -101,9 +102,10 @@ class Layer(Mixer):
                 self.own(name, starts[entry.name], *self.shape(entry), kind="rate")
         self.place(device, dtype)
 
-    def _keys(self, d_model: int, n_heads: int, given: int | None) -> int:
+    def _keys(self, n: int, given: int | None) -> int:
         """Entries of a head on the Key axis: an even number where they form pairs. Raises InputError."""
-        n = self.width(d_model, n_heads, given, "N")
+        if not self.recurrence.spec.has_key:
+            return 1
         even = self.recurrence.spec.keys_of(n)
         if given is not None and even != n:
             raise InputError(f"Layer: {self.recurrence.name} takes the Key axis in pairs, so N must be even, got {n}")

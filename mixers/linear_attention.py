@@ -49,7 +49,7 @@ class LinearAttention(Mixer):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
         normalized: bool = True,
@@ -60,7 +60,7 @@ class LinearAttention(Mixer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layer_idx)
-        n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
+        n_heads, n, p = self.heads(d_model, n_heads, d_state=(d_model, d_state), headdim=(d_model, headdim))
         self.dims = (n_heads, n, p)
         self.scale = 1.0 if normalized else n**-0.5
         self.recurrence = linear_attention if normalized else unnormalized_linear_attention

@@ -47,7 +47,7 @@ class MesaNet(Heads):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
         d_conv: int = 4,
@@ -57,7 +57,7 @@ class MesaNet(Heads):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        n, p = self.width(d_model, n_heads, d_state, "d_state"), self.width(d_model, n_heads, headdim, "headdim")
+        n_heads, n, p = self.heads(d_model, n_heads, d_state=(d_model, d_state), headdim=(d_model, headdim))
         g = nn.Linear(d_model, n_heads * p, bias=False) if gate and not bare else None
         sections, lengths = (n_heads, n, n_heads, n), (1.0, 1.0)
         super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, g, False, layer_idx, lengths)

@@ -90,7 +90,7 @@ class MLSTM(Mixer):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         expand: float = 2,
         d_conv: int = 4,
         qkv_block: int = 4,
@@ -101,7 +101,7 @@ class MLSTM(Mixer):
     ):
         super().__init__(layer_idx)
         d_inner = self.inner(d_model, expand)
-        width = self.width(d_inner, n_heads, None, "expand")
+        n_heads, width = self.heads(d_model, n_heads, expand=(d_inner, None))
         if d_inner % qkv_block:
             raise InputError(f"MLSTM: qkv_block ({qkv_block}) must divide expand·d_model = {d_inner}")
         self.dims = (n_heads, width, width)

@@ -67,7 +67,7 @@ class GeneralizedLinearAttention(LinearAttention):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         eta: nn.Module | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
@@ -79,7 +79,7 @@ class GeneralizedLinearAttention(LinearAttention):
     ):
         super().__init__(d_model, n_heads, d_state, headdim, bias=bias, layer_idx=layer_idx)
         self.recurrence = generalized_linear_attention
-        layers = nn.Linear(d_model, d_model), nn.SiLU(), nn.Linear(d_model, n_heads), nn.Softplus()
+        layers = nn.Linear(d_model, d_model), nn.SiLU(), nn.Linear(d_model, self.dims[0]), nn.Softplus()
         self.eta = eta if eta is not None else nn.Sequential(*layers)
         self.place(device, dtype)
 
@@ -110,7 +110,7 @@ class NormalizedAttention(LinearAttention):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         eta: str = "exp",
         d_state: int | None = None,
         headdim: int | None = None,
@@ -124,7 +124,7 @@ class NormalizedAttention(LinearAttention):
         if eta not in NORMALIZERS:
             raise InputError(f"NormalizedAttention: eta is {eta!r}; it is one of {', '.join(NORMALIZERS)}")
         self.recurrence = NORMALIZERS[eta]
-        self.eta_proj = nn.Linear(d_model, n_heads, bias=bias)
+        self.eta_proj = nn.Linear(d_model, self.dims[0], bias=bias)
         self.place(device, dtype)
 
     def cut(self, to: "Cuts") -> None:

@@ -61,7 +61,7 @@ class RetNet(Heads):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         d_state: int | None = None,
         headdim: int | None = None,
         d_conv: int = 0,
@@ -72,8 +72,7 @@ class RetNet(Heads):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        n = self.width(d_model, n_heads, d_state, "d_state")
-        p = self.width(2 * d_model, n_heads, headdim, "headdim")
+        n_heads, n, p = self.heads(d_model, n_heads, d_state=(d_model, d_state), headdim=(2 * d_model, headdim))
         gate = None if bare else nn.Linear(d_model, n_heads * p, bias=bias)
         sections = (n_heads, n, n_heads, n, n_heads, p)
         super().__init__(d_model, (n_heads, n, p), sections, 0 if bare else d_conv, gate, bias, layer_idx)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Expr, Param, Scalar, System, Value, exp, expm1, maximum, sigmoid, softplus, sqrt, where
-from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import Owner, inverse_softplus, normal
@@ -79,7 +78,7 @@ class RGLRU(Mixer):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         d_conv: int = 4,
         expand: float = 1,
         bare: bool = False,
@@ -89,9 +88,7 @@ class RGLRU(Mixer):
     ):
         super().__init__(layer_idx)
         d_inner = self.inner(d_model, expand)
-        width = d_inner // n_heads
-        if width * n_heads != d_inner:
-            raise InputError(f"RGLRU: n_heads ({n_heads}) must divide expand·d_model = {d_inner}")
+        n_heads, width = self.heads(d_model, n_heads, expand=(d_inner, None))
         self.dims = (n_heads, 1, width)
         self.linear_x = nn.Linear(d_model, d_inner)
         self.linear_y = None if bare else nn.Linear(d_model, d_inner)

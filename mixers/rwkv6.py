@@ -55,7 +55,7 @@ class RWKV6(TimeMix):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         n_layers: int | None = None,
         mix_rank: int = 32,
         decay_rank: int = 64,
@@ -65,7 +65,7 @@ class RWKV6(TimeMix):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(d_model, n_layers, bare, layer_idx)
-        n = self.width(d_model, n_heads, None, "another d_model")
+        n_heads, n = self.heads(d_model, n_heads, d_model=(d_model, None))
         self.dims = (n_heads, n, n)
         self.mixed = ("w", "k", "v", "r") if bare else ("w", "k", "v", "r", "g")
         if not bare:

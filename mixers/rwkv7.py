@@ -74,7 +74,7 @@ class RWKV7(TimeMix):
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         n_layers: int | None = None,
         ranks: tuple[int, int, int, int] | None = None,
         value_residual: bool = False,
@@ -84,7 +84,7 @@ class RWKV7(TimeMix):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(d_model, n_layers, bare, layer_idx)
-        n = self.width(d_model, n_heads, None, "another d_model")
+        n_heads, n = self.heads(d_model, n_heads, d_model=(d_model, None))
         self.dims = (n_heads, n, n)
         self.value_residual, self.gated = value_residual, not bare
         for name, power, more in (

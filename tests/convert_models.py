@@ -159,6 +159,7 @@ def build(model_type: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
+# before transformers 5.24, which calls all but RWKV's `cache`
 CACHE = {
     "mamba": "cache_params",
     "mamba2": "cache_params",
@@ -168,11 +169,19 @@ CACHE = {
 }
 
 
+def cache_name(model_type: str) -> str:
+    """The argument and the output of a model that is its cache."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    own = CACHE.get(model_type, "past_key_values")
+    return "cache" if own != "state" and "cache" in CausalLMOutputWithPast.__dataclass_fields__ else own
+
+
 def in_pieces(model: nn.Module, ids: torch.Tensor, cuts: list[int], **first: torch.Tensor) -> torch.Tensor:
     """Logits of ids [B, T] from calls of `cuts` tokens each, with the model's own cache in between."""
     from transformers import DynamicCache
 
-    name = CACHE.get(model.config.model_type, "past_key_values")
+    name = cache_name(model.config.model_type)
     cache, out, start = None, [], 0
     if model.config.model_type == "recurrent_gemma":
         model.model._setup_cache(model.config, ids.shape[0], ids.device, model.dtype)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from typer.testing import CliRunner
 import dsf
 from dsf.analysis._cli_app import app
 from dsf.analysis._cli_zoo import Eigenvalues, ZooRecord, range_text
-from dsf.analysis._write import whole_text
+from dsf.analysis._write import whole, whole_files, whole_text
 from dsf.analysis.report import finite
+from dsf.analysis.report.figures import png
 from dsf.analysis.subjects import find
 from dsf.checking.examples import Example
 from dsf.checking.report import Failure, Report, Row
@@ -365,17 +367,26 @@ def test_a_file_that_holds_no_recurrence_is_one_clear_line(tmp_path, source, fun
         (("bench", "s6", "--device", "tpu"), "expected cpu or cuda"),
         (("compare", "--from", "nowhere.json"), "nowhere.json: cannot be read"),
         (("compare", "s6", "--config", "nowhere.json"), "nowhere.json: cannot be read"),
+        (("compare", "s6", "--save-weights", "--rates", "0"), "expected different positive numbers"),
+        (("analyze", "nowhere", "--png", "pictures"), "nowhere"),
+        (("analyze",), "expected either a model or --from"),
+        (("analyze", "--from", "nowhere.json"), "nowhere.json"),
+        (("bench", "nowhere", "--json"), "no mixer is called 'nowhere'"),
+        (("zoo", "nowhere", "--json"), "no mixer is called 'nowhere'"),
     ],
 )
-def test_bad_options_are_one_clear_line(args, expected):
+def test_bad_options_are_one_clear_line_and_leave_no_file(args, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert expected in one_line(run(*args, code=2))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_empty_text_and_an_impossible_folder_are_one_clear_line(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.touch()
     assert "is empty" in one_line(run("compare", "--text", empty, code=2))
-    assert "cannot make this folder" in one_line(run("compare", "s6", "--out", empty / "below", code=2))
+    for below in (empty, empty / "below"):
+        assert "cannot make this folder" in one_line(run("compare", "s6", "--out", below, code=2))
 
 
 def test_a_folder_that_takes_no_files_is_one_clear_line_before_work(tmp_path, monkeypatch):
@@ -398,6 +409,21 @@ def test_a_read_only_disk_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(dsf.DsfError, match=r"cannot write .*page.html: Read-only file system; what was there before"):
         whole_text(page, "other")
     assert page.read_text() == "whole"
+
+
+def test_a_full_disk_is_one_sentence_for_every_kind_of_file(tmp_path):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    figure.savefig = full
+    new, old = tmp_path / "new" / "page.png", tmp_path / "page.png"
+    old.write_text("whole")
+    pairs = [(partial(png, figure), new), (partial(png, figure), old), (partial(whole, write=full), old)]
+    for write, path in [*pairs, (partial(whole_files, write=full), tmp_path)]:
+        with pytest.raises(dsf.DsfError, match=rf"^the disk of {path} is full; what was there before is untouched$"):
+            write(path)
+    assert [f for f in tmp_path.rglob("*") if f.is_file()] == [old] and old.read_text() == "whole"
 
 
 @pytest.mark.parametrize("args", [("plan",), ("plan", "s6", "--T", 0), ("nothing",), ("compare", "--steps", 0)])
@@ -431,3 +457,14 @@ def test_importing_dsf_loads_no_extra():
     program = "import sys, dsf; print([m for m in ('typer', 'rich', 'matplotlib', 'dsf.analysis') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "width"),
+    [("d_model=64", 4, 16), ("d_model=1000", 8, 125), ("d_model=2048", 16, 128), ("d_model=1024,n_heads=4", 4, 256)],
+)
+def test_heads_of_a_wider_comparison_are_as_narrow_as_layers_make_them(size, heads, width):
+    from dsf.analysis._cli_compare import _setup
+
+    setup = _setup(size)
+    assert (setup.n_heads, setup.d_state, setup.headdim) == (heads, width, width)

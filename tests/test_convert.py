@@ -1,6 +1,7 @@
 """Converted models say what the originals say, in every way of calling them; where those are wrong, ours are right."""
 
 import inspect
+import warnings
 from contextlib import contextmanager
 
 import convert_models as zoo
@@ -211,7 +212,7 @@ def test_bfloat16_models_stay_within_their_rounding(name, ids):
 def test_the_cache_of_a_recurrent_model_does_not_grow(name, ids):
     model = zoo.build(name)
     converted = dsf.convert(model)
-    key = zoo.CACHE[name]
+    key = zoo.cache_name(name)
 
     def numbers(cache):
         return sum(x.numel() for x in _tensors(cache))
@@ -236,7 +237,7 @@ def _tensors(x):
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "rwkv", "xlstm", "llama"])
 def test_a_cache_from_before_the_conversion_goes_on(name, ids):
     model = zoo.build(name)
-    key = zoo.CACHE.get(name, "past_key_values")
+    key = zoo.cache_name(name)
     expected = model(input_ids=ids).logits
     cache = model(input_ids=ids[:, :7], use_cache=True)[key]
     dsf.convert(model)
@@ -411,6 +412,16 @@ def test_capped_scores_and_unknown_attention_are_left_alone():
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
         with pytest.raises(ConversionError, match=rf"no mixer to convert: .*{why}"):
             dsf.convert(model)
+
+
+def test_an_early_transformers_is_warned_of(monkeypatch):
+    for oldest, words in (((99, 1), "tried with transformers 99.1 and later, this is"), ((5, 6), "")):
+        monkeypatch.setattr("dsf.analysis.convert.conversion.OLDEST", oldest)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dsf.convert(zoo.build("llama")).undo()
+        found = [str(w.message) for w in caught if "dsf.convert" in str(w.message)]
+        assert len(found) == bool(words) and all(words in message for message in found)
 
 
 def test_bad_models_are_refused_with_the_reason():

@@ -8,6 +8,7 @@ import torch
 import dsf
 from dsf import mixers
 from dsf.mixers import layer_for
+from dsf.mixers.models.rotary import RotaryAttention
 
 NAMES = pytest.mark.parametrize("name", [*(e.name for e in mixers.ZOO), *mixers.LAYERS])
 WITHOUT = ("d_conv", "layer_idx")  # may be 0
@@ -167,3 +168,63 @@ def test_states_of_another_number_of_sequences_are_refused(name):
             layer(given, state, **more)
     with pytest.raises(dsf.InputError, match="type tuple"):
         layer(x, tuple(state))
+
+
+# One entry for each layer with heads; of softmax attention one that torch's own attention does not run.
+HEADED = pytest.mark.parametrize(
+    "entry",
+    {e.module.__name__: e for e in mixers.ZOO if "n_heads" in inspect.signature(e.module).parameters}.values(),
+    ids=lambda e: e.name,
+)
+
+
+def made(entry, d_model, *n_heads):
+    """The layer, without memory, or None where its sizes are refused."""
+    try:
+        return entry.module(d_model, *n_heads, device="meta")
+    except dsf.InputError:
+        return None
+
+
+@HEADED
+@pytest.mark.parametrize("d_model", [20, 512, 1000])
+def test_a_layer_has_the_fewest_heads_that_divide_it_and_are_at_most_128_wide(entry, d_model):
+    layer = made(entry, d_model)
+    heads = layer.dims[0]
+    assert heads >= 4 and heads * 128 >= d_model
+    assert all(made(entry, d_model, n) is None for n in range(4, heads) if n * 128 >= d_model)
+    same = made(entry, d_model, heads)
+    assert [p.shape for p in same.parameters()] == [p.shape for p in layer.parameters()] and same.dims == layer.dims
+
+
+@HEADED
+def test_a_layer_of_a_models_width_runs_on_kernels(entry):
+    layer = made(entry, 2048)
+    heads, n, p = layer.dims
+    sizes = {"T": 4096, "H": heads, "N": n, "P": p, "dtype": torch.bfloat16, "device": "cuda"}
+    assert layer.recurrence.plan(**sizes).backend == "triton"
+
+
+@HEADED
+def test_a_width_that_no_number_of_heads_divides_is_refused_unless_told(entry):
+    with pytest.raises(dsf.InputError, match=r"no number of heads from 5 to 10 divides .*\d channels; give n_heads"):
+        entry.module(521, device="meta")
+    assert made(entry, 524, 2).dims[0] == 2
+
+
+@pytest.mark.parametrize("groups", [2, 3, 8])
+def test_heads_that_groups_share_divide_the_number_of_heads(groups):
+    for make_one, word in ((mixers.GatedDeltaNet, "n_key_heads"), (mixers.SoftmaxAttention, "n_kv_heads")):
+        for d_model in (96, 1536):
+            layer = make_one(d_model, **{word: groups}, device="meta")
+            assert layer.dims[0] % groups == 0 and d_model % layer.dims[0] == 0 and layer.dims[0] * 128 >= d_model
+    with pytest.raises(dsf.InputError, match=r"64 channels and is a multiple of n_key_heads .5."):
+        mixers.DeltaNet(64, n_key_heads=5)
+
+
+def test_widths_that_are_given_need_not_divide():
+    layer = mixers.GatedDeltaNet(521, d_state=64, headdim=32, device="meta")
+    assert layer.dims == (5, 64, 32)
+    assert mixers.Layer(mixers.gated_deltanet, 1042, N=64, P=64, device="meta").dims == (9, 64, 64)
+    assert mixers.Layer(mixers.gated_deltanet, 2048, device="meta").dims == (16, 128, 128)
+    assert RotaryAttention(130).dims == (5, 26, 26)  # an even width of a head

@@ -207,7 +207,7 @@ def test_wrong_sizes_are_refused_by_name():
     with pytest.raises(ValueError, match="SSD: headdim"):
         mixers.SSD(8, headdim=5)
     with pytest.raises(ValueError, match="GatedDeltaNet: n_key_heads"):
-        mixers.GatedDeltaNet(8, 3, n_key_heads=2)
+        mixers.GatedDeltaNet(9, 3, n_key_heads=2)
     with pytest.raises(ValueError, match="RGLRU: n_heads"):
         mixers.RGLRU(8, 3)
     with pytest.raises(ValueError, match="eta is 'tanh'"):

@@ -395,3 +395,48 @@ def test_weights_that_do_not_fit_are_refused():
         model.load_state_dict(apart)  # one of the two would be lost
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.load_state_dict({**apart, "lm_head.weight": apart["model.embed_tokens.weight"].clone()})
+
+
+@pytest.mark.parametrize("d_model", [72, 130, 200, 1000])
+def test_a_width_that_128_does_not_divide_gets_heads_that_do(d_model):
+    config = ModelConfig(vocab_size=31, d_model=d_model, n_layers=2, mixers=["gated_deltanet", "softmax_attention"])
+    for mixer, widest in (("gated_deltanet", 128), ("softmax_attention", 64)):
+        assert d_model % config.heads(mixer) == 0 and config.heads(mixer) >= d_model // widest
+    with torch.device("meta"):
+        dims = [block.mixer.dims for block in CausalLM(config).model.layers]
+    assert [heads * p for heads, _, p in dims] == [d_model] * 2 and dims[1][1] % 2 == 0
+
+
+@pytest.mark.parametrize("d_model", [64, 128, 192, 320, 384, 768, 1024, 2048])
+def test_models_keep_a_head_for_each_128_channels_where_that_divides(d_model):
+    config = ModelConfig(vocab_size=31, d_model=d_model, n_layers=1, mixers=["gated_deltanet"])
+    assert config.heads("gated_deltanet") == max(1, d_model // 128)  # saved models are read by this rule
+
+
+@pytest.mark.parametrize("name", ["attention", "SoftmaxAttention", "softmax"])
+def test_other_names_of_attention_get_its_heads_and_positions(name):
+    options = {name: {"bias": True}}
+    config = ModelConfig(vocab_size=31, d_model=128, n_layers=2, mixers=["mamba2", name], mixer_options=options)
+    assert config.mixers == ("ssd", "softmax_attention") and ModelConfig.from_json(config.to_json()) == config
+    layer = CausalLM(config).model.layers[1].mixer
+    assert isinstance(layer, RotaryAttention) and layer.dims == (2, 64, 64) and layer.q_proj.bias is not None
+
+
+@pytest.mark.parametrize("value", ["x", -2, 2.0])
+def test_a_number_of_heads_that_cannot_be_is_refused_by_the_mixers_name(value):
+    with pytest.raises(dsf.InputError, match=r"n_heads of softmax_attention is .*, expected a whole number"):
+        tiny(["softmax_attention"], mixer_options={"softmax_attention": {"n_heads": value}})
+
+
+def test_ids_that_are_no_tensor_are_refused():
+    for call in (lambda model: model([[1, 2]]), lambda model: model.generate("hello", 3)):
+        with pytest.raises(dsf.InputError, match=r"ids: expected integers .B, T. as a tensor, got"):
+            call(CausalLM(tiny(["gla"])))
+
+
+def test_hugging_face_models_are_found_without_an_import_of_their_own(monkeypatch):
+    pytest.importorskip("transformers")
+    import dsf.models.hf as hf
+
+    monkeypatch.delattr(dsf.models, "hf")  # as where nobody imported it
+    assert dsf.models.hf is hf

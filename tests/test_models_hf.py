@@ -1,6 +1,7 @@
 """dsf.models.hf: what transformers asks of a model, and every trap that others fell into."""
 
 import copy
+import json
 import warnings
 
 import pytest
@@ -85,6 +86,18 @@ def test_left_padding_touches_nothing(mixers):
         apart = {k: v for k, v in options.items() if k != "cache_implementation"}
         assert torch.equal(found[0, 12:], generated(model, ids[:1], **apart)[0, 9:])
         assert torch.equal(found[1, 12:], generated(model, wide[1:], **apart)[0, 12:])
+
+
+@pytest.mark.parametrize("kind", [hf.DsfModel, hf.DsfForCausalLM])
+def test_the_cache_has_two_names(kind):
+    """Releases of transformers from 5.24 on say `cache`, those before `past_key_values`."""
+    model, ids = kind(tiny(["gated_deltanet", "softmax_attention"]).config).eval(), prompt()
+    whole = model(ids, use_cache=False)[0]
+    for name in ("cache", "past_key_values"):
+        cache = hf.DsfCache(model.config)
+        first, rest = model(ids[:, :5], **{name: cache}), model(ids[:, 5:], **{name: cache})
+        assert torch.allclose(torch.cat([first[0], rest[0]], 1), whole, rtol=0, atol=1e-5)
+        assert getattr(rest, hf.CACHE) is cache
 
 
 def test_padding_on_the_right_and_inside_is_cut_out_too():
@@ -355,6 +368,48 @@ def test_the_usual_names_of_a_configuration_are_ours_when_given_set_and_saved(us
             assert len(found.layer_types) == found.n_layers
     again = hf.DsfConfig.from_pretrained(tmp_path, **{usual: value})
     assert getattr(again.model_config, name) == value
+
+
+def test_a_saved_configuration_names_the_heads_of_every_layer(tmp_path):
+    mixers = ["gated_deltanet", "mingru", "softmax_attention"]
+    config = hf.DsfConfig(vocab_size=30, d_model=256, n_layers=3, mixers=mixers)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["layer_heads"] == [2, None, 4] == hf.DsfConfig.from_pretrained(tmp_path).layer_heads
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "layer_heads": [4, None, 4]}))
+    with pytest.raises(dsf.InputError, match=r"layer_heads is .4, None, 4., but .2, None, 4. follows from n_heads"):
+        hf.DsfConfig.from_pretrained(tmp_path)
+
+
+def test_hidden_states_are_what_every_block_is_given_and_the_result():
+    model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt()
+    out = model(ids, output_hidden_states=True, use_cache=False)
+    states, blocks = out.hidden_states, model.model.layers
+    assert len(states) == len(blocks) + 1 and torch.equal(states[0], model.model.embed_tokens(ids))
+    first = blocks[0](states[0])[0]
+    assert torch.equal(first, states[1]) and torch.equal(model.lm_head(states[-1]), out.logits)
+    assert model(ids).hidden_states is None
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    padded = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    alone = model(ids[:1, 2:], output_hidden_states=True).hidden_states
+    for one, other in zip(padded, alone, strict=True):
+        assert torch.allclose(one[:1, 2:], other, rtol=0, atol=1e-9)
+
+
+def test_models_say_which_configuration_they_take():
+    config = hf.DsfConfig(n_layers=1, vocab_size=30)
+    with pytest.raises(dsf.InputError, match=r"CausalLM takes a ModelConfig, got DsfConfig; its model_config is one"):
+        dsf.models.CausalLM(config)
+    with pytest.raises(dsf.InputError, match=r"takes a DsfConfig, got ModelConfig; DsfConfig.of.config. makes one"):
+        hf.DsfForCausalLM(config.model_config)
+
+
+def test_a_file_written_when_another_number_of_attention_heads_followed_is_read():
+    fields = {"vocab_size": 30, "d_model": 200, "n_layers": 1, "n_heads": None, "num_attention_heads": 3}
+    assert hf.DsfConfig(**fields, mixers=["gated_deltanet"]).n_heads is None  # it has no attention
+    with pytest.raises(dsf.InputError, match="num_attention_heads is 3, but 4 follows"):
+        hf.DsfConfig(**fields, mixers=["softmax_attention"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dsf
+from dsf.mixers.models import swapping
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,6 +78,18 @@ def test_a_saved_swapped_model_says_what_it_needs_and_is_found_again(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(dsf.InputError, match="no weights"):
         dsf.models.load_swapped(tmp_path)
+
+
+def test_a_swapped_mixer_takes_the_cache_by_both_names():
+    from transformers import DynamicCache
+
+    x = torch.randn(2, 7, 32)
+    layer = swapping.SwappedAttention(dsf.mixers.GatedDeltaNet(32, 2), 0).eval()
+    whole, _ = layer(x)
+    for name in ("cache", "past_key_values"):
+        cache = DynamicCache()
+        parts = [layer(part, **{name: cache})[0] for part in x.split([4, 3], dim=1)]
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
 
 def test_what_was_swapped_trains():

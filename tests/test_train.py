@@ -17,6 +17,7 @@ typer = pytest.importorskip("typer")
 
 from ranks import spawned  # noqa: E402
 from ranks_train import SMALLEST, trained  # noqa: E402
+from transformers import Trainer  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from dsf.analysis import checkpoints  # noqa: E402
@@ -140,7 +141,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
             "the disk of run is full",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk of run is full"),
-        (OSError(errno.EROFS, "Read-only file system"), "cannot write into run (Read-only file system)"),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot write run: Read-only file system"),
     ):
         full.error = error
         done = command(folder, *(["--resume"] if (folder / "run").exists() else []))
@@ -159,6 +160,11 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
     monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", final)
     assert command(folder, "--resume").exit_code == 2
     assert (folder / "run/model.safetensors").read_bytes() == before and not (folder / "run/.part").exists()
+    monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", save)
+    monkeypatch.setattr(engine.Path, "write_text", lambda *args, **kwargs: final(None, "own.py"))
+    words = "the disk of run/own.py is full; the checkpoint of step 4 is kept, --resume goes on from it"
+    assert command(folder, "--resume").stderr == f"dsf: {words}\n"
+    assert (folder / "run/own.py").read_bytes() == (folder / "own.py").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -235,6 +241,14 @@ def test_processes_share_a_run_and_others_go_on_with_it(folder):
         assert curves(folder / run) == pytest.approx(whole, abs=2e-5)
         record = json.loads((folder / run / "train.json").read_text())
         assert [step for step, _ in record["loss"]] == [1, 2, 3, 4]
+
+
+def test_a_loss_is_of_its_targets_whatever_transformers_counts(folder, monkeypatch):
+    assert command(folder, out="one", steps=1).exit_code == 0
+    counted = partial(torch.tensor, 2 * 16)  # first tokens too, as transformers 5.6 does
+    monkeypatch.setattr(Trainer, "_get_num_items_in_batch", lambda *args, **kwargs: counted())
+    assert command(folder, out="two", steps=1).exit_code == 0
+    assert curves(folder / "two") == curves(folder / "one")
 
 
 @pytest.mark.parametrize(

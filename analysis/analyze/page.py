@@ -56,7 +56,6 @@ class Report:
 
     def write_pngs(self, folder: Path) -> list[Path]:
         """Every picture as folder/<picture>.png; returns the paths."""
-        folder.mkdir(parents=True, exist_ok=True)
         paths = []
         for name, drawn in self.figures.items():
             paths.append(folder / f"{_file_name(name)}.png")

@@ -59,7 +59,6 @@ def page(comparison: Comparison) -> Page:
 def write_pngs(comparison: Comparison, folder: Path) -> list[Path]:
     """Every picture as folder/<picture>.png; returns the paths."""
     builder = Builder(comparison)
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, drawn in builder.figures().items():
         paths.append(folder / f"{name}.png")

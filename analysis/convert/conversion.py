@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from dsf.analysis.convert.cores import Core
 from dsf.analysis.convert.find import Found, LeftAlone, find, names_used
 from dsf.analysis.convert.fir import causal_conv, causal_conv_step, fir
 from dsf.analysis.convert.forwards import FORWARDS, METHODS, Forward
-from dsf.analysis.convert.layer import Layer, ModelCall
+from dsf.analysis.convert.layer import Layer, ModelCall, cache_in
 from dsf.analysis.convert.patch import Patches, named
 from dsf.analysis.measures.state import StateSize, state_size
 from dsf.call.recurrence import Recurrence
@@ -24,6 +26,7 @@ from dsf.mixers import Mixer, softmax_attention
 
 CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv, "causal_conv1d_update": causal_conv_step}
 
+OLDEST = (5, 17)  # of transformers
 NOTES = {
     "S6": ("a cached call of several tokens starts from the cached state; the original starts from zeros",),
     "WKV-4": ("calls of one token keep the sequences of a batch apart; the original mixes them up",),
@@ -101,6 +104,7 @@ def convert(model: nn.Module) -> Converted:
     before the conversion goes on. Works for transformers' models (SSM, delta, linear and softmax mixers and their
     hybrids) and for classes given to `register`.
 
+    Warns where transformers is older than the OLDEST that was tried.
     Raises ConversionError for what is not a torch module, a model on the meta device, a model that is converted
     already, or one without any mixer that is known (naming those that are not).
     """
@@ -117,6 +121,7 @@ def convert(model: nn.Module) -> Converted:
         patches.undo()
         named_left = "; ".join(f"{x.name or 'the model'} ({x.type}): {x.why}" for x in left) or "nothing mixes tokens"
         raise ConversionError(f"{type(model).__name__}: no mixer to convert: {named_left}")
+    _warn_of_age(found)
     _watch_model(model, shared, patches, all(f.how != "softmax" for f in found))
     for entry in found:
         layer = _convert(entry, patches)
@@ -158,6 +163,19 @@ def _check(model: Any) -> None:
         raise ConversionError(f"{type(model).__name__} is on the meta device ({meta}): load its weights first")
     if getattr(model, "_dsf_converted", False):
         raise ConversionError(f"{type(model).__name__} is converted already; undo() that conversion first")
+
+
+def _warn_of_age(found: list[Found]) -> None:
+    """Mixers of an early transformers hand their caches to other functions than those that are replaced."""
+    if not any(type(f.module).__module__.startswith("transformers.") for f in found):
+        return
+    given = metadata.version("transformers")
+    if tuple(int(x) for x in given.split(".")[:2]) < OLDEST:
+        warnings.warn(
+            f"dsf.convert was tried with transformers {OLDEST[0]}.{OLDEST[1]} and later, this is {given}: compare its "
+            "outputs with the original's, above all of cached calls of several tokens",
+            stacklevel=3,
+        )
 
 
 def _convert(entry: Found, patches: Patches) -> Layer:
@@ -258,7 +276,7 @@ def _repaired(arguments: dict[str, Any], takes_positions: bool, recurrent_only: 
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
     if not isinstance(tokens, Tensor):
         return {}
-    cache: Any = arguments.get("past_key_values")
+    cache: Any = cache_in(arguments)
     new, mask = tokens.shape[1], arguments.get("attention_mask")
     repaired: dict[str, Any] = {}
     if takes_positions and arguments.get("position_ids") is None and hasattr(cache, "layers"):

@@ -22,7 +22,7 @@ from dsf.mixers import Mixer, mlstm, retnet, rg_lru
 
 def lightning(
     layer: Layer, module: Any, hidden_states: Tensor, position_embeddings: Any = None,
-    attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any,
+    attention_mask: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """MiniMax's lightning attention: RetNet with the layer's own slopes, SiLU on q, k, v, norm and gate after."""
     tokens = hidden_states.shape[1]
@@ -31,15 +31,16 @@ def lightning(
     pads = layer.padding(tokens)
     slope = module.slope_rate.flatten()
     k = still(layer, k)
-    start = None if past_key_values is None else past_key_values.get_linear_cache(module.layer_idx)
+    cache = layer.cache
+    start = None if cache is None else cache.get_linear_cache(module.layer_idx)
     y, final = layer.run(retnet, start, q=q, k=k, v=v, slope=slope)
-    if pads is not None and past_key_values is not None:
+    if pads is not None and cache is not None:
         trailing = trailing_padding(pads)  # a constant decay cannot be switched off: undo it
         final = final * (slope * trailing[:, None])[..., None, None].exp().to(final.dtype)
     y = module.norm(y.flatten(2).to(hidden_states.dtype))
     y = module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * y)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(module.layer_idx, final.to(v.dtype))
+    if cache is not None:
+        cache.set_linear_cache(module.layer_idx, final.to(v.dtype))
     return y, final
 
 

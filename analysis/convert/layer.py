@@ -81,8 +81,7 @@ class Layer:
     @property
     def cache(self) -> Any:
         """The cache of this call, whatever its argument is called, or None."""
-        arguments = self.call["arguments"]
-        return arguments.get("cache_params", arguments.get("past_key_values"))
+        return cache_in(self.call["arguments"])
 
     def padding(self, tokens: int) -> Tensor | None:
         """bool [B, tokens], True where the call's tokens are padding; None when none is."""
@@ -149,13 +148,22 @@ def trailing_padding(pads: Tensor) -> Tensor:
     return pads.flip(-1).long().cumprod(-1).sum(-1)
 
 
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments, or None; transformers calls it `cache` from 5.24 on."""
+    names = ("cache", "cache_params", "past_key_values")
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+
+
 def recurrent_state_of(cache: Any, index: int | None) -> Tensor | None:
     """What a transformers cache holds for a recurrent layer, None before its first call."""
-    if index is None or not hasattr(cache, "get_recurrent_state"):
+    if index is None or cache is None:
         return None
     try:
-        return cache.get_recurrent_state(index)
-    except (ValueError, IndexError, AttributeError):  # the layer has no recurrent state in this cache
+        if hasattr(cache, "get_recurrent_state"):
+            return cache.get_recurrent_state(index)
+        layer = cache.layers[index]  # before transformers 5.22
+        return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+    except (ValueError, IndexError, AttributeError, TypeError):  # the layer has no recurrent state in this cache
         return None
 
 

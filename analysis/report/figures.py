@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dsf.analysis._write import whole
 from dsf.analysis.report.templates import render, trusted
 from dsf.language.errors import DsfError
 
@@ -103,9 +104,10 @@ def _font(match: re.Match[str]) -> str:
 
 
 def png(figure: Any, path: Path, dpi: int = 200) -> None:
-    """Write the figure as a PNG on white, the same every time."""
+    """Write the figure as a PNG on white, the same every time. Raises DsfError where the disk does not take it."""
     _settle(figure)
-    figure.savefig(path, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    how: dict[str, Any] = {"format": "png", "dpi": dpi, "facecolor": "white", "metadata": {"Software": None}}
+    whole(path, lambda other: figure.savefig(other, **how))
 
 
 def colors(number: int) -> list[str]:

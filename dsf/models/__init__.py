@@ -15,6 +15,8 @@ __all__ = list(_models.__all__)
 if not TYPE_CHECKING:  # or every name would be Any
 
     def __getattr__(name: str) -> Any:
+        if name == "hf":
+            return importlib.import_module("dsf.models.hf")
         if name.startswith("_"):
             raise AttributeError(f"module 'dsf.models' has no attribute {name!r}")
         return getattr(_models, name)

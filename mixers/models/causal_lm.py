@@ -111,11 +111,12 @@ class Backbone(nn.Module):
 
     def run(
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | Packing | None = None, keep: bool = True,
-        in_place: bool = False,
+        hidden: list[Tensor] | None = None, in_place: bool = False,
     ) -> tuple[Tensor, ModelState | None]:  # fmt: skip
         """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state or None).
 
-        in_place: a decode step writes into the memory of `state`, as far as mixers can; other calls return new tensors.
+        hidden: gets what every block was given, and the result. in_place: a decode step writes into the memory of
+        `state`, as far as mixers can; other calls return new tensors.
         """
         if state is not None:
             check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
@@ -123,6 +124,8 @@ class Backbone(nn.Module):
         after = []
         for i, block in enumerate(self._blocks()):
             before = None if state is None else state.layers[i]
+            if hidden is not None:
+                hidden.append(x)
             if state is not None:
                 check_fit(before, block.mixer, i)
             turn = None
@@ -134,12 +137,19 @@ class Backbone(nn.Module):
             else:
                 x, new = block(x, before, cu_seqlens, turn, keep, in_place)
             after.append(new)
-        return self.norm(x), ModelState(tuple(after)) if keep else None
+        x = self.norm(x)
+        if hidden is not None:
+            hidden.append(x)
+        return x, ModelState(tuple(after)) if keep else None
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.layers:
             assert isinstance(block, Block)
             yield block
+
+
+def _hint(config: Any) -> str:
+    return "; its model_config is one" if isinstance(getattr(config, "model_config", None), ModelConfig) else ""
 
 
 class CausalLM(nn.Module):
@@ -153,7 +163,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         if not isinstance(config, ModelConfig):
-            raise InputError(f"CausalLM takes a ModelConfig, got {type(config).__name__}")
+            raise InputError(f"CausalLM takes a ModelConfig, got {type(config).__name__}{_hint(config)}")
         self.config = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -220,7 +230,7 @@ class CausalLM(nn.Module):
         self._check(ids, labels if shift_labels is None else shift_labels, cu_seqlens)
         if in_place and (state is None or ids.shape[1] != 1 or cu_seqlens is not None or torch.is_grad_enabled()):
             raise InputError("in_place=True is for a step: a state, one token a sequence, and no gradients")
-        hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state, in_place)
+        hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state, None, in_place)
         targets = targets_of(self.model, labels, shift_labels, cu_seqlens)
         if targets is None:
             return CausalOutput(self.lm_head(hidden), None, state)
@@ -275,6 +285,8 @@ class CausalLM(nn.Module):
         return sum(block.mixer.state_size(context) for block in self.model._blocks())
 
     def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | Packing | None) -> None:
+        if not isinstance(ids, Tensor):
+            raise InputError(f"ids: expected integers [B, T] as a tensor, got {type(ids).__name__}")
         if ids.dim() != 2 or ids.is_floating_point():
             raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
         if ids.shape[1] == 0:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serial
 
 from dsf.language.errors import InputError
 from dsf.mixers import BothWays
+from dsf.mixers._sizes import heads_to_try
 from dsf.mixers.models.names import meant
 from dsf.mixers.models.naming import Named, constructor_of, mixer_name
 
@@ -27,7 +28,8 @@ class ModelConfig(BaseModel):
         fourth layer softmax attention. A mixer is a name of the zoo, `file.py:function`, a Recurrence or a class of
         layers; each is kept as text, so that the configuration can be written as JSON.
     mixer_options: constructor arguments of mixers, by their text in `mixers`.
-    n_heads: heads of every mixer that has them; None: a head for each 128 channels, of softmax attention for each 64.
+    n_heads: heads of every mixer that has them; None: a head for each 128 channels, of softmax attention for each 64,
+        more where that does not divide d_model.
     mlp_ratio, mlp_hidden: a SwiGLU has mlp_hidden channels; None: 2/3 · mlp_ratio · d_model, rounded up to 64.
     norm_eps: added to mean squares in RMS norms. tie_embeddings: the head is the embedding, transposed.
     rope_base: base of the rotary positions of softmax attention, which no other mixer gets; None: no positions.
@@ -94,6 +96,12 @@ class ModelConfig(BaseModel):
         unused = [name for name in self.mixer_options if name not in self.mixers]
         if unused:
             raise ValueError(f"mixer_options has {unused[0]!r}, which mixers does not have: {', '.join(self.mixers)}")
+        for name, options in self.mixer_options.items():
+            given = options.get("n_heads")
+            if given is not None and (not hasattr(given, "__index__") or given < 1):
+                raise ValueError(
+                    f"mixer_options: n_heads of {name} is {given!r}, expected a whole number of at least 1"
+                )
         heads = self.heads(ATTENTION)
         if ATTENTION in self.mixers and "headdim" not in self.mixer_options.get(ATTENTION, {}):
             if self.d_model % heads:
@@ -116,9 +124,16 @@ class ModelConfig(BaseModel):
         return -(-wanted // MULTIPLE) * MULTIPLE
 
     def heads(self, mixer: str) -> int:
-        """Heads of a mixer: its own option, n_heads, or one for each 128 (softmax attention: 64) channels."""
-        own = self.mixer_options.get(mixer, {}).get("n_heads", self.n_heads)
-        return own or max(1, self.d_model // (64 if mixer == ATTENTION else 128))
+        """Heads of a mixer: its own option, n_heads, or one for each 128 (softmax attention: 64) channels, more where
+        that number does not divide d_model."""
+        own: int | None = self.mixer_options.get(mixer, {}).get("n_heads", self.n_heads)
+        if own:
+            return own
+        widest = 64 if mixer == ATTENTION else 128
+        whole = 2 if mixer == ATTENTION and self.rope_base is not None else 1  # pairs of channels are turned
+        first = max(1, self.d_model // widest)
+        found = (n for n in (first, *heads_to_try(self.d_model, 1, widest)) if self.d_model % (whole * n) == 0)
+        return next(found, first)
 
     def changed(self, **fields: Any) -> ModelConfig:
         """A copy with some fields changed, validated again."""

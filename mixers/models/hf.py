@@ -1,6 +1,6 @@
 """Hugging Face: `DsfConfig` and `DsfForCausalLM`, known to AutoConfig and AutoModelForCausalLM once this is imported.
 
-With `hf_cache`, all that imports transformers (5.6 to 5.23 are tried): what a later release renames is mended here.
+With `hf_cache`, all that imports transformers (5.6.0, 5.23.0, 5.24.0 were tried); what others rename is mended here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mix
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer
 from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
-from dsf.mixers.models.naming import beside
+from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # before 5.24
+FOLLOWING = (*WORKED_OUT, "layer_types", "layer_heads")  # in files for other readers, and to be checked
 
 
 class DsfConfig(PreTrainedConfig):
@@ -46,7 +48,7 @@ class DsfConfig(PreTrainedConfig):
     """
 
     model_type = "dsf"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
     attribute_map = USUAL
 
     def __init__(self, **fields: Any) -> None:
@@ -56,6 +58,9 @@ class DsfConfig(PreTrainedConfig):
         for name, value in model.model_dump().items():
             setattr(self, name, value)
         agree("layer_types", rest.pop("layer_types", None), self.layer_types, "mixers")
+        agree("layer_heads", rest.pop("layer_heads", None), self.layer_heads, "n_heads, mixer_options and d_model")
+        if model.n_heads is None and ATTENTION not in model.mixers:  # of layers that are not there
+            rest.pop("num_attention_heads", None)
         for usual, name in WORKED_OUT.items():
             agree(usual, rest.pop(usual, None), getattr(self, usual), f"{name} = {getattr(self, name)} and d_model")
         self.use_cache = rest.pop("use_cache", True)
@@ -65,6 +70,12 @@ class DsfConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """The names that transformers' validator knows; what is cached follows from the model, not from them."""
         return ["full_attention" if m == ATTENTION else "linear_attention" for m in self.model_config.layer_mixers]
+
+    @property
+    def layer_heads(self) -> list[int | None]:
+        """The number of heads of every layer, None where its mixer has none."""
+        config = self.model_config
+        return [config.heads(m) if takes(constructor_of(m), "n_heads") else None for m in config.layer_mixers]
 
     @property
     def num_attention_heads(self) -> int:
@@ -86,7 +97,7 @@ class DsfConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, those that are worked out too, for other readers of config.json."""
-        return {**super().to_dict(), **{name: getattr(self, name) for name in (*WORKED_OUT, "layer_types")}}
+        return {**super().to_dict(), **{name: getattr(self, name) for name in FOLLOWING}}
 
     @property
     def model_config(self) -> ModelConfig:
@@ -123,10 +134,16 @@ class DsfPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]
     _is_stateful = True  # a rejected draft cannot be taken back out of a state
     _supports_sdpa = True  # softmax layers use torch's fused attention
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     # decay rates and their kin: rounded to bfloat16, memories of thousands of tokens all become one length
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "Lambda"]
     _built = False  # afterwards, what is inside a mixer may be memory that nobody has written
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, ModelConfig):
+            name = type(self).__name__
+            raise InputError(f"{name} takes a DsfConfig, got ModelConfig; DsfConfig.of(config) makes one of it")
+        super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
         """transformers' `post_init`, the last line of constructors."""
@@ -187,9 +204,14 @@ class DsfModel(DsfPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Any = None,
+        output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], past_key_values.
+        """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], cache.
+
+        cache, past_key_values: two names of one argument, the states before this call; a `DsfCache`.
+        output_hidden_states: also return hidden_states, what every block was given and, last, last_hidden_state.
 
         attention_mask: [B, past + T], 0 for padding on any side, which is cut out. cu_seqlens (or
         cu_seq_lens_q, or positions that begin again): boundaries of sequences packed in one row. Raises InputError for
@@ -197,26 +219,33 @@ class DsfModel(DsfPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
+        cache = past_key_values if cache is None else cache
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, tokens = x.shape[:2]
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         padding = self._padding(attention_mask, bounds, batch, tokens)
-        if bounds is None and padding is None and past_key_values is None:
+        if bounds is None and padding is None and cache is None:
             bounds = restarts(position_ids, tokens)
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DsfCache(self.config)
-        state = None if past_key_values is None else _states_of(past_key_values, len(self.layers))
+        if use_cache and cache is None:
+            cache = DsfCache(self.config)
+        state = None if cache is None else _states_of(cache, len(self.layers))
+        wanted = (
+            getattr(self.config, "output_hidden_states", None) if output_hidden_states is None else output_hidden_states
+        )
+        each: list[Tensor] | None = [] if wanted else None
         if padding is None:
-            static = use_cache and state is not None and all(layer.static for layer in past_key_values.layers)
-            hidden, state = self.run(x, state, bounds, bool(use_cache), static)
+            static = use_cache and state is not None and all(layer.static for layer in cache.layers)
+            hidden, state = self.run(x, state, bounds, bool(use_cache), each, static)
         else:  # once for the whole model
-            hidden, state = self.run(padding.pack(x), state, Packing(padding.cu_seqlens), bool(use_cache))
+            hidden, state = self.run(padding.pack(x), state, Packing(padding.cu_seqlens), bool(use_cache), each)
             hidden = padding.unpack(hidden, x.shape)
+            each = None if each is None else [padding.unpack(h, x.shape) for h in each]
         if state is not None and use_cache:
             for i, after in enumerate(state.layers):
-                state_layer(past_key_values, i).store(after, tokens)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values if use_cache else None)
+                state_layer(cache, i).store(after, tokens)
+        more = {CACHE: cache if use_cache else None, "hidden_states": None if each is None else tuple(each)}
+        return BaseModelOutputWithPast(last_hidden_state=hidden, **more)
 
     def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int) -> Unpadded | None:
         if mask is not None and bounds is not None:
@@ -293,6 +322,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         num_items_in_batch: Any = None,
+        cache: Any = None,
         **more: Any,
     ) -> CausalLMOutputWithPast:
         """As `DsfModel.forward`; labels: [B, T] like input_ids, -100 is ignored -> loss, mean in nats.
@@ -302,31 +332,35 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         """
         shift_labels = more.get("shift_labels")  # in the signature, Trainer would ask every batch for it
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, bounds)
-        hidden, cache = out.last_hidden_state, out.past_key_values
+        cache = past_key_values if cache is None else cache
+        each = more.get("output_hidden_states")
+        out = self.model(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, bounds, output_hidden_states=each
+        )
+        hidden, after = out.last_hidden_state, {CACHE: getattr(out, CACHE), "hidden_states": out.hidden_states}
         if labels is None and shift_labels is None:
             counted = isinstance(logits_to_keep, int)
             part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
             kept = hidden if counted and not logits_to_keep else hidden[:, part]
-            return CausalLMOutputWithPast(logits=self.lm_head(kept), past_key_values=cache)
-        if bounds is None and attention_mask is None and past_key_values is None:
+            return CausalLMOutputWithPast(logits=self.lm_head(kept), **after)
+        if bounds is None and attention_mask is None and cache is None:
             bounds = restarts(position_ids, hidden.shape[1])
         targets = targets_of(self.model, labels, shift_labels, bounds)
         assert targets is not None
         if self.training and self.config.fused_loss and not is_shared(self.lm_head):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
-            return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
+            return CausalLMOutputWithPast(loss=loss, **after)
         logits = self.lm_head(hidden)
         loss = cross_entropy(logits, targets, num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **after)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *_: Any, **__: Any) -> None:
         """Use `DsfCache` for all mixers; `cache_implementation="static"` keeps the states' memory in place."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static", "hybrid"):
             raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DsfCache(self.config, static=kind in ("static", "hybrid"))
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = DsfCache(self.config, static=kind in ("static", "hybrid"))
 
     @staticmethod
     def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:

@@ -120,7 +120,8 @@ def state_layer(cache: Any, index: int) -> StateLayer:
     if isinstance(layer, StateLayer):
         return layer
     used = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
-    if used or any(getattr(layer, "has_previous_state", {}).values()):
+    begun = getattr(layer, "has_previous_state", False)
+    if used or (any(begun.values()) if isinstance(begun, dict) else begun):  # one number in early releases
         raise InputError(f"the cache's layer {index} was filled by another model: start from an empty one")
     fresh = StateLayer()
     limit = getattr(layer, "max_cache_len", None)

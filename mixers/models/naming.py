@@ -10,7 +10,8 @@ from typing import Any
 
 from dsf import Recurrence
 from dsf.language.errors import InputError
-from dsf.mixers import ZOO, Mixer, constructor_of, layer_for
+from dsf.mixers import ZOO, Mixer, canonical, constructor_of, layer_for
+from dsf.mixers._files import is_file
 
 Named = (str, Recurrence, type)  # what may stand for one mixer
 
@@ -18,10 +19,11 @@ Named = (str, Recurrence, type)  # what may stand for one mixer
 def mixer_name(mixer: Any) -> str:
     """The text that stands for a mixer: a name of the zoo or `file.py:function`, from that, a Recurrence or a class.
 
+    Other names of the zoo's ("attention") become the zoo's own, by which models know what gets rotary positions.
     Raises InputError for what cannot be found again by such a text.
     """
     if isinstance(mixer, str):
-        return mixer
+        return mixer if is_file(mixer) else canonical(mixer)
     for entry in ZOO:
         if mixer is entry.recurrence or (entry.module is not None and mixer is entry.module):
             return entry.name

@@ -65,7 +65,9 @@ class RotaryAttention(SoftmaxAttention):
     sequence. Raises InputError for heads of odd width.
     """
 
-    def __init__(self, d_model: int, n_heads: int = 4, *, rope_base: float = 10000.0, **options: Any):
+    even = ("headdim",)
+
+    def __init__(self, d_model: int, n_heads: int | None = None, *, rope_base: float = 10000.0, **options: Any):
         super().__init__(d_model, n_heads, **options)
         self.rope_base = rope_base
         if self.dims[1] % 2:

@@ -40,11 +40,16 @@ class SwappedAttention(nn.Module):
         past_key_values: Any = None,
         position_ids: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states: [B, T, d_model] -> (the same shape, None for attention weights)."""
+        """hidden_states: [B, T, d_model] -> (the same shape, None for attention weights).
+
+        cache: what transformers calls past_key_values before 5.24.
+        """
         batch, tokens = hidden_states.shape[:2]
-        layer = None if past_key_values is None else _hf().state_layer(past_key_values, self.index)
+        cache = past_key_values if cache is None else cache
+        layer = None if cache is None else _hf().state_layer(cache, self.index)
         state = None if layer is None else layer.state
         bounds, padding = cu_seq_lens_q, None
         if bounds is None and layer is None:
