@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from dsf.parallel.shares import Shares
 
 Side = tuple[Tensor, ...]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def called_as(forward: F) -> Callable[[Any], F]:
+    """Tell type checkers, to whom torch says Any of a module's call, that `__call__` is typed as `forward`."""
+    return lambda _: forward
 
 
 class MixerState(NamedTuple):

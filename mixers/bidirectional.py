@@ -10,7 +10,7 @@ from dsf import Packing
 from dsf.call.backwards import flipped_packing
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
-from dsf.mixers._module import Mixer, Span, check_call
+from dsf.mixers._module import Mixer, Span, called_as, check_call
 from dsf.mixers._own import Owner
 from dsf.mixers._sizes import Divided
 
@@ -68,8 +68,10 @@ class BothWays(Owner, Divided):
             )
         return self.mix(x, cu_seqlens, world), None
 
-    if TYPE_CHECKING:  # torch says Any of a module's call
-        __call__ = forward
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def step(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
         """Raises InputError: the first output depends on the last token."""
