@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil

@@ -132,7 +132,7 @@ def _under(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _dense(weights: dict[str, Tensor], name: str) -> nn.Linear:
     kernel, bias = weights[f"{name}__kernel"], weights[f"{name}__bias"]
-    linear = nn.Linear(*kernel.shape)
+    linear = nn.Linear(kernel.shape[0], kernel.shape[1])
     with torch.no_grad():
         linear.weight.copy_(kernel.T)
         linear.bias.copy_(bias)

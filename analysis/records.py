@@ -159,6 +159,6 @@ def read(path: Path) -> dict[str, Any]:
 def first_error(error: ValidationError) -> str:
     """What is wrong, and where, in one line."""
     found = error.errors()[0]
-    if found["type"] == "value_error":  # of the classes' own
+    if found["type"] == "value_error" and "ctx" in found:  # of the classes' own
         return str(found["ctx"]["error"])
     return f"{'.'.join(map(str, found['loc']))}: {found['msg'].lower()}"

@@ -57,6 +57,12 @@ class _Trainer(Trainer):
     them.
     """
 
+    model: Any  # transformers says that each of these may be None
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
+
     def __init__(self, prepared: Prepared, model: Any, arguments: TrainingArguments, progress: Progress | None) -> None:
         self.prepared = prepared
         super().__init__(

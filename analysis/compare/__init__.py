@@ -102,7 +102,7 @@ def compare(
     begin = time.perf_counter()
     subjects = [find(g) for g in given]
     sentence = text.sentence()
-    wanted = [(s, kind) for s in subjects for kind in fair.kinds(s, protocol)]
+    wanted: list[tuple[Subject, Kind]] = [(s, kind) for s in subjects for kind in fair.kinds(s, protocol)]
     setups = fair.matched([fair.maker(s, kind) for s, kind in wanted], setup)
     jobs = [Job(s.given, kind, text, own, protocol, sentence) for (s, kind), own in zip(wanted, setups, strict=True)]
     usual = 1 if setup.device != "cpu" else min(2, os.cpu_count() or 1)

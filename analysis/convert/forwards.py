@@ -55,16 +55,16 @@ def griffin(
     gate = module.act_fn(module.linear_y(input_states))
     x = module.linear_x(input_states).mT
     past = module.conv1d_width - 1
-    fresh = module.conv1d_state is None or module.conv1d_state.shape[0] != batch
-    if not use_cache or fresh:
-        module.conv1d_state = x.new_zeros(batch, x.shape[1], past)
+    before = module.conv1d_state
+    if not use_cache or before is None or before.shape[0] != batch:
+        before = x.new_zeros(batch, x.shape[1], past)
         module.rg_lru.recurrent_states = None
     reset = (position_ids == 0).expand(batch, -1)
     pads = layer.padding(tokens)
     if pads is not None:
         x = x.masked_fill(pads.unsqueeze(1), 0)
         reset = reset & ~pads
-    columns = torch.cat([module.conv1d_state.to(x.dtype), x], dim=-1)
+    columns = torch.cat([before.to(x.dtype), x], dim=-1)
     segments = F.pad(reset.long().cumsum(-1), (past, 0))
     y = convolve(columns, module.conv_1d.weight[:, 0], module.conv_1d.bias, segments)[..., past:].mT
     y, state = _rg_lru(layer, module.rg_lru, y, reset, pads)
@@ -124,9 +124,8 @@ def xlstm(
     y, final = layer.run(mlstm, start, q=q, k=k, v=v, i=i, f=f)
     y = y.transpose(1, 2).to(value.dtype)
     p = value.shape[-1]
-    mode = module.config.mode if mode is None else mode
     last = module.config.return_last_states if return_last_states is None else return_last_states
-    if "inference" in mode or last:
+    if "inference" in (mode or module.config.mode) or last:
         return y, (final[..., :p], final[..., p], final[:, :, 0, p + 1].unsqueeze(-1))
     return y
 

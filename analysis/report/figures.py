@@ -21,7 +21,7 @@ INK = "#1e1f22"  # becomes the page's text colour; printable as it is
 _FONTS = "system-ui,-apple-system,'Segoe UI',Inter,Roboto,'Helvetica Neue',Arial,sans-serif"
 MONO = "DejaVu Sans Mono"  # in figures; on the page the reader's own monospace font
 _MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.0,
     "axes.edgecolor": INK,
