@@ -282,8 +282,8 @@ def doctor(
 ) -> None:
     """Say what is installed, what will run where, and whether it works; exit code 1 if something is broken."""
     found = _cli_doctor.look(calls=not quick)
-    _print_json(found) if as_json else _cli_doctor.show(_cli_analyze.console(), found)
-    if not found["ok"]:
+    _print_json(found.to_dict()) if as_json else _cli_doctor.show(_cli_analyze.console(), found)
+    if not found.ok:
         raise typer.Exit(LAW_BROKEN)
 
 

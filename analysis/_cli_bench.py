@@ -44,7 +44,7 @@ def bench(
         bar.step(f"time {found.name}", 0, 1)
         result = engine.bench(found, sizes, layer, seconds)
     if as_json:
-        typer.echo(result.model_dump_json(indent=1).replace('"schema_"', '"schema"', 1))
+        typer.echo(result.model_dump_json(indent=1, by_alias=True))
         return
     console = _cli_analyze.console()
     console.print(table(result))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dsf.analysis import _cli_analyze
@@ -196,7 +196,7 @@ class Bars:
             SpinnerColumn(), TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn(),
             TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         )  # fmt: skip
-        self.tasks: dict[str, Any] = {}
+        self.tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Bars:
         return self  # nothing is shown before something is trained: errors stand alone

@@ -8,25 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from dsf.analysis.records import File, Record, schema_field
 from dsf.analysis.subjects import Subject
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers.layer import Layer
 from dsf.mixers.ranges import random_inputs
 
-SCHEMA = "dsf.bench/1"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Sizes(BaseModel):
+class Sizes(Record):
     """Sizes of one call: sequences, tokens, heads, entries of the Key and of the Value axis; where and in what type."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch: int = 1
     tokens: int = 2048
@@ -37,14 +34,12 @@ class Sizes(BaseModel):
     device: str = "cpu"
 
 
-class Row(BaseModel):
+class Row(Record):
     """The cost of one implementation. Times in ms, medians of repeated calls; first: the first call, with compilation.
 
     kept: MiB that forward keeps for backward. peak: the most MiB that forward and backward allocate in addition,
     None on a CPU. failed: the reason for missing numbers.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     who: str
     forward: float | None = None
@@ -56,12 +51,10 @@ class Row(BaseModel):
     failed: str = ""
 
 
-class Bench(BaseModel):
+class Bench(File):
     """One `dsf bench`. floor: the least ms of forward, by its bytes and operations at measured rates."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    schema_: str = SCHEMA
+    schema_: Literal["dsf.bench/1"] = schema_field("dsf.bench/1")
     recurrence: str
     sizes: Sizes
     plan: str

@@ -80,8 +80,8 @@ class Job:
         return self.protocol.steps(self.setup, self.kind)
 
 
-# What a layer learnt, and of the equal layer what is measured on the trained model, with inputs to time forms on.
-Result = tuple[Learnt, "tuple[dict[str, Any], dict[str, Tensor]] | None"] | str
+# What a layer learnt, and of the equal layer the mixer's record, with inputs to time forms on; or what went wrong.
+Result = tuple[Learnt, "tuple[MixerRecord, dict[str, Tensor]] | None"] | str
 
 
 def compare(
@@ -118,7 +118,10 @@ def compare(
         if isinstance(paper, str):
             failed[f"{subject.name}, paper's layer"] = paper
             paper = None
-        mixers.append(_assembled(subject, equal, None if paper is None else paper[0]))
+        assert equal[1] is not None  # measured of the equal layer
+        record, inputs = equal[1]
+        speeds = probe.speeds(subject.recurrence, inputs)
+        mixers.append(record.model_copy(update={"paper": paper and paper[0], "tokens_per_second": speeds}))
     sizes = [c.parameters.model for m in mixers for c in m.columns]
     return Comparison(
         dsf=dsf.__version__,
@@ -139,22 +142,6 @@ def compare(
         worst_disagreement=max((m.worst_disagreement for m in mixers), default=0.0),
         failed=failed,
         mixers=mixers,
-    )
-
-
-def _assembled(subject: Subject, equal: Any, paper: Learnt | None) -> MixerRecord:
-    learnt, (measured, inputs) = equal
-    return MixerRecord(
-        name=subject.name,
-        given=subject.given,
-        summary=subject.summary,
-        source=subject.source,
-        system=str(subject.recurrence),
-        structure=subject.recurrence.spec.structure,
-        equal=learnt,
-        paper=paper,
-        tokens_per_second=probe.speeds(subject.recurrence, inputs),
-        **measured,
     )
 
 
@@ -242,13 +229,13 @@ def _measure(job: Job, report: Report | None) -> Result:
     try:
         with probe.threads(1):
             learnt, model = fair.learn(subject, job.kind, job.text, job.setup, job.protocol, tell)
-            return learnt, _opened(subject, model.cpu(), job) if job.kind == "equal" else None
+            return learnt, _opened(subject, learnt, model.cpu(), job) if job.kind == "equal" else None
     except (dsf.DsfError, RuntimeError, ValueError) as error:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def _opened(subject: Subject, model: ByteLM, job: Job) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a trained model is made of, and inputs to time its recurrence's forms on."""
+def _opened(subject: Subject, learnt: Learnt, model: ByteLM, job: Job) -> tuple[MixerRecord, dict[str, Tensor]]:
+    """The record of a mixer, still without the paper's layer and speeds; inputs to time its recurrence's forms on."""
     recurrence = _mixer(model).recurrence
     window = job.text.held_out[: probe.SPECTRUM_TOKENS].unsqueeze(0)
     layers = probe.inputs_of_layers(model, window)
@@ -256,15 +243,24 @@ def _opened(subject: Subject, model: ByteLM, job: Job) -> tuple[dict[str, Any], 
     laws = probe.disagreement(recurrence, probe.first(recurrence, layers[0], LAW_TOKENS))
     shares = probe.picture_of_kernel(recurrence, probe.inputs_of_layers(model, letters)[0])
     eigenvalues, lives = probe.spectrum(recurrence, layers)
-    measured = {
-        "eigenvalues": eigenvalues,
-        "half_life": lives,
-        "kernel": Map(sentence=job.sentence, shares=shares),
-        "state": _states(subject, model),
-        "forms": laws,
-        "worst_disagreement": max(errors.worst for errors in laws.values()),
-    }
-    return measured, probe.first(recurrence, layers[0], SPEED_TOKENS)
+    found = MixerRecord(
+        name=subject.name,
+        given=subject.given,
+        summary=subject.summary,
+        source=subject.source,
+        system=str(subject.recurrence),
+        structure=subject.recurrence.spec.structure,
+        equal=learnt,
+        paper=None,
+        eigenvalues=eigenvalues,
+        half_life=lives,
+        kernel=Map(sentence=job.sentence, shares=shares),
+        state=_states(subject, model),
+        forms=laws,
+        worst_disagreement=max(errors.worst for errors in laws.values()),
+        tokens_per_second={},
+    )
+    return found, probe.first(recurrence, layers[0], SPEED_TOKENS)
 
 
 def _mixer(model: ByteLM) -> Any:

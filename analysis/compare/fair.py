@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -106,6 +107,17 @@ def matched(makes: Sequence[Make], setup: Setup) -> list[Setup]:
     return setups
 
 
+class _Run(NamedTuple):
+    """What one seed's model learnt, in the words of `Learnt`."""
+
+    curve: list[float]
+    seconds: float
+    after: float
+    by_length: dict[str, float]
+    recall: dict[str, float] | None
+    weights: str | None
+
+
 def learn(
     subject: Subject, kind: Kind, text: Text, setup: Setup, protocol: Protocol, tell: Tell
 ) -> tuple[Learnt, ByteLM]:
@@ -125,23 +137,22 @@ def learn(
             trials[f"{rate:g}"] = _trial(make, text, replace(setup, lr=rate, steps=protocol.trial(setup)), advance)
             done += protocol.trial(setup)
     rate = min(protocol.rates, key=lambda r: trials.get(f"{r:g}", 0.0))
-    models, runs = [], []
+    models, runs, before = [], [], math.nan
     for number in range(protocol.seeds):
         own = replace(setup, lr=rate, seed=setup.seed + number)
         model = make_model(make, own)
-        before = bits_per_byte(model, text.held_out, setup.seq) if not number else None
+        if not number:
+            before = bits_per_byte(model, text.held_out, setup.seq)
         curve, seconds = train(model, text, own, advance)
         done += setup.steps
-        found: dict[str, Any] = {"before": before, "curve": curve, "seconds": seconds}
-        found["after"] = bits_per_byte(model, text.held_out, setup.seq)
-        found["by_length"] = by_length(model, text.held_out, setup.seq)
+        after, lengths = bits_per_byte(model, text.held_out, setup.seq), by_length(model, text.held_out, setup.seq)
+        recalled = None
         if protocol.recall_steps and kind == "equal":
-            found["recall"] = _recall(make, replace(own, steps=protocol.recall_steps), advance)
+            recalled = _recall(make, replace(own, steps=protocol.recall_steps), advance)
             done += protocol.recall_steps
-        runs.append(found)
         models.append(model if not number or protocol.keep else None)
-        if protocol.keep is not None:
-            found["weights"] = keep(model, subject, kind, own, protocol.keep)
+        weights = None if protocol.keep is None else keep(model, subject, kind, own, protocol.keep)
+        runs.append(_Run(curve, seconds, after, lengths, recalled, weights))
     first = models[0]
     assert first is not None
     mixer = cast(Any, first.blocks[0]).mixer
@@ -153,14 +164,14 @@ def learn(
         hidden=setup.hidden or 2 * setup.d_model,
         rates=trials,
         rate=rate,
-        before=runs[0]["before"],
-        after=Spread.of([r["after"] for r in runs]),
-        by_length=_together([r["by_length"] for r in runs]),
-        recall=_together([r["recall"] for r in runs]) if "recall" in runs[0] else None,
-        curve=[round(statistics.fmean(x), 4) for x in zip(*(r["curve"] for r in runs), strict=True)],
-        seconds=sum(r["seconds"] for r in runs),
+        before=before,
+        after=Spread.of([r.after for r in runs]),
+        by_length=_together([r.by_length for r in runs]),
+        recall=None if runs[0].recall is None else _together([r.recall for r in runs if r.recall is not None]),
+        curve=[round(statistics.fmean(x), 4) for x in zip(*(r.curve for r in runs), strict=True)],
+        seconds=sum(r.seconds for r in runs),
         sample=sample(first, text),
-        weights=[r["weights"] for r in runs if "weights" in r],
+        weights=[r.weights for r in runs if r.weights is not None],
     ), first
 
 

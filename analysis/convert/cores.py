@@ -47,9 +47,9 @@ def selective_scan(
     """S6 over a sequence: hidden_states, dt, z [b, d, l], A [d, n], B, C [b, n, l] -> [b, d, l] (and [b, d, n])."""
     x, delta = hidden_states.mT, _delta(dt.mT, delta_bias, delta_softplus)
     delta = still(layer, delta)
-    cached = layer.cached_state
+    cached = layer.call.cached
     if cached is not None and cached.dim() == 4:  # Zamba: a call for each head, [b, heads, d, n]
-        cached = cached[:, layer.call["runs"]]
+        cached = cached[:, layer.call.runs]
     y, state = _run_s6(layer, x, delta, B.mT, C.mT, A, D, cached)
     y = y.mT.to(hidden_states.dtype)
     y = y if z is None else y * F.silu(z)

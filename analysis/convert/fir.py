@@ -76,8 +76,8 @@ def causal_conv(
     if pads is not None:
         x = x.masked_fill(F.pad(pads, (context, 0)).unsqueeze(1), 0)
         _keep_last(layer, x, pads, context)
-    if layer.cu_seqlens is not None:
-        index = torch.searchsorted(layer.cu_seqlens[1:], torch.arange(tokens, device=x.device), right=True)
+    if layer.call.cu_seqlens is not None:
+        index = torch.searchsorted(layer.call.cu_seqlens[1:], torch.arange(tokens, device=x.device), right=True)
         segments = F.pad(index, (context, 0))[None].expand(x.shape[0], -1)
     if layer.kind == "FIR":
         _show(layer, x, weight, context)
@@ -100,14 +100,14 @@ def causal_conv_step(
 
 def _new_tokens(layer: Layer, hidden_states: Tensor) -> int:
     """How many of the columns are this call's tokens (the rest is what a cache put in front)."""
-    given = layer.call["arguments"]
+    given = layer.call.arguments
     own = given.get("hidden_states", given.get("input_states"))
     return hidden_states.shape[-1] if own is None else own.shape[1]
 
 
 def _keep_last(layer: Layer, x: Tensor, pads: Tensor, context: int) -> None:
     """Write the last inputs before trailing padding into the cache, where the original would keep the padding."""
-    index, cache = getattr(layer.module, "layer_idx", None), layer.cache
+    index, cache = getattr(layer.module, "layer_idx", None), layer.call.cache
     trailing = trailing_padding(pads)
     if cache is None or index is None or not bool(trailing.any()):
         return
@@ -128,7 +128,7 @@ def _show(layer: Layer, x: Tensor, weight: Tensor, context: int) -> None:
     start = columns[..., columns.shape[-1] - new - (taps - 1) : columns.shape[-1] - new].flip(-1).mT.unsqueeze(1)
     layer.state = (1, taps - 1, x.shape[1])
     inputs = fir_inputs(columns[..., columns.shape[-1] - new :].mT, weight.to(wide))
-    layer.show(Run(fir(taps), inputs, start if context else None, layer.call["runs"]))
+    layer.show(Run(fir(taps), inputs, start if context else None, layer.call.runs))
 
 
 def _activation(name: str) -> Any:

@@ -185,7 +185,7 @@ def declared(
         recurrent = None if state is None else state.recurrent
         with torch.no_grad():
             inputs = module.inputs(x, state, cu_seqlens, **tokens)
-        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.get("runs", 0)))
+        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.runs))
     return y, after
 
 

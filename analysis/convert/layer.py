@@ -44,6 +44,25 @@ class Run:
 Listener = Callable[["Layer", Run], None]
 
 
+@dataclass
+class Call:
+    """One call of a module. arguments: by name, those too that its core is not given. runs: of its recurrence so far.
+
+    cu_seqlens: boundaries of packed sequences, or None. cached: the recurrent state in the model's cache when the call
+    began, in the model's layout.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    cu_seqlens: Tensor | None = None
+    cached: Tensor | None = None
+    runs: int = 0
+
+    @property
+    def cache(self) -> Any:
+        """The cache of this call, whatever its argument is called, or None."""
+        return self.arguments.get("cache_params", self.arguments.get("past_key_values"))
+
+
 @dataclass(eq=False)
 class Layer:
     """A mixer that dsf runs.
@@ -66,37 +85,17 @@ class Layer:
     window: int | None = None
     shared: ModelCall = field(default_factory=lambda: ModelCall(), repr=False)
     listeners: list[Listener] = field(default_factory=list, repr=False)
-    call: dict[str, Any] = field(default_factory=dict, repr=False)
+    call: Call = field(default_factory=Call, repr=False)
 
     def enter(self, arguments: Mapping[str, Any]) -> None:
-        """Begin one call of the module: keep the arguments that its core is not given."""
-        self.call = {
-            "runs": 0,
-            "arguments": arguments,
-            "cu_seqlens": boundaries({**arguments, **self.shared.arguments}),
-        }
+        """Begin one call of the module."""
+        self.call = Call(arguments, boundaries({**arguments, **self.shared.arguments}))
         # Read now: during the call the cache is told about the new tokens before the core runs.
-        self.call["cached"] = recurrent_state_of(self.cache, getattr(self.module, "layer_idx", None))
-
-    @property
-    def cache(self) -> Any:
-        """The cache of this call, whatever its argument is called, or None."""
-        arguments = self.call["arguments"]
-        return arguments.get("cache_params", arguments.get("past_key_values"))
+        self.call.cached = recurrent_state_of(self.call.cache, getattr(self.module, "layer_idx", None))
 
     def padding(self, tokens: int) -> Tensor | None:
         """bool [B, tokens], True where the call's tokens are padding; None when none is."""
         return self.shared.padding(tokens)
-
-    @property
-    def cached_state(self) -> Tensor | None:
-        """The recurrent state in the model's cache when the call began, in the model's layout."""
-        return self.call.get("cached")
-
-    @property
-    def cu_seqlens(self) -> Tensor | None:
-        """Boundaries of packed sequences in this call, or None."""
-        return self.call.get("cu_seqlens")
 
     def run(
         self, recurrence: Recurrence, state: Tensor | None = None, *, backward: bool = False, **inputs: Tensor
@@ -110,17 +109,17 @@ class Layer:
         dtype = torch.float64 if wide else torch.float32
         given: dict[str, Any] = {name: x.to(dtype) for name, x in inputs.items()}
         state = None if state is None else state.to(dtype)
-        bounds = self.cu_seqlens if state is None else None
+        bounds = self.call.cu_seqlens if state is None else None
         y, final = recurrence(**given, initial_state=state, cu_seqlens=bounds, return_state=True)
         self.state = (y.shape[2], final.shape[-2], y.shape[-1])
-        self.show(Run(recurrence, given, state, self.call.get("runs", 0), backward=backward))
+        self.show(Run(recurrence, given, state, self.call.runs, backward=backward))
         if bounds is not None:
             final = final[-1:]  # a cache continues the last of the packed sequences
         return y, final
 
     def show(self, run: Run) -> None:
         """Tell recorders about a run."""
-        self.call["runs"] = self.parts = run.part + 1
+        self.call.runs = self.parts = run.part + 1
         for listener in self.listeners:
             listener(self, run)
 

@@ -47,14 +47,14 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shown = layer.shared.mask(key.shape[2])
     seen, bias = _split_mask(module, query, key, attention_mask, options.get("position_bias"), shown)
-    seen = _apart(seen, layer.cu_seqlens, query)
+    seen = _apart(seen, layer.call.cu_seqlens, query)
     sink = options.get("s_aux", getattr(module, "sinks", None))
     operands = Attention(query * scale, key, value, seen, bias, sink)
     layer.window = options.get("sliding_window") or layer.window
     layer.state, layer.key_heads = (query.shape[1], key.shape[-1], value.shape[-1]), key.shape[1]
     dropped = dropout if module.training else 0.0
     own = _declared_as(operands, options.get("sliding_window"))
-    layer.show(Run(own or softmax_attention, {}, None, layer.call.get("runs", 0), operands))
+    layer.show(Run(own or softmax_attention, {}, None, layer.call.runs, operands))
     if own is not None and not dropped and not options.get("output_attentions"):
         return _run(own, operands), None
     if sink is None and not dropped and not options.get("output_attentions"):
