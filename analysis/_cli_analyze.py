@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import sys
@@ -20,8 +21,8 @@ from dsf.analysis.analyze import Analysis, Choice, analyze
 from dsf.analysis.analyze.records import Analysed
 from dsf.analysis.models import load_model
 from dsf.analysis.record import RecordingError
-from dsf.analysis.report import duration, write_json
-from dsf.analysis.report.figures import require_matplotlib
+from dsf.analysis.report import duration, finite, write_json
+from dsf.analysis.report.figures import require_matplotlib, write_pngs
 from dsf.analysis.text import read_text
 from dsf.language.errors import InputError
 
@@ -30,6 +31,11 @@ def console() -> Console:
     """Standard output: in the terminal's width, or by default 120 columns where it is piped."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(file=sys.stdout, width=120 if piped else None)
+
+
+def print_json(data: object) -> None:
+    """Print data as JSON; inf and nan are null."""
+    print(json.dumps(finite(data), indent=1, ensure_ascii=False))
 
 
 def found(model: str | None, saved: Path | None, text: Path | None, choice: Choice) -> Analysis:
@@ -66,7 +72,7 @@ def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
             lines = [f"wrote {out} and {beside}"]
         if pictures is not None:
             bar.step("draw the pictures", 0, 1)
-            lines.append(f"wrote {len(report.write_pngs(pictures))} pictures to {pictures}")
+            lines.append(f"wrote {len(write_pngs(report.figures, pictures))} pictures to {pictures}")
     return lines
 
 

@@ -7,7 +7,6 @@ line on stderr).
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,7 +25,7 @@ import dsf
 from dsf.analysis import _cli_analyze, _cli_bench, _cli_compare, _cli_doctor, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
-from dsf.analysis.report import count, finite
+from dsf.analysis.report import count
 from dsf.analysis.subjects import find
 from dsf.call.plan import FORMS
 
@@ -60,10 +59,6 @@ def _one_line_errors(command: Command) -> Command:
     return run  # type: ignore[return-value]
 
 
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(finite(data), indent=1, ensure_ascii=False))
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"dsf {dsf.__version__}")
@@ -87,11 +82,11 @@ def zoo(
     """List the mixers: structure, forms, state, eigenvalues, parameters, source; with a NAME, all about that one."""
     if name is not None:
         found = zoo_data.record(find(name))
-        _print_json(found.to_dict()) if as_json else _print_one(found)
+        _cli_analyze.print_json(found.to_dict()) if as_json else _print_one(found)
         return
     records = zoo_data.rows()
     if as_json:
-        _print_json([r.to_dict() for r in records])
+        _cli_analyze.print_json([r.to_dict() for r in records])
         return
     console = _cli_analyze.console()
     title = f"The zoo: {len(records)} mixers"
@@ -188,7 +183,7 @@ def plan(
         B=batch, T=tokens, H=heads, N=keys, P=channels, dtype=DTYPES[dtype], form=form, backend=backend
     )
     if as_json:
-        _print_json({**asdict(chosen), "system": str(recurrence)})
+        _cli_analyze.print_json({**asdict(chosen), "system": str(recurrence)})
         return
     typer.echo(f"{recurrence}\n")
     typer.echo(str(chosen))
@@ -218,12 +213,12 @@ def check(
         found = run(
             fuzz, seed=seed, device=device, backend=None if backend == "auto" else backend, recurrence=recurrence
         )
-        _print_json(found.to_dict()) if as_json else typer.echo(str(found))
+        _cli_analyze.print_json(found.to_dict()) if as_json else typer.echo(str(found))
         raise typer.Exit(0 if found.ok else LAW_BROKEN)
     with Console(stderr=True).status(f"checking {recurrence.name} …"):
         report = dsf.check(recurrence, examples=examples, tokens=tokens, seed=seed, device=device, backend=backend)
     if as_json:
-        _print_json(report.to_dict())
+        _cli_analyze.print_json(report.to_dict())
     else:
         typer.echo(str(report) if verbose else report.brief())
     if not report.ok:
@@ -264,7 +259,7 @@ def analyze(
     found = _cli_analyze.found(model, saved, text, choice)
     written = _cli_analyze.write(found, out, pictures)
     if as_json:
-        _print_json(found.data.to_dict())
+        _cli_analyze.print_json(found.data.to_dict())
     else:
         console = _cli_analyze.console()
         console.print(_cli_analyze.summary(found))
@@ -282,7 +277,7 @@ def doctor(
 ) -> None:
     """Say what is installed, what will run where, and whether it works; exit code 1 if something is broken."""
     found = _cli_doctor.look(calls=not quick)
-    _print_json(found.to_dict()) if as_json else _cli_doctor.show(_cli_analyze.console(), found)
+    _cli_analyze.print_json(found.to_dict()) if as_json else _cli_doctor.show(_cli_analyze.console(), found)
     if not found.ok:
         raise typer.Exit(LAW_BROKEN)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -97,16 +96,16 @@ def compare(
 
 def _show(result: Any, out: Path, png: bool, as_json: bool, files: list[Path]) -> None:
     """Write the page and the pictures, print what was found and which files were written."""
-    from dsf.analysis.compare.page import page, write_pngs
-    from dsf.analysis.report import finite
+    from dsf.analysis.compare.page import Builder
+    from dsf.analysis.report.figures import write_pngs
 
-    page(result).write(out / "compare.html")
-    pictures = write_pngs(result, out / "pictures") if png and result.mixers else []
+    builder = Builder(result)
+    builder.build().write(out / "compare.html")
+    pictures = write_pngs(builder.figures(), out / "pictures") if png and result.mixers else []
     for name, why in result.failed.items():
         typer.echo(FAILED.format(name, why), err=True)
     if as_json:
-        json: Any = importlib.import_module("json")
-        typer.echo(json.dumps(finite(result.to_dict()), indent=1, ensure_ascii=False))
+        _cli_analyze.print_json(result.to_dict())
         return
     if result.mixers:
         _cli_analyze.console().print(summary(result))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsf.analysis._cli_analyze import Bar, _quiet_transformers
+from dsf.analysis._cli_analyze import Bar, _quiet_transformers, print_json
+
+if TYPE_CHECKING:
+    from dsf.analysis.train import Trained
 
 
 def train(
@@ -53,9 +55,7 @@ def train(
     if run.ranks.rank:  # the first process speaks for all
         return
     if as_json:
-        report: Any = importlib.import_module("dsf.analysis.report")
-        json: Any = importlib.import_module("json")
-        typer.echo(json.dumps(report.finite(record), indent=1, ensure_ascii=False))
+        print_json(record.to_dict())
         return
     for line in lines(record, out):
         typer.echo(line)
@@ -85,13 +85,13 @@ def _stopped_in_words(out: Path) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def lines(record: dict[str, Any], out: Path) -> list[str]:
+def lines(record: Trained, out: Path) -> list[str]:
     """What was trained, in a few lines."""
-    model, end = record["identity"]["model"], record["loss"][-1][1] if record["loss"] else float("nan")
+    end = record.loss[-1][1] if record.loss else float("nan")
     return [
-        f"{', '.join(model['mixers'])}: {record['parameters']:,} parameters, {record['identity']['steps']} steps, "
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-        f"loss {end:.3f} nats a token in training; held out {record['bits_per_token']:.3f} bits a token",
+        f"{record.mixers}: {record.parameters:,} parameters, {record.run.steps} steps, "
+        f"{record.tokens_per_second:,.0f} tokens/s",
+        f"loss {end:.3f} nats a token in training; held out {record.bits_per_token:.3f} bits a token",
         f"wrote {out} (dsf analyze {out} opens it), {out / 'train.json'} and {out / 'loss.png'}",
     ]
 

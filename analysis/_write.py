@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsf.language.errors import DsfError
@@ -15,22 +15,25 @@ def whole(path: Path, write: Callable[[Path], object]) -> None:
 
     Raises DsfError, which names the path, where the disk is full or not writable; an old file then stays unchanged.
     """
-    beside = path.with_name(f".{path.stem}-{os.getpid()}.part{path.suffix}")
     try:
-        write(beside)
-        beside.replace(path)
+        with beside(path) as other:
+            write(other)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        _remove(beside)
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise DsfError(f"cannot write {path}: {why}; what was there before is untouched") from error
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A file beside `path`, to be written in the block: moved to `path` at its end, removed where it fails."""
+    other = path.with_name(f".{path.stem}-{os.getpid()}.part{path.suffix}")
+    try:
+        yield other
+        other.replace(path)
     except BaseException:
-        _remove(beside)
+        with contextlib.suppress(OSError):  # a file system that is read-only refuses that, too
+            other.unlink(missing_ok=True)
         raise
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):  # a file system that is read-only refuses that, too
-        path.unlink(missing_ok=True)
 
 
 def whole_text(path: Path, text: str) -> None:

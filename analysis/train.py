@@ -11,23 +11,26 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import dsf
+from dsf.analysis._write import beside
 from dsf.analysis.checkpoints import RECORD, kept, last_checkpoint
 from dsf.analysis.ranks import Ranks, whole_state
+from dsf.analysis.records import File, Number, Record, read, schema_field
+from dsf.analysis.report import finite
 from dsf.analysis.text import HELD_OUT, read_text
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers.models.causal_lm import CausalLM
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
 
-SCHEMA = "dsf.train/1"
 FULL = "No space left", "Disk quota", "File too large", "inline_container"  # the last is torch's archive, cut short
 RATES = {"tiny": 3e-3, "20m": 1e-3, "100m": 6e-4, "340m": 3e-4}
 EVALUATED = 64  # held-out windows at most
@@ -67,6 +70,54 @@ class Run:
         return Ranks.of(self)
 
 
+class Identity(Record):
+    """What a checkpoint belongs to. text, sources: SHA-256 of the text and of the files of the user's recurrences."""
+
+    model: dict[str, JsonValue]
+    text: str
+    steps: int
+    batch: int
+    seq: int
+    seed: int
+    lr: float
+    bf16: bool
+    tokenizer: str
+    sources: dict[str, str] | None = None
+
+
+class Begun(File):
+    """The content of train.json while a run goes on."""
+
+    schema_: Literal["dsf.train/1"] = schema_field("dsf.train/1")
+    identity: Identity
+
+
+class TokensRead(Record):
+    """The text of a run."""
+
+    name: str
+    tokens: int
+
+
+class Trained(Begun):
+    """The content of train.json: a run that has ended. loss, held_out: (step, nats a token)."""
+
+    run: Run
+    text: TokensRead
+    parameters: int
+    loss: list[tuple[int, Number]]
+    held_out: list[tuple[int, Number]]
+    bits_per_token: Number | None
+    seconds: float
+    tokens_per_second: float
+    versions: dict[str, str]
+
+    @property
+    def mixers(self) -> str:
+        """Their names, with commas between."""
+        return ", ".join(ModelConfig(**self.identity.model).mixers)
+
+
 class Windows(Dataset[dict[str, Tensor]]):
     """Windows of a text at given places: the same ones in the same order, whatever was trained before."""
 
@@ -92,7 +143,7 @@ class Prepared:
     train: Windows
     held_out: Windows
     text: str
-    identity: dict[str, Any]
+    identity: Identity
     checkpoint: Path | None
 
 
@@ -132,20 +183,19 @@ def prepare(run: Run, resume: bool) -> Prepared:
         from dsf.parallel.heads import check_heads
 
         check_heads(model, ranks.tp)
-    identity = {
-        "model": config.model_dump(mode="json"), "text": hashlib.sha256(data).hexdigest(), "steps": run.steps,
-        "batch": run.batch, "seq": run.seq, "seed": run.seed, "lr": run.lr or RATES[run.size], "bf16": run.bf16,
-        "tokenizer": run.tokenizer,
-    }  # fmt: skip
+    identity = Identity(
+        model=config.model_dump(mode="json"), text=hashlib.sha256(data).hexdigest(), steps=run.steps, batch=run.batch,
+        seq=run.seq, seed=run.seed, lr=run.lr or RATES[run.size], bf16=run.bf16, tokenizer=run.tokenizer,
+    )  # fmt: skip
     if files := {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in _sources(config)}:
-        identity["sources"] = files
+        identity.sources = files
     generator = torch.Generator().manual_seed(run.seed)
     split = len(tokens) - held
     starts = torch.randint(0, split - run.seq, (run.steps * run.batch,), generator=generator)
     spread = torch.linspace(split, len(tokens) - run.seq - 1, min(EVALUATED, held // run.seq)).long()
     return Prepared(
         run, config, tokenizer, Windows(tokens, starts, run.seq), Windows(tokens, spread, run.seq), name, identity,
-        last_checkpoint(run.out, identity, resume),
+        last_checkpoint(run.out, identity.to_dict(), resume),
     )  # fmt: skip
 
 
@@ -186,7 +236,7 @@ def tokens_of(tokenizer: Any, data: bytes) -> Tensor:
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any]:
+def train(prepared: Prepared, progress: Progress | None = None) -> Trained:
     """Train (or go on), write model, tokenizer, record and curve into `out`; returns the record.
 
     Raises DsfError where the disk is full or the loss is no number any more; what was whole in `out` stays whole.
@@ -211,7 +261,7 @@ def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any
             whole.config.fused_loss = False  # what is opened later wants its logits
             _save_whole(run.out, whole, prepared.tokenizer)
             _curve(run.out / "loss.png", record)
-            _write(run.out / RECORD, json.dumps(record, indent=1))
+            _write(run.out / RECORD, json.dumps(finite(record.to_dict()), indent=1))
         ranks.wait()
     return record
 
@@ -226,29 +276,29 @@ def _begin(prepared: Prepared) -> None:
     _keep_sources(prepared)
     if prepared.checkpoint is None:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        _write(out / RECORD, json.dumps({"schema": SCHEMA, "identity": prepared.identity}, indent=1))
+        _write(out / RECORD, json.dumps(Begun(identity=prepared.identity).to_dict(), indent=1))
 
 
-def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:
+def _record(prepared: Prepared, trainer: Any, seconds: float) -> Trained:
     run, log = prepared.run, trainer.state.log_history
     done = run.steps - (0 if prepared.checkpoint is None else int(prepared.checkpoint.name.rpartition("-")[2]))
-    speed = {"seconds": seconds, "tokens_per_second": done * run.batch * run.seq / seconds}
+    speed = done * run.batch * run.seq / seconds
     if not done:  # the run was complete: its speed is that of its training
-        before = json.loads((run.out / RECORD).read_text(encoding="utf-8"))
-        speed = {name: before.get(name, value) for name, value in speed.items()}
-    held = [[e["step"], e["eval_loss"]] for e in log if "eval_loss" in e]
-    return {
-        "schema": SCHEMA,
-        "identity": prepared.identity,
-        "run": {**asdict(run), "out": str(run.out), "text": str(run.text) if run.text else None},
-        "text": {"name": prepared.text, "tokens": len(prepared.train.tokens)},
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "loss": [[e["step"], e["loss"]] for e in log if "loss" in e],
-        "held_out": held,
-        "bits_per_token": held[-1][1] / math.log(2) if held else None,
-        **speed,
-        "versions": {"dsf": dsf.__version__, "torch": torch.__version__},
-    }
+        before = read(run.out / RECORD)
+        seconds, speed = before.get("seconds", seconds), before.get("tokens_per_second", speed)
+    held = [(e["step"], e["eval_loss"]) for e in log if "eval_loss" in e]
+    return Trained(
+        identity=prepared.identity,
+        run=run,
+        text=TokensRead(name=prepared.text, tokens=len(prepared.train.tokens)),
+        parameters=sum(p.numel() for p in trainer.model.parameters()),
+        loss=[(e["step"], e["loss"]) for e in log if "loss" in e],
+        held_out=held,
+        bits_per_token=held[-1][1] / math.log(2) if held else None,
+        seconds=seconds,
+        tokens_per_second=speed,
+        versions={"dsf": dsf.__version__, "torch": torch.__version__},
+    )
 
 
 def _keep_sources(prepared: Prepared) -> None:
@@ -265,26 +315,22 @@ def _sources(config: ModelConfig) -> list[Path]:
 
 def _write(path: Path, text: str) -> None:
     """The file whole or not at all."""
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.write_text(text + "\n", encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with beside(path) as other:
+        other.write_text(text + "\n", encoding="utf-8")
 
 
 def _save_whole(out: Path, *parts: Any) -> None:
     """Save into a folder beside, then move file by file: a full disk leaves what was there."""
-    beside = out / ".part"
-    shutil.rmtree(beside, ignore_errors=True)
+    other = out / ".part"
+    shutil.rmtree(other, ignore_errors=True)
     try:
-        beside.mkdir()
+        other.mkdir()
         for part in parts:
-            part.save_pretrained(str(beside))
-        for file in sorted(beside.iterdir()):
+            part.save_pretrained(str(other))
+        for file in sorted(other.iterdir()):
             os.replace(file, out / file.name)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(other, ignore_errors=True)
 
 
 @contextmanager
@@ -302,7 +348,7 @@ def _disk_errors(out: Path) -> Iterator[None]:
         raise DsfError(f"cannot write into {out} ({error.strerror or error}); {kept(out)}") from error
 
 
-def _curve(path: Path, record: dict[str, Any]) -> None:
+def _curve(path: Path, record: Trained) -> None:
     """The loss curve as a picture, where matplotlib is installed."""
     try:
         figure_module: Any = importlib.import_module("matplotlib.figure")
@@ -310,17 +356,12 @@ def _curve(path: Path, record: dict[str, Any]) -> None:
         return
     figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for name, label in (("loss", "training"), ("held_out", "held out")):
-        points = record[name]
+    for points, label, marker in ((record.loss, "training", None), (record.held_out, "held out", "o")):
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, marker="o" if name == "held_out" else None, markersize=3)
-    title = f"{', '.join(record['identity']['model']['mixers'])} on {record['text']['name']}"
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3)
+    title = f"{record.mixers} on {record.text.name}"
     axes.set(xlabel="step", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        figure.savefig(beside, dpi=150, format="png")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with beside(path) as other:
+        figure.savefig(other, dpi=150, format="png")

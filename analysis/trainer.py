@@ -34,7 +34,7 @@ def make_trainer(prepared: Prepared, progress: Progress | None) -> Any:
     arguments = TrainingArguments(
         output_dir=str(run.out / "checkpoints"), max_steps=run.steps,
         per_device_train_batch_size=run.batch // run.ranks.dp, per_device_eval_batch_size=run.batch,
-        learning_rate=prepared.identity["lr"], weight_decay=0.1, adam_beta1=0.9,
+        learning_rate=prepared.identity.lr, weight_decay=0.1, adam_beta1=0.9,
         adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=max(1, min(200, run.steps // 10)),
         save_strategy="steps", save_steps=every, save_total_limit=2, eval_strategy="steps", eval_steps=every,

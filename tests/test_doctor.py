@@ -39,6 +39,7 @@ def one_probe(monkeypatch):
 
 
 def test_json_has_everything(found):
+    assert doctor.Examination.model_validate(found).to_dict() == found
     assert list(found) == KEYS and found["schema"] == "dsf.doctor/1" and found["ok"] is True
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["dsf"].startswith(dsf.__version__)

@@ -62,6 +62,7 @@ def test_a_run_is_trained_saved_and_opened(folder):
     assert done.exit_code == 0, done.output
     assert "12 steps" in done.output and "wrote run" in done.output
     record = json.loads((folder / "run/train.json").read_text())
+    assert engine.Trained.load(folder / "run/train.json").to_dict() == record
     assert record["loss"][-1][1] < record["loss"][0][1] and len(record["loss"]) == 12
     assert record["held_out"][-1][0] == 12 and (folder / "run/loss.png").stat().st_size > 5000
     assert not list((folder / "run").glob(".*"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from dsf.analysis.report import (
     text,
 )
 from dsf.analysis.report.figures import colors as palette
-from dsf.analysis.report.figures import png, ramp, svg
+from dsf.analysis.report.figures import ramp, svg
 
 FEW = 6  # maps that are shown at once; the others are folded away
 TERMS = {
@@ -41,7 +40,7 @@ TERMS = {
 
 
 class Report:
-    """The report of an Analysis: page() and write_pngs(). Every layer has its colour, blue to red by depth."""
+    """The report of an Analysis: page() and figures. Every layer has its colour, blue to red by depth."""
 
     def __init__(self, analysis: Analysis) -> None:
         self.data, self.runs, self.pieces = analysis.data, analysis.data.runs, analysis.data.text.pieces
@@ -53,15 +52,6 @@ class Report:
         self.forgetting = {name: life for name, life in lives.items() if life.share_never < 1}
         self.maps = analysis.maps or {r.name: torch.tensor([r.shares]) for r in self.runs}  # or the mean of the heads
         self.of_heads = bool(analysis.maps)
-
-    def write_pngs(self, folder: Path) -> list[Path]:
-        """Every picture as folder/<picture>.png; returns the paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = []
-        for name, drawn in self.figures.items():
-            paths.append(folder / f"{_file_name(name)}.png")
-            png(drawn, paths[-1])
-        return paths
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -358,8 +348,3 @@ class Report:
             "Memory": f"{self.data.peak_gib:.1f} GiB at most" if self.data.peak_gib else "not told by this system",
         }
         out.section("What was run", "Everything needed to repeat it.", terms(rows))
-
-
-def _file_name(name: str) -> str:
-    words = name.replace("←", "backward").replace("→", "forward")
-    return "_".join("".join(c if c.isalnum() or c in "._-" else " " for c in words).split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, pictures, recall
@@ -28,7 +27,7 @@ from dsf.analysis.report import (
     text,
 )
 from dsf.analysis.report.figures import colors as palette
-from dsf.analysis.report.figures import png, svg
+from dsf.analysis.report.figures import svg
 from dsf.call.plan import FORMS
 
 WORDS = {
@@ -49,22 +48,6 @@ WORDS = {
     "nothing is 8; "
     "lower is better.",
 }
-
-
-def page(comparison: Comparison) -> Page:
-    """The whole report."""
-    return Builder(comparison).build()
-
-
-def write_pngs(comparison: Comparison, folder: Path) -> list[Path]:
-    """Every picture as folder/<picture>.png; returns the paths."""
-    builder = Builder(comparison)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, drawn in builder.figures().items():
-        paths.append(folder / f"{name}.png")
-        png(drawn, paths[-1])
-    return paths
 
 
 class Builder:

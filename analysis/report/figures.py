@@ -11,6 +11,7 @@ import importlib
 import io
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,20 @@ def png(figure: Any, path: Path, dpi: int = 200) -> None:
     """Write the figure as a PNG on white, the same every time."""
     _settle(figure)
     figure.savefig(path, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+
+
+def write_pngs(figures: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write every figure as folder/<name>.png, in letters that file names take; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{_file_name(name)}.png" for name in figures]
+    for path, drawn in zip(paths, figures.values(), strict=True):
+        png(drawn, path)
+    return paths
+
+
+def _file_name(name: str) -> str:
+    words = name.replace("←", "backward").replace("→", "forward")
+    return "_".join("".join(c if c.isalnum() or c in "._-" else " " for c in words).split())
 
 
 def colors(number: int) -> list[str]:
