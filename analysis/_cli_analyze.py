@@ -1,4 +1,4 @@
-"""The work of the command `dsf analyze`."""
+"""What the command `dsf analyze` does, and what all commands share: console, progress bar, JSON, folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def print_json(data: object) -> None:
 
 
 def found(model: str | None, saved: Path | None, text: Path | None, choice: Choice) -> Analysis:
-    """The analysis of a model, or the one that was saved. Raises InputError unless there is one of both."""
+    """Analyse a model, or read a saved analysis back. Raises InputError unless exactly one of the two is given."""
     if (model is None) == (saved is None):
         raise InputError("expected either a model or --from a JSON file of dsf analyze")
     require_matplotlib()
@@ -47,7 +47,7 @@ def found(model: str | None, saved: Path | None, text: Path | None, choice: Choi
 
 
 def run(model: str, text: Path | None, choice: Choice) -> Analysis:
-    """Load, analyze, show how far it is."""
+    """Load a model and analyse it, with a progress bar on stderr."""
     name, data = read_text(text)
     with Bar() as bar, _quiet_transformers():
         bar.step(f"load {model}", 0, 1)
@@ -87,7 +87,9 @@ def out_file(out: Path) -> Path:
 
 
 def folder(path: Path, option: str) -> Path:
-    """The folder, made if it is not there. Raises InputError, before any work, where nothing can be written."""
+    """Make a folder unless it exists; returns its path. Raises InputError, before any work, where it cannot be written
+    to.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -98,7 +100,7 @@ def folder(path: Path, option: str) -> Path:
 
 
 def heads_of(spec: str | None) -> slice | None:
-    """The heads of a text such as `2` or `0-3`. Raises InputError."""
+    """The slice of heads that a text such as `2` or `0-3` names; None for None. Raises InputError."""
     if spec is None:
         return None
     between = re.fullmatch(r"(\d+)(?:-(\d+))?", spec.strip())
@@ -108,7 +110,7 @@ def heads_of(spec: str | None) -> slice | None:
 
 
 def summary(analysis: Analysis) -> Table:
-    """One line a layer, for the terminal."""
+    """The table that the terminal shows: one row a layer."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for label in ("layer", "structure", "heads", "half-life", "looks back", "effective state"):
         shown.add_column(label, justify="left" if label in ("layer", "structure") else "right", no_wrap=True)
@@ -123,7 +125,7 @@ def summary(analysis: Analysis) -> Table:
 
 
 def verdict(analysis: Analysis) -> list[str]:
-    """What was converted, found of each layer, and left alone, in lines."""
+    """Lines for the terminal: what was converted, a finding for each layer, and what was left alone."""
     data, found = analysis.data, analysis.data.conversion
     lines = [
         f"{data.model.class_}: {len(found.layers)} mixers ran as recurrences on "
@@ -152,13 +154,13 @@ class Bar:
         self.progress.stop()
 
     def step(self, name: str, done: int, of: int) -> None:
-        """`done` parts of `of` of a step are finished."""
+        """Show that `done` of `of` parts of a step are finished."""
         self.progress.update(self.task, description=name, completed=done, total=of)
 
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' progress bars and warnings inside."""
+    """Suppress transformers' progress bars and warnings inside the block."""
     try:
         logging: Any = importlib.import_module("transformers.utils.logging")
     except ImportError:

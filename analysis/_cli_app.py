@@ -30,7 +30,7 @@ from dsf.analysis.subjects import find
 from dsf.call.plan import FORMS
 
 LAW_BROKEN, BAD_INPUT = 1, 2
-WIDE = 110  # columns that the zoo's whole table takes
+WIDE = 110  # characters a terminal needs for all columns of the zoo's table
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 app = typer.Typer(
@@ -46,7 +46,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _one_line_errors(command: Command) -> Command:
-    """Errors that dsf raises on purpose become one line on stderr and exit code 2."""
+    """Turn the errors that dsf raises on purpose into one line on stderr and exit code 2."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def zoo(
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     rows = [_zoo_cells(r) for r in records]
     labels = [label for label in rows[0] if console.width >= WIDE or label not in ("numbers", "parameters", "forms")]
-    widths = {label: _narrowest(label, rows) for label in labels}  # left to itself, rich cuts words in two
+    widths = {label: _narrowest(label, rows) for label in labels}  # rich would otherwise break words
     widths["structure"] = console.width - sum(widths.values()) + widths["structure"] - 2 * len(labels)
     for label in labels:
         side: Literal["left", "right"] = "right" if label in ("numbers", "parameters") else "left"
@@ -114,13 +114,13 @@ def zoo(
 
 
 def _narrowest(label: str, rows: list[dict[str, str]]) -> int:
-    """Columns that the longest word of these cells takes; the longest of all where a cell is one formula."""
+    """The least width of a column: its longest word, or its longest cell where cells are formulas."""
     cells = [label, *(Text.from_markup(row[label]).plain for row in rows)]
     return max(len(word) for cell in cells for word in ([cell] if label == "state" else cell.split()))
 
 
 def _zoo_cells(found: zoo_data.ZooRecord) -> dict[str, str]:
-    """A mixer's line of the table, by heading."""
+    """A mixer's row of the table: cells by heading."""
     lacking = [form for form in FORMS if form not in found.forms]
     return {
         "mixer, source": f"[bold]{found.name}[/]\n[dim]{_short_source(found.source)}[/]",

@@ -53,7 +53,7 @@ def bench(
 
 
 def table(result: Any) -> Table:
-    """A line a side, times in ms, beside the floor."""
+    """The table of times (ms) and memory: one row an implementation, and one for the lower bound."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for label in ("", "forward", "x floor", "both", "decode", "first call", "kept, MiB", "peak, MiB"):
         shown.add_column(label, justify="right" if label else "left", no_wrap=True)
@@ -68,7 +68,7 @@ def table(result: Any) -> Table:
 
 
 def words(result: Any) -> list[str]:
-    """What the numbers are of."""
+    """Lines that say what was measured and how."""
     sizes = result.sizes
     lines = [
         f"ms of one call: {sizes.batch} x {sizes.tokens} tokens, {sizes.heads} heads, N {sizes.n}, P {sizes.p}, "

@@ -22,7 +22,7 @@ from dsf.mixers import ZOO
 LAW_BROKEN = 1
 FAILED = "dsf: {} failed: {}"
 RATES = "2e-3,6e-3,1.8e-2"
-QUICK = {"steps": 100, "recall": 240}  # of each run, without names or options, so that it ends within minutes
+QUICK = {"steps": 100, "recall": 240}  # steps of each run by default: a comparison of FEW ends within minutes
 LONG = {"steps": 400, "recall": 600}  # --thorough
 SIZES = ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq")
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
@@ -71,7 +71,7 @@ def compare(
     given = chosen(mixers, subjects or [], FAMILIES if thorough else FEW)
     find_all(given)
     usual = LONG if thorough else QUICK
-    line = _given(steps=steps, seed=seed, bare=bare, device=device)  # goes before the file
+    line = _given(steps=steps, seed=seed, bare=bare, device=device)  # overrides the file
     setup = _setup(size, **{"steps": usual["steps"], **of_setup, **line})
     _device(setup.device)
     corpus = load_text(text)
@@ -115,7 +115,7 @@ def _show(result: Any, out: Path, png: bool, as_json: bool, files: list[Path]) -
 
 
 def _draw_again(saved: Path, out: Path, png: bool, as_json: bool) -> None:
-    """The page of a compare.json, without training anything."""
+    """Draw the page of a saved compare.json without training."""
     from dsf.analysis.compare.saved import load
 
     result = load(saved)
@@ -124,7 +124,7 @@ def _draw_again(saved: Path, out: Path, png: bool, as_json: bool) -> None:
 
 
 def _of_file(config: Path | None, size: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of the setup and of the protocol that a settings file names; no sizes where --size names some."""
+    """The fields of Setup and Protocol that a settings file names; without the sizes where --size is given."""
     if config is None:
         return {}, {}
     from dsf.analysis.compare.saved import settings
@@ -134,7 +134,9 @@ def _of_file(config: Path | None, size: str | None) -> tuple[dict[str, Any], dic
 
 
 def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) -> list[str]:
-    """What is compared: --mixers and the subjects named; `otherwise` when neither is given."""
+    """The names of the mixers to compare: those of --mixers and of the arguments, or `otherwise` where neither is
+    given. Raises InputError for an empty --mixers.
+    """
     if mixers is None:
         return subjects or list(otherwise)
     groups = {"zoo": with_modules(), "all": [entry.name for entry in ZOO]}
@@ -145,12 +147,12 @@ def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) ->
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that the command line names."""
+    """The options that the command line names: those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _setup(size: str | None, **options: Any) -> Setup:
-    """The setup of these options, its sizes from NAME=VALUE,... Raises InputError."""
+    """The Setup of these options, with sizes from a text NAME=VALUE,... Raises InputError."""
     known = [f.name for f in fields(Setup) if f.name in SIZES]
     sizes: dict[str, int] = {}
     for part in filter(None, (x.strip() for x in (size or "").split(","))):
@@ -158,14 +160,14 @@ def _setup(size: str | None, **options: Any) -> Setup:
         if name not in known or not value.isdigit() or int(value) < 1:
             raise InputError(f"--size {part!r}: expected NAME=VALUE with a positive number, NAME of {', '.join(known)}")
         sizes[name] = int(value)
-    if sizes.keys() & {"d_model", "n_heads"}:  # heads share the width, unless told
+    if sizes.keys() & {"d_model", "n_heads"}:  # the heads divide the width unless sizes of a head are given
         width = sizes.get("d_model", Setup.d_model) // sizes.get("n_heads", Setup.n_heads)
         sizes = {"d_state": max(1, width), "headdim": max(1, width), **sizes}
     return Setup(**{**options, **sizes})
 
 
 def _rates(given: str) -> tuple[float, ...]:
-    """Learning rates from text. Raises InputError."""
+    """Learning rates from a text with commas. Raises InputError."""
     try:
         found = tuple(float(x) for x in given.split(",") if x.strip())
     except ValueError:
@@ -176,7 +178,7 @@ def _rates(given: str) -> tuple[float, ...]:
 
 
 def _device(given: str) -> str:
-    """The device. Raises InputError where there is none of that kind."""
+    """The same name, checked. Raises InputError for an unknown device, and for CUDA without a GPU."""
     import torch
 
     if given.partition(":")[0] not in ("cpu", "cuda"):
@@ -198,14 +200,14 @@ class Bars:
         self.tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Bars:
-        return self  # nothing is shown before something is trained: errors stand alone
+        return self  # bars start with the first report, so that earlier errors are shown alone
 
     def __exit__(self, *_: object) -> None:
         if self.tasks:
             self.progress.stop()
 
     def report(self, name: str, step: int, steps: int, bits: float) -> None:
-        """Step `step` of a layer is done."""
+        """Show that step `step` of `steps` of a layer's training is done."""
         if name not in self.tasks:
             self.progress.start()
             self.tasks[name] = self.progress.add_task(name, total=steps)
@@ -217,7 +219,7 @@ class Bars:
 
 
 def summary(result: Any) -> Table:
-    """One line a mixer, in the order given."""
+    """The table that the terminal shows: one row a mixer, in the order given."""
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for label in ("mixer", "bits/byte", "paper's layer", "recall", "half-life", "tokens/s", "forms to"):
         found.add_column(label, justify="left" if label == "mixer" else "right", no_wrap=True)

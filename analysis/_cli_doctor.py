@@ -1,4 +1,4 @@
-"""How `dsf doctor` shows what dsf.analysis.doctor finds."""
+"""The report of `dsf doctor` in the terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MARK = {WORKS: "[green]works[/]", BROKEN: "[bold red]broken[/]", REFUSED: "[dim]
 
 
 def look(calls: bool) -> Examination:
-    """Examine, with a line on stderr that says how far it is."""
+    """Examine, with a status line on stderr."""
     with Console(stderr=True).status("looking …") as status:
         return examine(calls, lambda text: status.update(f"{text} …"))
 
 
 def show(console: Console, found: Examination) -> None:
-    """The whole report, in sections."""
+    """Print the whole report, section by section."""
 
     def section(title: str, lines: list[str]) -> None:
         console.print(f"[bold]{title}[/]", highlight=False)
@@ -45,7 +45,7 @@ def show(console: Console, found: Examination) -> None:
 
 
 def verdict(found: Examination) -> str:
-    """The last line."""
+    """The report's last line: whether all works."""
     bad = [f"{x.probe} on {x.backend}, {x.device}" for x in found.backends if x.status == BROKEN]
     if not found.ok:
         return f"[bold red]Broken:[/] {escape(', '.join(bad) or 'triton does not import')}"
@@ -71,7 +71,7 @@ def _backends(probed: list[Probed]) -> list[str]:
 
 
 def _runs(rows: list[Structure]) -> list[str]:
-    """Structures that run alike share a line."""
+    """Two lines for each structure: its mixers, and what runs on each device."""
     out = []
     for row in rows:
         places = [f"{place}: {c.form} on {c.backend} ({c.kernel})" for place, c in row.on.items()]

@@ -52,7 +52,7 @@ def train(
         _quiet()
         prepared = engine.prepare(run, resume)
         record = engine.train(prepared, lambda step, loss: bar.step(f"loss {loss:.3f} nats", step, steps))
-    if run.ranks.rank:  # the first process speaks for all
+    if run.ranks.rank:  # only the first process prints
         return
     if as_json:
         print_json(record.to_dict())
@@ -63,7 +63,9 @@ def train(
 
 @contextmanager
 def _stopped_in_words(out: Path) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the command alike: one line says what is left, the exit code is 128 + the signal's."""
+    """End the command on Ctrl-C and SIGTERM with one line that says what is kept; the exit code is 128 + the signal's
+    number.
+    """
     number = signal.SIGINT
 
     def stop(given: int, frame: Any) -> None:
@@ -86,7 +88,7 @@ def _stopped_in_words(out: Path) -> Iterator[None]:
 
 
 def lines(record: Trained, out: Path) -> list[str]:
-    """What was trained, in a few lines."""
+    """Lines for the terminal: what was trained, its loss, the files written."""
     end = record.loss[-1][1] if record.loss else float("nan")
     return [
         f"{record.mixers}: {record.parameters:,} parameters, {record.run.steps} steps, "
@@ -97,7 +99,7 @@ def lines(record: Trained, out: Path) -> list[str]:
 
 
 def _quiet() -> None:
-    """Libraries that log on their own to the terminal, past transformers' verbosity."""
+    """Silence libraries that log to the terminal by themselves, whatever transformers' verbosity."""
     for name in ("accelerate", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -25,7 +25,7 @@ def whole(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A file beside `path`, to be written in the block: moved to `path` at its end, removed where it fails."""
+    """A temporary path beside `path`: moved to `path` at the end of the block, removed if the block fails."""
     other = path.with_name(f".{path.stem}-{os.getpid()}.part{path.suffix}")
     try:
         yield other

@@ -1,4 +1,4 @@
-"""`dsf bench`: times and memory of a recurrence or its layer on this machine, its lower bound, and installed peers."""
+"""`dsf bench`: times and memory of a recurrence or its layer on this machine, a lower bound, and installed peers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Sizes(Record):
-    """Sizes of one call: sequences, tokens, heads, entries of the Key and of the Value axis; where and in what type."""
+    """Sizes of one call: sequences, tokens, heads, entries of the Key and the Value axis (n, p); dtype and device."""
 
     batch: int = 1
     tokens: int = 2048
@@ -52,7 +52,9 @@ class Row(Record):
 
 
 class Bench(File):
-    """One `dsf bench`. floor: the least ms of forward, by its bytes and operations at measured rates."""
+    """The result of one `dsf bench`. copy_rate: GB/s; product_rate: TFLOP/s; floor, floor_decode: the least ms of
+    forward and of a step, from bytes and operations at these rates.
+    """
 
     schema_: Literal["dsf.bench/1"] = schema_field("dsf.bench/1")
     recurrence: str
@@ -68,10 +70,10 @@ class Bench(File):
 
 
 def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 1.0) -> Bench:
-    """Time a recurrence on random inputs in their legal ranges, with `layer` its layers, and the installed peers.
+    """Time a recurrence on random inputs within their ranges, beside the installed peers.
 
-    layer: also the `Layer` made of the declaration and the paper's, of width heads · P. seconds: for each timing.
-    Raises InputError for a missing device, an unknown type, and an odd n where keys are taken in pairs.
+    layer: also time the `Layer` made of the declaration and the paper's layer, of width heads · P. seconds: for each
+    timing. Raises InputError for a missing device, an unknown dtype, and an odd n where keys are taken in pairs.
     """
     if sizes.dtype not in DTYPES:
         raise InputError(f"--dtype {sizes.dtype!r} is unknown; dtypes are {', '.join(DTYPES)}")
@@ -105,7 +107,7 @@ def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 
 
 
 def inputs_of(subject: Subject, sizes: Sizes) -> dict[str, Tensor]:
-    """Random inputs of these sizes that require gradients."""
+    """Random inputs of these sizes, by name; they require gradients."""
     one = random_inputs(subject.recurrence, tokens=sizes.tokens, heads=sizes.heads, N=sizes.n, P=sizes.p)
     timed = {i.name for i in subject.recurrence.spec.inputs if i.kind.time}
     found = {}
@@ -116,7 +118,7 @@ def inputs_of(subject: Subject, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def step_of(subject: Subject, sizes: Sizes) -> Callable[[], Any]:
-    """A call for one more token, from the state after `tokens` tokens."""
+    """A function that decodes one token after a sequence of `tokens` tokens."""
     recurrence: Any = subject.recurrence
     inputs = inputs_of(subject, sizes)
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
@@ -133,14 +135,14 @@ def step_of(subject: Subject, sizes: Sizes) -> Callable[[], Any]:
 
 
 def layers_of(subject: Subject) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The layer made of the declaration, and the paper's."""
+    """(name, constructor) of the `Layer` made of the declaration, and of the paper's layer if there is one."""
     yield "Layer", partial(Layer, subject.recurrence)
     if subject.has_module:
         yield f"{getattr(subject.make, '__name__', 'Layer')} (paper)", subject.make
 
 
 def layer_row(name: str, make: Callable[..., Any], sizes: Sizes, seconds: float) -> Row:
-    """The row of a layer of width heads · P."""
+    """The Row of a layer of width heads · P."""
     from dsf.analysis.training import accepted
 
     options = {"n_heads": sizes.heads, "d_state": sizes.n, "headdim": sizes.p}
@@ -163,7 +165,7 @@ def layer_row(name: str, make: Callable[..., Any], sizes: Sizes, seconds: float)
 
 
 def peers_of(subject: Subject, sizes: Sizes) -> tuple[list[str], list[str]]:
-    """(Peers that compute this recurrence here, peers that would if they were installed or had a GPU)."""
+    """(peers of this recurrence that run here, peers that need an installation or a GPU)."""
     from dsf.analysis.peers import PEERS
 
     known = [who for who, (_, table) in PEERS.items() if subject.entry is not None and subject.name in table]
@@ -176,7 +178,7 @@ def peers_of(subject: Subject, sizes: Sizes) -> tuple[list[str], list[str]]:
 
 
 def peer_row(who: str, subject: Subject, sizes: Sizes, seconds: float) -> Row:
-    """The row of a peer's operator on the same inputs."""
+    """The Row of a peer's operator on the same inputs."""
     from dsf.analysis.peers import operator
 
     try:
@@ -235,7 +237,7 @@ def side(
 
 
 class Kept:
-    """Counts the memory that a forward pass keeps for its backward pass, each storage once, without `leaves`."""
+    """Counter of the memory that a forward pass keeps for its backward pass: each storage once, without `leaves`."""
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self.bytes = 0
@@ -253,12 +255,12 @@ class Kept:
 
 
 def first_of(found: Any) -> Tensor:
-    """The output of a call that may also return its state."""
+    """The output of a call that returns it alone, or with its state."""
     return found[0] if isinstance(found, tuple) else found
 
 
 def rates(sizes: Sizes) -> tuple[float, float]:
-    """GB/s of a large copy (read and written) and TFLOP/s of a large product, of this device and type."""
+    """(GB/s of a large copy, read and written; TFLOP/s of a large product) of this device and dtype."""
     dtype, cpu = DTYPES[sizes.dtype], sizes.device == "cpu"
     x = torch.zeros(2**24 if cpu else 2**28, device=sizes.device)
     y = torch.zeros_like(x)
@@ -270,7 +272,7 @@ def rates(sizes: Sizes) -> tuple[float, float]:
 
 @contextmanager
 def clock(device: str) -> Iterator[Callable[[], float]]:
-    """A clock in ms on the host, which waits for the device's work."""
+    """A clock in ms, which waits for the GPU's work before it is read."""
 
     def now() -> float:
         if device != "cpu":

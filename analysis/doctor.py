@@ -80,10 +80,10 @@ class Gpu(Record):
 
 
 class Probed(Record):
-    """What a probe gave on a backend of a device; probe: its mixer, or "all" where none can run.
+    """Result of one probe. probe: name of its mixer, or "all" where a backend cannot run at all.
 
-    error: the worst of outputs and gradients in float32 against the float64 oracle, `allowed` at most. why: where it
-    does not work.
+    error: the largest relative error of outputs and gradients, float32 against the float64 oracle; allowed: its
+    tolerance. why: the reason of a status other than "works".
     """
 
     backend: str
@@ -112,7 +112,7 @@ class Variable(Record):
 
 
 class Choice(Record):
-    """What a call runs on a device. refused: the reason why not on triton."""
+    """What the plan of a call says. refused: why the call does not run on triton."""
 
     form: str
     backend: str
@@ -121,7 +121,7 @@ class Choice(Record):
 
 
 class Structure(Record):
-    """A structure of the zoo, its mixers, and what a call of 2,048 tokens runs by device."""
+    """A structure of A, the zoo's mixers that have it, and the plan of a call of 2,048 tokens by device."""
 
     structure: str
     mixers: list[str]
@@ -129,7 +129,9 @@ class Structure(Record):
 
 
 class Examination(File):
-    """All results of `dsf doctor`. ok: False when something that should work is broken; versions: None if missing."""
+    """All results of `dsf doctor`. ok: False when something that should work is broken. versions: None for a package
+    that is not installed.
+    """
 
     schema_: Literal["dsf.doctor/1"] = schema_field("dsf.doctor/1")
     ok: bool
@@ -208,7 +210,7 @@ def _gpus() -> list[Gpu]:
 
 
 def _backends(place: str, step: Step) -> list[Probed]:
-    """A record for each probe on each backend of a device; one for a backend that cannot run there at all."""
+    """A record for each probe on each backend of a device; a single one for a backend that cannot run there."""
     records: list[Probed] = []
     for backend in ("torch", "triton"):
         found = []
@@ -221,7 +223,7 @@ def _backends(place: str, step: Step) -> list[Probed]:
 
 
 def _probe(name: str, backend: str, place: str) -> Probed:
-    """The test of a few calls' outputs, final states and gradients, unless the planner raises FormError."""
+    """Test the outputs, final states and gradients of a few calls."""
     begin = time.perf_counter()
     found = partial(Probed, backend=backend, device=place, probe=name)
     try:

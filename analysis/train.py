@@ -1,4 +1,4 @@
-"""Training of a `dsf.models` language model on a text, by transformers' Trainer: what `dsf train` runs."""
+"""Training of a `dsf.models` language model on a text with transformers' Trainer, for `dsf train`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ from dsf.language.errors import DsfError, InputError
 from dsf.mixers.models.causal_lm import CausalLM
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
 
-FULL = "No space left", "Disk quota", "File too large", "inline_container"  # the last is torch's archive, cut short
+FULL = (
+    "No space left",
+    "Disk quota",
+    "File too large",
+    "inline_container",
+)  # the last: of a torch archive that is cut short
 RATES = {"tiny": 3e-3, "20m": 1e-3, "100m": 6e-4, "340m": 3e-4}
 EVALUATED = 64  # held-out windows at most
 Progress = Callable[[int, float], None]  # (steps done, loss in nats)
@@ -39,12 +44,13 @@ Progress = Callable[[int, float], None]  # (steps done, loss in nats)
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained and how.
+    """Settings of a training run.
 
-    mixer: names with commas between, a pattern over the layers. text: None for Python's own documentation. size: of
-    `dsf.models.SIZES`. tokenizer: "bytes", or a folder that save_pretrained wrote. batch, seq: sequences a step, tokens
-    each. lr: at its highest; None: by the size. saves: checkpoints in all. cp, tp: of torchrun's processes, so many
-    share every sequence, and so many the heads; the others share the batch.
+    mixer: names separated by commas, a pattern over the layers. out: folder of the results. text: a file, None for
+    Python's documentation. size: of `dsf.models.SIZES`. tokenizer: "bytes", or a folder that save_pretrained wrote.
+    batch: sequences a step; seq: tokens a sequence. lr: the highest learning rate, None for that of the size. saves:
+    number of checkpoints. cp, tp: sizes of the groups of torchrun's processes that share each sequence, and the heads;
+    the groups share the batch.
     """
 
     mixer: str
@@ -66,12 +72,14 @@ class Run:
 
     @property
     def ranks(self) -> Ranks:
-        """Torchrun's processes, and what they share. Raises InputError for numbers that do not fit."""
+        """The ranks of torchrun's processes. Raises InputError for numbers that do not fit."""
         return Ranks.of(self)
 
 
 class Identity(Record):
-    """What a checkpoint belongs to. text, sources: SHA-256 of the text and of the files of the user's recurrences."""
+    """What must be equal for a checkpoint to fit a run. text, sources: SHA-256 of the text, and of the files of the
+    user's recurrences.
+    """
 
     model: dict[str, JsonValue]
     text: str
@@ -93,14 +101,14 @@ class Begun(File):
 
 
 class TokensRead(Record):
-    """The text of a run."""
+    """The text of a run, and its number of tokens."""
 
     name: str
     tokens: int
 
 
 class Trained(Begun):
-    """The content of train.json: a run that has ended. loss, held_out: (step, nats a token)."""
+    """The content of train.json after a run's end. loss, held_out: (step, nats a token)."""
 
     run: Run
     text: TokensRead
@@ -114,12 +122,12 @@ class Trained(Begun):
 
     @property
     def mixers(self) -> str:
-        """Their names, with commas between."""
+        """The names of the mixers, separated by commas."""
         return ", ".join(ModelConfig(**self.identity.model).mixers)
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of a text at given places: the same ones in the same order, whatever was trained before."""
+    """Windows of a text at given starts, in the same order for every model."""
 
     def __init__(self, tokens: Tensor, starts: Tensor, seq: int) -> None:
         self.tokens, self.starts, self.seq = tokens, starts, seq
@@ -135,7 +143,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that a run needs, checked: nothing is written before this is whole."""
+    """A checked run with all that it needs; nothing was written yet."""
 
     run: Run
     config: ModelConfig
@@ -148,7 +156,10 @@ class Prepared:
 
 
 def prepare(run: Run, resume: bool) -> Prepared:
-    """Read, tokenize and check all. Raises InputError for whatever would fail later; DsfError without transformers."""
+    """Read and tokenize the text, and check everything before training. resume: go on from the last checkpoint.
+
+    Raises InputError for all that would fail later, DsfError without transformers or accelerate.
+    """
     for package in ("transformers", "accelerate"):
         try:
             importlib.import_module(package)
@@ -156,7 +167,7 @@ def prepare(run: Run, resume: bool) -> Prepared:
             raise DsfError(f"dsf train needs {package}: pip install 'dsf-zoo[models]'") from error
     mixers = [name.strip() for name in run.mixer.split(",") if name.strip()]
     if run.size not in SIZES:
-        sized(run.size, mixers)  # says which there are
+        sized(run.size, mixers)  # raises the error that lists the sizes
     if run.device not in ("cpu", "cuda"):
         raise InputError(
             f"--device {run.device}: expected cpu or cuda (of several GPUs, CUDA_VISIBLE_DEVICES picks one)"
@@ -178,7 +189,7 @@ def prepare(run: Run, resume: bool) -> Prepared:
         )
     config = sized(run.size, mixers, len(tokenizer), fused_loss=True)
     with torch.device("meta"):
-        model = CausalLM(config)  # what its layers refuse
+        model = CausalLM(config)  # raises what its layers refuse
     if ranks.tp > 1:
         from dsf.parallel.heads import check_heads
 
@@ -200,7 +211,7 @@ def prepare(run: Run, resume: bool) -> Prepared:
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer of transformers whose tokens are the bytes of UTF-8, ids 0 to 255."""
+    """A tokenizer of transformers whose tokens are the bytes of UTF-8, with ids 0 to 255."""
     tokenizers: Any = importlib.import_module("tokenizers")
     transformers: Any = importlib.import_module("transformers")
     letters = _byte_letters()
@@ -224,12 +235,12 @@ def load_tokenizer(folder: str) -> Any:
         raise InputError(f"--tokenizer {folder}: expected the folder of a tokenizer, or bytes")
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises nearly every kind there is
+    except Exception as error:  # transformers raises exceptions of many classes
         raise InputError(f"--tokenizer {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def tokens_of(tokenizer: Any, data: bytes) -> Tensor:
-    """The tokens of a text, int32 [length]; of a byte tokenizer, the bytes themselves."""
+    """The tokens of a text, int32 [length]."""
     if len(tokenizer) == 256 and tokenizer.convert_ids_to_tokens(0) == _byte_letters()[0]:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32)
     ids = tokenizer(data.decode("utf-8", errors="replace"), add_special_tokens=False).input_ids
@@ -237,15 +248,15 @@ def tokens_of(tokenizer: Any, data: bytes) -> Tensor:
 
 
 def train(prepared: Prepared, progress: Progress | None = None) -> Trained:
-    """Train (or go on), write model, tokenizer, record and curve into `out`; returns the record.
+    """Train or resume; write model, tokenizer, record and loss curve into the run's folder; returns the record.
 
-    Raises DsfError where the disk is full or the loss is no number any more; what was whole in `out` stays whole.
+    Raises DsfError for a full disk and for a loss that is not finite. Complete files in the folder stay complete.
     """
     from dsf.analysis.trainer import make_trainer
 
     run, ranks = prepared.run, prepared.run.ranks
     with ranks.joined(run.device), _disk_errors(run.out):
-        ranks.wait()  # until all have seen what is in the folder
+        ranks.wait()  # until all processes have read the folder
         if ranks.rank == 0:
             _begin(prepared)
         ranks.wait()
@@ -258,7 +269,7 @@ def train(prepared: Prepared, progress: Progress | None = None) -> Trained:
             state = whole_state(trainer.model)
             whole = trainer.new_model(state) if ranks.rank == 0 else None
         if whole is not None:
-            whole.config.fused_loss = False  # what is opened later wants its logits
+            whole.config.fused_loss = False  # a model that is loaded later returns its logits
             _save_whole(run.out, whole, prepared.tokenizer)
             _curve(run.out / "loss.png", record)
             _write(run.out / RECORD, json.dumps(finite(record.to_dict()), indent=1))
@@ -267,7 +278,7 @@ def train(prepared: Prepared, progress: Progress | None = None) -> Trained:
 
 
 def _begin(prepared: Prepared) -> None:
-    """The folder, with what is known before training. Raises InputError where it cannot be made."""
+    """Make the folder, and write what is known before training. Raises InputError where it cannot be made."""
     out = prepared.run.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -302,7 +313,7 @@ def _record(prepared: Prepared, trainer: Any, seconds: float) -> Trained:
 
 
 def _keep_sources(prepared: Prepared) -> None:
-    """Copies of the files with the user's recurrences, for the record: what was trained stays readable."""
+    """Copy the files of the user's recurrences into the folder, so that what was trained stays readable."""
     for file in _sources(prepared.config):
         _write(prepared.run.out / file.name, file.read_text(encoding="utf-8"))
 
@@ -314,13 +325,13 @@ def _sources(config: ModelConfig) -> list[Path]:
 
 
 def _write(path: Path, text: str) -> None:
-    """The file whole or not at all."""
+    """Write a whole file or nothing."""
     with beside(path) as other:
         other.write_text(text + "\n", encoding="utf-8")
 
 
 def _save_whole(out: Path, *parts: Any) -> None:
-    """Save into a folder beside, then move file by file: a full disk leaves what was there."""
+    """Save into a temporary folder, then move file by file: a full disk leaves the earlier files."""
     other = out / ".part"
     shutil.rmtree(other, ignore_errors=True)
     try:
@@ -335,12 +346,12 @@ def _save_whole(out: Path, *parts: Any) -> None:
 
 @contextmanager
 def _disk_errors(out: Path) -> Iterator[None]:
-    """A disk that is full or refuses in one sentence, whichever library met it."""
+    """Turn errors of a full or failing disk, of whichever library, into a DsfError of one sentence."""
     try:
         yield
     except DsfError:
         raise
-    except Exception as error:  # safetensors has an error of its own
+    except Exception as error:  # safetensors has its own error class
         if any(words in str(error) for words in FULL):
             raise DsfError(f"the disk of {out} is full; {kept(out)}") from error
         if not isinstance(error, OSError):
@@ -349,7 +360,7 @@ def _disk_errors(out: Path) -> Iterator[None]:
 
 
 def _curve(path: Path, record: Trained) -> None:
-    """The loss curve as a picture, where matplotlib is installed."""
+    """Write the loss curve as a picture, where matplotlib is installed."""
     try:
         figure_module: Any = importlib.import_module("matplotlib.figure")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The page of `dsf analyze`: an Analysis as one HTML file, and its pictures as PNG on request."""
+"""The page of `dsf analyze`: an Analysis as one HTML file, and its figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsf.analysis.report import (
 from dsf.analysis.report.figures import colors as palette
 from dsf.analysis.report.figures import ramp, svg
 
-FEW = 6  # maps that are shown at once; the others are folded away
+FEW = 6  # maps shown at once; the others are folded
 TERMS = {
     **{word: WORDS[word] for word in ("State", "Eigenvalue", "Half-life", "Kernel")},
     "Horizon": f"After how many tokens {EPS:.0%} of what was written is left: as far back as a mixer can remember.",
@@ -40,7 +40,7 @@ TERMS = {
 
 
 class Report:
-    """The report of an Analysis: page() and figures. Every layer has its colour, blue to red by depth."""
+    """The report of an Analysis: page() and figures. Every layer has a colour, from blue to red by depth."""
 
     def __init__(self, analysis: Analysis) -> None:
         self.data, self.runs, self.pieces = analysis.data, analysis.data.runs, analysis.data.text.pieces
@@ -55,7 +55,7 @@ class Report:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """All figures, name -> matplotlib figure."""
+        """All matplotlib figures by name."""
         colors, drawn, runs = self.colors, {}, self.runs
         if self.forgetting:
             drawn["half_lives"] = compare_pictures.lives(dict(reversed(self.forgetting.items())), colors, "tokens")
@@ -119,7 +119,7 @@ class Report:
         return out
 
     def layers(self, out: Page) -> None:
-        """The first tables: layers, then heads."""
+        """Add the tables of layers and heads."""
         out.section(
             "Layer by layer",
             "One line a mixer; click a heading to sort by it, point at one to see what it means.",
@@ -131,7 +131,7 @@ class Report:
         )
 
     def attention(self, out: Page) -> None:
-        """Kernel matrices and distances."""
+        """Add the section of kernel matrices and distances."""
         shown = [self.runs[i] for i in pictures.spread(len(self.runs), FEW)]
         folded = [run for run in self.runs if run not in shown]
         maps = {
@@ -177,7 +177,7 @@ class Report:
         )
 
     def memory(self, out: Page) -> None:
-        """Half-lives and eigenvalues."""
+        """Add the section of half-lives and eigenvalues."""
         blocks = []
         if "half_lives" in self.drawn:
             slow, life = max(self.forgetting.items(), key=lambda pair: pair[1].percentiles.high)
@@ -220,7 +220,7 @@ class Report:
         out.section("What they remember", "How fast each layer forgets while it reads the text.", *blocks)
 
     def used(self, out: Page) -> None:
-        """Effective state sizes, norms and ranks."""
+        """Add the section of effective state sizes, norms and ranks."""
         blocks = []
         if "effective_state_entropy" in self.drawn:
             blocks += [
@@ -259,7 +259,7 @@ class Report:
             )
 
     def tokens(self, out: Page) -> None:
-        """What single tokens do."""
+        """Add the section of single tokens: attention received, decay, erasure, writing."""
         titles = {
             "received": (
                 "How much later tokens look at each token",
@@ -288,7 +288,7 @@ class Report:
         out.section("What each token does", "The same sentence, token by token, a row a layer.", *blocks)
 
     def keeps(self, out: Page) -> None:
-        """State size against context."""
+        """Add the section of state size against context."""
         out.section(
             "What it keeps",
             "Memory for one sequence in float32, all converted layers together. A KV cache grows with every token "
@@ -307,7 +307,7 @@ class Report:
         )
 
     def costs(self, out: Page) -> None:
-        """Work of every form."""
+        """Add the section of the work of every form."""
         out.section(
             "What it costs",
             f"Work of one layer's recurrence on {self.data.text.tokens} tokens, in every form that it can be computed "
@@ -316,7 +316,7 @@ class Report:
         )
 
     def conversion(self, out: Page) -> None:
-        """What was converted, what was left alone, and how far outputs moved."""
+        """Add the section of what was converted, what was left alone, and the change of outputs."""
         found = self.data.conversion
         verdict = "within" if found.deviation <= LAW else "**more than**"
         systems = {x.recurrence: x.system for x in found.layers}
@@ -336,7 +336,7 @@ class Report:
         )
 
     def what_was_run(self, out: Page) -> None:
-        """Machine, versions, sizes."""
+        """Add the section of machine, versions and sizes."""
         box, words, model = self.data.machine, self.data.text, self.data.model
         rows = {
             "Model": f"{model.about}; class {model.class_}, {model.parameters:,} parameters, float32",

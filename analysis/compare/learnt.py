@@ -1,4 +1,4 @@
-"""What mixers learnt, on the page of `dsf compare`: the table of all, and the section with its pictures."""
+"""The results of training on the page of `dsf compare`: the table of all mixers, and a section of figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def summary(builder: Builder) -> str:
-    """The first table."""
+    """The table of all mixers."""
     columns = [
         Column("mixer", "name of the recurrence"),
         Column("bits/byte", "on held-out text after training, in the same layer for all; lower is better", "ascending"),
@@ -37,7 +37,7 @@ def summary(builder: Builder) -> str:
 
 
 def row(builder: Builder, r: MixerRecord, longest: float) -> list[Cell]:
-    """A mixer's line; longest: the bits of a whole bar, from zero: twice as long is twice as many."""
+    """A mixer's row. longest: the bits per byte of the longest bar; bars begin at zero."""
     own, life, worst = r.equal, r.half_life, r.worst_disagreement
     form, speed = max(r.tokens_per_second.items(), key=lambda item: item[1])
     state, sizes = r.state.here[CONTEXTS.index(1024)], own.parameters
@@ -61,7 +61,7 @@ def row(builder: Builder, r: MixerRecord, longest: float) -> list[Cell]:
 
 
 def learning(builder: Builder, out: Page) -> None:
-    """Bits per byte, training curves, recall, lengths, what they write."""
+    """Add the section of bits per byte, training curves, recall, lengths and samples."""
     bare = builder.comparison.setup.bare
     parts = "no convolution, no gate" if bare else "short convolution and SiLU, gate"
     notes = [
@@ -110,7 +110,7 @@ def learning(builder: Builder, out: Page) -> None:
 
 
 def _spread_cell(spread: Spread | None, shown: str, bar: float | None = None) -> Cell:
-    """A mean and its spread; the runs when pointed at."""
+    """The cell of a mean and its spread, with the single runs as its note."""
     if spread is None:
         return Cell("–", math.nan)
     each = ", ".join(shown.format(x) for x in spread.each)
@@ -119,7 +119,7 @@ def _spread_cell(spread: Spread | None, shown: str, bar: float | None = None) ->
 
 
 def _tried(learnt: Learnt) -> str:
-    """The rates tried, what each came to, and whether the best is the last of them."""
+    """The rates tried with their results, and whether the best is the first or last of them."""
     tried = learnt.rates
     if not tried:
         return "given"
@@ -129,5 +129,5 @@ def _tried(learnt: Learnt) -> str:
 
 
 def _readable(sample: str) -> str:
-    """A sample without bytes that are no letters."""
+    """A sample with · in place of characters that cannot be shown."""
     return "".join(c if c == "\n" or (c.isprintable() and c != "\ufffd") else "·" for c in sample)

@@ -1,4 +1,4 @@
-"""The page of `dsf compare`: a Comparison as one HTML file, and its pictures as PNG on request."""
+"""The page of `dsf compare`: a Comparison as one HTML file, and its figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WORDS = {
 
 
 class Builder:
-    """Puts the page together from records and one colour a mixer."""
+    """Builds the page of a Comparison. Every mixer has a colour."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
@@ -61,7 +61,7 @@ class Builder:
         self.negative = any(r.eigenvalues.share_negative > 1e-3 for r in self.records)
 
     def figures(self) -> dict[str, Any]:
-        """All figures, name -> matplotlib figure."""
+        """All matplotlib figures by name."""
         records, colors = self.records, self.colors
         drawn = {
             "learning": pictures.learning(records, colors, self.yardsticks, self.equal()),
@@ -83,14 +83,14 @@ class Builder:
         return drawn
 
     def equal(self) -> str:
-        """What is equal for all, and how often it was tried, in words."""
+        """Words about what is equal for all mixers, and the number of runs."""
         protocol, apart = self.comparison.protocol, self.comparison.parameters_apart
         rates = "rate: the best of " + ", ".join(f"{r:g}" for r in protocol.rates) if len(protocol.rates) > 1 else ""
         seeds = f"{protocol.seeds} seeds, bars: ± one standard deviation" if protocol.seeds > 1 else "one seed"
         return "; ".join(filter(None, [f"parameters equal to {max(apart, 0.001):.1%}", seeds, rates]))
 
     def build(self) -> Page:
-        """The page with all sections."""
+        """The whole page."""
         setup, data = self.comparison.setup, self.comparison.text
         out = Page(
             "Sequence mixers, side by side",
@@ -127,12 +127,12 @@ class Builder:
         return out
 
     def failures(self) -> str:
-        """Mixers that could not be compared, and why."""
+        """The block of mixers that failed, with their errors."""
         rows = [[Cell(name), Cell(why)] for name, why in self.comparison.failed.items()]
         return table([Column("failed"), Column("because")], rows)
 
     def memory(self, out: Page) -> None:
-        """Half-lives and eigenvalues."""
+        """Add the section of half-lives and eigenvalues."""
         histograms = [
             figure(self.drawn[f"eigenvalues_{r.name}"], r.name, _spectrum_words(r), self.colors[r.name])
             for r in self.records
@@ -156,7 +156,7 @@ class Builder:
         )
 
     def attention(self, out: Page) -> None:
-        """Kernel matrices."""
+        """Add the section of kernel matrices."""
         maps = [figure(self.drawn[f"kernel_{r.name}"], r.name, "", self.colors[r.name]) for r in self.records]
         out.section(
             "What they look at",
@@ -174,7 +174,7 @@ class Builder:
         )
 
     def state(self, out: Page) -> None:
-        """State size against context."""
+        """Add the section of state size against context."""
         out.section(
             "What they keep",
             "Numbers one layer stores for one sequence. Softmax attention keeps every key and value (the KV cache) and "
@@ -198,7 +198,7 @@ class Builder:
         )
 
     def forms(self, out: Page) -> None:
-        """Laws and speeds."""
+        """Add the section of agreement and speed of the forms."""
         names = [f for f in FORMS if f != "naive"]
         columns = [Column("mixer"), *(Column(f, f"worst relative error of {f} against naive") for f in names)]
         rows = []
@@ -243,7 +243,7 @@ class Builder:
         )
 
     def mixers(self, out: Page) -> None:
-        """What each mixer is."""
+        """Add the section that describes each mixer."""
         blocks = [
             details(
                 f"**{r.name}**: {r.summary}",
@@ -259,7 +259,7 @@ class Builder:
         )
 
     def what_was_run(self, out: Page) -> None:
-        """Machine, versions, sizes."""
+        """Add the section of machine, versions and sizes."""
         setup, data = self.comparison.setup, self.comparison.text
         box = self.comparison.machine
         rows = {

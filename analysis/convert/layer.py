@@ -1,4 +1,4 @@
-"""`Layer`: one converted mixer of a model, and the runs of its recurrence."""
+"""`Layer`: a converted mixer of a model, and the runs of its recurrence."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from dsf.trajectory import Attention, Trajectory
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a layer's recurrence on real inputs: what a recorder is shown.
+    """One run of a layer's recurrence, as a recorder receives it.
 
-    inputs: the recurrence's, by name; state: what it started from; attention: for softmax, its operands instead.
-    part: which of several runs in one call of the layer (Zamba's heads). backward: tokens come last first.
+    inputs: of the recurrence, by name. state: the initial state. attention: the operands of softmax attention, which
+    has no inputs here. part: the run's number within one call of the layer (Zamba runs one for each head). backward:
+    the tokens are in reversed order.
     """
 
     recurrence: Recurrence
@@ -31,7 +32,7 @@ class Run:
     backward: bool = False
 
     def trajectory(self) -> Trajectory:
-        """The trajectory of this run, structured; without gradients."""
+        """The structured Trajectory of this run, without gradients."""
         with torch.no_grad():
             if self.attention is not None:
                 return Trajectory(self.recurrence.spec, None, None, self.attention)
@@ -46,10 +47,11 @@ Listener = Callable[["Layer", Run], None]
 
 @dataclass
 class Call:
-    """One call of a module. arguments: by name, those too that its core is not given. runs: of its recurrence so far.
+    """One call of a module.
 
-    cu_seqlens: boundaries of packed sequences, or None. cached: the recurrent state in the model's cache when the call
-    began, in the model's layout.
+    arguments: by name, also those that the core does not receive. cu_seqlens: boundaries of packed sequences, or None.
+    cached: the recurrent state in the model's cache at the start of the call, in the model's layout. runs: of the
+    recurrence, so far.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class Call:
 
     @property
     def cache(self) -> Any:
-        """The cache of this call, whatever its argument is called, or None."""
+        """The model's cache, under whichever of its names it was passed, or None."""
         return self.arguments.get("cache_params", self.arguments.get("past_key_values"))
 
 
@@ -67,10 +69,11 @@ class Call:
 class Layer:
     """A mixer that dsf runs.
 
-    name: its path in the model. module: the original module, whose projections are still used. kind: the core, in
-    words. recurrence: what runs in place of it. notes: where the original differs from the system it stands for.
-    conv: numbers a short convolution in front keeps for a sequence. state: (heads, N, P) once it has run, parts: runs a
-    call (Zamba's heads), key_heads: those of a KV cache, window: the tokens it keeps. shared: the model's call.
+    name: its path in the model. module: the original module, whose projections are still used. kind: the core's name.
+    recurrence: what runs in place of the core. notes: how the original differs from that system. conv: numbers that a
+    short convolution keeps for a sequence. state: (heads, N, P), known after the first run. parts: runs a call.
+    key_heads: of a KV cache; window: its tokens. shared: the current call of the model. call: the current call of the
+    module.
     """
 
     name: str
@@ -90,7 +93,7 @@ class Layer:
     def enter(self, arguments: Mapping[str, Any]) -> None:
         """Begin one call of the module."""
         self.call = Call(arguments, boundaries({**arguments, **self.shared.arguments}))
-        # Read now: during the call the cache is told about the new tokens before the core runs.
+        # Read now: the model updates its cache before the core runs.
         self.call.cached = recurrent_state_of(self.call.cache, getattr(self.module, "layer_idx", None))
 
     def padding(self, tokens: int) -> Tensor | None:
@@ -100,10 +103,10 @@ class Layer:
     def run(
         self, recurrence: Recurrence, state: Tensor | None = None, *, backward: bool = False, **inputs: Tensor
     ) -> tuple[Tensor, Any]:
-        """Run `recurrence` in its own layout ([B, T, H, ·], state [B, H, N, P]); returns y and the final state.
+        """Run `recurrence` on inputs in its own layout, [B, T, H, ·], state [B, H, N, P]; returns (y, final state).
 
-        backward: says to recorders that the caller has turned the tokens around, last first.
-        Packed sequences of the call are kept apart. Inputs go to one floating type, float32 unless all is float64.
+        backward: tells recorders that the caller has reversed the tokens. Packed sequences of the call are kept apart.
+        Inputs are converted to float32, or float64 where an input is float64.
         """
         wide = any(inputs[i.name].dtype == torch.float64 for i in recurrence.spec.inputs if i.kind.time)
         dtype = torch.float64 if wide else torch.float32
@@ -114,18 +117,18 @@ class Layer:
         self.state = (y.shape[2], final.shape[-2], y.shape[-1])
         self.show(Run(recurrence, given, state, self.call.runs, backward=backward))
         if bounds is not None:
-            final = final[-1:]  # a cache continues the last of the packed sequences
+            final = final[-1:]  # a cache continues the last packed sequence
         return y, final
 
     def show(self, run: Run) -> None:
-        """Tell recorders about a run."""
+        """Pass a run to the recorders."""
         self.call.runs = self.parts = run.part + 1
         for listener in self.listeners:
             listener(self, run)
 
 
 class ModelCall:
-    """The arguments of the model's own forward, which its mixers see only in part."""
+    """The arguments of the model's forward, of which its mixers receive a part."""
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = {}
@@ -144,12 +147,12 @@ class ModelCall:
 
 
 def trailing_padding(pads: Tensor) -> Tensor:
-    """How many padding tokens end each row of pads [B, T]: [B]."""
+    """The number of padding tokens at the end of each row of pads [B, T]: [B]."""
     return pads.flip(-1).long().cumprod(-1).sum(-1)
 
 
 def recurrent_state_of(cache: Any, index: int | None) -> Tensor | None:
-    """What a transformers cache holds for a recurrent layer, None before its first call."""
+    """The recurrent state of layer `index` in a transformers cache; None before its first call."""
     if index is None or not hasattr(cache, "get_recurrent_state"):
         return None
     try:
@@ -159,7 +162,7 @@ def recurrent_state_of(cache: Any, index: int | None) -> Tensor | None:
 
 
 def boundaries(arguments: Mapping[str, Any]) -> Tensor | None:
-    """cu_seqlens of a call's keyword arguments: from cu_seq_lens_q or from seq_idx [1, T]; None when not packed."""
+    """cu_seqlens from a call's cu_seq_lens_q or seq_idx [1, T]; None where nothing is packed."""
     given = arguments.get("cu_seq_lens_q")
     if given is None and arguments.get("seq_idx") is not None:
         index = arguments["seq_idx"][0]
