@@ -129,7 +129,7 @@ def verdict(analysis: Analysis) -> list[str]:
     data, found = analysis.data, analysis.data.conversion
     lines = [
         f"{data.model.class_}: {len(found.layers)} mixers ran as recurrences on "
-        f"{data.text.tokens} tokens; outputs moved by {found.deviation:.1g} of their range"
+        f"{data.text.tokens} tokens; outputs changed by {found.deviation:.1g} of their range"
     ]
     lines += [run.found for run in data.runs]
     return lines + [f"left alone: {x.name or 'the model'} ({x.type}): {x.why}" for x in found.left_alone]

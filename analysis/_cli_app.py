@@ -34,8 +34,8 @@ WIDE = 110  # characters a terminal needs for all columns of the zoo's table
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 app = typer.Typer(
-    help="Sequence mixers as dynamical systems: list them, see how they are compiled, check them, compare them, "
-    "and open up trained models.",
+    help="Sequence mixers as dynamical systems: list, plan, check, time, compare and train them, "
+    "and analyse trained models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -193,15 +193,15 @@ def plan(
 @_one_line_errors
 def check(
     subject: SubjectArgument,
-    examples: Annotated[int, typer.Option(min=1, help="drawn for each law and dtype")] = 6,
+    examples: Annotated[int, typer.Option(min=1, help="random examples for each law and dtype")] = 6,
     tokens: Annotated[int, typer.Option(min=1, help="longest sequence")] = 130,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     backend: Annotated[str, typer.Option(help="torch, triton or auto: both where there is a GPU")] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="the errors of every form, not the verdict alone")]
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="print the errors of every form, too")]
     = False,
     fuzz: Annotated[
-        float | None, typer.Option("--fuzz", min=1, help="seconds of random calls in place of laws")
+        float | None, typer.Option("--fuzz", min=1, help="seconds of random calls instead of the laws")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -237,9 +237,9 @@ def analyze(
         typer.Argument(metavar="MODEL_DIR|NAME", help="folder that save_pretrained wrote, or typeseg, smollm2"),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="of the text that are read")] = Choice.tokens,
-    layers: Annotated[str | None, typer.Option(help="of the converted ones: 0,4-7 or names; all by default")] = None,
-    heads: Annotated[str | None, typer.Option(help="of every layer: 2 or 0-3; all by default")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of the text to read")] = Choice.tokens,
+    layers: Annotated[str | None, typer.Option(help="converted layers: 0,4-7 or names; default: all")] = None,
+    heads: Annotated[str | None, typer.Option(help="heads of every layer: 2 or 0-3; default: all")] = None,
     out: Annotated[Path, typer.Option(help="the page; its data is written beside it as .json")] = Path(
         "report/analyze.html"
     ),
@@ -248,7 +248,8 @@ def analyze(
         float | None, typer.Option("--memory", min=0, help="GiB that the recording of one layer may take")
     ] = None,
     saved: Annotated[
-        Path | None, typer.Option("--from", metavar="ANALYZE.JSON", help="draw this again; no model is run")
+        Path | None,
+        typer.Option("--from", metavar="ANALYZE.JSON", help="draw a saved analysis again, without its model"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -272,7 +273,7 @@ def analyze(
 @app.command()
 @_one_line_errors
 def doctor(
-    quick: Annotated[bool, typer.Option(help="without calls, which take seconds (on a GPU, a minute)")] = False,
+    quick: Annotated[bool, typer.Option(help="leave out the calls, which take seconds (on a GPU, a minute)")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what is installed, what will run where, and whether it works; exit code 1 if something is broken."""

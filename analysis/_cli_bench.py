@@ -22,7 +22,7 @@ def bench(
     p: Annotated[int, typer.Option(min=1, help="size of the Value axis")] = 64,
     tokens: Annotated[int, typer.Option(min=1, help="tokens a sequence")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="sequences")] = 1,
-    layer: Annotated[bool, typer.Option("--layer", help="also the layers around it, of width heads · p")] = False,
+    layer: Annotated[bool, typer.Option("--layer", help="time the layers around it too, of width heads · p")] = False,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16, float16")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda; the GPU if there is one by default")] = "auto",
     seconds: Annotated[float, typer.Option(min=0.01, help="spent on each timing")] = 1.0,

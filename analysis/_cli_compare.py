@@ -30,33 +30,47 @@ _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
 
 def compare(
     subjects: Annotated[list[str] | None, typer.Argument(metavar="[NAME|FILE.py:FUNCTION]...", help=_NAME)] = None,
-    mixers: Annotated[str | None, typer.Option(help="names with commas between; zoo or all: every mixer")] = None,
+    mixers: Annotated[
+        str | None,
+        typer.Option(help="names separated by commas; zoo: all with a layer of their paper; all: every mixer"),
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
     out: Annotated[Path, typer.Option(help="folder for compare.html and compare.json")] = Path("report"),
     thorough: Annotated[bool, typer.Option("--thorough", help="more mixers (18 without names) and steps")] = False,
-    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run: 100, thorough 400")] = None,
-    recall: Annotated[int | None, typer.Option(min=0, help="steps of the recall task, 0: without it")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each layer: 3")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of weights and batches of the first run: 0")] = None,
-    rates: Annotated[
-        str | None, typer.Option(help=f"learning rates, the best in a short run is taken: {RATES}")
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="training steps of each run (default 100, --thorough 400)")
     ] = None,
-    papers: Annotated[bool | None, typer.Option(help="the paper's own layer too, as a second column: yes")] = None,
+    recall: Annotated[
+        int | None, typer.Option(min=0, help="steps of the recall task (0: none; default 240, --thorough 600)")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each layer (default 3)")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="seed of the first run, for weights and batches (default 0)")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help=f"learning rates; the best in a short run is taken (default {RATES})")
+    ] = None,
+    papers: Annotated[
+        bool | None, typer.Option(help="train the paper's layer too, as a second column (default)")
+    ] = None,
     bare: Annotated[bool | None, typer.Option("--bare", help="layers without short convolutions and gates")] = None,
     size: Annotated[
         str | None,
         typer.Option(metavar="NAME=VALUE,...", help="d_model, layers, n_heads, d_state, headdim, batch, seq"),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda, where models are trained: cpu")] = None,
+    device: Annotated[str | None, typer.Option(help="device of the training, cpu or cuda (default cpu)")] = None,
     save_weights: Annotated[bool, typer.Option("--save-weights", help="keep every model, in --out/weights")] = False,
     png: Annotated[bool, typer.Option(help="write every picture as PNG too")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="layers trained side by side (two at most)")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="layers trained at the same time (default: at most two)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
     config: Annotated[
-        Path | None, typer.Option(help="settings as JSON, or a compare.json to repeat; options of the line go first")
+        Path | None, typer.Option(help="settings as JSON, or a compare.json to repeat; options override them")
     ] = None,
     saved: Annotated[
-        Path | None, typer.Option("--from", metavar="COMPARE.JSON", help="draw this again; nothing is trained")
+        Path | None,
+        typer.Option("--from", metavar="COMPARE.JSON", help="draw a saved comparison again, without training"),
     ] = None,
 ) -> None:
     """Train mixers in one tiny language model on real text and write a report: what they learn, keep, look at, cost."""

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 def train(
-    mixer: Annotated[str, typer.Option(help="of the zoo or file.py:function; with commas: a pattern of layers")],
+    mixer: Annotated[str, typer.Option(help="mixer of the zoo or file.py:function; with commas: a pattern of layers")],
     out: Annotated[Path, typer.Option(help="folder for the model, its checkpoints, train.json and loss.png")],
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
-    size: Annotated[str, typer.Option(help="of the model: tiny, 20m, 100m or 340m")] = "tiny",
+    size: Annotated[str, typer.Option(help="size of the model: tiny, 20m, 100m or 340m")] = "tiny",
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 1000,
     tokenizer: Annotated[str, typer.Option(metavar="bytes|DIR", help="bytes, or the folder of a tokenizer")] = "bytes",
     device: Annotated[str, typer.Option(help="cpu or cuda; the GPU if there is one by default")] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --out")] = False,
-    lr: Annotated[float | None, typer.Option(min=0, help="highest learning rate; by the size if not given")] = None,
+    lr: Annotated[float | None, typer.Option(min=0, help="highest learning rate (default: by the size)")] = None,
     batch: Annotated[int, typer.Option(min=1, help="sequences a step")] = 16,
     seq: Annotated[int, typer.Option(min=2, help="tokens a sequence")] = 256,
     bf16: Annotated[bool, typer.Option("--bf16", help="matrix products in bfloat16")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="through torch.compile")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="of weights and data")] = 0,
-    cp: Annotated[int, typer.Option(min=1, help="processes of torchrun that share every sequence")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="processes of torchrun that share heads and parameters")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="seed of weights and data")] = 0,
+    cp: Annotated[int, typer.Option(min=1, help="number of torchrun's processes that share every sequence")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="number of torchrun's processes that share heads and parameters")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
 ) -> None:  # fmt: skip
     """Train a language model around a mixer on a text; save it where `dsf analyze` and transformers open it."""

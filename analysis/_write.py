@@ -20,7 +20,7 @@ def whole(path: Path, write: Callable[[Path], object]) -> None:
             write(other)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise DsfError(f"cannot write {path}: {why}; what was there before is untouched") from error
+        raise DsfError(f"cannot write {path}: {why}; an existing file is unchanged") from error
 
 
 @contextlib.contextmanager

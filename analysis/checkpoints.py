@@ -39,7 +39,7 @@ def last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path |
         raise InputError(f"{record} cannot be read as the record of a run: {error}") from error
     changed = [f for f, digest in identity.get("sources", {}).items() if before.get("sources", {}).get(f) != digest]
     if changed and before.get("model") == identity.get("model"):
-        raise InputError(f"--resume: {changed[0]} is not what it was when the run in {out} began; give another --out")
+        raise InputError(f"--resume: {changed[0]} has changed since the run in {out} began; give another --out")
     for field, value in identity.items():
         if before.get(field) != value:
             old, new = _difference(before.get(field), value)

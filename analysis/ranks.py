@@ -48,7 +48,7 @@ class Ranks:
         if run.seq < run.cp:
             raise InputError(f"--seq {run.seq}: {run.cp} processes have too few tokens to share")
         if world > 1 and run.compile:
-            raise InputError("--compile: of one process only, and torchrun started several")
+            raise InputError("--compile works in one process only, and torchrun started several")
         return cls(rank, dp, run.cp, run.tp)
 
     @property

@@ -51,7 +51,7 @@ class File(Record):
         data, known = read(path), cls.model_fields["schema_"].default
         if (schema := data.get("schema")) != known:
             said = f"of the schema {schema!r}" if schema else f"no file of {known}: it names no schema"
-            raise InputError(f"{path} is {said}; this release of dsf draws {known}, so make the file again")
+            raise InputError(f"{path} is {said}; this release of dsf reads {known}; make the file again")
         try:
             return cls.model_validate(data)
         except ValidationError as error:

@@ -105,7 +105,7 @@ def test_half_lives_that_never_end_come_back_as_infinite(result, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema": "dsf.compare/1"}, "of the schema 'dsf.compare/1'; this release of dsf draws dsf.compare/2"),
+        ({"schema": "dsf.compare/1"}, "of the schema 'dsf.compare/1'; this release of dsf reads dsf.compare/2"),
         ({"schema": None}, "no file of dsf.compare/2: it names no schema"),
         ({"seconds": "long"}, "seconds: input should be a valid number"),
         ({"mixers": [{"name": "x"}]}, r"mixers\.0\.given: field required"),

@@ -254,7 +254,7 @@ def _tokens(pretrained: Pretrained, text: str, most: int) -> tuple[Tensor, int |
     cut_to = longest if longest is not None and longest < min(most, ids.shape[1]) else None
     ids = ids[:, : cut_to or most]
     if ids.shape[1] < LEAST_TOKENS:
-        raise InputError(f"the text has {ids.shape[1]} tokens; memory shows from {LEAST_TOKENS} on")
+        raise InputError(f"the text has {ids.shape[1]} tokens; expected at least {LEAST_TOKENS}")
     embedding: Any = getattr(pretrained.model, "get_input_embeddings", lambda: None)()
     rows = getattr(embedding, "num_embeddings", math.inf)
     if int(ids.max()) >= rows:

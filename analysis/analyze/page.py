@@ -107,7 +107,7 @@ class Report:
         )  # fmt: skip
         self.drawn = {name: svg(drawn, name.replace("_", " ")) for name, drawn in self.figures.items()}
         self.layers(out)
-        out.section("How to read this", "Eight words are enough for every picture below.", terms(TERMS))
+        out.section("How to read this", "Eight terms are enough for all pictures below.", terms(TERMS))
         self.attention(out)
         self.memory(out)
         self.used(out)
@@ -167,7 +167,7 @@ class Report:
                 figure(
                     self.drawn["distances"],
                     "How far back each head looks",
-                    f"Dots are heads, dashes layers: how many tokens back an output takes from, weighed by how much. "
+                    f"Dots are heads, dashes layers: how many tokens back an output takes from, weighted by how much. "
                     f"Looking at everything alike would give {alike} of {min(self.data.window, self.data.text.tokens)} "
                     f"tokens; the farthest-looking head, in layer {far[1]}, looks {far[0]:.0f} back.",
                 )
@@ -216,7 +216,7 @@ class Report:
                 details("As histograms, one a layer", grid(histograms, 245)),
             ]
         if not blocks:
-            blocks.append(text("Attention that sees both ways is no recurrence in time: it has no memory to measure."))
+            blocks.append(text("Attention to later tokens is no recurrence in time, so it has no memory to measure."))
         out.section("What they remember", "How fast each layer forgets while it reads the text.", *blocks)
 
     def used(self, out: Page) -> None:
@@ -227,7 +227,7 @@ class Report:
                 figure(
                     self.drawn["effective_state_entropy"],
                     "Effective state size, by entropy",
-                    "How many numbers of the past the rest of the text depends on, weighed by how much they matter. 1 "
+                    "How many numbers of the past the rest of the text depends on, weighted by their importance. 1 "
                     "means that one summary of the past is all that counts.",
                 ),
                 figure(
@@ -242,12 +242,12 @@ class Report:
                 figure(
                     self.drawn["state_norm"],
                     "Size of the state while reading",
-                    "A level line has found its balance of writing and forgetting; a rising one is still filling up.",
+                    "A level line: writing and forgetting are in balance. A rising line: the state still grows.",
                 ),
                 figure(
                     self.drawn["state_rank"],
                     "Effective rank of the state while reading",
-                    "In how many directions the state is really spread: how many different things it holds at once.",
+                    "Number of directions over which the state is spread: how many different things it holds.",
                 ),
             ]
         if blocks:
@@ -271,9 +271,9 @@ class Report:
                 "Dark: the token puts much into the state. Relative to each layer's strongest.",
             ),
             "decay": (
-                "How much each token lets stand",
+                "How much of the state each token keeps",
                 "The share of the state that the token keeps: dark is each layer's largest, pale its smallest. At a "
-                "pale token the layer makes room.",
+                "pale token the layer clears most.",
             ),
             "erase": (
                 "How much each token erases",
@@ -323,15 +323,15 @@ class Report:
         out.section(
             "What was converted",
             "Every mixer below ran as a recurrence of this library while all of the above was measured. If that "
-            "changed what the model says, nothing above would be about this model.",
+            "had changed the model's outputs, the report would not be about this model.",
             text(
-                f"On the text, outputs moved by at most {found.largest_difference:.1g} where they span "
+                f"On the text, outputs changed by at most {found.largest_difference:.1g} where they span "
                 f"{found.range:.3g}: {found.deviation:.1g} of their range, {verdict} the {LAW:.0e} allowed."
             ),
             tables.converted(self.data),
             tables.left_alone(found.left_alone)
             if found.left_alone
-            else text("Nothing that mixes tokens was left alone."),
+            else text("All modules that mix tokens were converted."),
             *(details(f"`{name}` as declared", code(system)) for name, system in systems.items()),
         )
 
@@ -345,6 +345,6 @@ class Report:
             "Machine": f"{box.cpu}, {box.cores} cores, {box.system}",
             "Versions": f"dsf {self.data.dsf}, torch {box.torch}, Python {box.python}",
             "Time": ", ".join(f"{name} {value:.1f} s" for name, value in self.data.seconds.items()),
-            "Memory": f"{self.data.peak_gib:.1f} GiB at most" if self.data.peak_gib else "not told by this system",
+            "Memory": f"{self.data.peak_gib:.1f} GiB at most" if self.data.peak_gib else "not reported by this system",
         }
         out.section("What was run", "Everything needed to repeat it.", terms(rows))

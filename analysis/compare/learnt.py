@@ -19,14 +19,17 @@ def summary(builder: Builder) -> str:
         Column("mixer", "name of the recurrence"),
         Column("bits/byte", "on held-out text after training, in the same layer for all; lower is better", "ascending"),
         Column("paper's layer", "the same in the layer of its paper: its own convolution, gates and start"),
-        Column("recall", f"right answers, {recall.GAP} bytes of noise between; any value told: {recall.CHANCE:.0%}"),
+        Column(
+            "recall",
+            f"right answers, {recall.GAP} bytes of noise between; a guess among the values: {recall.CHANCE:.0%}",
+        ),
         Column("far recall", f"the same with {recall.GAPS[-1]} bytes of noise, which training never had"),
         Column("before", "bits per byte before training; 8 is knowing nothing"),
         Column("rate", "learning rate, the best of those tried in a short run"),
         Column("half-life", "median over the state, in tokens (bytes)"),
         Column("never forgotten", "share of the state without any decay"),
         Column("state", "numbers one layer keeps of the text so far, at 1,024 tokens"),
-        Column("parameters", "of the model (of one mixer layer when pointed at)"),
+        Column("parameters", "of the model (on hover: of one mixer)"),
         Column("fastest form", "tokens per second, one thread"),
         Column("forms differ by", "worst relative error of any form, output or gradient, in float64"),
         Column("structure", "of the transition A"),
@@ -88,7 +91,7 @@ def learning(builder: Builder, out: Page) -> None:
     if "recall" in builder.drawn:
         drawn.append(figure(
             builder.drawn["recall"],
-            "What the state can be asked",
+            "Recall from the state",
             f"New models, trained on this alone: {recall.PAIRS} keys, each with a value, then noise, then the keys "
             "again in another order. Which value came with this key? Weights cannot know, only the state can.",
         ))  # fmt: skip
@@ -96,7 +99,7 @@ def learning(builder: Builder, out: Page) -> None:
         drawn.append(figure(
             builder.drawn["lengths"],
             "Longer than in training",
-            "The same bytes predicted after more text: a line that falls makes use of it, one that rises is lost.",
+            "The same bytes predicted after more text: a falling line makes use of it, a rising one gets worse.",
         ))  # fmt: skip
     samples = [details(f"**{r.name}**", code(_readable(r.equal.sample))) for r in builder.records]
     out.section(

@@ -116,7 +116,7 @@ class Builder:
             summary(self),
             *([self.failures()] if self.comparison.failed else []),
         )
-        out.section("How to read this", "Six words are enough for every picture below.", terms(WORDS))
+        out.section("How to read this", "Six terms are enough for all pictures below.", terms(WORDS))
         learning(self, out)
         self.memory(out)
         self.attention(out)
@@ -178,14 +178,14 @@ class Builder:
         out.section(
             "What they keep",
             "Numbers one layer stores for one sequence. Softmax attention keeps every key and value (the KV cache) and "
-            "grows with the text; all others stay where they are.",
+            "grows with the text; all others keep their size.",
             grid(
                 [
                     figure(
                         self.drawn["state_at_paper_width"],
                         f"At a real model's width: d_model {PAPER_WIDTH:,}, {PAPER_HEADS} heads",
-                        "Sizes as in the papers. Where the rising line crosses a flat one, the recurrence starts to be "
-                        "the cheaper memory.",
+                        "Sizes as in the papers. Where the rising line crosses a flat one, the recurrence needs less "
+                        "memory from there on.",
                     ),
                     figure(
                         self.drawn["state_here"],

@@ -30,7 +30,7 @@ NOTES = {
 }
 POSITIONS = "a cached call without position_ids goes on after the cache; the original starts at position 0 again"
 FORGETFUL = ("BambaAttention", "MiniMaxAttention")  # in models that forget positions
-LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original forgets it"
+LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original does not"
 CONVOLVED = "packed sequences and padding at the end are kept out of convolution and state on every device"
 
 

@@ -36,7 +36,7 @@ def output(trajectory: Trajectory) -> Tensor:
     elif trajectory.drive is not None:
         u = trajectory.drive.transpose(1, 2)
     else:
-        raise InputError(f"{trajectory.spec.name}: no one input drives the system, so Phi does not apply to an input")
+        raise InputError(f"{trajectory.spec.name}: the system has no single driving input to multiply Phi with")
     if phi.shape[-1] == 1:
         return (phi.squeeze(-1) @ u).transpose(1, 2)
     return torch.einsum("bhijp,bhjp->bihp", phi, u)
